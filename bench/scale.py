@@ -2,26 +2,55 @@
 
     .venv/bin/python bench/scale.py [--quick] [--json FILE] [--only PART]
 
+steps      the longest step of the control process with many blocks resident, and its memory for each
+members    following a thousand nodes, ten of whose records change a second; three hundred that end at once
 hung_peer  sixty-four prompts of eight parts at a time, while one of three nodes is stopped and the others have all
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import multiprocessing
+import os
+import random
 import secrets
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from harness import Report, median, parse_arguments
+import uvloop
+from harness import Report, median, parse_arguments, percentile
 
 from kvpool.client import OperatorClient
-from kvpool.types import Namespace, NamespaceRecord, PartSpec
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.host_topology import HostTopology
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.core.node import Node
+from kvpool.placement.etcd.client import EtcdClient, delete, put
+from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.membership.etcd import EtcdMembership
+from kvpool.placement.peers import Peers
+from kvpool.placement.records import (
+    NodeRecord,
+    NodeState,
+    TierRecord,
+    TransportRecord,
+    encode_record,
+    new_incarnation,
+)
+from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+from kvpool.types import Namespace, NamespaceRecord, PartSpec, split_keys
+from kvpool.wire import frame
 from tests.support.local_cluster import LocalCluster
+from tests.support.local_node import MemoryOnly
+from tests.support.servers.etcd import Etcd
 from tests.support.waiting import until
 
 PROMPTS, PARTS, BLOCKS = 64, 8, 4
@@ -30,6 +59,190 @@ WAIT_S = 4.0
 DATA = np.random.default_rng(7).integers(0, 255, (PARTS, BLOCKS, PART_BYTES), dtype=np.uint8)
 
 Prompt = list[bytes]
+
+BLOCK_BYTES = 64 << 10
+PUT_BLOCKS = 64
+OTHER_SIZE_PUTS = 300
+MEMBERS, CHANGES_S = 1000, 10
+FOLLOWED_S = 8.0
+ENDING = 300
+
+
+def steps(report: Report) -> None:
+    """Puts into a node's rules, each as large as an engine's, at the steady state of a full pool."""
+    resident = 400_000 if report.quick else 4_000_000
+    for name, run in (("one size", _one_size), ("two sizes", _two_sizes)):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(run, (resident,))
+        report.row(f"{name}, {resident:,} blocks", **found)
+        report.check(f"loop_step_ms_max {name}", found["longest_ms"], at_most=5.0)
+        if "bytes_per_block" in found:
+            report.check("dram_bytes_per_block", found["bytes_per_block"], at_most=350)
+
+
+class _Rules:
+    """A node's rules as in a daemon, without clients: as in `kvpool.daemon.server.server`."""
+
+    def __init__(self, nbytes: int) -> None:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(5_000, 10, 1_000_000)
+        self.node = Node(make_policy=lambda capacity: make_policy(DEFAULT_POLICY, capacity))
+        self.node.inventory.follow_changes()
+        self.tenant = self.node.add_tenant("bench", 0, nbytes)
+        self.holder = self.node.holders.add("bench", "bench")
+        self._ticket = 0
+
+    def put(self, namespace: Any, blocks: int = PUT_BLOCKS) -> float:
+        """Seconds of CPU of a put and what is done after its answer."""
+        keys, checksums = secrets.token_bytes(16 * blocks), secrets.token_bytes(16 * blocks)
+        self._ticket += 1
+        began = time.thread_time()
+        self.node.puts.reserve(self.holder, namespace, 0, self._ticket, split_keys(keys))
+        self.node.puts.commit(self.holder, self._ticket, checksums)
+        self.node.settle()
+        taken = time.thread_time() - began
+        self.node.inventory.take_changes()
+        return taken
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _one_size(resident: int) -> dict[str, float]:
+    before = _resident_bytes()
+    rules = _Rules(resident * BLOCK_BYTES)
+    parts = [PartSpec(BLOCK_BYTES)]
+    namespace = rules.node.namespaces.open(rules.tenant, b"x" * 16, b"{}", parts)
+    puts = rules.tenant.allocator.capacity(BLOCK_BYTES) // PUT_BLOCKS
+    filling = [rules.put(namespace) for _ in range(puts)]
+    filled = _resident_bytes() - before
+    churn = [rules.put(namespace) for _ in range(2 * puts)]
+    return {
+        "filling_us": 1e6 * median(filling),
+        "churn_us": 1e6 * median(churn),
+        "churn_p99_us": 1e6 * percentile(churn, 0.99),
+        "filling_longest_ms": 1e3 * max(filling),
+        "longest_ms": 1e3 * max(*filling, *churn),
+        "filled_bytes_per_block": filled / (puts * PUT_BLOCKS),
+        "bytes_per_block": (_resident_bytes() - before) / (puts * PUT_BLOCKS),
+    }
+
+
+def _two_sizes(resident: int) -> dict[str, float]:
+    """Small blocks fill the pool, then larger ones come: slabs change their class."""
+    rules = _Rules(resident * 4096)
+    small, large = (
+        rules.node.namespaces.open(rules.tenant, name * 16, b"{}", [PartSpec(nbytes)])
+        for name, nbytes in ((b"s", 4096), (b"l", 20 << 10))
+    )
+    for _ in range(rules.tenant.allocator.capacity(4096) // PUT_BLOCKS):
+        rules.put(small)
+    others = [rules.put(large) for _ in range(OTHER_SIZE_PUTS)]
+    return {
+        "median_us": 1e6 * median(others),
+        "longest_ms": 1e3 * max(others),
+        "slabs_moved": rules.node.counters.slabs_reclaimed,
+    }
+
+
+def members(report: Report) -> None:
+    """One member's whole process, on a real etcd; the records of the others are written by another process."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder, Etcd(Path(folder)) as etcd:
+        found = uvloop.run(_follow(etcd.url))
+    report.row(f"{MEMBERS} nodes", **found)
+    report.check("members_1000_core_share", found["core_share"], at_most=0.02)
+    report.check("mass_expiry_stall_ms", found["mass_expiry_ms"], at_most=50)
+
+
+def _member(number: int, used: int = 0) -> NodeRecord:
+    return NodeRecord(
+        f"n{number}",
+        f"{number:016x}",
+        NodeState.SERVING,
+        (TransportRecord(f"tcp://10.0.{number // 250}.{number % 250}:7070"),),
+        (TierRecord("dram", 1 << 38, used, used), TierRecord("ssd", 1 << 42, 1 << 41)),
+        {"zone": "z", "rack": f"r{number // 32}"},
+        "0.1.0",
+        frame.PROTOCOL_VERSION,
+        None,
+        f"h{number}",
+        0,
+        (),
+        frame.PROTOCOL_OLDEST,
+    )
+
+
+def _path(number: int) -> bytes:
+    return f"/kvpool/bench/nodes/n{number}".encode()
+
+
+async def _write_records(url: str) -> None:
+    client = EtcdClient(EtcdSettings.from_url(url))
+    rng, began, written = random.Random(5), time.monotonic(), 0
+    while True:
+        written += 1
+        changed = _member(rng.randrange(1, MEMBERS), rng.randrange(1 << 38))
+        number = int(changed.node[1:])
+        await client.txn([], [put(_path(number), encode_record(changed))], [], "write")
+        await asyncio.sleep(max(0.0, began + written / CHANGES_S - time.monotonic()))
+
+
+def _writer(url: str) -> None:
+    asyncio.run(_write_records(url))
+
+
+async def _follow(url: str) -> dict[str, float]:
+    client = EtcdClient(EtcdSettings.from_url(url))
+    for first in range(1, MEMBERS, 100):
+        numbers = range(first, min(MEMBERS, first + 100))
+        await client.txn(
+            [], [put(_path(n), encode_record(_member(n))) for n in numbers], [], "fill"
+        )
+    node = Node(make_policy=lambda size: make_policy("lru", size), incarnation=new_incarnation())
+    settings = EtcdSettings.from_url(url)
+    membership = EtcdMembership(settings, "bench", protocol=frame.PROTOCOL_VERSION)
+    rng = random.Random(1)
+    config = DaemonConfig(socket="/s", node="own", join=url, cluster="bench")
+    topology = HostTopology()
+    member = ClusterMember(
+        *(config, node, membership, None, Peers({}, rng)), *(time.monotonic, rng, topology)
+    )
+    await member.start(["tcp://own:1"], MemoryOnly(node))
+    await asyncio.sleep(2)
+    idle = await _core_share()
+    writer = multiprocessing.get_context("spawn").Process(target=_writer, args=(url,), daemon=True)
+    writer.start()
+    await asyncio.sleep(2)
+    busy = await _core_share()
+    writer.terminate()
+    writer.join()
+    steps_seen: list[float] = [0.0]
+    watch = asyncio.create_task(_longest_step(steps_seen))
+    for first in range(1, ENDING, 100):  # at most 128 in one transaction
+        await client.txn([], [delete(_path(n)) for n in range(first, first + 100)], [], "end")
+    while len(member.view.nodes) > MEMBERS - ENDING:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1)
+    watch.cancel()
+    await member.close()
+    await client.close()
+    return {"core_share": busy, "core_share_idle": idle, "mass_expiry_ms": max(steps_seen)}
+
+
+async def _longest_step(longest_ms: list[float]) -> None:
+    """Between two turns of the event loop, CPU only."""
+    while True:
+        cpu = time.thread_time()
+        await asyncio.sleep(0)
+        longest_ms[0] = max(longest_ms[0], 1e3 * (time.thread_time() - cpu))
+
+
+async def _core_share() -> float:
+    cpu, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(FOLLOWED_S)
+    return (time.process_time() - cpu) / (time.monotonic() - began)
 
 
 def hung_peer(report: Report) -> None:
@@ -105,7 +318,11 @@ def _read(client: OperatorClient, ns: Namespace, prompt: Prompt) -> tuple[int, i
         return lease.blocks, wrong, taken
 
 
-PARTS_OF_BENCH = {"hung_peer": hung_peer}
+PARTS_OF_BENCH: dict[str, Callable[[Report], None]] = {
+    "steps": steps,
+    "members": members,
+    "hung_peer": hung_peer,
+}
 
 
 def main() -> int:

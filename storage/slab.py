@@ -513,11 +513,20 @@ class SlabAllocator:
             return ()
         return tuple(e.slab for e in all_held if e is not None and e.used)
 
-    def reclaim_slab(self, slab: int) -> None:
-        """Take an extent, all free, from its class at once. `alloc` does it when necessary."""
+    def reclaim_slab(self, slab: int, used: int = 0) -> None:
+        """Take an extent from its class at once. `alloc` does it when necessary, if all its slots are free.
+
+        used: slots in use, all of them: nobody may read or write them from here on.
+        """
         extent = self._extent(slab)
-        if extent.used:
-            raise AssertionError(f"slab {slab} still has {extent.used} slots in use")
+        if extent.used != used:
+            raise AssertionError(f"slab {slab} has {extent.used} slots in use, not {used}")
+        if used:
+            cls = extent.owner
+            np.frombuffer(cls.busy, dtype=np.uint8)[extent.first : extent.end] = 0
+            cls.used -= used
+            extent.used = 0
+            self._idle[extent] = None
         self._dissolve(extent)
 
     # Accounting

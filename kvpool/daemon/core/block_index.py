@@ -6,6 +6,7 @@ blocks: Python copies a whole dictionary or list when it grows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import Generic, TypeVar, overload
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 SPLIT_AT = 2048  # entries of a piece: copying them takes a fraction of a millisecond
 CHECKED_EVERY = 64  # blocks added, for each look whether a piece is too large
+COMPACT_BYTES, COMPACT_SPARE = 60, 4096  # of a piece: an entry, and in all
 BITS_MAX = 20  # of a key's hash that may choose its piece
 
 ROWS_BITS = 12  # of a row's number, within its piece
@@ -89,9 +91,7 @@ class BlockIndex(Generic[B]):
         # Each place has its turn long before its piece can have doubled.
         for _ in range(1 + len(keys) // CHECKED_EVERY):
             self._next = (self._next + 1) & self._mask
-            bits = self._bits[self._next]
-            if len(self._pieces[self._next]) > SPLIT_AT and bits < BITS_MAX:
-                self._split(self._next & (1 << bits) - 1, bits)
+            self._check(self._next)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the blocks of these keys, all of which are here."""
@@ -154,6 +154,19 @@ class BlockIndex(Generic[B]):
 
     # ---- pieces ------------------------------------------------------------------------------------
 
+    def _check(self, place: int) -> None:
+        """Split a piece that is too large; copy one with much room for nothing, as Python leaves it where
+        others come and go.
+        """
+        piece, bits = self._pieces[place], self._bits[place]
+        first = place & (1 << bits) - 1
+        if len(piece) > SPLIT_AT and bits < BITS_MAX:
+            self._split(first, bits)
+        elif sys.getsizeof(piece) > COMPACT_BYTES * len(piece) + COMPACT_SPARE:
+            copied = {**piece}
+            for at in range(first, len(self._pieces), 1 << bits):
+                self._pieces[at] = copied
+
     def _split(self, place: int, bits: int) -> None:
         """Divide the piece whose first place this is by the next bit."""
         if 1 << bits == len(self._pieces):
@@ -210,6 +223,16 @@ class RowIndex(Generic[B]):
         pieces = self._pieces
         for row in rows:
             pieces[row >> ROWS_BITS][row & _ROWS - 1] = None
+
+    def empty(self, first: int, end: int) -> None:
+        """The slots from `first` up to `end` have no blocks any more."""
+        while first < end:
+            at, low = first >> ROWS_BITS, first & _ROWS - 1
+            high = min(_ROWS, low + end - first)
+            piece = self._pieces.get(at)
+            if piece is not None:
+                piece[low:high] = None
+            first += high - low
 
     def between(self, first: int, end: int) -> list[B]:
         """The blocks in rows from `first` up to `end`, in order."""

@@ -23,6 +23,7 @@ from kvpool.telemetry.node_stats import Traffic
 from kvpool.types import PartSpec
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
+_GONE = 3  # in place of a pin
 PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
 
 
@@ -63,8 +64,6 @@ class Block(msgspec.Struct, gc=False, eq=False):
     written: int = -1  # `used` when it was last written to a disk
     kept: int = -1  # `used` when it was last found in object storage, or written there
     pin: int = PIN_NONE
-    parked: int = -1  # came up as a victim while leased, and is in no policy: `used` at that time
-    gone: bool = False  # removed while leased: no longer in its table ("evicting")
 
     @property
     def ident(self) -> int:
@@ -90,6 +89,15 @@ class Block(msgspec.Struct, gc=False, eq=False):
     def replicas(self) -> int:
         """Wanted in the cluster; 0: the namespace's setting."""
         return self.origin.replicas
+
+    @property
+    def gone(self) -> bool:
+        """Removed while leased: no longer in its table ("evicting")."""
+        return self.pin == _GONE
+
+    def go(self) -> None:
+        """It is `gone` from now on; it has no pin, and is in no policy."""
+        self.pin = _GONE
 
     @property
     def base(self) -> bytes:
@@ -243,13 +251,24 @@ class SlotClass:
     the policy's victims; soft pins last. Each list of blocks is of one table.
     """
 
-    __slots__ = ("by_row", "checksums", "policy", "secondary", "soft", "stride", "stuck_at")
+    __slots__ = (
+        "by_row",
+        "checksums",
+        "parked",
+        "policy",
+        "secondary",
+        "soft",
+        "stride",
+        "stuck_at",
+    )
 
     def __init__(self, stride: int, rows: int, policy: EvictionPolicy) -> None:
         self.stride = stride
         self.policy = policy
         self.secondary: EvictionPolicy = Lru(1)  # its capacity bounds nothing
         self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
+        # Those that came up as victims while leased, and are in no policy: their `used` at that time.
+        self.parked: dict[Block, int] = {}
         self.stuck_at: dict[
             bool, int
         ] = {}  # `Slots.releases` when no other class could give a slab
@@ -328,6 +347,10 @@ class SlotClass:
     def discard(self, block: Block) -> None:
         """No longer a candidate."""
         (self.secondary if block.secondary else self.policy).discard(block)
+
+    def is_candidate(self, block: Block) -> bool:
+        """Whether a policy holds it, rather than a pin or a lease."""
+        return block.pin == PIN_NONE and block not in self.parked
 
 
 class Tenant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvpool.daemon.core.blocks import PIN_NONE, Block, NamespaceState, Tenant
+from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quotas import Quotas
 
@@ -119,7 +119,7 @@ class Candidates:
         for block in blocks:
             table = block.table
             slot_class = table.namespace.tenant.classes[table.stride]
-            candidate = block.pin == PIN_NONE and block.parked < 0
+            candidate = slot_class.is_candidate(block)
             if candidate:
                 slot_class.discard(block)
             block.origin = block.origin._replace(secondary=secondary)

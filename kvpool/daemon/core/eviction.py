@@ -53,7 +53,7 @@ class Eviction:
         while len(rows) < n and (victims := take(n - len(rows))):
             for block in victims:
                 if block.leases:
-                    block.parked = block.used
+                    slot_class.parked[block] = block.used
             going = [block for block in victims if not block.leases]
             for table, some in groupby(going, key=_table):
                 keys = [block.key for block in some]
@@ -88,7 +88,7 @@ class Eviction:
             block = next(iter(soft))
             slot_class.drop_soft(block)
             if block.leases:
-                block.parked = block.used
+                slot_class.parked[block] = block.used
                 continue
             table = block.table
             table.soft_bytes -= table.stride

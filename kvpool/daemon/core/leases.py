@@ -240,15 +240,15 @@ class Leases:
         for _, blocks in lease.parts.values():
             back: list[Block] = []
             unused: list[Block] = []
+            parked = blocks[0].table.slots.parked if blocks else {}
             for block in blocks:
                 block.leases -= 1
                 if block.leases == 0:
                     if block.gone:
                         self._slots.free(block)
-                    elif block.parked >= 0:
-                        was_used = lease.is_use or block.used > block.parked
+                    elif parked and (parked_at := parked.pop(block, -1)) >= 0:
+                        was_used = lease.is_use or block.used > parked_at
                         (back if was_used else unused).append(block)
-                        block.parked = -1
             if back:
                 self._slots.put_in(back)
             if unused:

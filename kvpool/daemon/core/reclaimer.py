@@ -186,7 +186,7 @@ class Reclaimer:
         self._counters.evicted_secondary += sum(block.secondary for block in held)
         self._slots.releases += 1
         for block in held:
-            if block.pin == PIN_NONE and block.parked < 0:
+            if donor.is_candidate(block):
                 donor.discard(block)
             else:
                 self._slots.take_out(block)
@@ -194,9 +194,8 @@ class Reclaimer:
             keys = [block.key for block in some]
             table.forget(keys)
             self._changes.tell(table.namespace, keys)
-        rows = [block.row for block in held]
-        donor.by_row.clear(rows)
-        allocator.free(donor.stride, rows)
-        allocator.reclaim_slab(slab)
+        rows = allocator.rows_in_slab(slab)
+        donor.by_row.empty(rows.start, rows.stop)
+        allocator.reclaim_slab(slab, len(held))
         self._counters.evicted += len(held)
         self._counters.slabs_reclaimed += 1

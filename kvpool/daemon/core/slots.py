@@ -67,12 +67,13 @@ class Slots:
         self._ledger.settle()
         table = block.table
         tenant = table.namespace.tenant
-        if block.parked >= 0:
-            block.parked = -1
+        slot_class = table.slots
+        if slot_class.parked.pop(block, -1) >= 0:
+            pass  # it is nowhere else
         elif block.pin == PIN_NONE:
-            tenant.classes[table.stride].discard(block)
+            slot_class.discard(block)
         elif block.pin == PIN_SOFT:
-            tenant.classes[table.stride].drop_soft(block)
+            slot_class.drop_soft(block)
         if block.pin == PIN_SOFT:
             table.soft_bytes -= table.stride
         elif block.pin == PIN_HARD:
@@ -98,12 +99,12 @@ class Slots:
             rows = []
             for block in some:
                 del table.blocks[block.key]
-                if block.pin == PIN_NONE and block.parked < 0:
+                if slot_class.is_candidate(block):
                     slot_class.discard(block)
                 else:
                     self.take_out(block)
                 if block.leases:
-                    block.gone = True
+                    block.go()
                 else:
                     slot_class.by_row.clear([block.row])
                     rows.append(block.row)
@@ -115,7 +116,7 @@ class Slots:
         self._changes.tell(block.table.namespace, (block.key,))
         self.take_out(block)
         if block.leases:
-            block.gone = True
+            block.go()
         else:
             self.free(block)
 

@@ -116,6 +116,12 @@ class Slots(SlabAllocator):
             rows = [row for row in rows if not self._bad.retire(base + row * stride, stride)]
         super().free(stride, rows)
 
+    def reclaim_slab(self, slab: int, used: int = 0) -> None:
+        if used:
+            self.free(self.owner(slab), self.rows_used(slab))
+        if not self.used_in_slab(slab):  # otherwise it keeps a retired place, and its class
+            super().reclaim_slab(slab)
+
 
 class SsdBooks:
     """See the module. State shared by restore, writes and reads.

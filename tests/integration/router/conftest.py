@@ -232,9 +232,8 @@ class World:
     async def refused_router(self, *, environ: dict[str, str] | None = None, **config: Any) -> str:
         """What a router says that does not begin."""
         process = self._begin_router(environ or {}, config)
-        said = process.said
         assert await process.ended() != 0
-        return process.said.removeprefix(said)
+        return process.said
 
     def _begin_router(self, environ: dict[str, str], config: dict[str, Any]) -> Process:
         settings = {

@@ -198,7 +198,7 @@ def _parked(pool) -> Callable[[], None]:
     lease = pool.lease(everything)
     with pytest.raises(PoolFull):
         pool.put([30])
-    assert all(block.parked or block.pin for block in pool.blocks(everything))
+    assert all(not block.queue for block in pool.blocks(everything))
     return lambda: pool.release(lease)
 
 

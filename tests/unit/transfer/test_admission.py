@@ -17,6 +17,8 @@ def filled(limit: int, nodes: str) -> Places[str]:
     places: Places[str] = Places(limit)
     for number, node in enumerate(nodes):
         assert places.admit(f"{node}{number}", node) is None
+        places.busy(f"{node}{number}")
+        places.idle(f"{node}{number}")
     return places
 
 
@@ -53,6 +55,16 @@ def test_a_peer_with_many_takes_nobodys_only_one() -> None:
     assert places.admit("c6", "c") == "a0", "but who has none gets one"
 
 
+def test_what_was_opened_for_the_same_work_is_not_taken_from_it() -> None:
+    places = filled(3, "a")
+    places.busy("a0")
+    places.admit("b1", "b")
+    places.admit("b2", "b")
+    with pytest.raises(Declined):
+        places.admit("b3", "b")
+    assert places.admit("c3", "c") == "b1", "but who has none gets one"
+
+
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.sampled_from(["come", "busy", "idle", "leave"]), st.integers(0, 40))),
@@ -62,6 +74,7 @@ def test_places_are_never_more_nor_shared_out_unfairly(
 ) -> None:
     places: Places[str] = Places(limit)
     idle: dict[str, bool] = {}
+    asked: set[str] = set()
     for number, (what, which) in enumerate(steps):
         if what == "come":
             node = "abcd"[which % 4]
@@ -71,7 +84,7 @@ def test_places_are_never_more_nor_shared_out_unfairly(
             except Declined:
                 assert len(idle) == limit
                 assert not any(
-                    free and (each[0] == node or before[each[0]] > before[node])
+                    free and (each in asked if each[0] == node else before[each[0]] > before[node])
                     for each, free in idle.items()
                 )
                 continue
@@ -79,7 +92,7 @@ def test_places_are_never_more_nor_shared_out_unfairly(
             assert (gone is not None) == (len(idle) > limit)
             if gone is not None:
                 assert idle.pop(gone), "it had no request"
-                assert gone[0] == node or before[gone[0]] > before[node]
+                assert gone in asked if gone[0] == node else before[gone[0]] > before[node]
         elif idle:
             connection = list(idle)[which % len(idle)]
             if what == "leave":
@@ -88,4 +101,5 @@ def test_places_are_never_more_nor_shared_out_unfairly(
             else:
                 getattr(places, what)(connection)
                 idle[connection] = what == "idle"
+                asked.add(connection)
     assert len(idle) <= limit
