@@ -188,10 +188,10 @@ class Server:
         if len(self._streams) < self._streams_max:
             return True
         first = next(iter(self._strangers), None)
-        if first is None:
-            return False
-        del self._strangers[first]
-        first.shut()
+        if first is not None:
+            del self._strangers[first]
+            first.shut()
+        # Without a stranger the rest are refused ones, which are about to leave.
         return self._left.wait_for(lambda: len(self._streams) < self._streams_max, LEAVE_S)
 
     def _admit(self, stream: Stream) -> None:

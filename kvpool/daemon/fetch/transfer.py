@@ -142,7 +142,7 @@ class Transfers:
         self._tickets = 0
         self._pulls, self._copies = pulls, Turns(COPIES)
         self._loads = {
-            source: Turns(TurnLimits(2 * LOADS_MAX, LOADS_MAX)) for source in (*local, OBJECT)
+            source: Turns(TurnLimits(4 * LOADS_MAX, LOADS_MAX)) for source in (*local, OBJECT)
         }
         self._lines: dict[tuple[bytes, bool], Line] = {}
         self.stats = stats

@@ -107,13 +107,16 @@ class Slots(SlabAllocator):
         self._base = base
         self._given_up = given_up
         self._bad = bad
+        self.retired_bytes = 0
 
     def free(self, stride: int, rows: Sequence[int]) -> None:
         base = self._base
         self._given_up.extend([base + row * stride for row in rows])
         if self._bad.offsets:
             # A retired one stays in use, as if it were reserved for ever.
-            rows = [row for row in rows if not self._bad.retire(base + row * stride, stride)]
+            kept = [row for row in rows if not self._bad.retire(base + row * stride, stride)]
+            self.retired_bytes += (len(rows) - len(kept)) * stride
+            rows = kept
         super().free(stride, rows)
 
     def reclaim_slab(self, slab: int, used: int = 0) -> None:

@@ -1,9 +1,9 @@
 """Whose order may begin: orders to one source wait for one another, and for those to other sources hardly ever.
 
 A source that has stopped answers nothing, and keeps the threads of its orders. So a source may have as many
-orders under way as there are free threads left, and no more than its own limit: those who keep theirs leave as
-much again for the others, however many they are. With `together` threads, as many stopped sources can hold up
-nobody as there are threads, less one.
+orders under way as there are free threads left, and no more than its own limit. A quarter of all threads is kept
+out of that count, for sources that have no order under way: as many stopped sources as there are threads in that
+quarter hold nobody up.
 
 What waits costs no thread, and its time counts against nobody. No I/O, no clock; event loop only.
 """
@@ -30,6 +30,7 @@ class TurnLimits(NamedTuple):
         return TurnLimits(self.together * workers, self.each * workers)
 
 
+KEPT_SHARE = 4  # one in so many threads is for sources without an order under way
 PULLS = TurnLimits(64, 16)
 COPIES = TurnLimits(16, 4)  # pulls in the background
 QUESTIONS = TurnLimits(64, 16)
@@ -108,7 +109,7 @@ class Turns:
         while self._waiting:
             source, line = min(self._waiting.items(), key=lambda one: one[1].running)
             # Of those that wait it has the fewest: if it may not begin, nobody may.
-            if line.running >= min(self.limits.each, self.limits.together - self._running):
+            if not self._may_begin(line.running):
                 return
             turn = next(iter(line.first or line.others))
             (line.first or line.others).pop(turn)
@@ -119,6 +120,13 @@ class Turns:
                 self._waiting[source] = line
             turn.begun = True
             turn.wake()
+
+    def _may_begin(self, running: int) -> bool:
+        """Whether a source with so many orders under way may have one more."""
+        free = self.limits.together - self._running
+        if not running:
+            return free > 0
+        return running < min(self.limits.each, free - self.limits.together // KEPT_SHARE)
 
     @asynccontextmanager
     async def turn(self, source: Hashable, seconds: float) -> AsyncIterator[None]:

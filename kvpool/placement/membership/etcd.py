@@ -239,14 +239,14 @@ class EtcdMembership:
                 return
 
     def _heard(self, changed: bool) -> None:
-        """A change came over the watch: tell it at once, or with those that follow the last one closely."""
+        """A change came over the watch: tell it at once, or, of nodes only, with those that follow closely."""
         self._set_tick()
         loop = asyncio.get_running_loop()
-        if not changed or self._telling is not None or self._closed:
+        if not changed or self._closed:
             return
-        if loop.time() >= self._told_at + TELL_S:
+        if self._mirror.urgent or loop.time() >= self._told_at + TELL_S:
             self._tell()
-        else:
+        elif self._telling is None:
             self._telling = loop.call_at(self._told_at + TELL_S, self._tell)
 
     def _told(self, changed: bool) -> None:

@@ -177,6 +177,11 @@ class Mirror:
         return self._changes != before
 
     @property
+    def urgent(self) -> bool:
+        """Whether the next view differs in more than the records of nodes: somebody opens a namespace by it."""
+        return not self._stale <= {"nodes"}
+
+    @property
     def next_tick(self) -> float | None:
         """When `tick` needs to be called next."""
         return min(self._missing.values(), default=None)
