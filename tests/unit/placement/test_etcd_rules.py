@@ -250,6 +250,19 @@ def test_a_view_shares_what_has_not_changed_with_the_one_before() -> None:
     assert mirror.view is after, "nor is one that is read again"
 
 
+def test_what_engines_open_namespaces_by_is_urgent_and_how_full_nodes_are_is_not() -> None:
+    mirror = Mirror(PATHS)
+    mirror.reset([], 1, 0.0)
+    assert mirror.view is not None
+    assert mirror.changed([put_event(PATHS.node("a"), encode_record(record("a")), 2)], 2, 0.0)
+    assert not mirror.urgent
+    changed = put_event(PATHS.namespace("t", "00"), encode_record(entry("00", epoch=1)), 3)
+    assert mirror.changed([changed], 3, 0.0)
+    assert mirror.urgent
+    assert mirror.view is not None
+    assert not mirror.urgent, "it was told"
+
+
 def test_epochs_never_go_back() -> None:
     mirror = Mirror(PATHS)
     key = PATHS.namespace("t", "00")
