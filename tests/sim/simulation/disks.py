@@ -18,6 +18,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvpool.daemon.core.blocks import PIN_NONE, Block
+from kvpool.daemon.tiers.ssd_books import Slots
 from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
@@ -592,6 +593,8 @@ def unsettled(device: SsdDevice, media: DurableMedia) -> str:
             for block in offsets(device).values()
             if block.table.namespace.tenant is tenant
         )
+        assert isinstance(tenant.allocator, Slots)
+        used += tenant.allocator.retired_bytes
         if tenant.allocator.bytes_used != used:
             return f"has {tenant.allocator.bytes_used} bytes in use, and blocks of {used}"
     there = {

@@ -826,7 +826,6 @@ class World:
                 return f"{life.name} has reservations of nobody"
             if node.leases.count or tenant.granted_bytes:
                 return f"{life.name} has {node.leases.count} leases and grants of nobody"
-            blocks += getattr(tenant.allocator, "retired_bytes", 0)  # of disks
             if tenant.allocator.bytes_used != blocks:
                 return f"{life.name} has {tenant.allocator.bytes_used} bytes in use, and blocks of {blocks}"
         return ""
