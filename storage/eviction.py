@@ -505,9 +505,23 @@ class Adaptive2Q:
         return probation > self._share * (probation + len(self._proven))
 
     def pop(self) -> Any:
-        return next(iter(self.take(1)), None)
+        if self._from_probation():
+            entry = self._probation.pop()
+            self._probation_evicted += 1
+            self._ghosts.remember([entry.ident], 0, self._probation_evicted)
+        elif len(self._proven):
+            entry = self._proven.pop()
+            self._proven_evicted += 1
+            self._ghosts.remember([entry.ident], 1, self._proven_evicted)
+        else:
+            return None
+        entry.queue = 0
+        return entry
 
     def take(self, n: int) -> list[Any]:
+        if n == 1:  # a put of one block, and faster
+            entry = self.pop()
+            return [] if entry is None else [entry]
         probation, proven, share = len(self._probation), len(self._proven), self._share
         before = probation
         for _ in range(min(n, probation + proven)):

@@ -21,6 +21,7 @@ BITS_MAX = 20  # of a key's hash that may choose its piece
 
 ROWS_BITS = 12  # of a row's number, within its piece
 _ROWS = 1 << ROWS_BITS
+FEW = 8  # rows for which a loop is faster than numpy
 
 B = TypeVar("B")
 
@@ -210,7 +211,7 @@ class RowIndex(Generic[B]):
             return
         low, high = min(rows), max(rows)
         at = low >> ROWS_BITS
-        if at == high >> ROWS_BITS:  # mostly, and faster
+        if at == high >> ROWS_BITS and len(rows) > FEW:  # mostly, and faster
             places = np.array(rows) - (at << ROWS_BITS)
             self._piece(at)[places] = np.fromiter(blocks, np.object_, len(blocks))
         else:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
-from kvpool.daemon.core.blocks import Block, SlotClass, Tenant
+from kvpool.daemon.core.blocks import Block, PartTable, SlotClass, Tenant
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
@@ -17,8 +15,6 @@ from kvpool.telemetry.node_stats import Counters
 
 EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
 VICTIMS_MAX = 4096  # batches of evicted blocks whose age was not requested yet
-
-_table = attrgetter("table")
 
 
 class Eviction:
@@ -51,17 +47,19 @@ class Eviction:
         rows: list[int] = []
         last_use = 0
         while len(rows) < n and (victims := take(n - len(rows))):
+            table: PartTable | None = None
+            keys: list[bytes] = []
             for block in victims:
                 if block.leases:
                     slot_class.parked[block] = block.used
-            going = [block for block in victims if not block.leases]
-            for table, some in groupby(going, key=_table):
-                keys = [block.key for block in some]
-                table.forget(keys)
-                self._changes.tell(table.namespace, keys)
-            if going:
-                rows += [block.row for block in going]
-                last_use = going[-1].used
+                    continue
+                if block.table is not table:
+                    self._forget(table, keys)
+                    table, keys = block.table, []
+                keys.append(block.key)
+                rows.append(block.row)
+                last_use = block.used
+            self._forget(table, keys)
         self._counters.evicted += len(rows)
         if rows:
             slot_class.by_row.clear(rows)
@@ -69,6 +67,11 @@ class Eviction:
             if len(self._victims) < VICTIMS_MAX:
                 self._victims.append((last_use, len(rows)))
         return len(rows)
+
+    def _forget(self, table: PartTable | None, keys: list[bytes]) -> None:
+        if table is not None and keys:
+            table.forget(keys)
+            self._changes.tell(table.namespace, keys)
 
     def evict_part(
         self, tenant: Tenant, slot_class: SlotClass, order: QuotaEviction, base: bytes, n: int

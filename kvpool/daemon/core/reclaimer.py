@@ -70,7 +70,9 @@ class Reclaimer:
             self._ended_left -= gone
             if gone:
                 return True
-        evicted = self._eviction.evict(tenant, slot_class, slot_class.secondary.take, n)
+        evicted = 0
+        if len(slot_class.secondary):
+            evicted = self._eviction.evict(tenant, slot_class, slot_class.secondary.take, n)
         if evicted:
             self._counters.evicted_secondary += evicted
             return True
