@@ -51,7 +51,7 @@ from kvpool.wire import frame
 from tests.support.local_cluster import LocalCluster
 from tests.support.local_node import MemoryOnly
 from tests.support.servers.etcd import Etcd
-from tests.support.waiting import until
+from tests.support.waiting import until, until_async
 
 PROMPTS, PARTS, BLOCKS = 64, 8, 4
 PART_BYTES = 16 << 10
@@ -222,8 +222,7 @@ async def _follow(url: str) -> dict[str, float]:
     watch = asyncio.create_task(_longest_step(steps_seen))
     for first in range(1, ENDING, 100):  # at most 128 in one transaction
         await client.txn([], [delete(_path(n)) for n in range(first, first + 100)], [], "end")
-    while len(member.view.nodes) > MEMBERS - ENDING:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until_async(lambda: len(member.view.nodes) <= MEMBERS - ENDING, "they have ended")
     await asyncio.sleep(1)
     watch.cancel()
     await member.close()

@@ -34,8 +34,9 @@ def usable(
 ) -> int:
     """The longest prefix, in blocks, for which every part satisfies its rule.
 
-    held[i]: the keys that the part of specs[i] has; if it has a method `prefix_length`, that is used. O(keys x parts); stops at the first gap of a full
-    part. `keys` may be long: keys after the gap are not examined.
+    held[i]: the keys that the part of specs[i] has; if it has a method `prefix_length`, that is used.
+    O(keys x parts); stops at the first gap of a full part. `keys` may be long: keys after the gap
+    are not examined.
     """
     n = len(keys)
     uneven = False  # some part does not allow every n

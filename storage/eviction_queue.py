@@ -6,10 +6,11 @@ that many entries is copied from time to time, which takes most of a second.
 
 from __future__ import annotations
 
-import mmap
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from kvpool.memory.private_pages import private_pages
 
 
 class _End:
@@ -73,7 +74,10 @@ class EvictionQueue:
         self._length -= 1
 
     def renew(self, entries: Sequence[Any]) -> None:
-        """Make entries the youngest, the last of them the very youngest. They may come from another queue: see `lend`."""
+        """Make entries the youngest, the last of them the very youngest.
+
+        They may come from another queue: see `lend`.
+        """
         end = self._end
         at, count = 0, len(entries)
         while at < count:
@@ -155,7 +159,7 @@ class Ghosts:
     forgotten early, and one in 2^22 of the others is mistaken for one of them.
     """
 
-    __slots__ = ("_any", "_groups", "_memory", "_places", "_tags", "_turns")
+    __slots__ = ("_any", "_groups", "_places", "_tags", "_turns")
 
     def __init__(self, remembered: int) -> None:
         """remembered: evictions, of both kinds."""
@@ -166,11 +170,9 @@ class Ghosts:
         """Remember about so many from now on. A table that must grow begins empty."""
         groups = max(_SMALLEST, 2 * remembered // _GROUP)
         if groups > self._groups:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            self._memory = mmap.mmap(-1, 8 * _GROUP * groups, flags=flags)
-            self._places = memoryview(self._memory).cast("Q")
-            self._tags = mmap.mmap(-1, _GROUP * groups, flags=flags)  # the lowest byte of each
-            self._turns = mmap.mmap(-1, groups, flags=flags)  # the next place of each group
+            self._places = memoryview(private_pages(8 * _GROUP * groups)).cast("Q")
+            self._tags = private_pages(_GROUP * groups)  # the lowest byte of each
+            self._turns = private_pages(groups)  # the next place of each group
             self._groups = groups
             self._any = False
 

@@ -29,7 +29,6 @@ that was not handed out) is an AssertionError: continuing would give one slot to
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -37,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
+from kvpool.memory.private_pages import private_pages
 from kvpool.telemetry.node_stats import SlabClass, SpaceStats
 
 PAGE = 4096
@@ -140,9 +140,8 @@ class _Class:
         self.extent_bytes = extent_bytes
         self.capacity = capacity
         self.extents: dict[int, _Extent] = {}
-        # A byte a row, 1 if in use. Not a bytearray: pages of this one exist once written.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self.busy = mmap.mmap(-1, size // stride, flags=flags)
+        # A byte a row, 1 if in use.
+        self.busy = private_pages(size // stride)
         self.open: OrderedDict[_Extent, None] = OrderedDict()
         self.slots = 0
         self.used = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ B = TypeVar("B")
 class BlockIndex(Generic[B]):
     """Blocks by their keys, as a dictionary. Not thread-safe.
 
-    Extendible hashing: the lowest bits of a key's hash choose one of some dictionaries, and one that becomes too large is
-    split in two by one more bit. Python's hash of bytes is secret, so clients cannot choose keys that fall
-    together.
+    Extendible hashing: the lowest bits of a key's hash choose one of some dictionaries, and one that becomes
+    too large is split in two by one more bit. Python's hash of bytes is secret, so clients cannot choose
+    keys that fall together.
     """
 
     __slots__ = ("_bits", "_emptied", "_length", "_mask", "_next", "_pieces", "added")
@@ -56,14 +56,8 @@ class BlockIndex(Generic[B]):
     def __getitem__(self, key: bytes) -> B:
         return self._pieces[hash(key) & self._mask][key]
 
-    @overload
-    def get(self, key: bytes) -> B | None: ...
-
-    @overload
-    def get(self, key: bytes, default: B) -> B: ...
-
-    def get(self, key: bytes, default: B | None = None) -> B | None:
-        return self._pieces[hash(key) & self._mask].get(key, default)
+    def get(self, key: bytes) -> B | None:
+        return self._pieces[hash(key) & self._mask].get(key)
 
     def __delitem__(self, key: bytes) -> None:
         del self._pieces[hash(key) & self._mask][key]
@@ -227,23 +221,25 @@ class RowIndex(Generic[B]):
 
     def empty(self, first: int, end: int) -> None:
         """The slots from `first` up to `end` have no blocks any more."""
-        while first < end:
-            at, low = first >> ROWS_BITS, first & _ROWS - 1
-            high = min(_ROWS, low + end - first)
-            piece = self._pieces.get(at)
-            if piece is not None:
-                piece[low:high] = None
-            first += high - low
+        for part in self._parts(first, end):
+            part[:] = None
 
     def between(self, first: int, end: int) -> list[B]:
         """The blocks in rows from `first` up to `end`, in order."""
-        found: list[B | None] = []
+        return [
+            block
+            for part in self._parts(first, end)
+            for block in part.tolist()
+            if block is not None
+        ]
+
+    def _parts(self, first: int, end: int) -> Iterator[npt.NDArray[np.object_]]:
+        """What there is of the pieces between these rows."""
         end = min(end, self._end)
         while first < end:
             at, low = first >> ROWS_BITS, first & _ROWS - 1
             high = min(_ROWS, low + end - first)
             piece = self._pieces.get(at)
             if piece is not None:
-                found += piece[low:high].tolist()
+                yield piece[low:high]
             first += high - low
-        return [block for block in found if block is not None]

@@ -28,7 +28,10 @@ PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
 
 
 class Origin(NamedTuple):
-    """Properties of new blocks apart from their bytes: see `Block`. depths: of each; empty: they follow from the parents."""
+    """Properties of new blocks apart from their bytes: see `Block`.
+
+    depths: of each; empty: they follow from the parents.
+    """
 
     secondary: bool = False
     hops: int = 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvpool.memory.private_pages import private_pages
 from kvpool.types import CHECKSUM_BYTES
 
 
@@ -16,8 +16,7 @@ class Checksums:
     __slots__ = ("_all", "_memory")
 
     def __init__(self, rows: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, CHECKSUM_BYTES * rows, flags=flags)
+        self._memory = private_pages(CHECKSUM_BYTES * rows)
         self._all = np.frombuffer(self._memory, dtype=f"V{CHECKSUM_BYTES}")
 
     def set(self, rows: Sequence[int], packed: bytes) -> None:

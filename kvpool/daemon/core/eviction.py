@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvpool.daemon.core.blocks import Block, PartTable, SlotClass, Tenant
+from kvpool.daemon.core.blocks import Block, SlotClass, Tenant
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
@@ -47,19 +47,15 @@ class Eviction:
         rows: list[int] = []
         last_use = 0
         while len(rows) < n and (victims := take(n - len(rows))):
-            table: PartTable | None = None
-            keys: list[bytes] = []
+            going = []
             for block in victims:
                 if block.leases:
                     slot_class.parked[block] = block.used
-                    continue
-                if block.table is not table:
-                    self._forget(table, keys)
-                    table, keys = block.table, []
-                keys.append(block.key)
-                rows.append(block.row)
-                last_use = block.used
-            self._forget(table, keys)
+                else:
+                    going.append(block)
+                    rows.append(block.row)
+                    last_use = block.used
+            self.forget(going)
         self._counters.evicted += len(rows)
         if rows:
             slot_class.by_row.clear(rows)
@@ -68,8 +64,15 @@ class Eviction:
                 self._victims.append((last_use, len(rows)))
         return len(rows)
 
-    def _forget(self, table: PartTable | None, keys: list[bytes]) -> None:
-        if table is not None and keys:
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """These are no longer found, and that is announced. Their slots stay the caller's."""
+        at = 0
+        while at < len(blocks):
+            table = blocks[at].table
+            keys = []
+            while at < len(blocks) and blocks[at].table is table:
+                keys.append(blocks[at].key)
+                at += 1
             table.forget(keys)
             self._changes.tell(table.namespace, keys)
 
@@ -93,16 +96,14 @@ class Eviction:
             if block.leases:
                 slot_class.parked[block] = block.used
                 continue
-            table = block.table
-            table.soft_bytes -= table.stride
-            table.forget([block.key])
-            self._changes.tell(table.namespace, (block.key,))
-            slot_class.by_row.clear([block.row])
+            block.table.soft_bytes -= block.table.stride
+            self.forget([block])
             rows.append(block.row)
             self._counters.evicted_secondary += block.secondary
         self._counters.evicted += len(rows)
         self._counters.evicted_soft_pins += len(rows)
         if rows:
+            slot_class.by_row.clear(rows)
             tenant.allocator.free(slot_class.stride, rows)
         return len(rows)
 

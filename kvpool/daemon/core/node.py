@@ -89,8 +89,8 @@ class Node:
         self.quotas = Quotas(ledger, slots, self.ended_epochs, self.eviction, counters)
         self.candidates = Candidates(tenants, ledger, self.quotas)
         reclaimer = Reclaimer(
-            *(limits, ledger, changes, slots),
-            *(self.ended_epochs, self.eviction, self.quotas, counters),
+            *(limits, ledger, slots, self.ended_epochs),
+            *(self.eviction, self.quotas, counters),
         )
         self.namespaces = Namespaces(
             *(tenants, limits, ledger, self.ended_epochs),

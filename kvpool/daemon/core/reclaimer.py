@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from kvpool.daemon.core.blocks import PIN_NONE, PIN_SOFT, Block, PartTable, SlotClass, Tenant
-from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
@@ -26,7 +23,6 @@ class Reclaimer:
         self,
         limits: Limits,
         ledger: Ledger,
-        changes: ChangeFeed,
         slots: Slots,
         ended: EndedEpochs,
         eviction: Eviction,
@@ -35,7 +31,6 @@ class Reclaimer:
     ) -> None:
         self._limits = limits
         self._ledger = ledger
-        self._changes = changes
         self._slots = slots
         self._ended = ended
         self._eviction = eviction
@@ -192,10 +187,7 @@ class Reclaimer:
                 donor.discard(block)
             else:
                 self._slots.take_out(block)
-        for table, some in groupby(held, key=attrgetter("table")):
-            keys = [block.key for block in some]
-            table.forget(keys)
-            self._changes.tell(table.namespace, keys)
+        self._eviction.forget(held)
         rows = allocator.rows_in_slab(slab)
         donor.by_row.empty(rows.start, rows.stop)
         allocator.reclaim_slab(slab, len(held))

@@ -106,8 +106,8 @@ class Slots:
                 if block.leases:
                     block.go()
                 else:
-                    slot_class.by_row.clear([block.row])
                     rows.append(block.row)
+            slot_class.by_row.clear(rows)
             tenant.allocator.free(table.stride, rows)
             self._changes.tell(table.namespace, [block.key for block in some])
 

@@ -161,16 +161,21 @@ def node_record(name: str) -> Any:
     return SimpleNamespace(node=name)
 
 
+async def two_more_batches_are_whole(world: World) -> None:
+    """Every prompt gets all of its blocks, and soon."""
+    for batch in (1, 2):
+        numbers = range(batch * PROMPTS, (batch + 1) * PROMPTS)
+        found, longest = await world.prompts(numbers)
+        assert found == {BLOCKS}
+        assert longest < 1.0
+
+
 def test_one_stopped_peer_costs_no_block_and_no_blame() -> None:
     async def main() -> None:
         world = World("a.......", "b.......")
         assert (await world.prompts(range(PROMPTS)))[0] == {BLOCKS}
         world.stopped = {b"a......."}
-        for batch in (1, 2):
-            numbers = range(batch * PROMPTS, (batch + 1) * PROMPTS)
-            found, longest = await world.prompts(numbers)
-            assert found == {BLOCKS}
-            assert longest < 1.0
+        await two_more_batches_are_whole(world)
         assert world.blamed(b"b.......") == (0, 0)
         assert world.blamed(b"a.......")[1] > 0
         assert max(world.most.values()) <= PULLS.each
@@ -249,11 +254,7 @@ def test_without_a_directory_a_stopped_peer_is_not_waited_for() -> None:
         world.directory = None
         await world.prompts(range(PROMPTS))
         world.stopped = {b"a......."}
-        for batch in (1, 2):
-            numbers = range(batch * PROMPTS, (batch + 1) * PROMPTS)
-            found, longest = await world.prompts(numbers)
-            assert found == {BLOCKS}
-            assert longest < 1.0
+        await two_more_batches_are_whole(world)
         assert world.blamed(b"b.......") == world.blamed(b"c.......") == (0, 0)
 
     run(main())

@@ -647,7 +647,8 @@ def test_few_evictions_are_forgotten_early_and_hardly_any_taken_for_another() ->
 )
 def test_queues_against_lists(steps: list[tuple[str, list[int]]]) -> None:
     known = entries(*range(10))
-    queues, models = (EvictionQueue(), EvictionQueue()), ([], [])  # type: ignore[var-annotated]
+    queues = EvictionQueue(), EvictionQueue()
+    models: tuple[list[int], list[int]] = [], []
     for number, (step, named) in enumerate(steps):
         at = number % 2
         queue, model, other = queues[at], models[at], models[1 - at]
