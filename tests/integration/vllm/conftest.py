@@ -232,9 +232,9 @@ class Engine:
         return [Output(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
     def drain(self) -> None:
-        """Step until every save and load has been reported and given back."""
+        """Step until every save and load has been reported, counted and given back."""
         while self.connector is not None and self.connector.has_pending_push_work():
-            self.core.step_fn()
+            self.llm.llm_engine.step()  # of the core alone, metrics would be lost
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, so that only the pool can hit."""
