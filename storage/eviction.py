@@ -207,7 +207,7 @@ class Lru:
         _checked(capacity)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._queue.length
 
 
 class S3Fifo:
@@ -287,8 +287,8 @@ class S3Fifo:
             entry.queue = 0
 
     def _from_small(self) -> bool:
-        small = len(self._small)
-        return small > self._SMALL_SHARE * (small + len(self._main))
+        small = self._small.length
+        return small > self._SMALL_SHARE * (small + self._main.length)
 
     def pop(self) -> Any:
         small, main = self._small, self._main
@@ -324,7 +324,7 @@ class S3Fifo:
         return (self._small if self._from_small() else self._main).oldest(n)
 
     def __len__(self) -> int:
-        return len(self._small) + len(self._main)
+        return self._small.length + self._main.length
 
 
 class Adaptive2Q:
@@ -404,7 +404,7 @@ class Adaptive2Q:
     def insert(self, entries: Sequence[Any]) -> None:
         on_probation: list[Any] = []
         proven: list[Any] = []
-        held = len(self)
+        held = self._probation.length + self._proven.length
         self._inserted += len(entries)
         newest_last = entries[::-1]
         ghosts = self._ghosts.take([entry.ident for entry in newest_last])
@@ -467,7 +467,7 @@ class Adaptive2Q:
 
     def touch(self, entries: Sequence[Any]) -> None:
         # Insertions up to here are too recent for a read to prove anything.
-        settled = self._inserted - self._CORRELATED * len(self)
+        settled = self._inserted - self._CORRELATED * (self._probation.length + self._proven.length)
         on_probation: list[Any] = []
         proven: list[Any] = []
         newly = 0
@@ -501,15 +501,15 @@ class Adaptive2Q:
             entry.queue = 0
 
     def _from_probation(self) -> bool:
-        probation = len(self._probation)
-        return probation > self._share * (probation + len(self._proven))
+        probation = self._probation.length
+        return probation > self._share * (probation + self._proven.length)
 
     def pop(self) -> Any:
         if self._from_probation():
             entry = self._probation.pop()
             self._probation_evicted += 1
             self._ghosts.remember([entry.ident], 0, self._probation_evicted)
-        elif len(self._proven):
+        elif self._proven.length:
             entry = self._proven.pop()
             self._proven_evicted += 1
             self._ghosts.remember([entry.ident], 1, self._proven_evicted)
@@ -522,7 +522,7 @@ class Adaptive2Q:
         if n == 1:  # a put of one block, and faster
             entry = self.pop()
             return [] if entry is None else [entry]
-        probation, proven, share = len(self._probation), len(self._proven), self._share
+        probation, proven, share = self._probation.length, self._proven.length, self._share
         before = probation
         for _ in range(min(n, probation + proven)):
             if probation > share * (probation + proven):
@@ -530,7 +530,7 @@ class Adaptive2Q:
             else:
                 proven -= 1
         on_probation = self._probation.take(before - probation)
-        among_proven = self._proven.take(len(self._proven) - proven)
+        among_proven = self._proven.take(self._proven.length - proven)
         ghosts = self._ghosts
         if on_probation:
             first = self._probation_evicted + 1
@@ -552,7 +552,7 @@ class Adaptive2Q:
         return (self._probation if self._from_probation() else self._proven).oldest(n)
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._proven)
+        return self._probation.length + self._proven.length
 
 
 POLICIES: dict[str, Callable[[int, Costs | None], EvictionPolicy]] = {

@@ -238,7 +238,7 @@ class SlabAllocator:
                 break
             extent = next(reversed(candidates))
             rows = extent.take(wanted)
-            if not rows:
+            if not rows:  # all of it was claimed
                 del candidates[extent]
                 continue
             if not extent.used:
@@ -247,6 +247,8 @@ class SlabAllocator:
             for row in rows:
                 busy[row] = 1
             taken += rows
+            if not extent.free and not extent.fresh:
+                del candidates[extent]
         cls.used += len(taken)
         return taken
 
@@ -279,6 +281,10 @@ class SlabAllocator:
                 self._idle[extent] = None
                 self._changes += 1
         cls.used -= len(rows)
+
+    def reuse(self, stride: int, rows: list[int]) -> list[int]:
+        """Slots in use get other contents: what `free` and then `alloc` of as many rows returns."""
+        return rows
 
     @property
     def class_count(self) -> int:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-SPLIT_AT = 2048  # entries of a piece: copying them takes a fraction of a millisecond
+DIVIDE_AT = 1 << 14  # entries of a table's only piece: copying them takes half a millisecond
+OVERFULL_AT = 1 << 15  # entries of one of 256
+PIECES = 256
 CHECKED_EVERY = 64  # blocks added, for each look whether a piece is too large
+CHECKED_TOGETHER = 16  # parts of an overfull piece, when it has its turn
 COMPACT_BYTES, COMPACT_SPARE = 60, 4096  # of a piece: an entry, and in all
-BITS_MAX = 20  # of a key's hash that may choose its piece
 
 ROWS_BITS = 12  # of a row's number, within its piece
 _ROWS = 1 << ROWS_BITS
@@ -29,43 +31,49 @@ B = TypeVar("B")
 class BlockIndex(Generic[B]):
     """Blocks by their keys, as a dictionary. Not thread-safe.
 
-    Extendible hashing: the lowest bits of a key's hash choose one of some dictionaries, and one that becomes
-    too large is split in two by one more bit. Python's hash of bytes is secret, so clients cannot choose
-    keys that fall together.
+    The last byte of a key chooses one of 256 dictionaries, once there are too many for one. Keys are hashes, so
+    these are equally large; where clients chose keys that fall together, the piece that is too large for it is
+    divided by Python's hash of the whole key, which is secret (`_Overfull`).
     """
 
-    __slots__ = ("_bits", "_emptied", "_length", "_mask", "_next", "_pieces", "added")
+    __slots__ = ("_check_at", "_emptied", "_length", "_next", "_one", "_pieces", "added")
 
     def __init__(self) -> None:
-        self._pieces: list[dict[bytes, B]] = [{}]  # by the lowest bits of the hash
-        self._bits = [0]  # of each place: how many bits its piece has in common
-        self._mask = 0
+        self._one: dict[bytes, B] = {}  # all blocks, as long as there are no pieces
+        self._pieces: list[dict[bytes, B] | _Overfull[B]] | None = None
         self._length = 0
         self.added = 0  # blocks in all: equal at two times if none was added between them
-        self._emptied = 0  # places whose pieces `pop_any` has emptied
-        self._next = 0  # the place that was checked last
+        self._emptied = 0  # pieces that `pop_any` has emptied
+        self._next = 0  # the piece that is checked next
+        self._check_at = CHECKED_EVERY  # `added`
 
     # ---- one block ---------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._length
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._pieces[hash(key) & self._mask]
+    def __contains__(self, key: Any) -> bool:
+        pieces = self._pieces
+        return key in (self._one if pieces is None else pieces[key[-1]])
 
     def __getitem__(self, key: bytes) -> B:
-        return self._pieces[hash(key) & self._mask][key]
+        pieces = self._pieces
+        return (self._one if pieces is None else pieces[key[-1]])[key]
 
     def get(self, key: bytes) -> B | None:
-        return self._pieces[hash(key) & self._mask].get(key)
+        """The block of this key; None if it is not here, or the key is empty."""
+        pieces = self._pieces
+        return (self._one if pieces is None or not key else pieces[key[-1]]).get(key)
 
     def __delitem__(self, key: bytes) -> None:
-        del self._pieces[hash(key) & self._mask][key]
+        pieces = self._pieces
+        del (self._one if pieces is None else pieces[key[-1]])[key]
         self._length -= 1
 
     def pop_any(self) -> B:
         """Take some block out of an index that is not empty and to which nothing is added any more."""
-        while not (piece := self._pieces[self._emptied]):
+        pieces: Sequence[dict[bytes, B] | _Overfull[B]] = self._pieces or [self._one]
+        while not (piece := pieces[self._emptied]):
             self._emptied += 1
         self._length -= 1
         # From the end: a dictionary that is emptied from its beginning is searched longer each time.
@@ -75,106 +83,158 @@ class BlockIndex(Generic[B]):
 
     def add(self, keys: Sequence[bytes], blocks: Sequence[B]) -> None:
         """Add blocks. The keys are not here yet, and differ from one another."""
-        pieces, mask = self._pieces, self._mask
-        if mask:
-            for key, block in zip(keys, blocks, strict=True):
-                pieces[hash(key) & mask][key] = block
+        pieces = self._pieces
+        if pieces is None:
+            self._one.update(zip(keys, blocks, strict=True))
         else:
-            pieces[0].update(zip(keys, blocks, strict=True))
+            for key, block in zip(keys, blocks, strict=True):
+                pieces[key[-1]][key] = block
         self._length += len(keys)
         self.added += len(keys)
-        # Each place has its turn long before its piece can have doubled.
-        for _ in range(1 + len(keys) // CHECKED_EVERY):
-            self._next = (self._next + 1) & self._mask
-            self._check(self._next)
+        # Each piece has its turn long before it can have doubled.
+        while self.added >= self._check_at:
+            self._check_at += CHECKED_EVERY
+            self._check()
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove the blocks of these keys, all of which are here."""
-        pieces, mask = self._pieces, self._mask
-        for key in keys:
-            del pieces[hash(key) & mask][key]
+        pieces = self._pieces
+        if pieces is None:
+            one = self._one
+            for key in keys:
+                del one[key]
+        else:
+            for key in keys:
+                del pieces[key[-1]][key]
         self._length -= len(keys)
 
     def found(self, keys: Sequence[bytes]) -> list[B | None]:
         """The block of each key; None if it is not here."""
-        pieces, mask = self._pieces, self._mask
-        if mask:
-            return [pieces[hash(key) & mask].get(key) for key in keys]
-        return list(map(pieces[0].get, keys))
+        pieces = self._pieces
+        if pieces is None:
+            return list(map(self._one.get, keys))
+        return [pieces[key[-1]].get(key) for key in keys]
 
     def all_of(self, keys: Sequence[bytes]) -> list[B]:
         """The block of each key, all of which are here."""
-        pieces, mask = self._pieces, self._mask
-        if mask:
-            return [pieces[hash(key) & mask][key] for key in keys]
-        return list(map(pieces[0].__getitem__, keys))
+        pieces = self._pieces
+        if pieces is None:
+            return list(map(self._one.__getitem__, keys))
+        return [pieces[key[-1]][key] for key in keys]
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key, whether its block is here."""
-        pieces, mask = self._pieces, self._mask
-        if mask:
-            return [key in pieces[hash(key) & mask] for key in keys]
-        return list(map(pieces[0].__contains__, keys))
+        pieces = self._pieces
+        if pieces is None:
+            return list(map(self._one.__contains__, keys))
+        return [key in pieces[key[-1]] for key in keys]
 
     def prefix_length(self, keys: Sequence[bytes]) -> int:
         """How many of the keys are here before the first that is not."""
-        pieces, mask = self._pieces, self._mask
-        if not mask:
-            return len(list(takewhile(pieces[0].__contains__, keys)))
+        pieces = self._pieces
+        if pieces is None:
+            return len(list(takewhile(self._one.__contains__, keys)))
         for count, key in enumerate(keys):
-            if key not in pieces[hash(key) & mask]:
+            if key not in pieces[key[-1]]:
                 return count
         return len(keys)
 
     def isdisjoint(self, keys: Sequence[bytes]) -> bool:
         """Whether none of the keys is here."""
-        pieces, mask = self._pieces, self._mask
-        if mask:
-            return all(key not in pieces[hash(key) & mask] for key in keys)
-        return pieces[0].keys().isdisjoint(keys)
+        pieces = self._pieces
+        if pieces is None:
+            return self._one.keys().isdisjoint(keys)
+        for key in keys:  # noqa: SIM110 - this runs for every put, and `all` takes twice as long
+            if key in pieces[key[-1]]:
+                return False
+        return True
 
     def values(self) -> Iterator[B]:
         """All blocks. The index must not change meanwhile."""
-        for piece in self._each():
+        for piece in self._pieces or [self._one]:
             yield from piece.values()
 
     def __iter__(self) -> Iterator[bytes]:
-        for piece in self._each():
+        for piece in self._pieces or [self._one]:
             yield from piece
-
-    def _each(self) -> Iterator[dict[bytes, B]]:
-        for place, (piece, bits) in enumerate(zip(self._pieces, self._bits, strict=True)):
-            if place >> bits == 0:  # its first place
-                yield piece
 
     # ---- pieces ------------------------------------------------------------------------------------
 
-    def _check(self, place: int) -> None:
-        """Split a piece that is too large; copy one with much room for nothing, as Python leaves it where
-        others come and go.
-        """
-        piece, bits = self._pieces[place], self._bits[place]
-        first = place & (1 << bits) - 1
-        if len(piece) > SPLIT_AT and bits < BITS_MAX:
-            self._split(first, bits)
-        elif sys.getsizeof(piece) > COMPACT_BYTES * len(piece) + COMPACT_SPARE:
-            copied = {**piece}
-            for at in range(first, len(self._pieces), 1 << bits):
-                self._pieces[at] = copied
+    def _check(self) -> None:
+        """Divide what is too large, and copy a piece with much room for nothing: see `_compact`."""
+        pieces = self._pieces
+        if pieces is None:
+            if self._length > DIVIDE_AT:
+                self._pieces = [{} for _ in range(PIECES)]
+                for key, block in self._one.items():
+                    self._pieces[key[-1]][key] = block
+                self._one = {}
+            else:
+                self._one = _compact(self._one)
+            return
+        at = self._next = (self._next + 1) % PIECES
+        piece = pieces[at]
+        if isinstance(piece, _Overfull):
+            piece.check()
+        elif len(piece) > OVERFULL_AT:
+            pieces[at] = _Overfull(piece)
+        else:
+            pieces[at] = _compact(piece)
 
-    def _split(self, place: int, bits: int) -> None:
-        """Divide the piece whose first place this is by the next bit."""
-        if 1 << bits == len(self._pieces):
-            self._pieces += self._pieces
-            self._bits += self._bits
-            self._mask = len(self._pieces) - 1
-        bit = 1 << bits
-        whole = self._pieces[place]
-        moved = {key: block for key, block in whole.items() if hash(key) & bit}
-        kept = {key: block for key, block in whole.items() if not hash(key) & bit}
-        for at in range(place, len(self._pieces), bit):
-            self._pieces[at] = moved if at & bit else kept
-            self._bits[at] = bits + 1
+
+class _Overfull(Generic[B]):
+    """One piece of an index, as far as that uses it: a dictionary in parts, by the secret hash of the keys."""
+
+    __slots__ = ("_next", "_parts")
+
+    def __init__(self, items: dict[bytes, B]) -> None:
+        self._next = 0  # the part that is checked next
+        self._parts: list[dict[bytes, B]] = [{} for _ in range(PIECES)]
+        for key, block in items.items():
+            self[key] = block
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._parts[hash(key) % PIECES]
+
+    def __getitem__(self, key: bytes) -> B:
+        return self._parts[hash(key) % PIECES][key]
+
+    def __setitem__(self, key: bytes, block: B) -> None:
+        self._parts[hash(key) % PIECES][key] = block
+
+    def __delitem__(self, key: bytes) -> None:
+        del self._parts[hash(key) % PIECES][key]
+
+    def get(self, key: bytes) -> B | None:
+        return self._parts[hash(key) % PIECES].get(key)
+
+    def popitem(self) -> tuple[bytes, B]:
+        return next(part for part in self._parts if part).popitem()
+
+    def values(self) -> Iterator[B]:
+        for part in self._parts:
+            yield from part.values()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._parts:
+            yield from part
+
+    def check(self) -> None:
+        """See `_compact`."""
+        parts = self._parts
+        for at in range(self._next, self._next + CHECKED_TOGETHER):
+            parts[at] = _compact(parts[at])
+        self._next = (self._next + CHECKED_TOGETHER) % PIECES
+
+
+def _compact(piece: dict[bytes, B]) -> dict[bytes, B]:
+    """A dictionary without the room for nothing that Python leaves in it where others come and go."""
+    if sys.getsizeof(piece) > COMPACT_BYTES * len(piece) + COMPACT_SPARE:
+        return {**piece}
+    return piece
 
 
 class RowIndex(Generic[B]):
@@ -201,6 +261,12 @@ class RowIndex(Generic[B]):
 
     def put(self, rows: Sequence[int], blocks: Sequence[B]) -> None:
         """Enter blocks at their rows."""
+        if len(rows) == 1:  # mostly, where blocks are large
+            (row,) = rows
+            self._piece(row >> ROWS_BITS)[row & _ROWS - 1] = blocks[0]
+            if row >= self._end:
+                self._end = row + 1
+            return
         if not len(rows):
             return
         low, high = min(rows), max(rows)

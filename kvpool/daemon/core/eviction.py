@@ -44,6 +44,25 @@ class Eviction:
 
         take: see `EvictionPolicy.take`.
         """
+        rows = self._evict(slot_class, take, n)
+        tenant.allocator.free(slot_class.stride, rows)
+        return len(rows)
+
+    def replace(
+        self,
+        tenant: Tenant,
+        slot_class: SlotClass,
+        take: Callable[[int], Sequence[Any]],
+        n: int,
+    ) -> tuple[int, list[int]]:
+        """The same, with their slots reserved at once for others: how many were evicted, and these rows."""
+        rows = self._evict(slot_class, take, n)
+        return len(rows), tenant.allocator.reuse(slot_class.stride, rows)
+
+    def _evict(
+        self, slot_class: SlotClass, take: Callable[[int], Sequence[Any]], n: int
+    ) -> list[int]:
+        """Evict up to n victims; returns their rows, which are the caller's."""
         rows: list[int] = []
         last_use = 0
         while len(rows) < n and (victims := take(n - len(rows))):
@@ -59,10 +78,9 @@ class Eviction:
         self._counters.evicted += len(rows)
         if rows:
             slot_class.by_row.clear(rows)
-            tenant.allocator.free(slot_class.stride, rows)
             if len(self._victims) < VICTIMS_MAX:
                 self._victims.append((last_use, len(rows)))
-        return len(rows)
+        return rows
 
     def forget(self, blocks: Sequence[Block]) -> None:
         """These are no longer found, and that is announced. Their slots stay the caller's."""

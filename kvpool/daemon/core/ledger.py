@@ -114,7 +114,7 @@ class Ledger:
     def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:
         """How many blocks precede each in its chain, as far as they are here."""
         known = table.blocks.get
-        before = known(parents[0])
+        before = known(parents[0]) if parents[0] else None
         first = 0 if before is None else before.depth + 1
         # A batch is mostly one chain, which Python compares quickly: these are the same objects.
         if len(keys) == 1 or tuple(parents[1:]) == tuple(keys[:-1]):

@@ -115,7 +115,7 @@ class Puts:
             chain = (parent, *keys)
             parents = [chain[index] for index in wanted]
             reserved = Reservation(table, wanted, [keys[index] for index in wanted], parents, rows)
-        if len(set(reserved.keys)) == len(reserved.keys):
+        if len(rows) == 1 or len(set(reserved.keys)) == len(rows):
             reserved.added = blocks.added
         holder.reservations[ticket] = reserved
         holder.reserved_bytes += stride * len(rows)

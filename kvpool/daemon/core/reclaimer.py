@@ -48,12 +48,15 @@ class Reclaimer:
         rows = allocator.alloc(stride, n)
         # Freeing a slab of another size may need many evictions: the rest is done between puts.
         self._ended_left = RECLAIMED_PER_PUT + 4 * n
-        while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows)):
-            rows += allocator.alloc(stride, n - len(rows))
+        while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows), rows):
+            if len(rows) < n:
+                rows += allocator.alloc(stride, n - len(rows))
         return rows
 
-    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int) -> bool:
+    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]) -> bool:
         """Make room for up to n slots of the class, at least one; False if nothing can be evicted.
+
+        rows: gets those that are reserved already; the others are free.
 
         In order: blocks of ended epochs, as many as one put can afford; this class's secondary replicas; a slab
         of another class that is much colder; this class's own victims; a slab of another class whatever its age;
@@ -65,16 +68,20 @@ class Reclaimer:
             self._ended_left -= gone
             if gone:
                 return True
-        evicted = 0
         if len(slot_class.secondary):
-            evicted = self._eviction.evict(tenant, slot_class, slot_class.secondary.take, n)
-        if evicted:
-            self._counters.evicted_secondary += evicted
-            return True
+            evicted, reused = self._eviction.replace(
+                tenant, slot_class, slot_class.secondary.take, n
+            )
+            if evicted:
+                self._counters.evicted_secondary += evicted
+                rows += reused
+                return True
         several = len(tenant.classes) > 1
         if several and self._steal_colder_slab(tenant, slot_class):
             return True
-        if self._eviction.evict(tenant, slot_class, slot_class.policy.take, n):
+        evicted, reused = self._eviction.replace(tenant, slot_class, slot_class.policy.take, n)
+        if evicted:
+            rows += reused
             return True
         if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
             return True

@@ -119,6 +119,10 @@ class Slots(SlabAllocator):
             rows = kept
         super().free(stride, rows)
 
+    def reuse(self, stride: int, rows: list[int]) -> list[int]:
+        self.free(stride, rows)
+        return self.alloc(stride, len(rows))
+
     def reclaim_slab(self, slab: int, used: int = 0) -> None:
         if used:
             self.free(self.owner(slab), self.rows_used(slab))

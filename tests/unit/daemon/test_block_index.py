@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -22,14 +24,15 @@ def key(number: int) -> bytes:
     return b"%016d" % number
 
 
-@pytest.mark.parametrize("split_at", [4, 32, 1000])
+@pytest.mark.parametrize(("divide_at", "overfull_at"), [(4, 2), (4, 30), (32, 1000), (1000, 1000)])
 @settings(deadline=None)
 @given(steps=STEPS, asked=st.lists(st.integers(0, 300), max_size=30))
 def test_an_index_is_a_dictionary(
-    split_at: int, steps: list[tuple[str, set[int]]], asked: list[int]
+    divide_at: int, overfull_at: int, steps: list[tuple[str, set[int]]], asked: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_index, "SPLIT_AT", split_at)
+        patch.setattr(block_index, "DIVIDE_AT", divide_at)
+        patch.setattr(block_index, "OVERFULL_AT", overfull_at)
         patch.setattr(block_index, "CHECKED_EVERY", 1)
         index: BlockIndex[int] = BlockIndex()
         model: dict[bytes, int] = {}
@@ -61,14 +64,31 @@ def test_an_index_is_a_dictionary(
         assert len(index) == 0
 
 
-def test_no_piece_of_an_index_becomes_large() -> None:
+def sizes(index: BlockIndex[int]) -> list[int]:
+    """The lengths of the dictionaries that an index is made of."""
+    pieces = index._pieces or [index._one]
+    parts = [one._parts if isinstance(one, block_index._Overfull) else [one] for one in pieces]
+    return [len(one) for each in parts for one in each]
+
+
+def scattered(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()[:16]
+
+
+def chosen(number: int) -> bytes:
+    """A key from somebody who wants all of them in one piece."""
+    return scattered(number)[:15] + b"\0"
+
+
+@pytest.mark.parametrize("key_of", [scattered, chosen])
+def test_no_piece_of_an_index_becomes_large(key_of: Callable[[int], bytes]) -> None:
     """Python copies a dictionary that grows: nobody waits for more than this many blocks."""
     index: BlockIndex[int] = BlockIndex()
     rng = random.Random(3)
     resident: list[bytes] = []
     largest = 0
     for start in range(0, 200_000, 64):
-        new = [key(number) for number in range(start, start + 64)]
+        new = [key_of(number) for number in range(start, start + 64)]
         index.add(new, range(start, start + 64))
         resident += new
         if len(resident) > 100_000:
@@ -76,10 +96,20 @@ def test_no_piece_of_an_index_becomes_large() -> None:
                 at = rng.randrange(len(resident))
                 resident[at], resident[-1] = resident[-1], resident[at]
                 del index[resident.pop()]
-        largest = max(largest, *map(len, index._pieces))
-    assert largest < 1.5 * block_index.SPLIT_AT
+        if start % 6400 == 0:
+            largest = max(largest, *sizes(index))
+    assert largest < 1.5 * block_index.OVERFULL_AT
+    assert max(sizes(index)) < 1000
     assert len(index) == len(resident)
     assert all(index.present(resident))
+
+
+def test_an_empty_key_is_nowhere() -> None:
+    index: BlockIndex[int] = BlockIndex()
+    assert index.get(b"") is None
+    index.add([scattered(n) for n in range(20_000)], range(20_000))
+    assert index._pieces is not None
+    assert index.get(b"") is None
 
 
 @given(
