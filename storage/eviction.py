@@ -113,6 +113,9 @@ class EvictionPolicy(Protocol):
     def discard(self, entry: Evictable) -> None:
         """It left otherwise (removed, pinned, leased): no ghost. Ignored if not held."""
 
+    def discard_all(self, entries: Sequence[Evictable]) -> None:
+        """`discard` each."""
+
     def pop(self) -> Evictable | None:
         """The next victim, no longer held; its ident is remembered. None if nothing is held."""
 
@@ -183,6 +186,12 @@ class Lru:
     def discard(self, entry: Any) -> None:
         if entry.queue:
             self._queue.remove(entry)
+            entry.queue = 0
+
+    def discard_all(self, entries: Sequence[Any]) -> None:
+        held = [entry for entry in entries if entry.queue]
+        self._queue.remove_all(held)
+        for entry in held:
             entry.queue = 0
 
     def pop(self) -> Any:
@@ -284,6 +293,12 @@ class S3Fifo:
     def discard(self, entry: Any) -> None:
         if entry.queue:
             (self._small if entry.queue == self._SMALL else self._main).remove(entry)
+            entry.queue = 0
+
+    def discard_all(self, entries: Sequence[Any]) -> None:
+        self._small.remove_all([entry for entry in entries if entry.queue == self._SMALL])
+        self._main.remove_all([entry for entry in entries if entry.queue == self._MAIN])
+        for entry in entries:
             entry.queue = 0
 
     def _from_small(self) -> bool:
@@ -498,6 +513,14 @@ class Adaptive2Q:
     def discard(self, entry: Any) -> None:
         if entry.queue:
             (self._proven if entry.queue == self._AMONG_PROVEN else self._probation).remove(entry)
+            entry.queue = 0
+
+    def discard_all(self, entries: Sequence[Any]) -> None:
+        # A class's names take time here, and a slab has thousands.
+        on_probation, among_proven = self._ON_PROBATION, self._AMONG_PROVEN
+        self._probation.remove_all([entry for entry in entries if entry.queue == on_probation])
+        self._proven.remove_all([entry for entry in entries if entry.queue == among_proven])
+        for entry in entries:
             entry.queue = 0
 
     def _from_probation(self) -> bool:

@@ -351,6 +351,19 @@ class SlotClass:
         """No longer a candidate."""
         (self.secondary if block.secondary else self.policy).discard(block)
 
+    def discard_all(self, blocks: Sequence[Block]) -> list[Block]:
+        """None of these is a candidate any more; returns those that were none before."""
+        parked = self.parked
+        was = [block for block in blocks if block.pin == PIN_NONE]
+        if parked:
+            was = [block for block in was if block not in parked]
+        others = [] if len(was) == len(blocks) else [b for b in blocks if not self.is_candidate(b)]
+        if len(self.secondary):
+            self.secondary.discard_all([block for block in was if block.secondary])
+            was = [block for block in was if not block.secondary]
+        self.policy.discard_all(was)
+        return others
+
     def is_candidate(self, block: Block) -> bool:
         """Whether a policy holds it, rather than a pin or a lease."""
         return block.pin == PIN_NONE and block not in self.parked

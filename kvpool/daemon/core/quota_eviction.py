@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from heapq import merge
-from itertools import islice
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, Protocol
 
 from kvpool.storage.eviction import Evictable, EvictionPolicy
 
-_used = attrgetter("used")
+_used, _base = attrgetter("used"), attrgetter("base")
 
 
 class Used(Evictable, Protocol):
@@ -128,6 +128,10 @@ class QuotaEviction:
 
     def discard(self, entry: Any) -> None:
         self._policy_of([entry]).discard(entry)
+
+    def discard_all(self, entries: Sequence[Any]) -> None:
+        for base, some in groupby(entries, key=_base):
+            self._policy_of(held := list(some)).discard_all(held)
 
     def _next(self) -> EvictionPolicy:
         """The policy whose next victim was used longest ago; of equals the common one."""

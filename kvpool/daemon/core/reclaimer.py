@@ -186,14 +186,11 @@ class Reclaimer:
         """Evict all blocks of a slab, none of which is leased or reserved, and free it for any class."""
         allocator = tenant.allocator
         held = self._held_in(donor, allocator, slab)
-        self._counters.evicted_soft_pins += sum(block.pin == PIN_SOFT for block in held)
         self._counters.evicted_secondary += sum(block.secondary for block in held)
         self._slots.releases += 1
-        for block in held:
-            if donor.is_candidate(block):
-                donor.discard(block)
-            else:
-                self._slots.take_out(block)
+        for block in donor.discard_all(held):
+            self._counters.evicted_soft_pins += block.pin == PIN_SOFT
+            self._slots.take_out(block)
         self._eviction.forget(held)
         rows = allocator.rows_in_slab(slab)
         donor.by_row.empty(rows.start, rows.stop)

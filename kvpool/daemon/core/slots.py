@@ -97,12 +97,10 @@ class Slots:
             tenant = table.namespace.tenant
             slot_class = tenant.classes[table.stride]
             rows = []
+            table.blocks.remove([block.key for block in some])
+            for block in slot_class.discard_all(some):
+                self.take_out(block)
             for block in some:
-                del table.blocks[block.key]
-                if slot_class.is_candidate(block):
-                    slot_class.discard(block)
-                else:
-                    self.take_out(block)
                 if block.leases:
                     block.go()
                 else:

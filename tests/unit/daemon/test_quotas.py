@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
+from kvpool.storage.eviction import Lru
 from kvpool.telemetry.node_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
@@ -333,3 +336,32 @@ def test_a_wish_counts_where_there_is_no_quota() -> None:
     assert small.filled(large) == SettingsChange(dram_quota=0.1, ssd_quota=7).apply(
         DEFAULT_SETTINGS
     )
+
+
+@dataclass(eq=False)
+class Held:
+    """An entry of an eviction order."""
+
+    ident: int
+    base: bytes
+    used: int = 0
+    depth: int = 0
+    freq: int = 0
+    queue: int = 0
+    older: Any = None
+    newer: Any = None
+
+
+def test_entries_of_several_orders_are_discarded_together() -> None:
+    order = QuotaEviction(Lru(1), Lru)
+    mine = [Held(n, b"mine") for n in range(6)]
+    others = [Held(n, b"others") for n in range(6, 12)]
+    order.insert(mine)
+    order.insert(others)
+    order.divide(b"mine", 100, mine)  # all of them have yet to move over
+    order.move(b"mine", 2)
+    order.discard_all([*mine[:4], *others[:4]])
+    assert not any(one.queue for one in (*mine[:4], *others[:4]))
+    assert len(order) == 4
+    assert {one.ident for one in order.take(9)} == {4, 5, 10, 11}
+    assert order.take_of(b"mine", 9) == []

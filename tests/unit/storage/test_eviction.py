@@ -225,6 +225,7 @@ steps = st.lists(
         st.tuples(st.just("refresh"), chains),
         st.tuples(st.just("lease"), chains),
         st.tuples(st.just("remove"), chains),
+        st.tuples(st.just("remove all"), chains),
         st.tuples(st.just("release"), st.just([])),
         st.tuples(st.just("pop"), st.just([])),
         st.tuples(st.just("pop leased"), st.just([])),
@@ -324,6 +325,12 @@ def run_beside_model(
                         leased.append(block)
                     else:
                         gone(block)
+        elif step == "remove all":
+            policy.discard_all([known[block] for block in there])  # of what is leased: nothing
+            for block in there:
+                if block not in leased:
+                    model.discard(block)
+                    gone(block)
         elif step == "release":
             policy.insert([known[block] for block in leased])
             model.insert(leased)
@@ -639,7 +646,9 @@ def test_few_evictions_are_forgotten_early_and_hardly_any_taken_for_another() ->
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["append", "first", "remove", "renew", "pop", "take", "move over"]),
+            st.sampled_from(
+                ["append", "first", "remove", "remove all", "renew", "pop", "take", "move over"]
+            ),
             st.lists(st.integers(0, 9), max_size=6, unique=True),
         ),
         max_size=60,
@@ -665,6 +674,9 @@ def test_queues_against_lists(steps: list[tuple[str, list[int]]]) -> None:
             for block in held:
                 queue.remove(known[block])
                 model.remove(block)
+        elif step == "remove all":
+            queue.remove_all([known[block] for block in held])
+            model[:] = [block for block in model if block not in held]
         elif step == "renew":
             queue.renew([known[block] for block in held])
             model[:] = [block for block in model if block not in held] + held
