@@ -5,6 +5,7 @@
 steps      the longest step of the control process with many blocks resident, and its memory for each
 members    following a thousand nodes, ten of whose records change a second; three hundred that end at once
 hung_peer  sixty-four prompts of eight parts at a time, while one of three nodes is stopped and the others have all
+hung_disk  the same, while the disks of the reader and of one owner hang, and the other owner has all in memory
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from kvpool.placement.records import (
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 from kvpool.types import Namespace, NamespaceRecord, PartSpec, split_keys
 from kvpool.wire import frame
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import LocalCluster, LocalNode
 from tests.support.local_node import MemoryOnly
 from tests.support.servers.etcd import Etcd
 from tests.support.waiting import until, until_async
@@ -280,20 +281,99 @@ def hung_peer(report: Report) -> None:
             hung = [found for _ in range(rounds) for found in read(filled.pop())]
         finally:
             stopped.signal(signal.SIGCONT)
-        for name, found in (("all nodes well", healthy), ("one of three stopped", hung)):
-            report.row(
-                name,
-                prompts=len(found),
-                missed=sum(BLOCKS - blocks for blocks, _, _ in found),
-                wrong=sum(wrong for _, wrong, _ in found),
-                median_ms=1e3 * median([taken for _, _, taken in found]),
-                max_ms=1e3 * max(taken for _, _, taken in found),
-            )
-        report.check("hung_peer_missed", sum(BLOCKS - blocks for blocks, _, _ in hung), at_most=0)
+        _row(report, "all nodes well", healthy)
+        missed = _row(report, "one of three stopped", hung)
+        report.check("hung_peer_missed", missed, at_most=0)
         report.check("hung_peer_wrong", sum(wrong for _, wrong, _ in hung), at_most=0)
         report.check("hung_peer_max_s", max(taken for _, _, taken in hung), at_most=1.0)
         for client in (*owners, reader):
             client.close()
+
+
+def hung_disk(report: Report) -> None:
+    """All three nodes have the prompts: `a`, and `c`, which reads them, on disk only; `b` in memory."""
+    rounds = 1 if report.quick else 3
+    record = NamespaceRecord({"model": "hung disk"}, (PartSpec(PART_BYTES),) * PARTS)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
+        LocalCluster(
+            Path(folder), memory="1GiB", ssd="1GiB", flags=["--ssd-write", "through"]
+        ) as cluster,
+        ThreadPoolExecutor(PROMPTS) as threads,
+    ):
+        cluster.wait_acquainted()
+        clients = [
+            cluster.node(name).client(connect=True, connections_max=PROMPTS) for name in "abc"
+        ]
+        on_disk, reader = (clients[0], clients[2]), clients[2]
+        ns = reader.open(record)
+
+        def fill() -> list[Prompt]:
+            prompts = [[secrets.token_bytes(16) for _ in range(BLOCKS)] for _ in range(PROMPTS)]
+            count = PROMPTS * BLOCKS * PARTS
+            goals = [_written(client) + count for client in on_disk]
+            for client in clients:
+                mine = client.open(record)
+                for prompt in prompts:
+                    for part in range(PARTS):
+                        client.put(mine, prompt, DATA[part], part=part)
+            until(
+                lambda: all(_written(c) >= goal for c, goal in zip(on_disk, goals, strict=True)),
+                "all is on disk",
+            )
+            return prompts
+
+        def read(prompts: Sequence[Prompt]) -> list[tuple[int, int, float]]:
+            return list(threads.map(lambda prompt: _read(reader, ns, prompt), prompts))
+
+        filled = [fill() for _ in range(2 * rounds + 1)]
+        for client in on_disk:
+            client.evict(tier="dram")
+        until(lambda: all(_announced(client) for client in clients), "all is announced")
+        read(filled.pop())
+        healthy = [found for _ in range(rounds) for found in read(filled.pop())]
+        disks = [_disk_process(cluster.node(name)) for name in "ac"]
+        for pid in disks:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            hung = [found for _ in range(rounds) for found in read(filled.pop())]
+        finally:
+            for name, pid in zip("ac", disks, strict=True):
+                if pid in cluster.node(name).pids:  # otherwise its daemon has replaced it
+                    os.kill(pid, signal.SIGCONT)
+        _row(report, "all disks well", healthy)
+        report.check("hung_disk_missed", _row(report, "two of three hang", hung), at_most=0)
+        report.check("hung_disk_wrong", sum(wrong for _, wrong, _ in hung), at_most=0)
+        for client in clients:
+            client.close()
+
+
+def _written(client: OperatorClient) -> int:
+    (disk,) = client.stats().tiers.ssd
+    return disk.written_blocks
+
+
+def _disk_process(node: LocalNode) -> int:
+    (found,) = (
+        pid
+        for pid in node.pids
+        if b"kvpool.daemon.workers.disk_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return found
+
+
+def _row(report: Report, name: str, found: Sequence[tuple[int, int, float]]) -> int:
+    """Reports reads; returns how many blocks were missed."""
+    missed = sum(BLOCKS - blocks for blocks, _, _ in found)
+    report.row(
+        name,
+        prompts=len(found),
+        missed=missed,
+        wrong=sum(wrong for _, wrong, _ in found),
+        median_ms=1e3 * median([taken for _, _, taken in found]),
+        max_ms=1e3 * max(taken for _, _, taken in found),
+    )
+    return missed
 
 
 def _announced(client: OperatorClient) -> bool:
@@ -321,6 +401,7 @@ PARTS_OF_BENCH: dict[str, Callable[[Report], None]] = {
     "steps": steps,
     "members": members,
     "hung_peer": hung_peer,
+    "hung_disk": hung_disk,
 }
 
 
