@@ -87,7 +87,7 @@ class Commands:
 
     def json(self, node: LocalNode, *words: str, **environ: str):
         done = self(node, *words, "--json", **environ)
-        assert done.err == ""
+        assert done.err == "" and done.out, done
         return json.loads(done.out)
 
 

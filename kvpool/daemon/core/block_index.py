@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-DIVIDE_AT = 1 << 14  # entries of a table's only piece: copying them takes half a millisecond
-OVERFULL_AT = 1 << 15  # entries of one of 256
+DIVIDE_AT = 1 << 15  # entries of a piece: copying them takes one to two milliseconds
 PIECES = 256
 CHECKED_EVERY = 64  # blocks added, for each look whether a piece is too large
 CHECKED_TOGETHER = 16  # parts of an overfull piece, when it has its turn
@@ -176,7 +175,7 @@ class BlockIndex(Generic[B]):
         piece = pieces[at]
         if isinstance(piece, _Overfull):
             piece.check()
-        elif len(piece) > OVERFULL_AT:
+        elif len(piece) > DIVIDE_AT:
             pieces[at] = _Overfull(piece)
         else:
             pieces[at] = _compact(piece)
