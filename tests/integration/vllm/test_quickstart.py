@@ -145,6 +145,8 @@ def machine(llama: Path, kit: Any) -> Iterator[Machine]:
             "kvpool router": f"kvpool router --listen 127.0.0.1:{router}",
             "kvpool explain": f"kvpool explain --router http://127.0.0.1:{router}",
             "http://127.0.0.1:8080": f"http://127.0.0.1:{router}",
+            # The default is for schedulers that have a core: a busy machine would make a miss of every lookup.
+            '"engine_role"': '"lookup_timeout_s": 5.0, "engine_role"',
         }
         for written, port in ((8000, prefill), (8001, decode)):
             swaps[f"--port {written}"] = f"--port {port}"
