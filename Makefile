@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test coverage sim check bench venv vllm-venv clean
+.PHONY: help demo cluster test coverage sim chaos check bench venv vllm-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -21,6 +21,9 @@ coverage: venv ## how much of the product the unit and contract tests run, with 
 
 sim: venv ## ten thousand seeds of a simulated cluster with faults
 	@.venv/bin/python -m tests.sim.simulation 0 10000
+
+chaos: venv ## ten minutes of faults in a real cluster, whose history is checked (ARGS="--seed 7 --seconds 60")
+	@.venv/bin/python -m tests.chaos $(ARGS)
 
 check: venv ## ruff, mypy and the direction of imports
 	@scripts/check

@@ -1,0 +1,426 @@
+"""The processes of a run: daemons with an SSD, etcd, Redis, proxies before all of them, and clients.
+
+All that is done to a process is in the history, and so is the end of each, ordered or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvpool.errors import KvpoolError, Unavailable
+from kvpool.telemetry.node_stats import NodeStats
+from tests.chaos import starving
+from tests.chaos.checker import HARNESS
+from tests.chaos.clients import RECORD, Settings
+from tests.chaos.history import Exited, Measured, Ordered, Said, Serving, Started, Starved, Writer
+from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.proxy import Proxy
+from tests.support.servers.etcd import Etcd
+from tests.support.servers.redis import Redis
+from tests.support.waiting import PATIENCE_S, until
+
+MEMORY = "16MiB"
+SSD = "64MiB"
+WATCHED_S = 0.05
+QUIET_S = 60.0
+"""How long after the last use all has to be put away."""
+CLIENT_WORD_S = 120.0
+SIGNS = (
+    "Traceback (most recent call last)",
+    "AssertionError",
+    "was never awaited",
+    "ResourceWarning",
+)
+"""What only a defect makes a daemon write."""
+
+
+class Clients:
+    """A process of `tests.chaos.clients`. One thread at a time."""
+
+    def __init__(self, settings: Settings, write: Writer) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.clients", msgspec.json.encode(settings).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.ended = False
+        write(Started(at=time.monotonic(), pid=self.process.pid, who=self.name, role="client"))
+
+    def wait_ready(self) -> None:
+        self._hear("ready")
+
+    def tell(self, line: str) -> None:
+        """And do not wait for the answer: `hear`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+
+    def hear(self) -> None:
+        """Wait until the last word is done. Raises `Unavailable` when the process has ended."""
+        self._hear("done")
+
+    def say(self, line: str) -> None:
+        self.tell(line)
+        self.hear()
+
+    def _hear(self, word: str) -> None:
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() != word:
+            raise Unavailable(f"the clients {self.name} have ended")
+
+    def close(self) -> None:
+        """They finish what they do. Idempotent."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class World:
+    """See the module. Starts with `with`. Faults, each on a target of its own, may be done by threads."""
+
+    def __init__(self, folder: Path, seed: int, nodes: int, ssd: str = SSD) -> None:
+        self.folder = folder
+        self.seed = seed
+        self.write = Writer(folder / "run.jsonl")
+        self.proxies: dict[str, Proxy] = {}
+        self.etcd_proxy: Proxy
+        self.redis_proxy: Proxy
+        self._count = nodes
+        self._ssd = ssd
+        self._stack = contextlib.ExitStack()
+        self._locks: dict[str, threading.RLock] = {}
+        self._watching = threading.Event()
+        self._clients_made = 0
+        self.clients: dict[str, Clients] = {}
+        self.cluster: LocalCluster
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(starving.Lateness(self._tell_starved))
+            etcd = stack.enter_context(Etcd(self.folder / "etcd"))
+            redis = stack.enter_context(Redis(self.folder / "redis"))
+            host, _, port = etcd.endpoints[0].partition(":")
+            self.etcd_proxy = stack.enter_context(Proxy((host, int(port))))
+            self.redis_proxy = stack.enter_context(Proxy(("127.0.0.1", redis.port)))
+            self.cluster = LocalCluster(
+                self.folder,
+                nodes=self._count,
+                memory=MEMORY,
+                ssd=self._ssd,
+                etcd=etcd,
+                redis=redis,
+                etcd_url=lambda _: f"etcd://127.0.0.1:{self.etcd_proxy.address[1]}",
+                directory=f"redis://127.0.0.1:{self.redis_proxy.address[1]}",
+                advertise=lambda name, url: self._advertised(stack, name, url),
+            )
+            stack.enter_context(self.cluster)
+            for node in self.cluster.nodes:
+                self._locks[node.name] = threading.RLock()
+                self._note_start(node)
+            self.cluster.wait_acquainted()
+            watcher = threading.Thread(target=self._watch, name="chaos-watch")
+            watcher.start()
+            stack.callback(watcher.join)
+            stack.callback(self._watching.set)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for clients in list(self.clients.values()):
+            self.end_clients(clients.name)
+        self._watching.set()
+        for node in self.cluster.nodes:
+            self.order(node, signal.SIGTERM)
+        for node in self.cluster.nodes:
+            self._reap(node, PATIENCE_S + QUIET_S)
+        for node in self.cluster.nodes:
+            self._note_said(node)
+        self._stack.close()
+        self.write.close()
+
+    def _advertised(self, stack: contextlib.ExitStack, name: str, url: str) -> str:
+        parts = urlsplit(url)
+        assert parts.hostname is not None and parts.port is not None
+        proxy = Proxy((parts.hostname, parts.port))
+        self.proxies[name] = stack.enter_context(proxy)
+        return proxy.url
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node.name for node in self.cluster.nodes]
+
+    def node(self, name: str) -> LocalNode:
+        return self.cluster.node(name)
+
+    # ---- what is done to daemons ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def having(self, name: str) -> Iterator[LocalNode]:
+        """The node, which nobody else does anything to meanwhile."""
+        with self._locks[name]:
+            yield self.node(name)
+
+    def order(self, node: LocalNode, number: int, *, workers: bool = False) -> None:
+        """Send a signal to a daemon; workers: and to its workers."""
+        if node.process is None or node.process.poll() is not None:
+            return
+        for pid in node.pids if workers else [node.pid]:
+            self.order_process(pid, node.name if pid == node.pid else f"{node.name}/{pid}", number)
+
+    def order_process(self, pid: int, who: str, number: int) -> None:
+        """Send a signal to a process."""
+        self.write(Ordered(at=time.monotonic(), pid=pid, who=who, signal=number))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def kill(self, node: LocalNode) -> None:
+        """SIGKILL to the control process, and wait; its workers end with it."""
+        self.order(node, signal.SIGKILL)
+        self._reap(node, PATIENCE_S)
+
+    def terminate(self, node: LocalNode) -> None:
+        """SIGTERM, and wait for the end, which the checker has an opinion of."""
+        self.order(node, signal.SIGTERM)
+        self._reap(node, PATIENCE_S + QUIET_S)
+
+    def start(self, node: LocalNode) -> None:
+        """Start a daemon that has ended, as a supervisor does: again, when it does not start."""
+        deadline = time.monotonic() + QUIET_S + PATIENCE_S
+        while True:
+            node.begin()
+            self._note_start(node, serving=False)
+            try:
+                node.wait_ready()
+            except RuntimeError:
+                self._note_exit(node)
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+            else:
+                self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
+                return
+
+    def _reap(self, node: LocalNode, seconds: float) -> None:
+        if node.process is None or node.process.returncode is not None:
+            return
+        try:
+            node.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            node.process.kill()
+            node.process.wait()
+        self._note_exit(node)
+
+    def _note_start(self, node: LocalNode, *, serving: bool = True) -> None:
+        now = time.monotonic()
+        self.write(Started(at=now, pid=node.pid, who=node.name, role="daemon"))
+        if serving:
+            self.write(Serving(at=now, pid=node.pid, who=node.name))
+
+    def _note_exit(self, node: LocalNode) -> None:
+        assert node.process is not None and node.process.returncode is not None
+        self.write(
+            Exited(
+                at=time.monotonic(),
+                pid=node.pid,
+                who=node.name,
+                role="daemon",
+                status=node.process.returncode,
+            )
+        )
+        node.kill()  # close its pipe
+
+    def _note_said(self, node: LocalNode) -> None:
+        for line in node.log.read_text(errors="replace").splitlines():
+            if any(sign in line for sign in SIGNS):
+                self.write(Said(at=time.monotonic(), who=node.name, line=line[:300]))
+
+    # ---- clients -------------------------------------------------------------------------------------
+
+    def add_clients(self, node: str, threads: int, prompts: int) -> Clients:
+        """Begin a process with clients; `wait_ready` has to follow."""
+        self._clients_made += 1
+        name = f"{node}-clients-{self._clients_made}"
+        settings = Settings(
+            name=name,
+            node=node,
+            socket=self.node(node).socket,
+            history=str(self.folder / f"{name}.jsonl"),
+            seed=self.seed,
+            threads=threads,
+            prompts=prompts,
+        )
+        self.clients[name] = Clients(settings, self.write)
+        return self.clients[name]
+
+    def end_clients(self, name: str, number: int = 0) -> None:
+        """Have them finish; number: or by a signal."""
+        clients = self.clients.pop(name)
+        pid = clients.process.pid
+        if number:
+            self.order_process(pid, name, number)
+        else:
+            self.write(Ordered(at=time.monotonic(), pid=pid, who=name, signal=signal.SIGTERM))
+            clients.close()
+        try:
+            status = clients.process.wait(CLIENT_WORD_S)
+        except subprocess.TimeoutExpired:
+            clients.process.kill()
+            status = clients.process.wait()
+        clients.close()
+        now = time.monotonic()
+        self.write(Exited(at=now, pid=pid, who=name, role="client", status=status))
+
+    # ---- what is watched -----------------------------------------------------------------------------
+
+    def _tell_starved(self, total_s: float) -> None:
+        self.write(Starved(at=time.monotonic(), who=HARNESS, total_s=total_s))
+
+    def _watch(self) -> None:
+        """Notes how starved nodes are, and daemons that end by themselves; these are started again."""
+        totals: dict[str, float] = {}
+        before: dict[int, float] = {}
+        told_at = 0.0
+        while not self._watching.wait(WATCHED_S):
+            now = time.monotonic()
+            sample = now - told_at >= starving.TOLD_S
+            told_at = now if sample else told_at
+            for node in self.cluster.nodes:
+                if sample and node.process is not None:
+                    totals[node.name] = totals.get(node.name, 0.0) + _more(node.pids, before)
+                    at = time.monotonic()
+                    self.write(Starved(at=at, who=node.name, total_s=totals[node.name]))
+                self._look_after(node)
+
+    def _look_after(self, node: LocalNode) -> None:
+        lock = self._locks[node.name]
+        if not lock.acquire(blocking=False):
+            return  # somebody kills or starts it
+        try:
+            if node.process is not None and node.process.poll() is not None:
+                self._note_exit(node)
+                node.begin()
+                self._note_start(node, serving=False)
+                node.wait_ready()
+                self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
+        except RuntimeError:
+            pass  # it has not started: it is noted as an end the next time
+        finally:
+            lock.release()
+
+    def stats(self, name: str) -> NodeStats:
+        """Of a node, by an operator's client of its own."""
+        with self.node(name).client(connect=True) as client:
+            return client.stats()
+
+    def until_well(self) -> None:
+        """All daemons serve, see each other, and the directory knows all that they hold."""
+
+        def well() -> bool:
+            try:
+                found = [self.stats(name) for name in self.nodes]
+            except KvpoolError:
+                return False
+            return all(
+                stats.cluster.standing == "member"
+                and stats.cluster.others == len(found) - 1
+                and stats.cluster.directory is not None
+                and stats.cluster.directory.connected
+                and not any(peer.suspended_s for peer in stats.fetch.peers)
+                for stats in found
+            )
+
+        until(well, "all nodes are well", seconds=QUIET_S + PATIENCE_S)
+
+    def measure(self, *, quiet: bool) -> None:
+        """Note what each process of a daemon has, and each node. quiet: nobody is to use it any more."""
+        for node in self.cluster.nodes:
+            if quiet:
+                amounts = self._put_away(node)
+                self.write(
+                    Measured(
+                        at=time.monotonic(),
+                        who=node.name,
+                        role="node",
+                        pid=node.pid,
+                        quiet=True,
+                        amounts=amounts,
+                    )
+                )
+            for process in self.stats(node.name).processes:
+                self.write(
+                    Measured(
+                        at=time.monotonic(),
+                        who=f"{node.name}/{process.pid}",
+                        role=process.kind,
+                        pid=process.pid,
+                        quiet=quiet,
+                        amounts=_process_amounts(process.pid),
+                    )
+                )
+
+    def _put_away(self, node: LocalNode) -> dict[str, int]:
+        """What a node still holds for somebody, and what is in use after all blocks were evicted."""
+        deadline = time.monotonic() + QUIET_S
+        with node.client(connect=True) as client:
+            ns = client.open(RECORD)
+            while True:
+                client.evict(digest=ns.digest)
+                found = _held(client.stats())
+                if not any(found.values()) or time.monotonic() > deadline:
+                    return found
+                time.sleep(0.2)
+
+
+def _held(stats: NodeStats) -> dict[str, int]:
+    tenants = stats.tenants.values()
+    return {
+        "leases": stats.leases,
+        "granted_bytes": sum(tenant.granted_bytes for tenant in tenants),
+        "used_bytes": sum(tenant.space.bytes_used for tenant in tenants),
+        "pinned_bytes": sum(tenant.hard_pinned_bytes for tenant in tenants),
+        "transfers": stats.fetch.transfers,
+        "peer_inflight_bytes": sum(peer.inflight_bytes for peer in stats.fetch.peers),
+        "orders": sum(worker.orders for worker in stats.transfer_workers),
+        "loans": sum(worker.loans for worker in stats.transfer_workers),
+        "streams": stats.prefix_streams.under_way,
+        "waiters": stats.prefix_streams.waiters,
+    }
+
+
+def _more(pids: Sequence[int], before: dict[int, float]) -> float:
+    """How much longer the processes were starved than before: of each, the thread that was longest."""
+    more = 0.0
+    for pid in pids:
+        longest = 0.0
+        for task, total_s in starving.tasks_s(pid).items():
+            longest = max(longest, total_s - before.get(task, total_s))
+            before[task] = total_s
+        more += longest
+    return more
+
+
+def _process_amounts(pid: int) -> dict[str, int]:
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    return {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "memory_bytes": int(fields["RssAnon"].split()[0]) << 10,
+    }
