@@ -51,7 +51,8 @@ class Transfer:
 
     nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
     go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody waits for it. late: it was
-    counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them.
+    counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them. kept: leases on what
+    has arrived, until those who wait for it have noticed.
     """
 
     table: PartTable
@@ -66,6 +67,7 @@ class Transfer:
     batch: Batch | None = None
     expected_s: float = 0.0
     begun: bool = False
+    kept: list[tuple[Holder, str]] = field(default_factory=list)
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
@@ -304,6 +306,9 @@ class Transfers:
                 of_keys[key] = tuple(other for other in transfers if other is not transfer)
         if not of_keys:
             del self._of_keys[transfer.table]
+        if transfer.kept:  # who waits for this task runs in the next turn of the loop
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._let_go, transfer)
         crash_if_failed(task)
 
     # ---- one of them ---------------------------------------------------------------------------------
@@ -403,11 +408,13 @@ class Transfers:
                     pulled = await self._bring_traced(transfer, url, slots, seconds, span)
             if slots.whole and pulled.status.count(BlockStatus.PRESENT) == len(slots.keys):
                 node.puts.commit(slots.holder, slots.ticket, pulled.checksums, None, origin)
+                self._keep(transfer, slots.keys)
             elif BlockStatus.PRESENT in pulled.status:
                 here = [status == BlockStatus.PRESENT for status in pulled.status]
                 checksums = b"".join(compress(split_keys(pulled.checksums), here))
                 indices = list(compress(slots.indices, here))
                 node.puts.commit(slots.holder, slots.ticket, checksums, indices, origin)
+                self._keep(transfer, list(compress(slots.keys, here)))
         except KvpoolError as error:
             if span is not None:
                 span.end(str(error))
@@ -424,6 +431,30 @@ class Transfers:
             self._count(transfer, Loads(cancelled=len(slots.keys)))
             raise
         return pulled
+
+    def _keep(self, transfer: Transfer, keys: Sequence[bytes]) -> None:
+        """Lease what has arrived until those who wait for it have had their turn of the loop.
+
+        Where memory is full, what comes next would evict it first: many prompts at a time took each other's blocks
+        away, and none was ever whole.
+        """
+        if transfer.background:
+            return
+        namespace = transfer.table.namespace
+        holder = pulls_holder(self._node, namespace.tenant.name)
+        parts, now = [transfer.table.part], self._clock()
+        try:
+            lease = self._node.leases.acquire(
+                holder, namespace, parts, keys, None, now, scattered=True
+            )
+        except LimitExceeded:
+            return  # with very many transfers at a time: without a lease
+        if lease is not None:
+            transfer.kept.append((holder, lease.token))
+
+    def _let_go(self, transfer: Transfer) -> None:
+        for holder, token in transfer.kept:
+            self._node.leases.release(holder, token)
 
     async def _bring_traced(
         self, transfer: Transfer, url: str, slots: _Slots, seconds: float, span: Span

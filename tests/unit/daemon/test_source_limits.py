@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -70,7 +70,8 @@ class World:
     def __init__(self, *peers: str, disks: Mapping[int, set[bytes]] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
-        tenant = self.node.add_tenant("red", 0, 8192 * NBYTES, NBYTES)
+        self.tenant_blocks = 8192
+        tenant = self.node.add_tenant("red", 0, self.tenant_blocks * NBYTES, NBYTES)
         parts = (PartSpec(NBYTES),) * PARTS
         self.namespace = self.node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
         self.stopped: set[bytes] = set()
@@ -157,6 +158,34 @@ class World:
         return (0, 0) if peer is None else (peer.failed, peer.slow)
 
 
+class Puts:
+    """A client that puts new blocks at each turn of the loop, as fast as it goes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._client = world.node.holders.own("red", "a client")
+        self.stored = 0
+
+    def __enter__(self) -> Self:
+        self._task = self._world.loop.create_task(self._put_on())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    def store(self, count: int) -> None:
+        """So many blocks, of part 0."""
+        node, keys = self._world.node, [key((1 << 32) + self.stored + at) for at in range(count)]
+        node.puts.reserve(self._client, self._world.namespace, 0, self.stored, keys)
+        node.puts.commit(self._client, self.stored, bytes(16 * count))
+        self.stored += count
+
+    async def _put_on(self) -> None:
+        while True:
+            self.store(8)
+            await asyncio.sleep(0 if self.stored % 256 else SERVICE_S / 4)
+
+
 def node_record(name: str) -> Any:
     return SimpleNamespace(node=name)
 
@@ -180,6 +209,20 @@ def test_one_stopped_peer_costs_no_block_and_no_blame() -> None:
         assert world.blamed(b"a.......")[1] > 0
         assert max(world.most.values()) <= PULLS.each
         assert world.most_of_peers <= PULLS.together
+
+    run(main())
+
+
+def test_what_many_prompts_fetch_is_not_evicted_by_puts_before_they_have_it() -> None:
+    """Memory is full, so what has just come from a peer would be the first to go, ahead of who waits for it."""
+
+    async def main() -> None:
+        world = World("healthy.")
+        with Puts(world) as puts:
+            puts.store(world.tenant_blocks)  # memory is full
+            found, _ = await world.prompts(range(PROMPTS))
+        assert found == {BLOCKS}
+        assert puts.stored > 2 * world.tenant_blocks
 
     run(main())
 
