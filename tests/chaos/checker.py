@@ -50,6 +50,8 @@ of which a pair of nodes has up to 16 (two peers: 32)."""
 MEMORY_MORE_BYTES = 96 << 20
 """And so much memory: allocators do not give back all that they had. In an hour a leak of 30 KiB a second shows."""
 FATAL = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
+ENDS_WORKERS = {"stop", "stop-worker", "hung-disk", "full-disk", "descriptors"}
+"""The faults because of which a daemon may end a worker, or a worker itself."""
 DEATHS = {"kill", "stop"}
 """The faults that are the end of a node for its peers."""
 
@@ -266,11 +268,20 @@ def no_exit_unordered(history: History) -> Iterator[Violation]:
     for one in of(Exited, history.records):
         fatal = [order for order in orders[one.pid] if order.signal in FATAL and order.at <= one.at]
         if not fatal:
+            node = one.who.split("/")[0]
             touched = any(
-                fault.target.split("/")[0] == one.who.split("/")[0] and fault.at <= one.at
-                for fault, _ in faults
+                fault.what in ENDS_WORKERS
+                and fault.target == node
+                and fault.at <= one.at <= healed + STOPS_S
+                for fault, healed in faults
             )
-            if one.role == "worker" and touched:
+            daemon_ends = any(
+                order.who == node
+                and order.signal in FATAL
+                and order.at <= one.at <= order.at + STOPS_S
+                for order in of(Ordered, history.records)
+            )
+            if one.role == "worker" and (touched or daemon_ends):
                 continue
             refused = one.role == "daemon" and one.pid not in served
             if refused and any(

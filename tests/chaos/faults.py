@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
-from tests.chaos.history import FaultBegan, FaultEnded
+from kvpool.errors import KvpoolError
+from tests.chaos.history import Exited, FaultBegan, FaultEnded, Started
 from tests.chaos.plan import Fault
 from tests.chaos.world import World
-from tests.support.proxy import BOTH
+from tests.support.proxy import BOTH, Proxy
 from tests.support.proxy import Fault as Broken
 
 Breaking = contextlib.AbstractContextManager[None]
+SILENT = Broken(silent=True, hold=BOTH)
+RESTARTS = 5
+SPARE_DESCRIPTORS = 2
 
 
 def breaking(world: World, fault: Fault, lasts: threading.Event) -> None:
@@ -33,6 +42,9 @@ def noted(world: World, number: int, what: str, target: str) -> Iterator[None]:
         world.write(FaultEnded(at=time.monotonic(), fault=number))
 
 
+# ---- daemons -------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def killed(world: World, target: str, number: int) -> Iterator[None]:
     """A daemon is killed, and started again."""
@@ -40,6 +52,25 @@ def killed(world: World, target: str, number: int) -> Iterator[None]:
         world.kill(node)
         yield
         world.start(node)
+
+
+@contextlib.contextmanager
+def terminated(world: World, target: str, number: int) -> Iterator[None]:
+    """A daemon is asked to end, and started again."""
+    with world.having(target) as node, noted(world, number, "terminate", target):
+        world.terminate(node)
+        yield
+        world.start(node)
+
+
+@contextlib.contextmanager
+def restarted(world: World, target: str, number: int) -> Iterator[None]:
+    """A daemon is killed whenever it serves."""
+    with world.having(target) as node, noted(world, number, "restarts", target):
+        for _ in range(RESTARTS):
+            world.kill(node)
+            world.start(node)
+        yield
 
 
 @contextlib.contextmanager
@@ -54,27 +85,285 @@ def stopped(world: World, target: str, number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cut_one_way(world: World, target: str, number: int) -> Iterator[None]:
-    """Peers do not reach a node; it reaches them."""
-    with _proxied(world, "one-way", target, number, Broken(silent=True, hold=BOTH)):
-        yield
+def without_descriptors(world: World, target: str, number: int) -> Iterator[None]:
+    """The control process has about as many descriptors as it may have."""
+    with world.having(target) as node, noted(world, number, "descriptors", target):
+        usual = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        least = len(os.listdir(f"/proc/{node.pid}/fd")) + SPARE_DESCRIPTORS
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (least, usual[1]))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(node.pid, resource.RLIMIT_NOFILE, usual)
+
+
+# ---- workers -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _proxied(world: World, what: str, target: str, number: int, broken: Broken) -> Iterator[None]:
-    proxy = world.proxies[target]
+def on_worker(
+    world: World, target: str, number: int, *, what: str, role: str, first: int, then: int = 0
+) -> Iterator[None]:
+    """A signal to one worker of a node, and perhaps another one later."""
+    with world.having(target):
+        pid = _worker(world, target, role)
+        if pid is None:
+            yield
+            return
+        with noted(world, number, what, target):
+            world.order_process(pid, f"{target}/{pid}", first)
+            try:
+                yield
+            finally:
+                if then:
+                    world.order_process(pid, f"{target}/{pid}", then)
+
+
+@contextlib.contextmanager
+def full_disk(world: World, target: str, number: int) -> Iterator[None]:
+    """The kernel refuses to write to files beyond their first bytes: what a worker gets of a full disk, with EFBIG."""
+    with world.having(target):
+        pid = _worker(world, target, "disk")
+        if pid is None:
+            yield
+            return
+        with noted(world, number, "full-disk", target):
+            usual = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, usual[1]))
+            try:
+                yield
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
+
+
+def _worker(world: World, node: str, role: str) -> int | None:
+    """A process of this kind; None: the daemon does not say, since something else is broken."""
+    try:
+        found = [one.pid for one in world.stats(node).processes if role in one.kind]
+    except KvpoolError:
+        return None
+    return found[0] if found else None
+
+
+# ---- the network ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def on_way(
+    world: World,
+    target: str,
+    number: int,
+    *,
+    what: str,
+    broken: Broken,
+    proxy_of: Callable[[World, str], Proxy] = lambda world, target: world.proxies[target],
+) -> Iterator[None]:
+    """What others say to a target, and hear from it, goes wrong."""
+    proxy = proxy_of(world, target)
     with noted(world, number, what, target):
         proxy.set(broken)
         try:
             yield
         finally:
             proxy.set()
-            # What was connected to nobody is not connected to anybody by that.
-            proxy.cut()
+            proxy.cut()  # what was connected to nobody would stay so
+
+
+@contextlib.contextmanager
+def bridge(world: World, target: str, number: int) -> Iterator[None]:
+    """Two nodes are cut from each other, and from nobody else."""
+    one, other = target.split("-")
+    ways = ((world.proxies[one], other), (world.proxies[other], one))
+    with noted(world, number, "bridge", target):
+        for proxy, caller in ways:
+            proxy.set_for(caller, SILENT)
+        try:
+            yield
+        finally:
+            for proxy, caller in ways:
+                proxy.set_for(caller, None)
+                proxy.cut()
+
+
+# ---- etcd and Redis ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def etcd_stopped(world: World, target: str, number: int) -> Iterator[None]:
+    """One member without answers is no quorum."""
+    member = world.cluster.etcd.members[0]
+    with noted(world, number, "etcd-stop", target):
+        member.pause()
+        try:
+            yield
+        finally:
+            member.resume()
+
+
+@contextlib.contextmanager
+def etcd_killed(world: World, target: str, number: int) -> Iterator[None]:
+    """And started again, on its data."""
+    with noted(world, number, "etcd-kill", target):
+        _end_etcd(world)
+        yield
+        _begin_etcd(world)
+
+
+@contextlib.contextmanager
+def etcd_restored(world: World, target: str, number: int) -> Iterator[None]:
+    """What etcd took meanwhile is gone, revisions included, as after a restore of a snapshot."""
+    member = world.cluster.etcd.members[0]
+    data = member.folder / member.name
+    kept = Path(f"{data}-kept")
+    with noted(world, number, "etcd-restored", target):
+        _end_etcd(world)
+        shutil.copytree(data, kept)
+        _begin_etcd(world)
+        yield
+        _end_etcd(world)
+        shutil.rmtree(data)
+        kept.rename(data)
+        _begin_etcd(world)
+
+
+def _end_etcd(world: World) -> None:
+    member = world.cluster.etcd.members[0]
+    assert member.process is not None
+    pid = member.process.pid
+    world.order_process(pid, "etcd", signal.SIGKILL)
+    member.kill()
+    world.write(Exited(at=time.monotonic(), pid=pid, who="etcd", role="etcd", status=-9))
+
+
+def _begin_etcd(world: World) -> None:
+    world.cluster.etcd.restart(0)
+    process = world.cluster.etcd.members[0].process
+    assert process is not None
+    world.write(Started(at=time.monotonic(), pid=process.pid, who="etcd", role="etcd"))
+
+
+@contextlib.contextmanager
+def redis_stopped(world: World, target: str, number: int) -> Iterator[None]:
+    """It holds its connections and answers nothing."""
+    with noted(world, number, "redis-stop", target):
+        world.cluster.redis.pause()
+        try:
+            yield
+        finally:
+            world.cluster.redis.resume()
+
+
+@contextlib.contextmanager
+def redis_killed(world: World, target: str, number: int) -> Iterator[None]:
+    """It comes back empty."""
+    with noted(world, number, "redis-kill", target):
+        world.cluster.redis.kill()
+        yield
+        world.cluster.redis.start()
+
+
+@contextlib.contextmanager
+def redis_told(
+    world: World,
+    target: str,
+    number: int,
+    *,
+    what: str,
+    first: tuple[str, ...],
+    then: tuple[str, ...] = (),
+) -> Iterator[None]:
+    """A command, and perhaps another one later."""
+    with noted(world, number, what, target):
+        world.cluster.redis.command(*first)
+        try:
+            yield
+        finally:
+            if then:
+                world.cluster.redis.command(*then)
+
+
+# ---- clients -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def clients_killed(world: World, target: str, number: int) -> Iterator[None]:
+    """With leases and reservations open; others take their place."""
+    with world.having_clients(target) as seat, noted(world, number, "kill-clients", target):
+        seat.end(signal.SIGKILL)
+        yield
+        seat.begin()
+
+
+@contextlib.contextmanager
+def clients_stopped(world: World, target: str, number: int) -> Iterator[None]:
+    """An engine hangs, with leases and reservations open."""
+    with world.having_clients(target) as seat, noted(world, number, "stop-clients", target):
+        seat.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            seat.signal(signal.SIGCONT)
+
+
+def _way(what: str, broken: Broken) -> Callable[[World, str, int], Breaking]:
+    return partial(on_way, what=what, broken=broken)
+
+
+def _to_etcd(what: str, broken: Broken) -> Callable[[World, str, int], Breaking]:
+    return partial(on_way, what=what, broken=broken, proxy_of=lambda world, _: world.etcd_proxy)
+
+
+def _to_redis(what: str, broken: Broken) -> Callable[[World, str, int], Breaking]:
+    return partial(on_way, what=what, broken=broken, proxy_of=lambda world, _: world.redis_proxy)
+
+
+def _signal(
+    what: str, role: str, first: int, then: int = 0
+) -> Callable[[World, str, int], Breaking]:
+    return partial(on_worker, what=what, role=role, first=first, then=then)
 
 
 FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
     "kill": killed,
     "stop": stopped,
-    "one-way": cut_one_way,
+    "terminate": terminated,
+    "restarts": restarted,
+    "descriptors": without_descriptors,
+    "kill-worker": _signal("kill-worker", "transfer", signal.SIGKILL),
+    "stop-worker": _signal("stop-worker", "transfer", signal.SIGSTOP, signal.SIGCONT),
+    "kill-disk": _signal("kill-disk", "disk", signal.SIGKILL),
+    "hung-disk": _signal("hung-disk", "disk", signal.SIGSTOP, signal.SIGCONT),
+    "full-disk": full_disk,
+    "one-way": _way("one-way", SILENT),
+    "unheard": _way("unheard", Broken(hold=frozenset({"down"}))),
+    "refused": _way("refused", Broken(refuse=True)),
+    "wrong-bytes": _way("wrong-bytes", Broken(flip=("down", 20_000), flip_every=16 << 10)),
+    "slow-peer": _way("slow-peer", Broken(delay_s=0.1)),
+    "lost": _way("lost", Broken(stop=("down", 100_000), ending="reset")),
+    "bridge": bridge,
+    "etcd-stop": etcd_stopped,
+    "etcd-kill": etcd_killed,
+    "etcd-slow": _to_etcd("etcd-slow", Broken(delay_s=0.3)),
+    "etcd-refused": _to_etcd("etcd-refused", Broken(refuse=True)),
+    "etcd-restored": etcd_restored,
+    "redis-stop": redis_stopped,
+    "redis-kill": redis_killed,
+    "redis-emptied": partial(redis_told, what="redis-emptied", first=("FLUSHALL",)),
+    "redis-slow": _to_redis("redis-slow", Broken(delay_s=0.2)),
+    "redis-full": partial(
+        redis_told,
+        what="redis-full",
+        first=("CONFIG", "SET", "maxmemory", "1"),
+        then=("CONFIG", "SET", "maxmemory", "0"),
+    ),
+    "redis-forbidden": partial(
+        redis_told,
+        what="redis-forbidden",
+        first=("ACL", "SETUSER", "default", "-@all", "+acl|setuser"),
+        then=("ACL", "SETUSER", "default", "+@all"),
+    ),
+    "kill-clients": clients_killed,
+    "stop-clients": clients_stopped,
 }

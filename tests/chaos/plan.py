@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-TargetKind = Literal["node", "peer", "worker", "disk", "client", "etcd", "redis"]
+TargetKind = Literal["node", "peer", "pair", "worker", "disk", "client", "etcd", "redis"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,38 @@ class Kind:
 KINDS = (
     Kind("kill", "node", 3, (0.0, 4.0), "SIGKILL to a daemon, which is started again later"),
     Kind("stop", "node", 3, (0.5, 8.0), "SIGSTOP to a daemon and its workers, SIGCONT later"),
-    Kind("one-way", "peer", 3, (0.5, 8.0), "peers cannot reach a node, which reaches them"),
+    Kind("terminate", "node", 1, (0.0, 2.0), "SIGTERM to a daemon, which is started again later"),
+    Kind(
+        "restarts", "node", 0.5, (0.0, 0.0), "SIGKILL to a daemon as soon as it serves, five times"
+    ),
+    Kind("descriptors", "node", 1, (0.5, 6.0), "the control process gets no new descriptors"),
+    Kind("kill-worker", "worker", 2, (0.0, 0.0), "SIGKILL to a transfer worker"),
+    Kind("stop-worker", "worker", 2, (0.5, 8.0), "SIGSTOP to a transfer worker, SIGCONT later"),
+    Kind("kill-disk", "disk", 1, (0.0, 0.0), "SIGKILL to a disk worker"),
+    Kind("hung-disk", "disk", 2, (0.5, 8.0), "SIGSTOP to a disk worker, SIGCONT later"),
+    Kind("full-disk", "disk", 1, (0.5, 8.0), "no write of the disk worker succeeds (EFBIG)"),
+    Kind("one-way", "peer", 2, (0.5, 8.0), "peers cannot reach a node, which reaches them"),
+    Kind("unheard", "peer", 1, (0.5, 8.0), "a node hears its peers, and its answers do not arrive"),
+    Kind("refused", "peer", 1, (0.5, 8.0), "connections to a node are reset"),
+    Kind("wrong-bytes", "peer", 2, (0.5, 8.0), "one bit of each 16 KiB from a node is wrong"),
+    Kind("slow-peer", "peer", 2, (0.5, 8.0), "what a node is told and says takes 0.1 s each"),
+    Kind("lost", "peer", 1, (0.5, 6.0), "each connection to a node ends after 100,000 bytes"),
+    Kind(
+        "bridge", "pair", 3, (0.5, 8.0), "two nodes do not reach each other, a third reaches both"
+    ),
+    Kind("etcd-stop", "etcd", 1, (0.5, 12.0), "SIGSTOP to etcd: no quorum, no answer"),
+    Kind("etcd-kill", "etcd", 1, (0.0, 8.0), "SIGKILL to etcd, which is started again later"),
+    Kind("etcd-slow", "etcd", 1, (2.0, 10.0), "all that etcd is told and says takes 0.3 s"),
+    Kind("etcd-refused", "etcd", 1, (0.5, 10.0), "connections to etcd are reset"),
+    Kind("etcd-restored", "etcd", 0.5, (1.0, 10.0), "etcd is set back to where it was"),
+    Kind("redis-stop", "redis", 1, (0.5, 8.0), "SIGSTOP to Redis"),
+    Kind("redis-kill", "redis", 1, (0.0, 4.0), "SIGKILL to Redis, which starts again with nothing"),
+    Kind("redis-emptied", "redis", 1, (0.0, 0.0), "FLUSHALL"),
+    Kind("redis-slow", "redis", 1, (1.0, 8.0), "all that Redis is told and says takes 0.2 s"),
+    Kind("redis-full", "redis", 1, (0.5, 8.0), "Redis takes no more writes (maxmemory)"),
+    Kind("redis-forbidden", "redis", 1, (0.5, 8.0), "Redis forbids all commands"),
+    Kind("kill-clients", "client", 2, (0.0, 1.0), "SIGKILL to a process of clients; others come"),
+    Kind("stop-clients", "client", 2, (0.5, 6.0), "SIGSTOP to a process of clients, SIGCONT later"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 DEATHS = ("kill", "stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -54,24 +55,39 @@ class _Course:
         self._world = world
         self._say = say
         self._size = size
-        targets: dict[plan.TargetKind, list[str]] = {"node": world.nodes, "peer": world.nodes}
-        self._plan = plan.make(seed, size.seconds, targets)
+        self._plan = plan.make(seed, size.seconds, self._targets())
         self._healed = threading.Event()
         self._under_way: list[Future[None]] = []
         self._begun_at = 0.0
 
+    def _targets(self) -> dict[plan.TargetKind, list[str]]:
+        nodes = self._world.nodes
+        pairs = [f"{one}-{other}" for one, other in itertools.combinations(nodes, 2)]
+        return {
+            "node": nodes,
+            "worker": nodes,
+            "disk": nodes,
+            "peer": nodes,
+            "pair": pairs,
+            "client": self._seats(),
+            "etcd": ["etcd"],
+            "redis": ["redis"],
+        }
+
+    def _seats(self) -> list[str]:
+        """The names of the places of clients, which begin with their nodes'."""
+        return [f"{node}/{n}" for node in self._world.nodes for n in range(self._size.processes)]
+
     def run(self) -> None:
         world, size = self._world, self._size
-        load = [
-            world.add_clients(node, size.threads, PROMPTS)
-            for node in world.nodes
-            for _ in range(size.processes)
-        ]
+        for name in self._seats():
+            world.add_seat(name, name.split("/")[0], size.threads, PROMPTS)
+        load = world.seats.values()
         witnesses = {node: world.add_clients(node, 0, 0) for node in world.nodes}
-        for clients in [*load, *witnesses.values()]:
+        for clients in list(world.clients.values()):
             clients.wait_ready()
-        for clients in load:
-            clients.say("work")
+        for seat in load:
+            seat.clients.say("work")
         self._begun_at = time.monotonic()
         todo: list[plan.Fault | plan.Death] = [*self._plan.faults, *self._plan.deaths]
         with ThreadPoolExecutor(FAULT_THREADS, thread_name_prefix="chaos-fault") as threads:
@@ -83,15 +99,15 @@ class _Course:
                     self._under_way.append(done)
                 else:
                     self._heal()
-                    for clients in load:
-                        clients.say("rest")
+                    for seat in load:
+                        seat.clients.say("rest")
                     self._die(one, witnesses)
-                    for clients in load:
-                        clients.say("work")
+                    for seat in load:
+                        seat.clients.say("work")
             self._wait_until(size.seconds)
             self._heal()
-        for clients in load:
-            clients.say("rest")
+        for seat in load:
+            seat.clients.say("rest")
         for name in list(world.clients):
             world.end_clients(name)
 

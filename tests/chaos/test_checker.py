@@ -335,6 +335,13 @@ def test_a_daemon_ends_a_worker_only_where_something_is_broken():
     assert refused(broken, exited("worker", "b/1")) == ["no_exit_unordered"]
 
 
+def test_workers_end_with_their_daemon():
+    order = Ordered(at=15.0, pid=2, who="a", signal=signal.SIGTERM)
+    assert not refused(order, exited("worker", "a/1"))
+    assert refused(order, exited("worker", "b/1")) == ["no_exit_unordered"]
+    assert refused(order, exited("worker", "a/1", at=10.0)) == ["no_exit_unordered"]
+
+
 # ---- words ---------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos import faults, plan
+from tests.chaos import checker, faults, plan
 
 NODES = ("a", "b", "c")
 TARGETS: dict[plan.TargetKind, tuple[str, ...]] = {kind.on: NODES for kind in plan.KINDS}
@@ -51,3 +51,12 @@ def test_faults_overlap():
     made = plan.make(1, 600, TARGETS).faults
     pairs = itertools.pairwise(made)
     assert sum(other.at_s < one.at_s + one.lasts_s for one, other in pairs) > 20
+
+
+def test_the_documents_name_each_kind(repo_root):
+    page = (repo_root / "docs/chaos.md").read_text()
+    for kind in plan.KINDS:
+        assert f"| `{kind.name}` |" in page
+        assert kind.what in page
+    for rule in checker.RULES:
+        assert f"| `{rule.__name__}` |" in page

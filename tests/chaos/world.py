@@ -91,6 +91,31 @@ class Clients:
                     pipe.close()
 
 
+class Seat:
+    """A place for a process of clients that work, one after the other."""
+
+    def __init__(self, world: World, node: str, threads: int, prompts: int) -> None:
+        self._world = world
+        self._node = node
+        self._size = threads, prompts
+        self.lock = threading.Lock()
+        self.clients = world.add_clients(node, *self._size)
+
+    def begin(self) -> None:
+        """Others come, and work."""
+        self.clients = self._world.add_clients(self._node, *self._size)
+        self.clients.wait_ready()
+        self.clients.say("work")
+
+    def end(self, number: int) -> None:
+        """By a signal."""
+        self._world.end_clients(self.clients.name, number)
+
+    def signal(self, number: int) -> None:
+        """Send one."""
+        self._world.order_process(self.clients.process.pid, self.clients.name, number)
+
+
 class World:
     """See the module. Starts with `with`. Faults, each on a target of its own, may be done by threads."""
 
@@ -108,6 +133,7 @@ class World:
         self._watching = threading.Event()
         self._clients_made = 0
         self.clients: dict[str, Clients] = {}
+        self.seats: dict[str, Seat] = {}
         self.cluster: LocalCluster
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -159,9 +185,17 @@ class World:
     def _advertised(self, stack: contextlib.ExitStack, name: str, url: str) -> str:
         parts = urlsplit(url)
         assert parts.hostname is not None and parts.port is not None
-        proxy = Proxy((parts.hostname, parts.port))
+        proxy = Proxy((parts.hostname, parts.port), caller=self._caller)
         self.proxies[name] = stack.enter_context(proxy)
         return proxy.url
+
+    def _caller(self, port: int) -> str:
+        """The node that a connection from a port of loopback comes from; empty: none of them, or it has gone."""
+        inode = _inode(port)
+        for node in self.cluster.nodes if inode else ():
+            if node.process is not None and any(_has_socket(pid, inode) for pid in node.pids):
+                return node.name
+        return ""
 
     @property
     def nodes(self) -> list[str]:
@@ -270,6 +304,17 @@ class World:
         self.clients[name] = Clients(settings, self.write)
         return self.clients[name]
 
+    def add_seat(self, name: str, node: str, threads: int, prompts: int) -> Seat:
+        """A place for clients, which are begun."""
+        self.seats[name] = Seat(self, node, threads, prompts)
+        return self.seats[name]
+
+    @contextlib.contextmanager
+    def having_clients(self, name: str) -> Iterator[Seat]:
+        """Those of a seat, which nobody else does anything to meanwhile."""
+        with self.seats[name].lock:
+            yield self.seats[name]
+
     def end_clients(self, name: str, number: int = 0) -> None:
         """Have them finish; number: or by a signal."""
         clients = self.clients.pop(name)
@@ -297,6 +342,7 @@ class World:
         """Notes how starved nodes are, and daemons that end by themselves; these are started again."""
         totals: dict[str, float] = {}
         before: dict[int, float] = {}
+        workers: dict[str, tuple[int, set[int]]] = {}
         told_at = 0.0
         while not self._watching.wait(WATCHED_S):
             now = time.monotonic()
@@ -304,10 +350,28 @@ class World:
             told_at = now if sample else told_at
             for node in self.cluster.nodes:
                 if sample and node.process is not None:
+                    pid, *children = node.pids
+                    self._note_workers(node, pid, set(children), workers)
                     totals[node.name] = totals.get(node.name, 0.0) + _more(node.pids, before)
                     at = time.monotonic()
                     self.write(Starved(at=at, who=node.name, total_s=totals[node.name]))
                 self._look_after(node)
+
+    def _note_workers(
+        self,
+        node: LocalNode,
+        pid: int,
+        children: set[int],
+        known: dict[str, tuple[int, set[int]]],
+    ) -> None:
+        """Workers that ended although their daemon lives."""
+        before, others = known.get(node.name, (pid, set()))
+        if before == pid and node.process is not None and node.process.poll() is None:
+            for gone in others - children:
+                at = time.monotonic()
+                who = f"{node.name}/{gone}"
+                self.write(Exited(at=at, pid=gone, who=who, role="worker", status=0))
+        known[node.name] = (pid, children)
 
     def _look_after(self, node: LocalNode) -> None:
         lock = self._locks[node.name]
@@ -415,6 +479,28 @@ def _more(pids: Sequence[int], before: dict[int, float]) -> float:
             before[task] = total_s
         more += longest
     return more
+
+
+def _inode(port: int) -> str:
+    """Of the socket that is bound to a port and connected, as /proc/PID/fd shows it; empty: none."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[1].endswith(f":{port:04X}") and not words[2].endswith(":0000"):
+            return f"socket:[{words[9]}]"
+    return ""
+
+
+def _has_socket(pid: int, inode: str) -> bool:
+    folder = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(folder)
+    except FileNotFoundError:
+        return False
+    for number in numbers:
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"{folder}/{number}") == inode:
+                return True
+    return False
 
 
 def _process_amounts(pid: int) -> dict[str, int]:

@@ -73,8 +73,11 @@ NOTHING = Fault()
 class _Flow:
     """One direction of one connection: what was read and not yet written."""
 
-    def __init__(self, way: Way, source: socket.socket, target: socket.socket | None) -> None:
+    def __init__(
+        self, way: Way, source: socket.socket, target: socket.socket | None, port: int
+    ) -> None:
         self.way: Way = way
+        self.port = port
         self.source = source
         self.target = target
         self.held: deque[tuple[float, bytes]] = deque()  # due, bytes
@@ -89,13 +92,17 @@ class Proxy:
     """See the module. Starts with `with`; all but `set` and `cut` belongs to the thread that made it.
 
     target: host and port of the server, or a function that says them at each new connection. host: where
-        it listens itself.
+        it listens itself. caller: names whoever connects, by the port that it comes from, for faults of its own;
+        called by the thread that carries, while there are some.
     connections: how many were accepted so far. delivered: bytes, by way. stopped: set when a connection
         came to the `stop` of the fault, since that was set.
     """
 
     def __init__(
-        self, target: tuple[str, int] | Callable[[], tuple[str, int]], host: str = "127.0.0.1"
+        self,
+        target: tuple[str, int] | Callable[[], tuple[str, int]],
+        host: str = "127.0.0.1",
+        caller: Callable[[int], str] = lambda _: "",
     ) -> None:
         self._target = target if callable(target) else lambda: target
         self._listener = socket.socket()
@@ -107,6 +114,9 @@ class Proxy:
         self.delivered: dict[Way, int] = {"up": 0, "down": 0}
         self.stopped = threading.Event()
         self._fault = NOTHING
+        self._caller = caller
+        self._callers_faults: dict[str, Fault] = {}
+        self._names: dict[int, str] = {}
         self._room = 0.0  # bytes that may be delivered now, where that is limited
         self._filled_at = time.monotonic()
         self._pairs: list[tuple[_Flow, _Flow]] = []
@@ -136,6 +146,14 @@ class Proxy:
         """Do this from now on. Any thread."""
         self.stopped.clear()
         self._fault = fault
+        self._wake.send(b"x")
+
+    def set_for(self, caller: str, fault: Fault | None) -> None:
+        """Do this to what one caller says and hears, in place of what is done to all; None: no longer. Any thread."""
+        self._callers_faults = {
+            **{name: one for name, one in self._callers_faults.items() if name != caller},
+            **({} if fault is None else {caller: fault}),
+        }
         self._wake.send(b"x")
 
     def cut(self) -> None:
@@ -196,17 +214,27 @@ class Proxy:
         if rate:
             self._room = min(self._room + rate * passed_s, max(rate * TICK_S, 1.0))
 
+    def _fault_of(self, port: int) -> Fault:
+        """Of a connection from a port. Who that is, is asked only while some callers have faults of their own."""
+        if not self._callers_faults:
+            return self._fault
+        if port not in self._names:
+            self._names[port] = self._caller(port)
+        return self._callers_faults.get(self._names[port], self._fault)
+
     def _accept(self) -> None:
         try:
-            near, _ = self._listener.accept()
+            near, (_, port) = self._listener.accept()
         except BlockingIOError:
             return
         self.connections += 1
-        if self._fault.refuse or len(self._pairs) >= CONNECTIONS_MAX:
+        self._names.pop(port, None)  # another one had it
+        fault = self._fault_of(port)
+        if fault.refuse or len(self._pairs) >= CONNECTIONS_MAX:
             _reset(near)
             return
         far: socket.socket | None = None
-        if not self._fault.silent:
+        if not fault.silent:
             try:
                 far = socket.create_connection(self._target(), PATIENCE_S)
             except OSError:
@@ -214,8 +242,8 @@ class Proxy:
                 return
             far.setblocking(False)
         near.setblocking(False)
-        up = _Flow("up", near, far)
-        down = _Flow("down", far if far is not None else near, near)
+        up = _Flow("up", near, far, port)
+        down = _Flow("down", far if far is not None else near, near, port)
         if far is None:
             down.over = down.closed = True
         self._pairs.append((up, down))
@@ -226,9 +254,10 @@ class Proxy:
             for flow in pair:
                 self._read(flow)
                 self._write(flow)
-                if not self._fault.left(flow):
+                fault = self._fault_of(flow.port)
+                if not fault.left(flow):
                     self.stopped.set()
-                    if self._fault.ending != "hold":
+                    if fault.ending != "hold":
                         self._end(pair)
                         return
         except OSError:
@@ -252,11 +281,12 @@ class Proxy:
                 continue  # silent: it is taken, and nobody hears of it
             data = self._damaged(flow, data)
             flow.seen += len(data)
-            flow.held.append((time.monotonic() + self._fault.delay_s, data))
+            due = time.monotonic() + self._fault_of(flow.port).delay_s
+            flow.held.append((due, data))
             flow.held_bytes += len(data)
 
     def _write(self, flow: _Flow) -> None:
-        fault, target = self._fault, flow.target
+        fault, target = self._fault_of(flow.port), flow.target
         if target is None or flow.way in fault.hold:
             return
         while flow.held and flow.held[0][0] <= time.monotonic():
@@ -283,7 +313,7 @@ class Proxy:
                 target.shutdown(socket.SHUT_WR)
 
     def _damaged(self, flow: _Flow, data: bytes) -> bytes:
-        fault = self._fault
+        fault = self._fault_of(flow.port)
         if fault.flip is None or fault.flip[0] != flow.way:
             return data
         offset, end = fault.flip[1], flow.seen + len(data)
@@ -305,10 +335,9 @@ class Proxy:
             if not flow.over and flow.held_bytes < HELD_BYTES_MAX:
                 wanted[flow.source] = wanted.get(flow.source, 0) | selectors.EVENT_READ
             due = flow.held and flow.held[0][0] <= time.monotonic()
+            fault = self._fault_of(flow.port)
             held = (
-                flow.way in self._fault.hold
-                or not self._fault.left(flow)
-                or (self._fault.bytes_s and self._room < 1)
+                flow.way in fault.hold or not fault.left(flow) or (fault.bytes_s and self._room < 1)
             )
             if due and flow.target is not None and not held:
                 wanted[flow.target] = wanted.get(flow.target, 0) | selectors.EVENT_WRITE
@@ -327,7 +356,8 @@ class Proxy:
         for sock in {sock for flow in pair for sock in (flow.source, flow.target) if sock}:
             if sock in self._selector.get_map():
                 self._selector.unregister(sock)
-            broken = self._fault.refuse or (self._fault.stop and self._fault.ending == "reset")
+            fault = self._fault_of(pair[0].port)
+            broken = fault.refuse or (fault.stop and fault.ending == "reset")
             _reset(sock) if broken else sock.close()
 
     def _end_all(self) -> None:

@@ -79,8 +79,9 @@ def silence(sock) -> bool:
     try:
         sock.recv(1)
     except TimeoutError:
-        sock.settimeout(PATIENCE_S)
         return True
+    finally:
+        sock.settimeout(PATIENCE_S)
     return False
 
 
@@ -140,6 +141,24 @@ def test_silence_refusal_and_cuts(proxy, connect):
     proxy.set(Fault(refuse=True))
     with pytest.raises(ConnectionResetError):
         connect().recv(1)
+
+
+@pytest.mark.parametrize("named", ["one", "other"])
+def test_a_fault_may_be_one_caller_s_alone(named):
+    echo = Echo()
+    try:
+        with (
+            Proxy(echo.listener.getsockname()[:2], caller=lambda _: named) as proxy,
+            socket.create_connection(proxy.address, PATIENCE_S) as sock,
+        ):
+            proxy.set_for("one", Fault(hold=BOTH))
+            sock.sendall(b"x")
+            assert silence(sock) == (named == "one")
+            proxy.set_for("one", None)
+            if named == "one":
+                assert receive(sock, 1) == b"x"
+    finally:
+        echo.close()
 
 
 def test_one_way_is_closed_and_the_other_goes_on(proxy, connect):
