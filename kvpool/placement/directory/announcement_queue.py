@@ -298,6 +298,16 @@ class AnnouncementQueue:
             elif share:
                 self.add_repairs(group, digest, share)
 
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        """See `Held.masks`."""
+        return self._held.masks(digest, keys)
+
+    def waits(self, digest: bytes, key: bytes) -> bool:
+        """Whether it is still to be published, or was never."""
+        group = self.groups[tag_of(key)]
+        queued = key in group.changes.get(digest, ()) or key in group.repairs.get(digest, ())
+        return queued or key not in group.published.get(digest, ())
+
     def missing(self, digest: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Which of them are not here."""
         parts, masks = self._held.masks(digest, keys)

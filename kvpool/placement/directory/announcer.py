@@ -10,7 +10,8 @@ Three things are sent, in this order of precedence:
     changes    blocks that were put or evicted (`changed`), within milliseconds while the directory answers
     repairs    held blocks, found by a walk: all of them when this node has a new incarnation or
                the queue has overflowed, a group of keys when its mark in the directory has changed (its
-               server was emptied), and everything slowly at intervals, for losses that leave no mark
+               server was emptied), and those that are missing when they are looked up: a few after the others,
+               and more of them the more are missing, for losses that leave no mark
     retracts   other nodes' entries that turned out to be wrong; dropped when they cannot be sent
 
 Groups of keys (`tag_of`) fail separately. A call has keys of several groups, so when it fails, all of
@@ -50,7 +51,8 @@ class Announcer:
     """See the module. Silent until `act_as`; does nothing while `run` does not run.
 
     clock: seconds, as monotonic as the event loop's. queue_max, batch: in keys. check_s: how often to check
-    whether the directory has lost data. refresh_s: between two routine walks.
+    whether the directory has lost data. refresh_s: between two
+    verifications of all blocks, at least.
     """
 
     def __init__(
@@ -73,7 +75,12 @@ class Announcer:
         groups = self._queue.groups
         self._state = AnnouncerState([Lane(groups[first::LANES]) for first in range(LANES)], clock)
         self._repairs = Repairs(
-            directory, self._queue, self._state, check_s=check_s, refresh_s=refresh_s
+            directory,
+            self._queue,
+            self._state,
+            check_s=check_s,
+            refresh_s=refresh_s,
+            tier=tier,
         )
         self._last_incarnation: bytes | None = None
         self._sending: list[Batch] = []
@@ -116,8 +123,8 @@ class Announcer:
         """A hint was wrong: this incarnation does not have these in this tier. Withdraw its entries.
 
         Best effort: dropped while the queue for them is full, while the directory is unavailable, and while this
-        node is silent. If its owner publishes one at the same moment, that entry may be lost until its
-        next refresh.
+        node is silent. If its owner publishes one at the same moment, that entry may be lost until it
+        is looked up.
         """
         if incarnation == self._state.incarnation and tier == self._tier:
             self.doubt(digest, keys)

@@ -1,26 +1,34 @@
-"""Finds held blocks that the directory lacks: walks through them when there is a reason to."""
+"""Finds held blocks that the directory lacks: walks through them when there is a reason to.
+
+A reason is a new incarnation, an overflow, or another mark. For losses that leave no mark, such as what Redis evicts, a
+few blocks after the others are looked up, and published again if they are missing: slowly while none is,
+and the faster the more are.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Group, Keys
 from kvpool.placement.directory.announcer_state import AnnouncerState, wait_for
-from kvpool.placement.directory.base import Directory
-from kvpool.placement.key_groups import TAGS
+from kvpool.placement.directory.base import BATCH_MAX, Directory
+from kvpool.placement.key_groups import tag_of
 
 WALK_KEYS = 1024
 REPAIRS_MAX = 16 << 10  # found by a walk and not sent: the walk waits
-REFRESH_KEYS_S = 20_000  # the rate of a routine walk
+VERIFY_KEYS_S = 100  # looked up while nothing is missing: 1,000 nodes take 4 % of one Redis' time
+REFRESH_KEYS_S = 20_000  # the same, while many are missing
+MANY_MISSING = 0.01  # this share of what was looked up
+LOOKING_SHARE = 0.1  # of the time: so that all nodes together slow down with a slow directory
 
 
 class Repairs:
     """Queues repairs in `queue`; the announcer sends them. `watch_marks` and `reannounce` run until cancelled.
 
-    check_s: how often to check whether the directory has lost data. refresh_s: between two routine
-    walks. walking: a walk is under way; rounds: completed walks.
+    check_s: how often to check whether the directory has lost data. refresh_s: from the begin of one
+    verification of all blocks to the next, at least. walking: a walk is under way; rounds: completed walks and
+    verifications.
     """
 
     def __init__(
@@ -31,6 +39,7 @@ class Repairs:
         *,
         check_s: float,
         refresh_s: float,
+        tier: int,
     ) -> None:
         self.walking = False
         self.rounds = 0
@@ -39,7 +48,12 @@ class Repairs:
         self._state = state
         self._check_s = check_s
         self._refresh_s = refresh_s
+        self._tier = tier
         self._trash: list[Keys] = []
+        self._silent: set[Group] = set()  # their shard did not answer: what it has is not known
+        self._cursor = 0  # of the verification
+        self._began_at = 0.0
+        self._share_missing = 0.0
 
     def throw_away(self, keys: Iterable[Keys]) -> None:
         """Free them a few at a time: a million keys take a while."""
@@ -61,6 +75,8 @@ class Repairs:
             await wait_for(self._state.look, self._check_s)
 
     def _compare(self, marks: Sequence[bytes | None]) -> None:
+        groups = self._queue.groups
+        self._silent = {group for group, mark in zip(groups, marks, strict=True) if mark is None}
         if not self._state.connected:
             self._state.connected = None not in marks
             for group, mark in zip(self._queue.groups, marks, strict=True):
@@ -75,7 +91,7 @@ class Repairs:
 
     async def reannounce(self) -> None:
         """Walk through held blocks, when there is a reason."""
-        refresh_at = self._state.clock() + self._refresh_s
+        verify_at = self._state.clock() + self._refresh_s
         while True:
             self._state.walk.clear()
             while self._trash:
@@ -85,21 +101,16 @@ class Repairs:
                 await self._state.walk.wait()
                 continue
             self._queue.clear_overflow()
-            groups = self._to_walk()
-            paced = not groups and self._state.clock() >= refresh_at
-            if not groups and not paced:
-                await wait_for(self._state.walk, refresh_at - self._state.clock())
-                continue
-            whole = paced or len(groups) == TAGS
-            self.walking = True
-            try:
-                done = await self._walk_through(
-                    self._queue.groups if paced else groups, paced=paced
-                )
-            finally:
-                self.walking = False
-            if done and whole:
-                refresh_at = self._state.clock() + self._refresh_s
+            if groups := self._to_walk():
+                self.walking = True
+                try:
+                    await self._walk_through(groups)
+                finally:
+                    self.walking = False
+            elif self._state.clock() >= verify_at:
+                verify_at = await self._verify()
+            else:
+                await wait_for(self._state.walk, verify_at - self._state.clock())
 
     def _to_walk(self) -> list[Group]:
         """Groups with a reason to be walked and a chance of success.
@@ -108,8 +119,57 @@ class Repairs:
         """
         return [g for g in self._queue.groups if g.stale and g.mark is not None and not g.blocked]
 
-    async def _walk_through(self, groups: Sequence[Group], *, paced: bool) -> bool:
-        """Queue all held blocks of these groups; False if that became futile."""
+    async def _verify(self) -> float:
+        """Look up the next blocks, queue those that are missing, and say when to do it again."""
+        began, life = self._state.clock(), self._state.lives
+        incarnation = self._state.incarnation
+        assert incarnation is not None
+        if self._cursor == 0:
+            self._began_at = began
+        found, cursor = self._queue.walk(self._cursor, WALK_KEYS)
+        looked_up = missing = 0
+        for digest, keys in found:
+            try:
+                wrong = await self._wrong(incarnation, digest, keys)
+            except Unavailable as error:
+                self._state.failed(error)
+                return self._state.clock() + WALK_KEYS / VERIFY_KEYS_S
+            if self._state.lives != life:
+                return self._state.clock()
+            looked_up += len(keys)
+            missing += len(wrong)
+            self._queue.repair(digest, wrong, self._queue.groups)
+        ended = self._state.clock()
+        # It falls slowly, because what is lost together need not be walked in one piece.
+        self._share_missing = max(missing / max(looked_up, 1), self._share_missing / 2)
+        await self._make_way()
+        if cursor is None:
+            self._cursor = 0
+            self.rounds += 1
+            return max(ended, self._began_at + self._refresh_s)
+        self._cursor = cursor
+        pause_s = looked_up / verify_rate(self._share_missing)
+        return ended + max(pause_s, (ended - began) * (1 / LOOKING_SHARE - 1))
+
+    async def _wrong(self, incarnation: bytes, digest: bytes, keys: list[bytes]) -> list[bytes]:
+        """Which of these held blocks the directory has not, or not as they are. Raises `Unavailable`."""
+        parts, _ = self._queue.masks(digest, keys)
+        if not parts:
+            return []  # the namespace has just gone
+        wrong: list[bytes] = []
+        for at in range(0, len(keys), BATCH_MAX):
+            some = keys[at : at + BATCH_MAX]
+            listed = await self._directory.locate(digest, parts, some)
+            _, masks = self._queue.masks(digest, some)
+            for key, entries, mask in zip(some, listed, masks, strict=False):
+                known = (e.mask for e in entries if e[:2] == (incarnation, self._tier))
+                silent = self._queue.groups[tag_of(key)] in self._silent
+                if mask and next(known, 0) != mask and not silent:
+                    wrong.append(key)
+        return [key for key in wrong if not self._queue.waits(digest, key)]
+
+    async def _walk_through(self, groups: Sequence[Group]) -> None:
+        """Queue all held blocks of these groups, unless that becomes futile."""
         life = self._state.lives
         for group in groups:
             group.stale = False
@@ -118,16 +178,14 @@ class Repairs:
             found, cursor = self._queue.walk(cursor, WALK_KEYS)
             for digest, keys in found:
                 self._queue.repair(digest, keys, groups)
-            met = sum(len(keys) for _, keys in found)
-            await self._make_way(met / REFRESH_KEYS_S if paced else 0.0)
-            if self._state.lives != life or (paced and self._to_walk()):
-                return False
+            await self._make_way()
+            if self._state.lives != life:
+                return
         for group in groups:
             if group.recount:
                 group.recount = False
                 await self._recount(group)
         self.rounds += 1
-        return True
 
     async def _recount(self, group: Group) -> None:
         """Queue published keys of a group that are no longer here."""
@@ -141,19 +199,22 @@ class Repairs:
                 if piece:
                     self._queue.add_repairs(group, digest, piece)
                 life = self._state.lives
-                await self._make_way(0.0)
+                await self._make_way()
                 if self._state.lives != life:
                     return
 
-    async def _make_way(self, pause: float) -> None:
+    async def _make_way(self) -> None:
         """Let the lanes send, and wait until few repairs are left, not counting groups that are given up."""
         self._state.wake_lanes()
         life = self._state.lives
-        if pause:
-            await asyncio.sleep(pause)
         await self._state.step()
         while self._state.lives == life:
             self._state.has_room.clear()
             if self._queue.repairs_waiting < REPAIRS_MAX:
                 return
             await self._state.has_room.wait()
+
+
+def verify_rate(share_missing: float) -> float:
+    """Blocks to look up in a second, by the share of them that was missing lately. Pure."""
+    return VERIFY_KEYS_S + (REFRESH_KEYS_S - VERIFY_KEYS_S) * min(1.0, share_missing / MANY_MISSING)
