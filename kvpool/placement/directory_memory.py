@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from kvpool.placement.directory.base import Entry
+from kvpool.placement.directory.checks import DEAD_MAX
 
 
 class NegativeMemory:
@@ -143,7 +144,7 @@ class DeadIncarnations:
     """
 
     def __init__(
-        self, *, patience_s: float = 30.0, forget_s: float = 600.0, capacity: int = 4096
+        self, *, patience_s: float = 30.0, forget_s: float = 600.0, capacity: int = DEAD_MAX
     ) -> None:
         self._patience_s = patience_s
         self._forget_s = forget_s

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from kvpool.errors import KvpoolError, Unavailable
-from kvpool.placement.directory.base import Directory
+from kvpool.placement.directory.base import BATCH_MAX, Directory
 from kvpool.placement.directory.checks import DEAD_MAX
 from kvpool.placement.directory_memory import DeadIncarnations
 from kvpool.placement.membership.base import Membership
@@ -14,8 +14,11 @@ from kvpool.placement.outage import Outage
 
 log = logging.getLogger("kvpool.daemon")
 
-SWEEP_KEYS = 2000  # checked in one step
-SURVEY_KEYS = 200  # the same, while no node is known to be dead
+SURVEY_KEYS = 200  # checked in one step while no node is known to be dead
+SWEEP_KEYS = 2000  # the same, while some are, but few of the entries seen were theirs
+SWEEP_KEYS_MAX = 40_000  # and many were: 4 % of a Redis' time
+MANY_DEAD = 0.1  # this share of the entries
+STEP_S_MAX = 0.5  # of one step: a slow directory is swept slowly
 SWEEP_CHORE = "sweep"
 
 
@@ -57,7 +60,7 @@ class Sweep:
     """Sweeps, a step at a time, while this node leads that chore of its cluster.
 
     It repeats its passes, slowly while no node is known to be dead: entries of forgotten incarnations are
-    found that way. dropped: entries, since the start.
+    found that way; and the faster, the larger the share of dead entries that it meets. dropped: entries, since the start.
     """
 
     def __init__(
@@ -72,26 +75,39 @@ class Sweep:
         self._directory = directory
         self._membership = membership
         self._dead = dead
+        self._clock = clock
         self._pass = SweepPass(dead)
+        self._share_dead = 0.0
 
     async def step(self) -> None:
         """Call it about every second. A directory that fails or refuses is asked again in the next step."""
         if self._directory is None or not await self._leads():
             return
-        dead = self._pass.step()
-        try:
-            swept = await self._directory.sweep(
-                dead, self._pass.cursor, SWEEP_KEYS if dead else SURVEY_KEYS
-            )
-        except KvpoolError as error:
-            self.outage.failed("sweep", error)
-            if not isinstance(error, Unavailable):
-                self._pass.cursor = b""  # that one would be refused again
-            return
-        self.outage.succeeded("sweep")
-        self.dropped += swept.dropped
-        self._dead.met(swept.met)
-        self._pass.done(swept.cursor)
+        began, left = self._clock(), self._keys()
+        seen = dropped = 0
+        while left > 0 and self._clock() - began < STEP_S_MAX:
+            dead = self._pass.step()
+            try:
+                swept = await self._directory.sweep(dead, self._pass.cursor, min(left, BATCH_MAX))
+            except KvpoolError as error:
+                self.outage.failed("sweep", error)
+                if not isinstance(error, Unavailable):
+                    self._pass.cursor = b""  # that one would be refused again
+                return
+            self.outage.succeeded("sweep")
+            left -= BATCH_MAX
+            seen += swept.seen
+            dropped += swept.dropped
+            self.dropped += swept.dropped
+            self._dead.met(swept.met)
+            self._pass.done(swept.cursor)
+            if not swept.cursor:
+                break  # a small directory is not passed over many times a second
+        # It falls slowly: the dead are not spread evenly over a directory.
+        self._share_dead = max(dropped / max(seen, 1), self._share_dead / 2)
+
+    def _keys(self) -> int:
+        return sweep_keys(self._share_dead) if self._dead else SURVEY_KEYS
 
     async def _leads(self) -> bool:
         try:
@@ -99,3 +115,8 @@ class Sweep:
         except KvpoolError as error:
             log.debug("whether this node is to sweep is not known: %s", error)
             return False
+
+
+def sweep_keys(share_dead: float) -> int:
+    """How many blocks one step checks, by the share of dead entries met lately. Pure."""
+    return SWEEP_KEYS + int((SWEEP_KEYS_MAX - SWEEP_KEYS) * min(1.0, share_dead / MANY_DEAD))

@@ -45,6 +45,7 @@ class Swept(NamedTuple):
     cursor: bytes
     dropped: int  # entries
     met: frozenset[bytes]  # incarnations that have, or had, entries there
+    seen: int  # entries, with the dropped ones
 
 
 class Directory(Protocol):

@@ -13,8 +13,8 @@ from kvpool.placement.records import INCARNATION_BYTES
 from kvpool.types import KEY_BYTES, PARTS_MAX
 
 DIGEST_BYTES = 16
-DEAD_MAX = 1024
-"""Incarnations in one call of `sweep`."""
+DEAD_MAX = 16 << 10
+"""Incarnations in one call of `sweep`: all that a node knows to be dead, so that one pass is for all of them."""
 
 ENTRIES_MAX = 64
 """Entries of one block; beyond it the oldest is dropped. No block needs as many replicas."""

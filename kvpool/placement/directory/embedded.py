@@ -103,16 +103,17 @@ class EmbeddedDirectory:
             raise InvalidRequest("this cursor is not from a sweep of an embedded directory")
         gone = frozenset(dead)
         count = min(count, BATCH_MAX)
-        seen = dropped = 0
+        seen = dropped = examined = 0
         met: set[bytes] = set()
         while at < _BUCKETS and seen < count:
             bucket = self._buckets[at]
             seen += len(bucket)
+            examined += sum(map(len, bucket.values()))
             met.update(entry.incarnation for entries in bucket.values() for entry in entries)
             dropped += _drop(bucket, gone)
             at += 1
         cursor = b"" if at == _BUCKETS else at.to_bytes(2, "big")
-        return Swept(cursor, dropped, frozenset(met))
+        return Swept(cursor, dropped, frozenset(met), examined)
 
     def lose(self, tags: Iterable[int] | None = None) -> None:
         """Empty these groups, or all, and change their marks: simulates a lost server."""

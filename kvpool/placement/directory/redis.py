@@ -91,9 +91,9 @@ if #gone > 0 then redis.call('DEL', unpack(gone)) end
 return #KEYS
 """
 
-# ARGV: dead incarnations. Returns how many entries were removed, and the incarnations found.
+# ARGV: dead incarnations, those found in these blocks only. Returns how many entries were removed.
 SWEEP = b"""
-local dead, sub, dropped, known, met = {}, string.sub, 0, {}, {0}
+local dead, sub, dropped = {}, string.sub, 0
 for at = 1, #ARGV[1], 8 do dead[sub(ARGV[1], at, at + 7)] = true end
 local values, sets, gone = redis.call('MGET', unpack(KEYS)), {}, {}
 for i, key in ipairs(KEYS) do
@@ -103,12 +103,7 @@ for i, key in ipairs(KEYS) do
     if (#old - 2) % size == 0 then
       local kept = {sub(old, 1, 2)}
       for at = 3, #old, size do
-        local owner = sub(old, at, at + 7)
-        if not known[owner] then
-          known[owner] = true
-          met[#met + 1] = owner
-        end
-        if dead[owner] then dropped = dropped + 1
+        if dead[sub(old, at, at + 7)] then dropped = dropped + 1
         else kept[#kept + 1] = sub(old, at, at + size - 1) end
       end
       local new = table.concat(kept)
@@ -122,8 +117,7 @@ for i, key in ipairs(KEYS) do
 end
 if #sets > 0 then redis.call('MSET', unpack(sets)) end
 if #gone > 0 then redis.call('DEL', unpack(gone)) end
-met[1] = dropped
-return met
+return dropped
 """
 
 
@@ -324,14 +318,15 @@ class RedisDirectory:
     async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
         """See `Directory`. One server after the other.
 
-        Raises `InvalidRequest` for invalid arguments.
+        Values are read and compared here, and only those with an entry of the dead go through a script: so a sweep
+        costs Redis a lookup, however many are dead. Raises `InvalidRequest` for invalid arguments.
         """
         check_incarnations(dead)
-        packed = b"".join(dead)
+        gone = frozenset(dead)
         deadline = self._loop.time() + self._timeout_s
         servers = await self._shards.servers(deadline)
         where, _, at = cursor.partition(b" ")
-        left, dropped = min(max(count, 1), BATCH_MAX), 0
+        left, dropped, seen = min(max(count, 1), BATCH_MAX), 0, 0
         met: set[bytes] = set()
         # A server that has gone meanwhile: continue with the next one.
         rest = [server for server in servers if server.where.encode() >= where]
@@ -340,17 +335,19 @@ class RedisDirectory:
             while True:
                 if left <= 0:
                     cursor = b"%b %b" % (server.where.encode(), position)
-                    return Swept(cursor, dropped, frozenset(met))
+                    return Swept(cursor, dropped, frozenset(met), seen)
                 step = min(left, PUBLISH_KEYS)
                 deadline = self._loop.time() + self._timeout_s
                 position, names = await self._scan(server, position, step, deadline)
-                here, owners = await self._drop(server, names, packed, deadline)
-                dropped += here
-                met |= owners
+                entries = await self._owners(server, names, deadline)
+                for owners in entries.values():
+                    met.update(owners)
+                    seen += len(owners)
+                dropped += await self._drop(server, entries, gone, deadline)
                 left -= max(step, len(names))
                 if position == b"0":
                     break
-        return Swept(b"", dropped, frozenset(met))
+        return Swept(b"", dropped, frozenset(met), seen)
 
     async def _scan(
         self, server: Server, position: bytes, count: int, deadline: float
@@ -370,32 +367,57 @@ class RedisDirectory:
         ours = name.startswith(start) and len(name) == len(start) + DIGEST_BYTES + KEY_BYTES
         return tag if ours else None
 
+    async def _owners(
+        self, server: Server, names: list[bytes], deadline: float
+    ) -> dict[bytes, tuple[bytes, ...]]:
+        """Whose entries each of these blocks has. Many values are equal, so each is decoded once."""
+        parts = self._in_commands(names)
+        if not parts:
+            return {}
+        replies = await self._ask(server, [("MGET", *part) for part in parts], WRITING, deadline)
+        known: dict[bytes, tuple[bytes, ...]] = {}
+        found: dict[bytes, tuple[bytes, ...]] = {}
+        for part, reply in zip(parts, replies, strict=True):
+            if not isinstance(reply, list) or len(reply) != len(part):
+                raise Refused(server.where, "GARBAGE instead of values")
+            for name, value in zip(part, reply, strict=True):
+                if isinstance(value, bytes):
+                    if value not in known:
+                        known[value] = _owners_in(value)
+                    found[name] = known[value]
+        return found
+
     async def _drop(
-        self, server: Server, names: list[bytes], dead: bytes, deadline: float
-    ) -> tuple[int, set[bytes]]:
-        """Remove entries of the dead from these blocks; returns how many, and the incarnations found."""
+        self,
+        server: Server,
+        entries: dict[bytes, tuple[bytes, ...]],
+        dead: frozenset[bytes],
+        deadline: float,
+    ) -> int:
+        """Remove entries of the dead from the blocks that have some; returns how many."""
+        hit = [name for name, owners in entries.items() if not dead.isdisjoint(owners)]
+        commands: list[Command] = []
+        for part in self._in_commands(hit):
+            here = dead.intersection(owner for name in part for owner in entries[name])
+            commands.append(("EVAL", SWEEP, len(part), *part, b"".join(here)))
+        if not commands:
+            return 0
+        dropped = 0
+        for reply in await self._ask(server, commands, WRITING, deadline):
+            if not isinstance(reply, int):
+                raise Refused(server.where, "GARBAGE instead of the answer to a sweep")
+            dropped += reply
+        return dropped
+
+    def _in_commands(self, names: list[bytes]) -> list[Sequence[bytes]]:
+        """Names of blocks of one server, as many together as a command may have."""
         groups = [names]
         if not self._shards.in_one:
             by_tag: dict[int | None, list[bytes]] = {}
             for name in names:
                 by_tag.setdefault(self._tag(name), []).append(name)
             groups = list(by_tag.values())
-        commands: list[Command] = [
-            ("EVAL", SWEEP, len(part), *part, dead)
-            for group in groups
-            for part in parts_of(group, PUBLISH_KEYS)
-        ]
-        if not commands:
-            return 0, set()
-        dropped, met = 0, set()
-        for reply in await self._ask(server, commands, WRITING, deadline):
-            match reply:
-                case [int(count), *owners]:
-                    dropped += count
-                    met.update(owners)
-                case _:
-                    raise Refused(server.where, "GARBAGE instead of the answer to a sweep")
-        return dropped, met
+        return [part for group in groups for part in parts_of(group, PUBLISH_KEYS)]
 
     async def _ask(
         self, server: Server, commands: Sequence[Command], lane: int, deadline: float
@@ -435,3 +457,11 @@ def _entries(value: bytes, parts: int) -> tuple[list[Entry], bool]:
     ]
     good = [e for e in entries if e.tier in TIER_BYTES and 0 < e.mask < 1 << parts]
     return good, len(good) == len(entries) > 0
+
+
+def _owners_in(value: bytes) -> tuple[bytes, ...]:
+    """Whose entries a value has, of whichever namespace; none of a malformed one."""
+    size = _OWNER_BYTES + int.from_bytes(value[:_HEAD_BYTES], "little")
+    if len(value) < _HEAD_BYTES or (len(value) - _HEAD_BYTES) % size:
+        return ()
+    return tuple(value[at : at + INCARNATION_BYTES] for at in range(_HEAD_BYTES, len(value), size))

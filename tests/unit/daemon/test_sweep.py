@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.daemon.cluster.sweep import Sweep, SweepPass
+from kvpool.daemon.cluster.sweep import (
+    SURVEY_KEYS,
+    SWEEP_KEYS,
+    SWEEP_KEYS_MAX,
+    Sweep,
+    SweepPass,
+    sweep_keys,
+)
 from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, Unavailable
-from kvpool.placement.directory.base import Swept
+from kvpool.placement.directory.base import BATCH_MAX, Swept
 from kvpool.placement.directory.checks import DEAD_MAX
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.directory_memory import DeadIncarnations
@@ -42,7 +49,9 @@ async def fill(directory: EmbeddedDirectory, incarnations: Collection[bytes]) ->
     keys = [secrets.token_bytes(16) for _ in range(0, len(incarnations), BLOCK_ENTRIES)]
     for at, one in enumerate(incarnations):
         await directory.publish(DIGEST, 1, one, DRAM, [keys[at // BLOCK_ENTRIES]], [1])
-    await directory.publish(DIGEST, 1, OURS, DRAM, keys, [1] * len(keys))
+    for at in range(0, len(keys), BATCH_MAX):
+        some = keys[at : at + BATCH_MAX]
+        await directory.publish(DIGEST, 1, OURS, DRAM, some, [1] * len(some))
     return keys
 
 
@@ -50,16 +59,20 @@ OURS = b"we live!"
 
 
 async def owners(directory: EmbeddedDirectory, keys: list[bytes]) -> set[bytes]:
-    return {entry.incarnation for at in await directory.locate(DIGEST, 1, keys) for entry in at}
+    found = set()
+    for at in range(0, len(keys), BATCH_MAX):
+        for entries in await directory.locate(DIGEST, 1, keys[at : at + BATCH_MAX]):
+            found.update(entry.incarnation for entry in entries)
+    return found
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["left the view", "were never seen"])
-def test_ten_thousand_dead_incarnations_are_all_swept(known: bool) -> None:
+def test_twenty_thousand_dead_incarnations_are_all_swept(known: bool) -> None:
     """More than a call takes, and more than a node remembers."""
 
     async def main() -> None:
         directory, membership = EmbeddedDirectory(), await leader()
-        gone = [incarnation(number) for number in range(10_000)]
+        gone = [incarnation(number) for number in range(20_000)]
         keys = await fill(directory, gone)
         dead = DeadIncarnations()
         dead.came([OURS])
@@ -132,6 +145,77 @@ def test_a_membership_that_refuses_to_say_who_leads_is_asked_again() -> None:
         assert sweep.outage.failures == 0, "the directory is well"
 
     asyncio.run(main())
+
+
+class Counting(EmbeddedDirectory):
+    """Counts the passes and the blocks asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.asked = 0
+
+    async def sweep(self, dead: Collection[bytes], cursor: bytes, count: int) -> Swept:
+        swept = await super().sweep(dead, cursor, count)
+        self.asked += count
+        self.passes += not swept.cursor
+        return swept
+
+
+def test_one_pass_is_for_all_who_are_known_to_be_dead() -> None:
+    async def main() -> None:
+        directory, membership = Counting(), await leader()
+        gone = [incarnation(number) for number in range(10_000)]
+        keys = await fill(directory, gone)
+        dead = DeadIncarnations()
+        dead.came([OURS, *gone])
+        dead.left(gone)
+        sweep = Sweep(directory, membership, dead, lambda: 0.0)
+        while not directory.passes:
+            await sweep.step()
+        assert await owners(directory, keys) == {OURS}
+
+    asyncio.run(main())
+
+
+def test_the_sweep_is_fast_while_it_meets_the_dead_and_slow_otherwise() -> None:
+    async def main() -> None:
+        directory, membership = Counting(), await leader()
+        keys = [secrets.token_bytes(16) for _ in range(200_000)]
+        for at in range(0, len(keys), 4000):
+            half = keys[at : at + 2000]
+            await directory.publish(DIGEST, 1, incarnation(1), DRAM, half, [1] * 2000)
+            await directory.publish(DIGEST, 1, OURS, DRAM, keys[at + 2000 : at + 4000], [1] * 2000)
+        dead = DeadIncarnations()
+        dead.came([OURS, incarnation(1), incarnation(2)])
+        sweep = Sweep(directory, membership, dead, lambda: 0.0)
+        await sweep.step()
+        assert directory.asked == SURVEY_KEYS
+        dead.left([incarnation(1)])
+        steps = 0
+        while incarnation(1) in dead:
+            await sweep.step()
+            steps += 1
+        assert steps < 25, (
+            "two passes, and not the two hundred steps that 2,000 at a time would take"
+        )
+        assert await owners(directory, keys) == {OURS}
+        for _ in range(5):
+            await sweep.step()
+        dead.left([incarnation(2)])  # of whom nothing is there
+        for _ in range(5):
+            await sweep.step()
+        directory.asked = 0
+        await sweep.step()
+        assert directory.asked <= 2 * SWEEP_KEYS
+
+    asyncio.run(main())
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_a_step_grows_with_the_share_of_the_dead(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    assert SWEEP_KEYS <= sweep_keys(low) <= sweep_keys(high) <= SWEEP_KEYS_MAX
 
 
 NUMBERS = st.integers(0, 5)
