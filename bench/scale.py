@@ -4,6 +4,7 @@
 
 steps      the longest step of the control process with many blocks resident, and its memory for each
 members    following a thousand nodes, ten of whose records change a second; three hundred that end at once
+cluster    three daemons among a thousand members that come, go and end at once, and 10,000 that are dead
 hung_peer  sixty-four prompts of eight parts at a time, while one of three nodes is stopped and the others have all
 hung_disk  the same, while the disks of the reader and of one owner hang, and the other owner has all in memory
 """
@@ -20,11 +21,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import uvloop
 from harness import Report, median, parse_arguments, percentile
@@ -34,6 +36,8 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.node import Node
+from kvpool.placement.directory.base import TIERS
+from kvpool.placement.directory.redis import RedisDirectory
 from kvpool.placement.etcd.client import EtcdClient, delete, put
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership.etcd import EtcdMembership
@@ -46,6 +50,7 @@ from kvpool.placement.records import (
     encode_record,
     new_incarnation,
 )
+from kvpool.placement.redis.settings import parse_url
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 from kvpool.types import Namespace, NamespaceRecord, PartSpec, split_keys
 from kvpool.wire import frame
@@ -67,6 +72,8 @@ OTHER_SIZE_PUTS = 300
 MEMBERS, CHANGES_S = 1000, 10
 FOLLOWED_S = 8.0
 ENDING = 300
+SIMULATED_TTL_S, CHURN_A_MINUTE = 15, 0.1
+DEAD = 10_000
 
 
 def steps(report: Report) -> None:
@@ -245,6 +252,216 @@ async def _core_share() -> float:
     return (time.process_time() - cpu) / (time.monotonic() - began)
 
 
+class _Members:
+    """A thousand simulated members on a real etcd, each with its record and its lease; in this process."""
+
+    def __init__(self, url: str, cluster: str) -> None:
+        self._client = EtcdClient(EtcdSettings.from_url(url))
+        self._root = f"/kvpool/{cluster}/nodes/"
+        self._leases: dict[int, int] = {}
+        self._shared = 0  # the lease of those who are to end at once
+        self._rng = random.Random(9)
+        self.lost = 0
+
+    async def join(self) -> None:
+        self._shared = await self._client.grant(SIMULATED_TTL_S)
+        for first in range(0, ENDING, 100):
+            puts = [self._record(n, self._shared) for n in range(first, first + 100)]
+            await self._client.txn([], puts, [], "join")
+        for first in range(ENDING, MEMBERS, 50):
+            await asyncio.gather(*map(self._join_one, range(first, min(MEMBERS, first + 50))))
+
+    def _record(self, number: int, lease: int) -> Any:
+        member = msgspec.structs.replace(_member(number), incarnation=secrets.token_hex(8))
+        return put(f"{self._root}n{number}".encode(), encode_record(member), lease)
+
+    async def _join_one(self, number: int) -> None:
+        lease = self._leases[number] = await self._client.grant(SIMULATED_TTL_S)
+        await self._client.txn([], [self._record(number, lease)], [], "join")
+
+    async def keep(self) -> None:
+        """Renew all leases, each three times in its life. Runs until cancelled."""
+        while True:
+            began = time.monotonic()
+            leases = [*self._leases.values(), *([self._shared] if self._shared else [])]
+            for at in range(0, len(leases), 10):
+                some = leases[at : at + 10]
+                kept = await asyncio.gather(*map(self._client.keep_alive, some))
+                self.lost += sum(
+                    not ok and lease in self._leases.values()
+                    for ok, lease in zip(kept, some, strict=True)
+                )
+                share = (at + 10) / max(len(leases), 1)
+                await asyncio.sleep(
+                    max(0.0, began + share * SIMULATED_TTL_S / 3 - time.monotonic())
+                )
+
+    async def churn(self) -> None:
+        """A tenth of them a minute leaves, and comes back as somebody else. Runs until cancelled."""
+        while True:
+            number = self._rng.randrange(ENDING, MEMBERS)
+            await self._client.revoke(self._leases.pop(number))
+            await self._join_one(number)
+            await asyncio.sleep(60 / (MEMBERS * CHURN_A_MINUTE))
+
+    def silence_many(self) -> None:
+        """`ENDING` of them fall silent: one lease, so that etcd ends them all at once, within two of its lives."""
+        self._shared = 0
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class _Traffic:
+    """Blocks put on one of the daemons and looked for on the others, again and again. `members` and `swept`: another thread."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._nodes = {
+            node.name: (client, client.open(NamespaceRecord({"model": "b"}, (PartSpec(4096),))))
+            for node in cluster.nodes
+            for client in (node.client(connect=True),)
+        }
+        self._watching = [node.client(connect=True) for node in cluster.nodes]
+        self._bytes = np.ones((4, 4096), dtype=np.uint8)
+        self.stopped = ""
+        self.rounds = self.looked_for = self.missed = 0
+
+    def round(self) -> None:
+        self.rounds += 1
+        well = [name for name in self._nodes if name != self.stopped]
+        owner, ns = self._nodes[well[self.rounds % len(well)]]
+        keys = [secrets.token_bytes(16) for _ in range(4)]
+        owner.put(ns, keys, self._bytes)
+        until(lambda: _announced(owner), "all is announced")
+        for client, theirs in (self._nodes[name] for name in well):
+            lease = client.acquire(theirs, keys, wait_s=WAIT_S)
+            self.looked_for += 4
+            self.missed += 4 - (0 if lease is None else lease.blocks)
+            if lease is not None:
+                lease.release()
+
+    def members(self) -> int:
+        """As seen by the daemon that sees the fewest."""
+        return 1 + min(client.stats().cluster.others for client in self._watching)
+
+    def swept(self) -> int:
+        return sum(client.stats().cluster.swept for client in self._watching)
+
+    def close(self) -> None:
+        for client in (*self._watching, *(client for client, _ in self._nodes.values())):
+            client.close()
+
+
+def cluster(report: Report) -> None:
+    """Real etcd, Redis and daemons; the thousand others are records, leases and nothing else."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
+        LocalCluster(Path(folder), nodes=3) as daemons,
+    ):
+        daemons.wait_acquainted()
+        traffic = _Traffic(daemons)
+        asyncio.run(_live(report, daemons, traffic))
+        ended = [node.name for node in daemons.nodes if node.process and node.process.poll()]
+        traffic.close()
+    report.check("dead_incarnations_exits", len(ended), at_most=0)
+    report.check("cluster_1000_missed", traffic.missed, at_most=0)
+
+
+async def _live(report: Report, daemons: LocalCluster, traffic: _Traffic) -> None:
+    others = _Members(daemons.etcd.url, daemons.name)
+    seconds = 10.0 if report.quick else 60.0
+    async with asyncio.TaskGroup() as tasks:
+        began = time.monotonic()
+        await _phase(report, "join", daemons, traffic, others.join())
+        await until_async(lambda: traffic.members() >= MEMBERS + 3, "all are seen")
+        running = [tasks.create_task(others.keep()), tasks.create_task(others.churn())]
+        dead = await _leave_dead(daemons.redis.url, daemons.name)
+        await _phase(report, "churn", daemons, traffic, asyncio.sleep(seconds))
+        await _phase(report, "300 end at once", daemons, traffic, _end_many(others, traffic))
+        await _phase(report, "leader lost", daemons, traffic, _lose_leader(daemons, traffic))
+        await until_async(lambda: traffic.swept() >= dead, "the dead are swept", seconds=180.0)
+        report.row("10,000 dead", swept=traffic.swept(), after_s=time.monotonic() - began)
+        for task in running:
+            task.cancel()
+    report.check("simulated_leases_lost", others.lost, at_most=0)
+    await others.close()
+
+
+async def _phase(
+    report: Report, name: str, daemons: LocalCluster, traffic: _Traffic, work: Awaitable[None]
+) -> None:
+    """Blocks come and are found, for as long as the work takes."""
+    looked_for, missed, began = traffic.looked_for, traffic.missed, time.monotonic()
+    cpu = [_cpu_s(node.pid) for node in daemons.nodes]
+    doing = asyncio.ensure_future(work)
+    slowest = 0.0
+    while True:
+        turn = time.monotonic()
+        await asyncio.to_thread(traffic.round)
+        slowest = max(slowest, time.monotonic() - turn)
+        if doing.done():
+            break
+        await asyncio.sleep(0.2)
+    doing.result()
+    seconds = time.monotonic() - began
+    used = [_cpu_s(node.pid) - before for node, before in zip(daemons.nodes, cpu, strict=True)]
+    report.row(
+        name,
+        seconds=seconds,
+        looked_for=traffic.looked_for - looked_for,
+        missed=traffic.missed - missed,
+        members=traffic.members(),
+        slowest_round_s=slowest,
+        core_share_max=max(used) / seconds,
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _leave_dead(url: str, cluster: str) -> int:
+    """Entries of incarnations that nobody has seen alive; how many."""
+    directory = RedisDirectory(parse_url(url), cluster=cluster)
+    keys = [secrets.token_bytes(16) for _ in range(DEAD)]
+    for at in range(0, DEAD, 50):
+        some = (
+            directory.publish(b"d" * 16, 1, secrets.token_bytes(8), TIERS["dram"], [key], [1])
+            for key in keys[at : at + 50]
+        )
+        await asyncio.gather(*some)
+    await directory.close()
+    return DEAD
+
+
+async def _end_many(others: _Members, traffic: _Traffic) -> None:
+    others.silence_many()
+    left = MEMBERS + 3 - ENDING  # one more or less is just leaving
+    await until_async(lambda: traffic.members() <= left, "they have ended")
+
+
+async def _lose_leader(daemons: LocalCluster, traffic: _Traffic) -> None:
+    """Who sweeps stands still until its lease has ended and another one does it."""
+    chore = f"/kvpool/{daemons.name}/chores/sweep"
+    first = (daemons.etcd.get(chore) or b"").decode()
+    leader = daemons.node(first)
+    traffic.stopped, begun = first, traffic.rounds
+    await until_async(lambda: traffic.rounds >= begun + 2, "nobody waits for it")
+    leader.signal(signal.SIGSTOP)
+    try:
+        await until_async(
+            lambda: (daemons.etcd.get(chore) or b"").decode() not in {"", first}, "another leads"
+        )
+        await asyncio.sleep(2)
+    finally:
+        leader.signal(signal.SIGCONT)
+    client = leader.client(connect=True)
+    await until_async(lambda: client.stats().cluster.standing == "member", "it is back")
+    client.close()
+    traffic.stopped = ""
+
+
 def hung_peer(report: Report) -> None:
     """A prompt's blocks have the same bytes in all prompts, so that each can be compared."""
     rounds = 2 if report.quick else 5
@@ -400,6 +617,7 @@ def _read(client: OperatorClient, ns: Namespace, prompt: Prompt) -> tuple[int, i
 PARTS_OF_BENCH: dict[str, Callable[[Report], None]] = {
     "steps": steps,
     "members": members,
+    "cluster": cluster,
     "hung_peer": hung_peer,
     "hung_disk": hung_disk,
 }
