@@ -12,6 +12,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.sim.simulation import Result, plan_of, run_seed
+from tests.sim.simulation.plan import MEDIA_ACTIONS
 
 SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "300"))  # `make sim` runs more
 BATCH = 50
@@ -75,7 +76,7 @@ def test_a_seed_that_once_failed_or_guards_a_rule(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [*DISKS_FAILED, *DISKS_GUARDS])
 def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
-    result = run_seed(seed, follow=False)
+    result = run_seed(seed, follow=False, bad_media=False)
     assert result.plan.disks is not None
     assert not result.failure, str(result)
 
@@ -128,6 +129,17 @@ def test_disks_are_written_read_and_broken() -> None:
         "writes broken off: untouched",
         "changes refused by an index",
     ):
+        assert counts[what], (what, counts)
+
+
+def test_disks_that_lie_cost_misses_only() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(60, 160):
+        if MEDIA_ACTIONS.keys() <= plan_of(seed).actions.keys():
+            result = run_seed(seed)
+            assert not result.failure, str(result)
+            counts.update(result.counts)
+    for what in ("writes lost by disks", "writes misdirected by disks", "pages of disks spoilt"):
         assert counts[what], (what, counts)
 
 

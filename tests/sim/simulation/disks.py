@@ -58,7 +58,7 @@ class DurableMedia:
     """What lies on one disk: bytes, and the index that says whose they are.
 
     pace_s: what a step of an order takes at most. troubles: what is wrong with it at present: see
-    `Nemesis`.
+    `Nemesis`. bad_pages: those that keep nothing.
     """
 
     def __init__(self, pages: int, page: int, entries_max: int, pace_s: float) -> None:
@@ -69,6 +69,7 @@ class DurableMedia:
         self.entries: dict[int, Stored] = {}
         self.tables: dict[int, bytes] = {}
         self.troubles: set[str] = set()
+        self.bad_pages: set[int] = set()
         self.moving = asyncio.Event()
         self.moving.set()
         self._owner: list[int | None] = [None] * pages  # the entry that a page belongs to
@@ -130,6 +131,14 @@ class DurableMedia:
                 )
         self.surface.write(offset, data)
 
+    def misdirect(self, offset: int, data: bytes) -> None:
+        """What was to be written here lies there, whatever was there."""
+        self.surface.write(offset, data)
+
+    def keeps(self, offset: int, nbytes: int) -> bool:
+        """Whether all of a slot can be read."""
+        return self.bad_pages.isdisjoint(self._pages(offset, nbytes))
+
     def enter(self, offset: int, stored: Callable[[int], Stored]) -> bool:
         """Answer for what was written; False if the index has no room."""
         if len(self.entries) >= self.entries_max:
@@ -143,7 +152,8 @@ class DurableMedia:
     def is_right(self, offset: int) -> bool:
         """Whether what lies there is what the index says."""
         stored = self.entries[offset]
-        return xxh3_128_digest(self.surface.read(offset, stored.nbytes)) == stored.checksum
+        right = xxh3_128_digest(self.surface.read(offset, stored.nbytes)) == stored.checksum
+        return right and self.keeps(offset, stored.nbytes)
 
     def packed(self) -> np.ndarray[Any, Any]:
         """All entries, as an index tells them."""
@@ -441,7 +451,7 @@ class SimulatedDisk:
             )
         if order.table not in self.media.tables:
             raise Violation(f"{self.name} has no table {order.table}")
-        self.media.write(offset, data)
+        self._put(offset, data)
         depth = wire_rows(order.depths)[index]
         operation = writing.operations.get(offset, PIN_NONE)
         entered = operation == FORGET or self.media.enter(
@@ -451,6 +461,20 @@ class SimulatedDisk:
             ),
         )
         return BlockStatus.PRESENT if entered else BlockStatus.NO_SPACE
+
+    def _put(self, offset: int, data: bytes) -> None:
+        """Write a block, as this disk writes."""
+        media = self.media
+        if self._drawn("loses"):
+            media.write(offset, b"")
+            self.world.count("writes lost by disks")
+        elif self._drawn("misdirects"):
+            media.write(offset, b"")
+            slot = media.slot(len(data))
+            media.misdirect(slot * self._rng.randrange(media.size // slot), data)
+            self.world.count("writes misdirected by disks")
+        else:
+            media.write(offset, data)
 
     async def read(self, order: storage_wire.ReadBlocks) -> worker_wire.Pulled:
         self._check_alive()
@@ -509,7 +533,7 @@ class SimulatedDisk:
         await self._take_time()
         for index, offset in enumerate(offsets):
             data = self.media.surface.read(offset, nbytes)
-            if self._drawn("unreadable"):
+            if self._drawn("unreadable") or not self.media.keeps(offset, nbytes):
                 data, status[index] = self._rng.randbytes(nbytes), BlockStatus.FAILED
             else:
                 status[index] = (

@@ -149,6 +149,21 @@ class Nemesis:
                 media.surface.data[at] ^= 1 << self._rng.randrange(8)
                 self._world.count("bits flipped on disks")
 
+    def disk_loses(self, node: SimulatedNode, seconds: float) -> None:
+        """Some writes are answered and never made: what was there before stays."""
+        self._trouble(node, seconds, "loses")
+
+    def disk_misdirects(self, node: SimulatedNode, seconds: float) -> None:
+        """Some writes go to another place than they should."""
+        self._trouble(node, seconds, "misdirects")
+
+    def disk_spoils(self, node: SimulatedNode, _seconds: float) -> None:
+        """A page of it keeps nothing from now on."""
+        media = self._media(node)
+        if media is not None:
+            media.bad_pages.add(self._rng.randrange(media.size // media.page))
+            self._world.count("pages of disks spoilt")
+
     def disk_empty(self, node: SimulatedNode, seconds: float) -> None:
         """The machine is replaced by one with new disks."""
         node.crash()

@@ -58,6 +58,13 @@ DISK_ACTIONS = {
     "disk_empty": 1,
 }
 
+# Lies of a disk, and places that keep nothing.
+MEDIA_ACTIONS = {
+    "disk_loses": 4,
+    "disk_misdirects": 4,
+    "disk_spoils": 4,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Disks:
@@ -160,6 +167,12 @@ class Plan:
     def with_follows(self, rng: random.Random) -> Plan:
         """Clients follow prompts, in two of five seeds."""
         return replace(self, follow=rng.choice((0.0, 0.0, 0.0, 0.05, 0.2)))
+
+    def with_bad_media(self, rng: random.Random) -> Plan:
+        """Disks lie, in half of the seeds that have some where something goes wrong."""
+        if self.disks is None or not self.actions or rng.random() < 0.5:
+            return self
+        return replace(self, actions={**self.actions, **MEDIA_ACTIONS})
 
     @property
     def size(self) -> int:

@@ -902,11 +902,20 @@ def _scaled(constants: Constants) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def plan_of(seed: int, *, disks: bool = True, quotas: bool = False, follow: bool = True) -> Plan:
+def plan_of(
+    seed: int,
+    *,
+    disks: bool = True,
+    quotas: bool = False,
+    follow: bool = True,
+    bad_media: bool = True,
+) -> Plan:
     """What a seed is about, without living it. The arguments: see `run_seed`."""
     plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
     if follow:
         plan = plan.with_follows(random.Random(f"{seed}/follow"))
+    if bad_media:
+        plan = plan.with_bad_media(random.Random(f"{seed}/media"))
     return plan.with_quotas() if quotas else plan
 
 
@@ -917,13 +926,15 @@ def run_seed(
     disks: bool = True,
     quotas: bool = False,
     follow: bool = True,
+    bad_media: bool = True,
 ) -> Result:
     """Live one seed from beginning to end.
 
     tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too. follow: False:
     nobody follows prompts, where two of five seeds have some who do; all else is then as if there were none.
+    bad_media: False: no disk lies, or has bad places, where a quarter of the seeds have such.
     """
-    plan = plan_of(seed, disks=disks, quotas=quotas, follow=follow)
+    plan = plan_of(seed, disks=disks, quotas=quotas, follow=follow, bad_media=bad_media)
     gc.disable()
     try:
         with _scaled(_ALWAYS):
