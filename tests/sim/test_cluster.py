@@ -58,6 +58,11 @@ DISKS_FAILED = {
     313: "an index that refused deletions was not asked once more",
     412: "deletions that an index refused were sent once more, and hit what was written meanwhile",
     42: "the length of a namespace's blocks was not known after an epoch ended",
+    2235: "a table was dropped while deletions of its blocks were under way with a write",
+}
+# With disks, and with follows.
+FOLLOWS_FAILED = {
+    3616: "a pin that an index refused was not asked for once more",
 }
 DISKS_GUARDS = {
     0: "what is forgotten goes with the next order; blocks are found once they are safe, and stay leased",
@@ -78,6 +83,12 @@ def test_a_seed_that_once_failed_or_guards_a_rule(seed: int) -> None:
 def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
     result = run_seed(seed, follow=False, bad_media=False)
     assert result.plan.disks is not None
+    assert not result.failure, str(result)
+
+
+@pytest.mark.parametrize("seed", FOLLOWS_FAILED)
+def test_a_seed_with_follows_that_once_failed(seed: int) -> None:
+    result = run_seed(seed, bad_media=False)
     assert not result.failure, str(result)
 
 

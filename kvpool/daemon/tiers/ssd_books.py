@@ -190,7 +190,8 @@ class SsdBooks:
         ended = (
             self._ended_tables()
         )  # whose slots are among those to be forgotten now, or were before
-        if self.given_up or self.refused:
+        # Some deletions may have gone with writes that are still under way.
+        if self.given_up or self.refused or ended:
             await self._forget_given_up()
         if ended and self.state is not TierState.OPENING:
             await self._drop_tables(ended)
@@ -487,9 +488,15 @@ class SsdBooks:
         base = self.bases[state.tenant.name]
         slots = array("Q", [base + block.row * block.table.stride for block in changed])
         if slots:
-            await self.living_disk().pin(
-                storage_wire.PinSlots(slots.tobytes(), PIN_KINDS[kind], FORGET_S)
-            )
+            node = self.node
+            try:
+                await self.living_disk().pin(
+                    storage_wire.PinSlots(slots.tobytes(), PIN_KINDS[kind], FORGET_S)
+                )
+            except KvpoolError:
+                if self.node is node:
+                    self.refused = True
+                raise
         return found
 
     @property

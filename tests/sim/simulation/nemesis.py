@@ -158,7 +158,7 @@ class Nemesis:
         self._trouble(node, seconds, "misdirects")
 
     def disk_spoils(self, node: SimulatedNode, _seconds: float) -> None:
-        """A page of it keeps nothing from now on."""
+        """A page of it keeps nothing until all faults end."""
         media = self._media(node)
         if media is not None:
             media.bad_pages.add(self._rng.randrange(media.size // media.page))

@@ -429,6 +429,7 @@ class World:
         for node in self.nodes.values():
             for media in node.disk_media:
                 media.troubles.clear()
+                media.bad_pages.clear()
                 media.moving.set()
             node.resume()
             node.restart()
