@@ -130,7 +130,7 @@ class QuotaEviction:
         self._policy_of([entry]).discard(entry)
 
     def discard_all(self, entries: Sequence[Any]) -> None:
-        for base, some in groupby(entries, key=_base):
+        for _, some in groupby(entries, key=_base):
             self._policy_of(held := list(some)).discard_all(held)
 
     def _next(self) -> EvictionPolicy:
