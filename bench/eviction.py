@@ -254,20 +254,17 @@ class Ssd:
     def cover(self, blocks: Sequence[int]) -> None:
         """They are in DRAM now."""
         entries = [self.held[block] for block in blocks]
-        for entry in entries:
-            self._policy.discard(entry)
+        self._policy.discard(entries)
         self._covered.insert(entries)
 
     def uncover(self, blocks: Sequence[int]) -> None:
         """They are not in DRAM any more."""
         entries = [self.held[block] for block in blocks]
-        for entry in entries:
-            self._covered.discard(entry)
+        self._covered.discard(entries)
         self._policy.insert(entries)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._policy.discard(self.held.pop(block))
+        self._policy.discard([self.held.pop(block) for block in blocks])
 
     def put(self, entries: Sequence[Entry]) -> None:
         for _ in range(len(self.held) + len(entries) - SSD_BLOCKS):
@@ -355,8 +352,7 @@ def ns_per_operation(name: str, rounds: int) -> dict[str, float]:
         resident[number % len(resident)] = new
         if hasattr(policy, "discard"):
             t5 = clock()
-            for entry in new:
-                policy.discard(entry)
+            policy.discard(new)
             times["discard"].append((clock() - t5) / batch)
             policy.insert(new)
     return {label: sorted(took)[len(took) // 2] for label, took in times.items() if took}

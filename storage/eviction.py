@@ -110,11 +110,8 @@ class EvictionPolicy(Protocol):
         For the ancestors of new entries. Entries that are not held are ignored.
         """
 
-    def discard(self, entry: Evictable) -> None:
-        """It left otherwise (removed, pinned, leased): no ghost. Ignored if not held."""
-
-    def discard_all(self, entries: Sequence[Evictable]) -> None:
-        """`discard` each."""
+    def discard(self, entries: Sequence[Evictable]) -> None:
+        """They left otherwise (removed, pinned, leased): no ghosts. Entries that are not held are ignored."""
 
     def pop(self) -> Evictable | None:
         """The next victim, no longer held; its ident is remembered. None if nothing is held."""
@@ -183,14 +180,9 @@ class Lru:
 
     refresh = touch
 
-    def discard(self, entry: Any) -> None:
-        if entry.queue:
-            self._queue.remove(entry)
-            entry.queue = 0
-
-    def discard_all(self, entries: Sequence[Any]) -> None:
+    def discard(self, entries: Sequence[Any]) -> None:
         held = [entry for entry in entries if entry.queue]
-        self._queue.remove_all(held)
+        self._queue.remove(held)
         for entry in held:
             entry.queue = 0
 
@@ -290,14 +282,9 @@ class S3Fifo:
         self._small.renew([entry for entry in found if entry.queue == self._SMALL])
         self._main.renew([entry for entry in found if entry.queue == self._MAIN])
 
-    def discard(self, entry: Any) -> None:
-        if entry.queue:
-            (self._small if entry.queue == self._SMALL else self._main).remove(entry)
-            entry.queue = 0
-
-    def discard_all(self, entries: Sequence[Any]) -> None:
-        self._small.remove_all([entry for entry in entries if entry.queue == self._SMALL])
-        self._main.remove_all([entry for entry in entries if entry.queue == self._MAIN])
+    def discard(self, entries: Sequence[Any]) -> None:
+        self._small.remove([entry for entry in entries if entry.queue == self._SMALL])
+        self._main.remove([entry for entry in entries if entry.queue == self._MAIN])
         for entry in entries:
             entry.queue = 0
 
@@ -510,16 +497,11 @@ class Adaptive2Q:
         self._proven.renew([entry for entry in found if entry.queue == self._AMONG_PROVEN])
         self._probation.renew([entry for entry in found if entry.queue == self._ON_PROBATION])
 
-    def discard(self, entry: Any) -> None:
-        if entry.queue:
-            (self._proven if entry.queue == self._AMONG_PROVEN else self._probation).remove(entry)
-            entry.queue = 0
-
-    def discard_all(self, entries: Sequence[Any]) -> None:
+    def discard(self, entries: Sequence[Any]) -> None:
         # A class's names take time here, and a slab has thousands.
         on_probation, among_proven = self._ON_PROBATION, self._AMONG_PROVEN
-        self._probation.remove_all([entry for entry in entries if entry.queue == on_probation])
-        self._proven.remove_all([entry for entry in entries if entry.queue == among_proven])
+        self._probation.remove([entry for entry in entries if entry.queue == on_probation])
+        self._proven.remove([entry for entry in entries if entry.queue == among_proven])
         for entry in entries:
             entry.queue = 0
 

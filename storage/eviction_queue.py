@@ -67,16 +67,8 @@ class EvictionQueue:
         end.newer = oldest.older = entry
         self.length += 1
 
-    def remove(self, entry: Any) -> None:
-        """Take an entry out."""
-        older, newer = entry.older, entry.newer
-        older.newer = newer
-        newer.older = older
-        entry.older = entry.newer = None
-        self.length -= 1
-
-    def remove_all(self, entries: Sequence[Any]) -> None:
-        """Take entries out: several times as fast as one by one."""
+    def remove(self, entries: Sequence[Any]) -> None:
+        """Take entries out."""
         for entry in entries:
             older, newer = entry.older, entry.newer
             older.newer = newer

@@ -43,7 +43,7 @@ class BlockIndex(Generic[B]):
         self._length = 0
         self.added = 0  # blocks in all: equal at two times if none was added between them
         self._emptied = 0  # pieces that `pop_any` has emptied
-        self._next = 0  # the piece that is checked next
+        self._next = 0  # the piece that was checked last
         self._check_at = CHECKED_EVERY  # `added`
 
     # ---- one block ---------------------------------------------------------------------------------

@@ -349,7 +349,7 @@ class SlotClass:
 
     def discard(self, block: Block) -> None:
         """No longer a candidate."""
-        (self.secondary if block.secondary else self.policy).discard(block)
+        (self.secondary if block.secondary else self.policy).discard([block])
 
     def discard_all(self, blocks: Sequence[Block]) -> list[Block]:
         """None of these is a candidate any more; returns those that were none before."""
@@ -359,9 +359,9 @@ class SlotClass:
             was = [block for block in was if block not in parked]
         others = [] if len(was) == len(blocks) else [b for b in blocks if not self.is_candidate(b)]
         if len(self.secondary):
-            self.secondary.discard_all([block for block in was if block.secondary])
+            self.secondary.discard([block for block in was if block.secondary])
             was = [block for block in was if not block.secondary]
-        self.policy.discard_all(was)
+        self.policy.discard(was)
         return others
 
     def is_candidate(self, block: Block) -> bool:

@@ -72,8 +72,7 @@ class QuotaEviction:
         if not moving:
             return self._parts[base].take(n)
         victims = [moving.popitem()[0] for _ in range(min(n, len(moving)))]
-        for block in victims:
-            self._common.discard(block)
+        self._common.discard(victims)
         return victims
 
     def move(self, base: bytes, n: int) -> int:
@@ -84,8 +83,7 @@ class QuotaEviction:
         youngest = [moving.popitem(last=False)[0] for _ in range(min(n, len(moving)))]
         if not moving:
             del self._moving[base]
-        for block in youngest:
-            self._common.discard(block)
+        self._common.discard(youngest)
         # The youngest first, each batch before the previous one: so the order is preserved.
         self._parts[base].put_back(youngest)
         return len(youngest)
@@ -95,7 +93,7 @@ class QuotaEviction:
         late = [block for block in dict.fromkeys(blocks) if block in moving]
         for block in late:
             del moving[block]
-            self._common.discard(block)
+        self._common.discard(late)
         return late
 
     def _policy_of(self, blocks: Sequence[Used]) -> EvictionPolicy:
@@ -126,12 +124,9 @@ class QuotaEviction:
         if entries:
             self._policy_of(entries).refresh(entries)
 
-    def discard(self, entry: Any) -> None:
-        self._policy_of([entry]).discard(entry)
-
-    def discard_all(self, entries: Sequence[Any]) -> None:
+    def discard(self, entries: Sequence[Any]) -> None:
         for _, some in groupby(entries, key=_base):
-            self._policy_of(held := list(some)).discard_all(held)
+            self._policy_of(held := list(some)).discard(held)
 
     def _next(self) -> EvictionPolicy:
         """The policy whose next victim was used longest ago; of equals the common one."""

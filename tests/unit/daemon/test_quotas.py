@@ -360,7 +360,7 @@ def test_entries_of_several_orders_are_discarded_together() -> None:
     order.insert(others)
     order.divide(b"mine", 100, mine)  # all of them have yet to move over
     order.move(b"mine", 2)
-    order.discard_all([*mine[:4], *others[:4]])
+    order.discard([*mine[:4], *others[:4]])
     assert not any(one.queue for one in (*mine[:4], *others[:4]))
     assert len(order) == 4
     assert {one.ident for one in order.take(9)} == {4, 5, 10, 11}

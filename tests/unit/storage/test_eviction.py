@@ -317,16 +317,16 @@ def run_beside_model(
         elif step in ("lease", "remove"):
             for block in there:
                 if block not in leased:
-                    policy.discard(known[block])
+                    policy.discard([known[block]])
                     model.discard(block)
-                    policy.discard(known[block])  # of what is not held: nothing
+                    policy.discard([known[block]])  # of what is not held: nothing
                     assert not known[block].queue
                     if step == "lease":
                         leased.append(block)
                     else:
                         gone(block)
         elif step == "remove all":
-            policy.discard_all([known[block] for block in there])  # of what is leased: nothing
+            policy.discard([known[block] for block in there])  # of what is leased: nothing
             for block in there:
                 if block not in leased:
                     model.discard(block)
@@ -524,7 +524,7 @@ def test_what_a_lease_took_out_and_brings_back_is_still_proven() -> None:
     policy.insert(chain)
     policy.insert(entries(*range(10, 18)))
     for entry in chain:
-        policy.discard(entry)
+        policy.discard([entry])
     policy.touch(chain)
     policy.insert(chain)
     policy.insert(entries(*range(20, 30)))
@@ -672,10 +672,10 @@ def test_queues_against_lists(steps: list[tuple[str, list[int]]]) -> None:
                 model.insert(0, block)
         elif step == "remove":
             for block in held:
-                queue.remove(known[block])
+                queue.remove([known[block]])
                 model.remove(block)
         elif step == "remove all":
-            queue.remove_all([known[block] for block in held])
+            queue.remove([known[block] for block in held])
             model[:] = [block for block in model if block not in held]
         elif step == "renew":
             queue.renew([known[block] for block in held])
