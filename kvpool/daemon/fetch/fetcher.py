@@ -44,9 +44,9 @@ from kvpool.daemon.fetch.ports import (
     LocalSource,
     PeerTransport,
 )
-from kvpool.daemon.fetch.transfer import Transfers, pulls_holder
+from kvpool.daemon.fetch.transfer import Transfers
 from kvpool.daemon.workers.turns import PULLS, TurnLimits, Turns
-from kvpool.errors import InvalidRequest, LimitExceeded
+from kvpool.errors import InvalidRequest
 from kvpool.hit_rule import AnyOf, needed, usable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peer_selection import Candidate
@@ -344,32 +344,12 @@ class BlockFetcher:
         return HEDGE_TIMES * max(found, default=0.0)
 
     def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
-        """Lease these blocks as far as they are here until `let_go`; False: there are too many leases.
-
-        kept: the tokens of the leases are added to it.
-        """
-        namespace = table.namespace
-        try:
-            lease = self.node.leases.acquire(
-                pulls_holder(self.node, namespace.tenant.name),
-                namespace,
-                [table.part],
-                keys,
-                None,
-                self._clock(),
-                scattered=True,
-            )
-        except LimitExceeded:
-            return False  # with very many pulls at a time: without a lease
-        if lease is not None:
-            kept.append(lease.token)
-        return True
+        """See `Transfers.hold`."""
+        return self.transfers.hold(table, keys, kept)
 
     def let_go(self, tenant: str, kept: Sequence[str]) -> None:
         """Release the leases of `hold`."""
-        holder = pulls_holder(self.node, tenant)
-        for token in kept:
-            self.node.leases.release(holder, token)
+        self.transfers.let_go(tenant, kept)
 
     # ---- load or recompute ---------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Transfer:
     batch: Batch | None = None
     expected_s: float = 0.0
     begun: bool = False
-    kept: list[tuple[Holder, str]] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
@@ -168,6 +168,34 @@ class Transfers:
     def has_room(self, source: bytes, *, background: bool) -> bool:
         """Whether one more may wait for its turn at a source."""
         return self._turns(source, background).waiting(source) < WAITING_MAX
+
+    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
+        """Lease these blocks as far as they are here until `let_go`; False: there are too many leases.
+
+        kept: the tokens of the leases are added to it.
+        """
+        namespace = table.namespace
+        try:
+            lease = self._node.leases.acquire(
+                pulls_holder(self._node, namespace.tenant.name),
+                namespace,
+                [table.part],
+                keys,
+                None,
+                self._clock(),
+                scattered=True,
+            )
+        except LimitExceeded:
+            return False  # with very many pulls at a time: without a lease
+        if lease is not None:
+            kept.append(lease.token)
+        return True
+
+    def let_go(self, tenant: str, kept: Sequence[str]) -> None:
+        """Release the leases of `hold`."""
+        holder = pulls_holder(self._node, tenant)
+        for token in kept:
+            self._node.leases.release(holder, token)
 
     def give_up(self, transfers: Iterable[Transfer]) -> None:
         """End the first of these whose source has not answered anything since it was found to be slow."""
@@ -308,7 +336,8 @@ class Transfers:
             del self._of_keys[transfer.table]
         if transfer.kept:  # who waits for this task runs in the next turn of the loop
             loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._let_go, transfer)
+            tenant = transfer.table.namespace.tenant.name
+            loop.call_soon(loop.call_soon, self.let_go, tenant, transfer.kept)
         crash_if_failed(task)
 
     # ---- one of them ---------------------------------------------------------------------------------
@@ -438,23 +467,8 @@ class Transfers:
         Where memory is full, what comes next would evict it first: many prompts at a time took each other's blocks
         away, and none was ever whole.
         """
-        if transfer.background:
-            return
-        namespace = transfer.table.namespace
-        holder = pulls_holder(self._node, namespace.tenant.name)
-        parts, now = [transfer.table.part], self._clock()
-        try:
-            lease = self._node.leases.acquire(
-                holder, namespace, parts, keys, None, now, scattered=True
-            )
-        except LimitExceeded:
-            return  # with very many transfers at a time: without a lease
-        if lease is not None:
-            transfer.kept.append((holder, lease.token))
-
-    def _let_go(self, transfer: Transfer) -> None:
-        for holder, token in transfer.kept:
-            self._node.leases.release(holder, token)
+        if not transfer.background:
+            self.hold(transfer.table, keys, transfer.kept)
 
     async def _bring_traced(
         self, transfer: Transfer, url: str, slots: _Slots, seconds: float, span: Span
