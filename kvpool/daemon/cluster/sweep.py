@@ -83,7 +83,8 @@ class Sweep:
         """Call it about every second. A directory that fails or refuses is asked again in the next step."""
         if self._directory is None or not await self._leads():
             return
-        began, left = self._clock(), self._keys()
+        began = self._clock()
+        left = sweep_keys(self._share_dead) if self._dead else SURVEY_KEYS
         seen = dropped = 0
         while left > 0 and self._clock() - began < STEP_S_MAX:
             dead = self._pass.step()
@@ -105,9 +106,6 @@ class Sweep:
                 break  # a small directory is not passed over many times a second
         # It falls slowly: the dead are not spread evenly over a directory.
         self._share_dead = max(dropped / max(seen, 1), self._share_dead / 2)
-
-    def _keys(self) -> int:
-        return sweep_keys(self._share_dead) if self._dead else SURVEY_KEYS
 
     async def _leads(self) -> bool:
         try:

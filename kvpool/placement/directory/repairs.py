@@ -153,7 +153,7 @@ class Repairs:
 
     async def _wrong(self, incarnation: bytes, digest: bytes, keys: list[bytes]) -> list[bytes]:
         """Which of these held blocks the directory has not, or not as they are. Raises `Unavailable`."""
-        parts, _ = self._queue.masks(digest, keys)
+        parts, _ = self._queue.masks(digest, [])
         if not parts:
             return []  # the namespace has just gone
         wrong: list[bytes] = []
