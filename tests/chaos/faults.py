@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvpool.errors import KvpoolError
 from tests.chaos.history import Exited, FaultBegan, FaultEnded, Started
 from tests.chaos.plan import Fault
 from tests.chaos.world import World
+from tests.support.local_cluster import LocalNode
 from tests.support.proxy import BOTH, Proxy
 from tests.support.proxy import Fault as Broken
 
@@ -46,19 +48,12 @@ def noted(world: World, number: int, what: str, target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def killed(world: World, target: str, number: int) -> Iterator[None]:
-    """A daemon is killed, and started again."""
-    with world.having(target) as node, noted(world, number, "kill", target):
-        world.kill(node)
-        yield
-        world.start(node)
-
-
-@contextlib.contextmanager
-def terminated(world: World, target: str, number: int) -> Iterator[None]:
-    """A daemon is asked to end, and started again."""
-    with world.having(target) as node, noted(world, number, "terminate", target):
-        world.terminate(node)
+def ended(
+    world: World, target: str, number: int, *, what: str, end: Callable[[World, LocalNode], None]
+) -> Iterator[None]:
+    """A daemon is killed, or asked to end, and started again."""
+    with world.having(target) as node, noted(world, number, what, target):
+        end(world, node)
         yield
         world.start(node)
 
@@ -88,14 +83,21 @@ def stopped(world: World, target: str, number: int) -> Iterator[None]:
 def without_descriptors(world: World, target: str, number: int) -> Iterator[None]:
     """The control process has about as many descriptors as it may have."""
     with world.having(target) as node, noted(world, number, "descriptors", target):
-        usual = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
         least = len(os.listdir(f"/proc/{node.pid}/fd")) + SPARE_DESCRIPTORS
-        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (least, usual[1]))
-        try:
+        with limited(node.pid, resource.RLIMIT_NOFILE, least):
             yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(node.pid, resource.RLIMIT_NOFILE, usual)
+
+
+@contextlib.contextmanager
+def limited(pid: int, what: int, most: int) -> Iterator[None]:
+    """A process may have no more of something."""
+    usual = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (most, usual[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, what, usual)
 
 
 # ---- workers -------------------------------------------------------------------------------------------------
@@ -103,39 +105,40 @@ def without_descriptors(world: World, target: str, number: int) -> Iterator[None
 
 @contextlib.contextmanager
 def on_worker(
-    world: World, target: str, number: int, *, what: str, role: str, first: int, then: int = 0
+    world: World,
+    target: str,
+    number: int,
+    *,
+    what: str,
+    role: str,
+    broken: Callable[[World, str, int], Breaking],
 ) -> Iterator[None]:
-    """A signal to one worker of a node, and perhaps another one later."""
+    """One worker of a node is broken: by its node and process. Nothing happens if the daemon does not name one."""
     with world.having(target):
         pid = _worker(world, target, role)
         if pid is None:
             yield
             return
-        with noted(world, number, what, target):
-            world.order_process(pid, f"{target}/{pid}", first)
-            try:
-                yield
-            finally:
-                if then:
-                    world.order_process(pid, f"{target}/{pid}", then)
+        with noted(world, number, what, target), broken(world, target, pid):
+            yield
 
 
 @contextlib.contextmanager
-def full_disk(world: World, target: str, number: int) -> Iterator[None]:
+def signalled(world: World, node: str, pid: int, *, first: int, then: int = 0) -> Iterator[None]:
+    """A signal, and perhaps another one later."""
+    world.order_process(pid, f"{node}/{pid}", first)
+    try:
+        yield
+    finally:
+        if then:
+            world.order_process(pid, f"{node}/{pid}", then)
+
+
+@contextlib.contextmanager
+def without_room(_world: World, _node: str, pid: int) -> Iterator[None]:
     """The kernel refuses to write to files beyond their first bytes: what a worker gets of a full disk, with EFBIG."""
-    with world.having(target):
-        pid = _worker(world, target, "disk")
-        if pid is None:
-            yield
-            return
-        with noted(world, number, "full-disk", target):
-            usual = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, usual[1]))
-            try:
-                yield
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_FSIZE, usual)
+    with limited(pid, resource.RLIMIT_FSIZE, 1):
+        yield
 
 
 def _worker(world: World, node: str, role: str) -> int | None:
@@ -191,15 +194,17 @@ def bridge(world: World, target: str, number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def etcd_stopped(world: World, target: str, number: int) -> Iterator[None]:
-    """One member without answers is no quorum."""
-    member = world.cluster.etcd.members[0]
-    with noted(world, number, "etcd-stop", target):
-        member.pause()
+def server_stopped(
+    world: World, target: str, number: int, *, what: str, server_of: Callable[[World], Any]
+) -> Iterator[None]:
+    """It holds its connections and answers nothing. One member of etcd without answers is no quorum."""
+    server = server_of(world)
+    with noted(world, number, what, target):
+        server.pause()
         try:
             yield
         finally:
-            member.resume()
+            server.resume()
 
 
 @contextlib.contextmanager
@@ -242,17 +247,6 @@ def _begin_etcd(world: World) -> None:
     process = world.cluster.etcd.members[0].process
     assert process is not None
     world.write(Started(at=time.monotonic(), pid=process.pid, who="etcd", role="etcd"))
-
-
-@contextlib.contextmanager
-def redis_stopped(world: World, target: str, number: int) -> Iterator[None]:
-    """It holds its connections and answers nothing."""
-    with noted(world, number, "redis-stop", target):
-        world.cluster.redis.pause()
-        try:
-            yield
-        finally:
-            world.cluster.redis.resume()
 
 
 @contextlib.contextmanager
@@ -322,20 +316,21 @@ def _to_redis(what: str, broken: Broken) -> Callable[[World, str, int], Breaking
 def _signal(
     what: str, role: str, first: int, then: int = 0
 ) -> Callable[[World, str, int], Breaking]:
-    return partial(on_worker, what=what, role=role, first=first, then=then)
+    broken = partial(signalled, first=first, then=then)
+    return partial(on_worker, what=what, role=role, broken=broken)
 
 
 FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
-    "kill": killed,
+    "kill": partial(ended, what="kill", end=World.kill),
     "stop": stopped,
-    "terminate": terminated,
+    "terminate": partial(ended, what="terminate", end=World.terminate),
     "restarts": restarted,
     "descriptors": without_descriptors,
     "kill-worker": _signal("kill-worker", "transfer", signal.SIGKILL),
     "stop-worker": _signal("stop-worker", "transfer", signal.SIGSTOP, signal.SIGCONT),
     "kill-disk": _signal("kill-disk", "disk", signal.SIGKILL),
     "hung-disk": _signal("hung-disk", "disk", signal.SIGSTOP, signal.SIGCONT),
-    "full-disk": full_disk,
+    "full-disk": partial(on_worker, what="full-disk", role="disk", broken=without_room),
     "one-way": _way("one-way", SILENT),
     "unheard": _way("unheard", Broken(hold=frozenset({"down"}))),
     "refused": _way("refused", Broken(refuse=True)),
@@ -343,12 +338,16 @@ FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
     "slow-peer": _way("slow-peer", Broken(delay_s=0.1)),
     "lost": _way("lost", Broken(stop=("down", 100_000), ending="reset")),
     "bridge": bridge,
-    "etcd-stop": etcd_stopped,
+    "etcd-stop": partial(
+        server_stopped, what="etcd-stop", server_of=lambda world: world.cluster.etcd.members[0]
+    ),
     "etcd-kill": etcd_killed,
     "etcd-slow": _to_etcd("etcd-slow", Broken(delay_s=0.3)),
     "etcd-refused": _to_etcd("etcd-refused", Broken(refuse=True)),
     "etcd-restored": etcd_restored,
-    "redis-stop": redis_stopped,
+    "redis-stop": partial(
+        server_stopped, what="redis-stop", server_of=lambda world: world.cluster.redis
+    ),
     "redis-kill": redis_killed,
     "redis-emptied": partial(redis_told, what="redis-emptied", first=("FLUSHALL",)),
     "redis-slow": _to_redis("redis-slow", Broken(delay_s=0.2)),

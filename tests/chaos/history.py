@@ -21,12 +21,11 @@ class Record(msgspec.Struct, frozen=True, tag_field="kind", tag=True, kw_only=Tr
 
 
 class Run(Record, frozen=True):
-    """The run began. starts_s, stops_s: how long a process may take until it serves, and to end when it is asked to."""
+    """The run began."""
 
     seed: int
     seconds: float
     nodes: list[str]
-    commit: str = ""
 
 
 class Begin(Record, frozen=True):

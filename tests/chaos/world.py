@@ -160,7 +160,9 @@ class World:
             stack.enter_context(self.cluster)
             for node in self.cluster.nodes:
                 self._locks[node.name] = threading.RLock()
-                self._note_start(node)
+                now = time.monotonic()
+                self.write(Started(at=now, pid=node.pid, who=node.name, role="daemon"))
+                self.write(Serving(at=now, pid=node.pid, who=node.name))
             self.cluster.wait_acquainted()
             watcher = threading.Thread(target=self._watch, name="chaos-watch")
             watcher.start()
@@ -239,18 +241,21 @@ class World:
         """Start a daemon that has ended, as a supervisor does: again, when it does not start."""
         deadline = time.monotonic() + QUIET_S + PATIENCE_S
         while True:
-            node.begin()
-            self._note_start(node, serving=False)
             try:
-                node.wait_ready()
+                self._begin(node)
+                return
             except RuntimeError:
                 self._note_exit(node)
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)
-            else:
-                self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
-                return
+
+    def _begin(self, node: LocalNode) -> None:
+        """Start a daemon, once. Raises `RuntimeError` if it ends before it serves."""
+        node.begin()
+        self.write(Started(at=time.monotonic(), pid=node.pid, who=node.name, role="daemon"))
+        node.wait_ready()
+        self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
 
     def _reap(self, node: LocalNode, seconds: float) -> None:
         if node.process is None or node.process.returncode is not None:
@@ -261,12 +266,6 @@ class World:
             node.process.kill()
             node.process.wait()
         self._note_exit(node)
-
-    def _note_start(self, node: LocalNode, *, serving: bool = True) -> None:
-        now = time.monotonic()
-        self.write(Started(at=now, pid=node.pid, who=node.name, role="daemon"))
-        if serving:
-            self.write(Serving(at=now, pid=node.pid, who=node.name))
 
     def _note_exit(self, node: LocalNode) -> None:
         assert node.process is not None and node.process.returncode is not None
@@ -380,10 +379,7 @@ class World:
         try:
             if node.process is not None and node.process.poll() is not None:
                 self._note_exit(node)
-                node.begin()
-                self._note_start(node, serving=False)
-                node.wait_ready()
-                self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
+                self._begin(node)
         except RuntimeError:
             pass  # it has not started: it is noted as an end the next time
         finally:

@@ -120,19 +120,19 @@ class DurableMedia:
             if offset in self.entries:
                 self.entries[offset] = replace(self.entries[offset], pin=level)
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Fill a slot, or some of it, that nothing answers for."""
-        for page in self._pages(offset, len(data)):
+    def check_free(self, offset: int, nbytes: int) -> None:
+        """Raises `Violation` if the index has a block here, which something is to be written over."""
+        for page in self._pages(offset, nbytes):
             held = self._owner[page]
             if held is not None:
                 raise Violation(
                     f"a slot at {offset} is written over block {self.entries[held].key[:4].hex()} "
                     f"at {held}, which the index has still"
                 )
-        self.surface.write(offset, data)
 
-    def misdirect(self, offset: int, data: bytes) -> None:
-        """What was to be written here lies there, whatever was there."""
+    def write(self, offset: int, data: bytes) -> None:
+        """Fill a slot, or some of it, that nothing answers for."""
+        self.check_free(offset, len(data))
         self.surface.write(offset, data)
 
     def keeps(self, offset: int, nbytes: int) -> bool:
@@ -466,12 +466,12 @@ class SimulatedDisk:
         """Write a block, as this disk writes."""
         media = self.media
         if self._drawn("loses"):
-            media.write(offset, b"")
+            media.check_free(offset, len(data))
             self.world.count("writes lost by disks")
         elif self._drawn("misdirects"):
-            media.write(offset, b"")
+            media.check_free(offset, len(data))
             slot = media.slot(len(data))
-            media.misdirect(slot * self._rng.randrange(media.size // slot), data)
+            media.surface.write(slot * self._rng.randrange(media.size // slot), data)
             self.world.count("writes misdirected by disks")
         else:
             media.write(offset, data)
