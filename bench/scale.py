@@ -54,7 +54,7 @@ from kvpool.placement.redis.settings import parse_url
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 from kvpool.types import Namespace, NamespaceRecord, PartSpec, split_keys
 from kvpool.wire import frame
-from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.local_cluster import LocalCluster
 from tests.support.local_node import MemoryOnly
 from tests.support.servers.etcd import Etcd
 from tests.support.waiting import until, until_async
@@ -477,25 +477,20 @@ def hung_peer(report: Report) -> None:
         ns = reader.open(record)
 
         def fill() -> list[Prompt]:
-            prompts = [[secrets.token_bytes(16) for _ in range(BLOCKS)] for _ in range(PROMPTS)]
-            for owner in owners:
-                mine = owner.open(record)
-                for prompt in prompts:
-                    for part in range(PARTS):
-                        owner.put(mine, prompt, DATA[part], part=part)
+            prompts = _put_prompts(owners, record)
             until(lambda: all(_announced(owner) for owner in owners), "all is announced")
             return prompts
 
-        def read(prompts: Sequence[Prompt]) -> list[tuple[int, int, float]]:
-            return list(threads.map(lambda prompt: _read(reader, ns, prompt), prompts))
+        def read(sets: int) -> list[tuple[int, int, float]]:
+            return _read_all(threads, reader, ns, [filled.pop() for _ in range(sets)])
 
         filled = [fill() for _ in range(2 * rounds + 1)]
-        read(filled.pop())
-        healthy = [found for _ in range(rounds) for found in read(filled.pop())]
+        read(1)
+        healthy = read(rounds)
         stopped = cluster.node("a")
         stopped.signal(signal.SIGSTOP)
         try:
-            hung = [found for _ in range(rounds) for found in read(filled.pop())]
+            hung = read(rounds)
         finally:
             stopped.signal(signal.SIGCONT)
         _row(report, "all nodes well", healthy)
@@ -526,34 +521,29 @@ def hung_disk(report: Report) -> None:
         ns = reader.open(record)
 
         def fill() -> list[Prompt]:
-            prompts = [[secrets.token_bytes(16) for _ in range(BLOCKS)] for _ in range(PROMPTS)]
             count = PROMPTS * BLOCKS * PARTS
             goals = [_written(client) + count for client in on_disk]
-            for client in clients:
-                mine = client.open(record)
-                for prompt in prompts:
-                    for part in range(PARTS):
-                        client.put(mine, prompt, DATA[part], part=part)
+            prompts = _put_prompts(clients, record)
             until(
                 lambda: all(_written(c) >= goal for c, goal in zip(on_disk, goals, strict=True)),
                 "all is on disk",
             )
             return prompts
 
-        def read(prompts: Sequence[Prompt]) -> list[tuple[int, int, float]]:
-            return list(threads.map(lambda prompt: _read(reader, ns, prompt), prompts))
+        def read(sets: int) -> list[tuple[int, int, float]]:
+            return _read_all(threads, reader, ns, [filled.pop() for _ in range(sets)])
 
         filled = [fill() for _ in range(2 * rounds + 1)]
         for client in on_disk:
             client.evict(tier="dram")
         until(lambda: all(_announced(client) for client in clients), "all is announced")
-        read(filled.pop())
-        healthy = [found for _ in range(rounds) for found in read(filled.pop())]
-        disks = [_disk_process(cluster.node(name)) for name in "ac"]
+        read(1)
+        healthy = read(rounds)
+        disks = [_disk_process(client) for client in on_disk]
         for pid in disks:
             os.kill(pid, signal.SIGSTOP)
         try:
-            hung = [found for _ in range(rounds) for found in read(filled.pop())]
+            hung = read(rounds)
         finally:
             for name, pid in zip("ac", disks, strict=True):
                 if pid in cluster.node(name).pids:  # otherwise its daemon has replaced it
@@ -570,12 +560,30 @@ def _written(client: OperatorClient) -> int:
     return disk.written_blocks
 
 
-def _disk_process(node: LocalNode) -> int:
-    (found,) = (
-        pid
-        for pid in node.pids
-        if b"kvpool.daemon.workers.disk_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+def _put_prompts(owners: Sequence[OperatorClient], record: NamespaceRecord) -> list[Prompt]:
+    """Prompts of new keys, put at each of these."""
+    prompts = [[secrets.token_bytes(16) for _ in range(BLOCKS)] for _ in range(PROMPTS)]
+    for owner in owners:
+        mine = owner.open(record)
+        for prompt in prompts:
+            for part in range(PARTS):
+                owner.put(mine, prompt, DATA[part], part=part)
+    return prompts
+
+
+def _read_all(
+    threads: ThreadPoolExecutor, reader: OperatorClient, ns: Namespace, sets: list[list[Prompt]]
+) -> list[tuple[int, int, float]]:
+    """One set after the other, the prompts of each at once."""
+    return [
+        found
+        for prompts in sets
+        for found in threads.map(lambda prompt: _read(reader, ns, prompt), prompts)
+    ]
+
+
+def _disk_process(client: OperatorClient) -> int:
+    (found,) = (one.pid for one in client.stats().processes if one.kind == "disk_worker")
     return found
 
 
