@@ -8,10 +8,11 @@ nodes' journals still, in an order that may differ by what clocks do, so some of
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
+from typing import TypeAlias
 
 import msgspec
 
@@ -37,6 +38,9 @@ RETRY_S = 1.0
 OVERLAP_S = 60.0  # by which clocks may differ
 FIRST_S = 3.0  # for the nodes' journals, when the first ones listen
 
+Moment: TypeAlias = tuple[float, int]
+"""When a node says that it happened, and the place in this gateway's order, since two may say the same."""
+
 
 class _Told(msgspec.Struct, frozen=True):
     events: list[EventInfo]
@@ -55,6 +59,10 @@ class Heard:
         self.event = event
         self.data = msgspec.json.encode(event)
         self.early = early
+
+    @property
+    def moment(self) -> Moment:
+        return self.event.at_s, self.place
 
     @property
     def name(self) -> str:
@@ -272,13 +280,13 @@ class Events:
             pass  # no node has answered: what comes later is heard all the same
 
     async def newest(
-        self, keep: Callable[[EventInfo], bool], most: int, before: int
+        self, keep: Callable[[EventInfo], bool], most: int, before: Moment | None
     ) -> list[Heard]:
-        """The last events that are to be kept, newest first. before: a place; 0: the end."""
+        """The last events that are to be kept, by their nodes' clocks, newest first; `before` that one alone."""
         await self._wait_ready()
         chosen = (
             heard
-            for heard in reversed(self._ring)
-            if (not before or heard.place < before) and keep(heard.event)
+            for heard in self._ring
+            if (before is None or heard.moment < before) and keep(heard.event)
         )
-        return list(islice(chosen, most))
+        return heapq.nlargest(most, chosen, key=lambda heard: heard.moment)

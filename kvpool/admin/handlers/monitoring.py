@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvpool.admin import metrics
 from kvpool.admin.cluster_view import Cluster
-from kvpool.admin.event_feed import Events, Heard, Listener, visible
+from kvpool.admin.event_feed import Events, Heard, Listener, Moment, visible
 from kvpool.admin.history import Sampler
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
@@ -70,14 +70,14 @@ class Watching:
 
     async def list_audit(self, call: Call, wanted: Page) -> AuditList:
         """Operators' changes, newest first: as far as nodes remember them."""
-        before = unpack_cursor(wanted.cursor, tuple[int])[0] if wanted.cursor else 0
+        before = unpack_cursor(wanted.cursor, Moment) if wanted.cursor else None
 
         def keep(event: EventInfo) -> bool:
             return event.kind == AUDIT and visible(call.who, event)
 
         found = await self._events.newest(keep, wanted.limit + 1, before)
         some = found[: wanted.limit]
-        after = pack_cursor(some[-1].place) if len(found) > wanted.limit else None
+        after = pack_cursor(*some[-1].moment) if len(found) > wanted.limit else None
         return AuditList([heard.event for heard in some], after, dict(self._events.unreachable))
 
     async def stream_events(self, call: Call, wanted: EventsWanted) -> web.StreamResponse:

@@ -802,6 +802,50 @@ def test_a_disk_that_fails_everywhere_keeps_its_places() -> None:
     run(main())
 
 
+async def retire_a_place(bench: Bench) -> None:
+    for number in range(2):
+        bench.now += 100.0
+        await bench.write([number])
+        bench.disk.statuses["read"] = deque([bytes([BlockStatus.MISMATCH])])
+        await bench.read([number])
+    bench.now += 100.0
+    assert bench.device.counted.retired_bytes == PAGE
+
+
+def test_a_slab_with_a_retired_place_is_not_emptied_for_another_size() -> None:
+    async def main() -> None:
+        bench = Bench(slots=256, parts=(PartSpec(1000), PartSpec(5000)))
+        await bench.open()
+        await retire_a_place(bench)
+        bench.disk.held.add("write")
+        first = asyncio.create_task(bench.write(range(5000, 5112), part=1))  # all other slabs
+        await asyncio.sleep(0.1)
+        second = asyncio.create_task(bench.write([6000], part=1))
+        await asyncio.sleep(0.1)
+        bench.disk.go_on()
+        assert await first == 112
+        assert await second == 0
+        assert bench.device.counted.retired_bytes == PAGE
+
+    run(main())
+
+
+def test_a_retired_place_is_counted_once_and_its_neighbours_stay() -> None:
+    async def main() -> None:
+        bench = Bench(slots=256, parts=(PartSpec(1000), PartSpec(5000)))
+        await bench.open()
+        await retire_a_place(bench)
+        assert await bench.write(range(1000, 1255)) == 255
+        # All slabs but that of the retired place have blocks that must stay.
+        pinned = b"".join(map(key, range(1040, 1255)))
+        await bench.device.pin(bench.namespace, pinned, "hard")
+        assert await bench.write([6000], part=1) == 0
+        assert bench.device.counted.retired_bytes == PAGE
+        assert len(bench.here()) == 255
+
+    run(main())
+
+
 # ---- epochs --------------------------------------------------------------------------------------------
 
 
