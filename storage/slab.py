@@ -30,7 +30,7 @@ that was not handed out) is an AssertionError: continuing would give one slot to
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,7 @@ class _Extent:
         "free",
         "fresh",
         "index",
+        "kept",
         "owner",
         "slab",
         "slabs",
@@ -102,6 +103,7 @@ class _Extent:
         self.free: list[int] = []
         self.fresh = range(0)
         self.unlisted = False
+        self.kept = False
 
     def take(self, n: int) -> list[int]:
         """Up to n of its rows; none: it is exhausted."""
@@ -281,6 +283,11 @@ class SlabAllocator:
                 self._idle[extent] = None
                 self._changes += 1
         cls.used -= len(rows)
+
+    def retire(self, stride: int, rows: Iterable[int]) -> None:
+        """These slots stay in use for good, and their extents with their class: `victims` leaves them out."""
+        for row in rows:
+            self._extent(self.slab_of(stride, row)).kept = True
 
     def reuse(self, stride: int, rows: list[int]) -> list[int]:
         """Slots in use get other contents: what `free` and then `alloc` of as many rows returns."""
@@ -484,8 +491,8 @@ class SlabAllocator:
     def victims(self, nbytes: int) -> Iterator[tuple[int, ...]]:
         """Sets of extents to empty so that the class of `nbytes` gets one more: any one of these sets.
 
-        Each is a set of extents of other classes by their first slabs, with slots in use. Free the
-        `rows_used` of all of one set, then `alloc`. Choose by the contents of the slots: coldest, and
+        Each is a set of extents of other classes by their first slabs, with slots in use, none of them
+        retired. Free the `rows_used` of all of one set, then `alloc`. Choose by the contents of the slots: coldest, and
         none leased. Read it to its end before anything else is called here.
         """
         cls = self._classes[self.stride_of(nbytes)]
@@ -506,7 +513,7 @@ class SlabAllocator:
         """The extents of others with slots in use where the class could have its extent of this index."""
         if cls.span == 1:
             held = self._by_slab[index]
-            if held is None or held.owner is cls or not held.used:
+            if held is None or held.owner is cls or held.kept or not held.used:
                 return ()
             first, end = self._bounds(cls, index)
             return (held.slab,) if first < end else ()
@@ -514,7 +521,7 @@ class SlabAllocator:
         if first >= end:
             return ()
         all_held = {self._by_slab[slab]: None for slab in self._run(cls, index)}
-        if any(e is not None and e.owner is cls for e in all_held):
+        if any(e is not None and (e.owner is cls or e.kept) for e in all_held):
             return ()
         return tuple(e.slab for e in all_held if e is not None and e.used)
 

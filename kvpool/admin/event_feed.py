@@ -282,7 +282,7 @@ class Events:
     async def newest(
         self, keep: Callable[[EventInfo], bool], most: int, before: Moment | None
     ) -> list[Heard]:
-        """The last events that are to be kept, by their nodes' clocks, newest first; `before` that one alone."""
+        """The last events that are to be kept, newest first by the nodes' clocks. before: only older ones."""
         await self._wait_ready()
         chosen = (
             heard

@@ -16,6 +16,7 @@ from kvpool.storage.ssd.index import ENTRY
 from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
+from tests.support.waiting import PATIENCE_S
 
 
 class ScriptedDisk:
@@ -47,6 +48,8 @@ class ScriptedDisk:
         self.sizes: deque[list[int]] = deque()
         self.packs: dict[int, list[int]] = {}
         self._free = asyncio.Event()
+        self._waiting: set[str] = set()
+        self._came = asyncio.Event()
         self._dead = False
         self._scanned = False
         self._generation = max((int(e["generation"]) for e in self.entries.values()), default=0)
@@ -61,9 +64,17 @@ class ScriptedDisk:
     def of_kind(self, kind: str) -> list[Any]:
         return [order for name, order in self.orders if name == kind]
 
+    async def waits(self, kind: str) -> None:
+        """Returns when an order of this kind, one of those that are held, waits."""
+        async with asyncio.timeout(PATIENCE_S):
+            while kind not in self._waiting:
+                self._came.clear()
+                await self._came.wait()
+
     def go_on(self) -> None:
         """Nothing waits any more."""
         self.held.clear()
+        self._waiting.clear()
         self._free.set()
 
     def die(self) -> None:
@@ -74,6 +85,8 @@ class ScriptedDisk:
     async def _come(self, kind: str, order: Any) -> None:
         self.orders.append((kind, order))
         while kind in self.held and not self._dead:
+            self._waiting.add(kind)
+            self._came.set()
             self._free.clear()
             await self._free.wait()
         if self._dead:

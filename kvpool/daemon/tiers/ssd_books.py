@@ -19,7 +19,7 @@ import asyncio
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -107,7 +107,6 @@ class Slots(SlabAllocator):
         self._base = base
         self._given_up = given_up
         self._bad = bad
-        self._kept: set[int] = set()  # slabs with a retired place, which stay with their class
         self.retired_bytes = 0
 
     def free(self, stride: int, rows: Sequence[int]) -> None:
@@ -117,21 +116,13 @@ class Slots(SlabAllocator):
             # A retired one stays in use, as if it were reserved for ever.
             gone = {row for row in rows if self._bad.retire(base + row * stride, stride)}
             self.retired_bytes += len(gone) * stride
-            self._kept.update(self.slab_of(stride, row) for row in gone)
+            self.retire(stride, gone)
             rows = [row for row in rows if row not in gone]
         super().free(stride, rows)
 
     def reuse(self, stride: int, rows: list[int]) -> list[int]:
         self.free(stride, rows)
         return self.alloc(stride, len(rows))
-
-    def victims(self, nbytes: int) -> Iterator[tuple[int, ...]]:
-        # Emptying one of these would give up its blocks and make no room.
-        return (run for run in super().victims(nbytes) if self._kept.isdisjoint(run))
-
-    def victims_with(self, nbytes: int, slab: int) -> tuple[int, ...]:
-        run = super().victims_with(nbytes, slab)
-        return run if self._kept.isdisjoint(run) else ()
 
     def reclaim_slab(self, slab: int, used: int = 0) -> None:
         if used:

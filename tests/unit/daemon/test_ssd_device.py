@@ -321,7 +321,7 @@ def test_a_process_that_ends_during_the_restore_leaves_a_failed_device() -> None
         bench = Bench()
         bench.disk.held.add("scan")
         task = asyncio.create_task(bench.device.restore(bench.disk, bench.adopt))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("scan")
         assert bench.device.state is TierState.OPENING
         assert not bench.device.may_write()
         bench.disk.die()
@@ -426,7 +426,7 @@ def test_where_all_slots_are_being_read_nothing_is_written() -> None:
         await bench.write([1, 2])
         bench.disk.held.add("read")
         reading = asyncio.create_task(bench.read([1, 2]))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("read")
         assert await bench.write([3]) == 0
         assert len(bench.disk.of_kind("write")) == 1
         assert bench.device.state is TierState.SERVING  # nothing is wrong with the disk
@@ -446,7 +446,7 @@ def test_what_is_removed_while_it_is_written_is_not_found_again() -> None:
         bench.node.leases.hold(bench.holder, blocks)  # as who has blocks written does
         bench.disk.held.add("write")
         writing = asyncio.create_task(bench.device.write(bench.namespace.tables[0], blocks, 0))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("write")
         bench.node.removal.remove(bench.namespace, split_keys(key(2)))
         bench.disk.go_on()
         assert await writing == 2
@@ -492,7 +492,7 @@ def test_an_epoch_that_ends_during_a_write_takes_its_blocks_with_it() -> None:
         await bench.open()
         bench.disk.held.add("write")
         writing = asyncio.create_task(bench.write([1, 2]))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("write")
         assert not bench.here()  # not before it is safe
         bench.reset()
         bench.disk.go_on()
@@ -512,7 +512,7 @@ def test_a_process_that_dies_during_a_write_leaves_nothing_in_the_next_ones_book
         await bench.write([9])
         bench.disk.held.add("write")
         writing = asyncio.create_task(bench.write([1, 2]))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("write")
         before, after = bench.disk, bench.disk.next_life()
         bench.device.ended("killed")
         await bench.open(after)  # before the order has heard of it
@@ -535,7 +535,7 @@ def test_a_life_that_ends_while_a_table_is_made_known_has_nothing_written_by_it(
         before = bench.disk
         before.held.add("add_table")
         writing = asyncio.create_task(bench.write([1]))
-        await asyncio.sleep(0.1)
+        await before.waits("add_table")
         after = before.next_life()
         bench.device.ended("killed")
         await bench.open(after)
@@ -631,7 +631,7 @@ def test_deletions_that_an_index_refused_are_its_own_and_it_is_asked_once_more()
         bench.disk.held.add("forget")
         bench.disk.failures["forget"] = deque([Unavailable("no deletions today")])
         tidying = asyncio.create_task(bench.device.tidy())
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("forget")
         assert await bench.write([2]) == 1  # into the same slot
         bench.disk.go_on()
         with pytest.raises(Unavailable):
@@ -715,7 +715,7 @@ def test_a_read_that_ends_with_its_process_frees_the_slots_of_its_own_life_only(
         before = bench.disk
         before.held.add("read")
         reading = asyncio.create_task(bench.read([1]))
-        await asyncio.sleep(0.1)
+        await before.waits("read")
         assert bench.device.node.leases.count == 1
         bench.device.ended("killed")
         await bench.open(before.next_life())
@@ -735,7 +735,7 @@ def test_a_read_that_is_called_off_ends_its_lease() -> None:
         await bench.write([1])
         bench.disk.held.add("read")
         reading = asyncio.create_task(bench.read([1]))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("read")
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -819,12 +819,10 @@ def test_a_slab_with_a_retired_place_is_not_emptied_for_another_size() -> None:
         await retire_a_place(bench)
         bench.disk.held.add("write")
         first = asyncio.create_task(bench.write(range(5000, 5112), part=1))  # all other slabs
-        await asyncio.sleep(0.1)
-        second = asyncio.create_task(bench.write([6000], part=1))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("write")
+        assert await bench.write([6000], part=1) == 0
         bench.disk.go_on()
         assert await first == 112
-        assert await second == 0
         assert bench.device.counted.retired_bytes == PAGE
 
     run(main())
@@ -905,7 +903,7 @@ def test_a_table_stays_while_it_is_written_to_and_while_the_index_refuses() -> N
         await bench.write([1])
         bench.disk.held.add("write")
         writing = asyncio.create_task(bench.write([2]))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("write")
         bench.reset()
         await bench.device.record(bench.namespace)
         await bench.device.tidy()
@@ -967,7 +965,7 @@ def test_a_table_gets_one_number_whoever_asks_for_it() -> None:
         await bench.open()
         bench.disk.held.add("add_table")
         first = asyncio.create_task(bench.write([1]))
-        await asyncio.sleep(0.1)
+        await bench.disk.waits("add_table")
         bench.namespace.settings = NamespaceSettings(ttl_s=60.0)
         second = asyncio.create_task(bench.write([2]))
         await asyncio.sleep(0.1)

@@ -202,6 +202,17 @@ def test_large_blocks_take_runs_of_slabs_and_give_them_back() -> None:
     assert slab.alloc(4 * KIB, 1) == [2 * 256]
 
 
+def test_extents_with_retired_slots_are_no_victims() -> None:
+    slab = SlabAllocator(4 * MIB, slab_bytes=256 * KIB)
+    small = slab.alloc(4 * KIB, 1024)
+    assert list(slab.victims(MIB)) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    slab.retire(4 * KIB, [small[5 * 64 + 1]])
+    assert list(slab.victims(MIB)) == [(0, 1, 2, 3), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert slab.victims_with(MIB, 4) == ()
+    assert list(slab.victims(64 * KIB)) == [(at,) for at in range(16) if at != 5]
+    assert slab.victims_with(64 * KIB, 4) == (4,)
+
+
 def test_what_is_freed_between_two_claims_is_free_once() -> None:
     slab = SlabAllocator(8 * MIB)
     assert slab.claim(4 * KIB, np.array([1, 3, 5])).all()
