@@ -123,7 +123,10 @@ class EvictionPolicy(Protocol):
         """The entry that `pop` would return, still held. In `S3Fifo` only the first candidate."""
 
     def coldest(self, n: int) -> list[Evictable]:
-        """The next n victims, about, in order and still held: the oldest of one queue. O(n)."""
+        """The next n victims, still held: those of n calls of `pop`, in that order. O(n).
+
+        In `S3Fifo` about: those that it has yet to find among the n oldest of each queue.
+        """
 
     def resize(self, capacity: int) -> None:
         """The tier now holds this many entries. Evicts nothing; ghosts shrink with later pops."""
@@ -323,7 +326,33 @@ class S3Fifo:
         return (self._small if self._from_small() else self._main).peek()
 
     def coldest(self, n: int) -> list[Any]:
-        return (self._small if self._from_small() else self._main).oldest(n)
+        """As `pop` would find them; those that it would spare come last."""
+        small, main = self._small.oldest(n), self._main.oldest(n)
+        small.reverse()
+        main.reverse()
+        in_small, in_main = self._small.length, self._main.length
+        found: list[Any] = []
+        spared: list[Any] = []
+        while len(found) < n:
+            if in_small > self._SMALL_SHARE * (in_small + in_main):
+                if not small:
+                    break
+                entry = small.pop()
+                in_small -= 1
+                if entry.freq & self._READS:
+                    in_main += 1
+                    spared.append(entry)
+                    continue
+            else:
+                if not main:
+                    break
+                entry = main.pop()
+                if entry.freq & self._READS:
+                    spared.append(entry)
+                    continue
+                in_main -= 1
+            found.append(entry)
+        return (found + spared)[:n]
 
     def __len__(self) -> int:
         return self._small.length + self._main.length
@@ -509,6 +538,17 @@ class Adaptive2Q:
         probation = self._probation.length
         return probation > self._share * (probation + self._proven.length)
 
+    def _next_queues(self, n: int) -> list[bool]:
+        """For each of the next n victims, whether it leaves probation. As `_from_probation`, n times."""
+        probation, share = self._probation.length, self._share
+        most = probation + self._proven.length
+        order = []
+        for held in range(most, max(0, most - n), -1):
+            from_probation = probation > share * held
+            probation -= from_probation
+            order.append(from_probation)
+        return order
+
     def pop(self) -> Any:
         if self._from_probation():
             entry = self._probation.pop()
@@ -527,15 +567,10 @@ class Adaptive2Q:
         if n == 1:  # a put of one block, and faster
             entry = self.pop()
             return [] if entry is None else [entry]
-        probation, proven, share = self._probation.length, self._proven.length, self._share
-        before = probation
-        for _ in range(min(n, probation + proven)):
-            if probation > share * (probation + proven):
-                probation -= 1
-            else:
-                proven -= 1
-        on_probation = self._probation.take(before - probation)
-        among_proven = self._proven.take(self._proven.length - proven)
+        order = self._next_queues(n)
+        newcomers = sum(order)
+        on_probation = self._probation.take(newcomers)
+        among_proven = self._proven.take(len(order) - newcomers)
         ghosts = self._ghosts
         if on_probation:
             first = self._probation_evicted + 1
@@ -554,7 +589,11 @@ class Adaptive2Q:
         return (self._probation if self._from_probation() else self._proven).peek()
 
     def coldest(self, n: int) -> list[Any]:
-        return (self._probation if self._from_probation() else self._proven).oldest(n)
+        order = self._next_queues(n)
+        newcomers = sum(order)
+        on_probation = iter(self._probation.oldest(newcomers))
+        among_proven = iter(self._proven.oldest(len(order) - newcomers))
+        return [next(on_probation if newcomer else among_proven) for newcomer in order]
 
     def __len__(self) -> int:
         return self._probation.length + self._proven.length

@@ -266,28 +266,29 @@ class SsdDemotion:
             tenant, LOOK_BLOCKS, CLEAN_HIGH
         ):
             window = victims[: max(1, int(held * (CLEAN_HIGH - free)))]
-            unclean = [block for block in window if self._is_dirty(block)]
+            unclean = [at for at, block in enumerate(window) if self._is_dirty(block)]
             marks = self._watermarks.setdefault(
                 (tenant.name, place), Watermarks(CLEAN_LOW, CLEAN_HIGH)
             )
-            if marks.more(free + (len(window) - len(unclean)) / held):
-                dirty.update(dict.fromkeys(unclean))
+            # Clean blocks behind a dirty one are no help: that one is evicted first.
+            clean = unclean[0] if unclean else len(window)
+            if marks.more(free + clean / held):
+                dirty.update(dict.fromkeys(window[at] for at in unclean))
         begun = False
         for batch in self._orders.batches(dirty):
             begun |= await self._orders.begin(partial(self._choose, batch))
         return begun
 
     def clean_share(self, tenant: Tenant) -> float:
-        """For a segment: the free part, and the cold end that is on disk, up to the target."""
+        """For a segment: the free part, and what can be evicted before a block that is on no disk, up to the target."""
         share = 1 - tenant.allocator.bytes_used / tenant.allocator.size
         for place, _, victims, held in self.node.candidates.next_victims(tenant, LOOK_BLOCKS):
             if place.base:
                 continue  # among all of its size already
             window = victims[: max(1, int(held * CLEAN_HIGH))]
             some = window[:: 1 + len(window) // SAMPLE_BLOCKS]
-            clean = sum(
-                device_of(self.devices, block.table, block.key) is not None for block in some
-            )
+            on_disk = (device_of(self.devices, b.table, b.key) is not None for b in some)
+            clean = next((at for at, here in enumerate(on_disk) if not here), len(some))
             share += clean / len(some) * len(window) / held
         return min(share, CLEAN_HIGH)
 

@@ -240,7 +240,6 @@ class NodeMachine(RuleBasedStateMachine):
         puts: list[tuple[int, bool]],
     ) -> None:
         self.names = names
-        self.policy = policy
         self.node = Node(make_policy=lambda capacity: make_policy(policy, capacity), limits=LIMITS)
         self.node.inventory.follow_changes()
         self.sizes = {name: n * SLAB for name, n in zip(TENANTS, slabs, strict=True)}
@@ -1181,8 +1180,7 @@ class NodeMachine(RuleBasedStateMachine):
                 ages = [block.used for block in blocks]
                 assert ages == sorted(ages)
             assert len(found) <= n
-            if secondary or self.policy == "lru":  # the others tell of one of their queues
-                assert len(everything) == len(may), "lost from its queue"
+            assert len(everything) == len(may), "lost from its queue"
             self.seen += [(block, may[self.where(block)]) for block in found]
 
     def where(self, block: Block) -> tuple[str, bytes, int, bytes]:

@@ -431,29 +431,55 @@ def test_coldest_are_the_next_victims_and_stay(name: str) -> None:
     assert policy.peek() is None
 
 
-@pytest.mark.parametrize("name", ["a2q", "lru"])
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(["insert", "touch", "pop"]), st.integers(1, 30)), max_size=30
-    ),
-    n=st.integers(1, 12),
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["insert", "touch", "pop"]), st.integers(1, 30)), max_size=30
 )
+
+
+def after(name: str, steps: list[tuple[str, int]]) -> Any:
+    """A policy of this name after these steps."""
+    policy: Any = make_policy(name, CAPACITY)
+    known: dict[int, Entry] = {}
+    for what, number in steps:
+        if what == "insert":
+            new = [e for e in entries(number, number + 40) if e.block not in known]
+            known.update({entry.block: entry for entry in new})
+            policy.insert(new)
+        elif what == "touch":
+            policy.touch([known[number]] if number in known else [])
+        elif (gone := policy.pop()) is not None:
+            del known[gone.block]
+    return policy
+
+
+@pytest.mark.parametrize("name", ["a2q", "lru"])
+@given(steps=STEPS, n=st.integers(1, 40))
+def test_coldest_are_in_the_order_of_eviction(
+    name: str, steps: list[tuple[str, int]], n: int
+) -> None:
+    policy = after(name, steps)
+    coldest = [entry.block for entry in policy.coldest(n)]
+    assert coldest == drain(policy)[:n]
+
+
+@given(steps=STEPS, n=st.integers(1, 40))
+def test_coldest_of_s3fifo_are_the_victims_in_sight(steps: list[tuple[str, int]], n: int) -> None:
+    policy = after("s3fifo", steps)
+    coldest = policy.coldest(n)
+    assert len(coldest) == min(n, len(policy))
+    unread = [entry.block for entry in coldest if not entry.freq & 3]
+    assert [entry.block for entry in coldest[: len(unread)]] == unread, "the spared come last"
+    assert drain(policy)[: len(unread)] == unread
+
+
+@pytest.mark.parametrize("name", ["a2q", "lru"])
+@given(steps=STEPS, n=st.integers(1, 12))
 def test_what_is_put_back_goes_as_if_it_had_stayed(
     name: str, steps: list[tuple[str, int]], n: int
 ) -> None:
     orders = []
     for put_back in (False, True):
-        policy: Any = make_policy(name, CAPACITY)
-        known: dict[int, Entry] = {}
-        for what, number in steps:
-            if what == "insert":
-                new = [e for e in entries(number, number + 40) if e.block not in known]
-                known.update({entry.block: entry for entry in new})
-                policy.insert(new)
-            elif what == "touch":
-                policy.touch([known[number]] if number in known else [])
-            elif (gone := policy.pop()) is not None:
-                del known[gone.block]
+        policy = after(name, steps)
         if put_back:
             popped = [entry for _ in range(n) if (entry := policy.pop()) is not None]
             policy.put_back(popped[::-1])
