@@ -326,7 +326,7 @@ class S3Fifo:
         return (self._small if self._from_small() else self._main).peek()
 
     def coldest(self, n: int) -> list[Any]:
-        """As `pop` would find them; those that it would spare come last."""
+        """As `pop` would find them; then those that it would spare, and those behind them."""
         small, main = self._small.oldest(n), self._main.oldest(n)
         small.reverse()
         main.reverse()
@@ -352,7 +352,7 @@ class S3Fifo:
                     continue
                 in_main -= 1
             found.append(entry)
-        return (found + spared)[:n]
+        return (found + spared + small[::-1] + main[::-1])[:n]
 
     def __len__(self) -> int:
         return self._small.length + self._main.length

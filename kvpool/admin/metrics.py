@@ -788,6 +788,11 @@ METRICS: tuple[Metric, ...] = (
         "Transfers that ended before their turn at their source: another source was asked, or nobody waited any more.",
         "fetch.not_begun",
     ),
+    _counter(
+        "transfers_refused",
+        "Transfers that found no slots for some of their blocks: memory was full of what cannot be evicted.",
+        "fetch.no_room",
+    ),
     _counter("transfers_failed", "Failed transfers.", "fetch.failed_transfers"),
     _counter(
         "hedged_parts",

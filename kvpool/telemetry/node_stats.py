@@ -424,6 +424,7 @@ class FetchStats(Branch):
     joined: int = 0  # parts already on their way for another request
     hedges: int = 0  # parts that a second source was asked for as well
     not_begun: int = 0  # transfers that ended before their turn came
+    no_room: int = 0  # transfers that found no slots for some of their blocks
     cancelled: int = 0  # transfers that lost against a hedge
     absent: int = 0
     mismatches: int = 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvpool.errors import InvalidRequest, NamespaceMismatch, PoolFull
+from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, PoolFull
 from kvpool.types import NamespaceRecord, PartSpec
 from tests.support.waiting import PATIENCE_S
 
@@ -410,6 +410,16 @@ def test_more_than_fits_is_told_and_the_first_are_there(client):
     assert 0 < there < 200
     assert client.contains(ns, keys).tolist() == [True] * there + [False] * (200 - there)
     client.remove(ns, keys)
+
+
+def test_a_refused_put_is_counted_once(client):
+    ns = namespace(client, 1 << 20)
+    before = client.stats().counters.refused_full
+    with client.reserve(ns, fresh_keys(200)) as all_there_is:
+        assert len(all_there_is.missing) < 200
+        with pytest.raises((PoolFull, LimitExceeded)):
+            client.reserve(ns, fresh_keys(1))
+    assert client.stats().counters.refused_full == before + 1
 
 
 @settings(

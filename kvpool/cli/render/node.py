@@ -94,6 +94,7 @@ _FETCH: Entries = (
         "transfers",
         (
             ("transfers", "in progress"),
+            ("no_room", "found no room"),
             ("joined", "block parts already in progress"),
             ("absent", "block parts absent at the source"),
         ),

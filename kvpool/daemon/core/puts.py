@@ -89,7 +89,6 @@ class Puts:
         fit = max(not holder.reserved_bytes, (bound - holder.reserved_bytes) // stride)
         rows = self._reclaimer.allocate(holder.tenant, table, min(len(wanted), fit))
         if not rows:
-            self._counters.refused_full += 1
             if fit == 0:
                 raise LimitExceeded(
                     f"this client has {holder.reserved_bytes >> 20} MiB reserved and not committed, the limit is "

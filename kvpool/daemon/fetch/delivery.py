@@ -2,21 +2,24 @@
 
 A source that takes longer than expected is hedged: the next replica's owner is asked as well, the first to
 deliver wins, and the other transfer is cancelled. Blocks that a source lacks are requested from the next one.
-Event loop only.
+Blocks for which there was no slot are requested again when there may be one. Event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
+from typing import Any, NamedTuple
 
-from kvpool.daemon.core.blocks import Origin, PartTable
+from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.locate import Locator
 from kvpool.daemon.fetch.plan import FetchRequest, assign, lacking
 from kvpool.daemon.fetch.ports import NOT_NODES
+from kvpool.daemon.fetch.room_queue import RoomQueues, RoomWaiter
 from kvpool.daemon.fetch.transfer import Transfer, Transfers
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import Peers
@@ -26,6 +29,14 @@ HEDGES_MAX = 2  # transfers of one block at a time
 ROOM_S = 0.05  # between looks whether one more may wait for a source
 
 SECONDARY = Origin(secondary=True)
+
+
+class Place(NamedTuple):
+    """Of one who may have to wait for slots. Made by `Delivery.queued` only. called: when it may try, or yields."""
+
+    rooms: RoomQueues
+    waiter: RoomWaiter
+    called: asyncio.Event
 
 
 class Delivery:
@@ -45,6 +56,7 @@ class Delivery:
         self._peers = peers
         self._clock = clock
         self._stats = transfers.stats
+        self.rooms = RoomQueues()
 
     async def bring(
         self,
@@ -57,8 +69,56 @@ class Delivery:
     ) -> Sequence[FetchRequest]:
         """Until all blocks are here, no source is left, or the deadline has passed; returns the missing ones.
 
-        on_arrival: called with blocks that have arrived while others are awaited. background: no engine waits.
+        on_arrival: called with blocks that have arrived while others are awaited. background: no engine waits. Nor
+        does such a request wait for slots, if memory is full.
         """
+        if background or not requests:
+            return await self._bring(None, requests, deadline, origin, on_arrival, background)
+        with self.queued(requests[0].table.namespace) as place:
+            while True:
+                requests = await self.bring_on(place, requests, deadline, origin, on_arrival)
+                if not place.waiter.yields:
+                    return requests
+                self.rooms.yielded(place.waiter)  # it holds nothing
+
+    @contextmanager
+    def queued(self, namespace: NamespaceState) -> Iterator[Place]:
+        """A place among those who may have to wait for slots, for `turn` and `bring_on`."""
+        called = asyncio.Event()
+        waiter = self.rooms.enter(namespace, self._clock(), called.set)
+        try:
+            yield Place(self.rooms, waiter, called)
+        finally:
+            self.rooms.leave(waiter)
+
+    async def turn(self, place: Place, deadline: float) -> bool:
+        """Wait until slots may be requested for a place; False: the deadline has passed."""
+        while (now := self._clock()) < deadline:
+            if self.rooms.may_try(place.waiter, now):
+                return True
+            await _wait(place, (), deadline, now)
+        return False
+
+    async def bring_on(
+        self,
+        place: Place,
+        requests: Sequence[FetchRequest],
+        deadline: float,
+        origin: Origin = SECONDARY,
+        on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
+    ) -> Sequence[FetchRequest]:
+        """As `bring`. It also ends when its place `yields`: then release what you hold, and say `rooms.yielded`."""
+        return await self._bring(place, requests, deadline, origin, on_arrival, False)
+
+    async def _bring(
+        self,
+        place: Place | None,
+        requests: Sequence[FetchRequest],
+        deadline: float,
+        origin: Origin,
+        on_arrival: Callable[[PartTable, list[bytes]], object] | None,
+        background: bool,
+    ) -> Sequence[FetchRequest]:
         for request in requests:
             under_way = self._transfers.of(request.table)
             if under_way:
@@ -67,30 +127,49 @@ class Delivery:
             self._node.settle()
             arrived, requests = _arrivals(requests)
             now = self._clock()
-            if not requests or now >= deadline:
+            if not requests or now >= deadline or (place is not None and place.waiter.yields):
                 return requests
             if on_arrival is not None:
                 for table, keys in arrived.items():
                     on_arrival(table, keys)
-            requests, full = self._launch(requests, now, deadline, origin, background)
+            full = False
+            if place is None or self.rooms.may_try(place.waiter, now):
+                requests, full = self._launch(requests, now, deadline, origin, background)
             transfers = self._awaited(requests)
-            if not (transfers or full):
+            if not (transfers or full or (place is not None and place.waiter.waits)):
                 return requests
             wake = min([deadline, *(one.hedge_at for one in transfers if one.hedge_at > now)])
             if full:
                 wake = min(wake, now + ROOM_S)
-            if transfers:
-                await asyncio.wait(
-                    [transfer.task for transfer in transfers],
-                    timeout=max(0.0, wake - now),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            else:
-                await asyncio.sleep(wake - now)
+            await _wait(place, [transfer.task for transfer in transfers], wake, now)
             self._transfers.call_off_superseded(transfers)
+            if place is not None and (arrived or self._any_comes(transfers)):
+                self.rooms.progressed(place.waiter, self._clock())
             for transfer in transfers:
-                if transfer.task.done() and not transfer.begun:
-                    _not_tried(requests, transfer)
+                if transfer.task.done():
+                    self._ended(place, requests, transfer)
+            if place is not None and place.waiter.tries and all(one.begun for one in transfers):
+                self.rooms.served(place.waiter)
+
+    def _any_comes(self, transfers: Iterable[Transfer]) -> bool:
+        """Whether one of these has slots and is not late."""
+        now = self._clock()
+        return any(one.begun and not one.task.done() and one.hedge_at > now for one in transfers)
+
+    def _ended(
+        self, place: Place | None, requests: Sequence[FetchRequest], transfer: Transfer
+    ) -> None:
+        """What was not asked of a transfer's source is not tried."""
+        if not transfer.begun:
+            _not_tried(requests, transfer, transfer.keys)
+        elif place is None:
+            pass
+        elif transfer.no_room:
+            self._transfers.make_room(transfer)
+            if self.rooms.refused(place.waiter, self._clock()):
+                _not_tried(requests, transfer, transfer.no_room)
+        elif transfer.makes_room:
+            self.rooms.retry(place.waiter)
 
     def _awaited(self, requests: Sequence[FetchRequest]) -> dict[Transfer, None]:
         """The transfers that bring some of these blocks."""
@@ -192,11 +271,35 @@ class Delivery:
         return askable
 
 
-def _not_tried(requests: Sequence[FetchRequest], transfer: Transfer) -> None:
-    """A transfer that was withdrawn, or did not get its turn, has not tried its source."""
+async def _wait(
+    place: Place | None, tasks: Sequence[asyncio.Task[None]], until: float, now: float
+) -> None:
+    """Until one of the tasks is done, or the place is woken or due."""
+    called: list[asyncio.Task[Any]] = []
+    if place is not None and place.waiter.waits:
+        place.called.clear()
+        called.append(asyncio.get_running_loop().create_task(place.called.wait()))
+        due = place.rooms.due(place.waiter, now)
+        until = until if due is None else min(until, due)
+    try:
+        if tasks or called:
+            await asyncio.wait(
+                [*tasks, *called],
+                timeout=max(0.0, until - now),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        else:
+            await asyncio.sleep(until - now)
+    finally:
+        for task in called:
+            task.cancel()
+
+
+def _not_tried(requests: Sequence[FetchRequest], transfer: Transfer, keys: Sequence[bytes]) -> None:
+    """A transfer that was withdrawn, or did not get its turn or a slot, has not tried its source."""
     for request in requests:
         asked = request.table is transfer.table and transfer.source in request.tried
-        if asked and not set(transfer.keys).isdisjoint(request.keys):
+        if asked and not set(keys).isdisjoint(request.keys):
             request.tried -= {transfer.source}
 
 

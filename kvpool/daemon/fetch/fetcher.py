@@ -17,8 +17,10 @@ All this ends by the caller's deadline, with the blocks that have arrived. Event
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 
 from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
@@ -178,12 +180,20 @@ class BlockFetcher:
                 self._decline(declined)
             if there <= here or self._clock() >= deadline:
                 return
-            wanted = missing(tables, keys[:there], located, self._on_device if direct else None)
+            besides = self._on_device if direct else None
+            there = self._fitting(tables, keys[:there], located, besides)
+            wanted = missing(tables, keys[:there], located, besides)
             # A disk that hangs does not say so: others are asked where its blocks are when it takes too long.
             until = deadline
             if not asked:
                 until = min(deadline, self._clock() + self.expected_s(wanted))
-            failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, until)
+            failed = await self._bring_prefix(
+                namespace,
+                tables,
+                keys[:there],
+                partial(missing, tables, keys[:there], located, besides),
+                until,
+            )
             if not failed:
                 return
             here = self.match(namespace, parts, keys, direct=direct)
@@ -212,22 +222,64 @@ class BlockFetcher:
         namespace: NamespaceState,
         tables: Sequence[PartTable],
         keys: Sequence[bytes],
-        wanted: Sequence[FetchRequest],
+        wanted: Callable[[], Sequence[FetchRequest]],
         deadline: float,
     ) -> Sequence[FetchRequest]:
         """Bring the missing blocks of a prefix that should be complete here; returns those that did not arrive.
 
-        Its blocks here are leased meanwhile, or the last to arrive would evict the first.
+        Its blocks here are leased meanwhile, or the last to arrive would evict the first. Where memory is full of
+        such leases, all but those of the oldest request are released, and these begin again behind it.
+
+        wanted: the requests for the blocks that are missing now.
         """
-        kept: list[str] = []
-        try:
+        with self._delivery.queued(namespace) as place:
+            while await self._delivery.turn(place, deadline):
+                kept: list[str] = []
+                try:
+                    for table in tables:
+                        self.hold(table, needed(table.spec, keys), kept)
+                    failed = await self._delivery.bring_on(
+                        place,
+                        wanted(),
+                        deadline,
+                        on_arrival=partial(self.hold, kept=kept),
+                    )
+                finally:
+                    self.let_go(namespace.tenant.name, kept)
+                if not place.waiter.yields:
+                    return failed
+                self._delivery.rooms.yielded(place.waiter)
+        return wanted()
+
+    def _fitting(
+        self,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        located: Located,
+        besides: Callable[[PartTable], Container[bytes]] | None,
+    ) -> int:
+        """How much of a prefix fits into memory at a time: more would not be held until it is whole."""
+        namespace = tables[0].namespace
+        allocator = namespace.tenant.allocator
+        strides = {table.stride for table in tables}
+        # Each other size has a slab that is not full.
+        most = 1 - (len(strides) - 1) * allocator.slab_bytes / allocator.size
+        if namespace.quota:
+            most = min(most, namespace.quota / allocator.size)
+
+        def share(blocks: int) -> float:
+            taken = 0.0
             for table in tables:
-                self.hold(table, needed(table.spec, keys), kept)
-            return await self._delivery.bring(
-                wanted, deadline, on_arrival=lambda table, came: self.hold(table, came, kept)
-            )
-        finally:
-            self.let_go(namespace.tenant.name, kept)
+                of_table = needed(table.spec, keys[:blocks])
+                if besides is not None:
+                    of_table = lacking(besides(table), of_table)
+                taken += len(of_table) / allocator.capacity(table.stride)
+            return taken
+
+        if share(len(keys)) <= most:
+            return len(keys)
+        fit = bisect_right(range(1, len(keys) + 1), most, key=share)
+        return self.locator.usable(tables, keys[:fit], located)
 
     def match(
         self,

@@ -52,7 +52,8 @@ class Transfer:
     nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
     go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody waits for it. late: it was
     counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them. kept: leases on what
-    has arrived, until those who wait for it have noticed.
+    has arrived, until those who wait for it have noticed. no_room: those for which there was no slot, so that the
+    source was not asked. makes_room: it was cancelled, for one from another source that found none.
     """
 
     table: PartTable
@@ -68,6 +69,8 @@ class Transfer:
     expected_s: float = 0.0
     begun: bool = False
     kept: list[str] = field(default_factory=list)
+    no_room: Sequence[bytes] = ()
+    makes_room: bool = False
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
@@ -216,6 +219,16 @@ class Transfers:
                 transfer.task.cancel()
                 self.stats.cancelled += 1
 
+    def make_room(self, transfer: Transfer) -> None:
+        """This one found no slots: cancel late ones that hold slots for the same blocks."""
+        now, under_way = self._clock(), self.of(transfer.table)
+        of_same = dict.fromkeys(one for key in transfer.no_room for one in under_way.get(key, ()))
+        for other in of_same:
+            if other.begun and other.hedge_at <= now and not other.task.cancelling():
+                other.makes_room = True
+                other.task.cancel()
+                self.stats.cancelled += 1
+
     def begin(
         self,
         table: PartTable,
@@ -351,11 +364,21 @@ class Transfers:
         ticket = self._tickets
         try:
             node.puts.reserve(holder, namespace, table.part, ticket, transfer.keys)
-        except (PoolFull, LimitExceeded, InvalidRequest):
-            return  # no room, or the epoch has just ended
+        except (PoolFull, LimitExceeded):
+            transfer.no_room = transfer.keys
+            self.stats.no_room += 1
+            return
+        except InvalidRequest:
+            return  # the epoch has just ended
         reservation = holder.reservations.get(ticket)
         if reservation is None:
             return  # they have arrived meanwhile
+        if len(reservation.keys) < len(transfer.keys):
+            reserved = set(reservation.keys)
+            transfer.no_room = [
+                key for key in transfer.keys if key not in reserved and key not in table.blocks
+            ]
+            self.stats.no_room += bool(transfer.no_room)
         slots = _Slots(
             holder,
             ticket,

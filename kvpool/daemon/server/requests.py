@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -182,12 +183,19 @@ class ClientRequests:
         self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
+        reserve = partial(
+            self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent
+        )
         try:
-            answer = self._node.puts.reserve(holder, namespace, m.part, m.ticket, keys, m.parent)
-        except PoolFull:
-            # Leases may have ended since the clock was last read.
-            self._node.leases.expire(self._clock())
-            answer = self._node.puts.reserve(holder, namespace, m.part, m.ticket, keys, m.parent)
+            try:
+                answer = reserve()
+            except PoolFull:
+                # Leases may have ended since the clock was last read.
+                self._node.leases.expire(self._clock())
+                answer = reserve()
+        except (PoolFull, LimitExceeded):
+            self._node.counters.refused_full += 1
+            raise
         return client_wire.Reserved(*answer)
 
     def _commit(self, holder: Holder, m: client_wire.Commit) -> frame.Done:

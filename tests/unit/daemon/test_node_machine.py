@@ -453,13 +453,11 @@ class NodeMachine(RuleBasedStateMachine):
         except LimitExceeded:
             assert wanted
             assert allowed == 0
-            self.totals["refused_full"] += 1
             assert self.observed() == set(self.blocks)
             return None
         except PoolFull:
             assert wanted
             assert allowed > 0
-            self.totals["refused_full"] += 1
             self.judge(tenant, stride, 1, 0, before, quota)
             if not quota.is_reached(stride):
                 assert not self.idle_garbage(tenant), "there were ended epochs' slots"

@@ -19,7 +19,7 @@ from kvpool.daemon.fetch import transfer
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import DISKS, NOT_NODES, LivingNode
 from kvpool.daemon.workers import disk_worker, object_worker
-from kvpool.daemon.workers.turns import PULLS
+from kvpool.daemon.workers.turns import PULLS, TurnLimits
 from kvpool.errors import LimitExceeded, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
@@ -65,16 +65,25 @@ class World:
     """A node among peers that all have every block. Event loop of virtual time.
 
     peers: their names. stopped: those that answer nothing any more. most: orders under way at a time, by source.
+    blocks: that fit into memory. parts: a mask of those that a peer has, where not all. slow: its time for one order.
     """
 
-    def __init__(self, *peers: str, disks: Mapping[int, set[bytes]] | None = None) -> None:
+    def __init__(
+        self,
+        *peers: str,
+        disks: Mapping[int, set[bytes]] | None = None,
+        blocks: int = 8192,
+        pulls: TurnLimits = PULLS,
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
-        self.tenant_blocks = 8192
+        self.tenant_blocks = blocks
         tenant = self.node.add_tenant("red", 0, self.tenant_blocks * NBYTES, NBYTES)
         parts = (PartSpec(NBYTES),) * PARTS
         self.namespace = self.node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
         self.stopped: set[bytes] = set()
+        self.parts: dict[bytes, int] = {}
+        self.slow: dict[bytes, float] = {}
         self.under_way: Counter[bytes] = Counter()
         self.most: Counter[bytes] = Counter()
         self.most_of_peers = 0
@@ -94,11 +103,14 @@ class World:
             SharedMemoryTier({}, 0),
             self.peers,
             self.loop.time,
+            pulls=pulls,
         )
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
         every = (1 << PARTS) - 1
-        return [[Entry(peer, TIERS["dram"], every) for peer in self.living]] * len(keys)
+        return [
+            [Entry(peer, TIERS["dram"], self.parts.get(peer, every)) for peer in self.living]
+        ] * len(keys)
 
     def met(self, *_: object) -> None:
         raise AssertionError("all live")
@@ -132,7 +144,7 @@ class World:
             if unkillable:
                 raise Unavailable("its process has ended")
             late = source in self.stopped
-            await asyncio.sleep(seconds if late else SERVICE_S)
+            await asyncio.sleep(seconds if late else self.slow.get(source, SERVICE_S))
         finally:
             self.under_way[source] -= 1
         took = self.loop.time() - began
@@ -147,6 +159,21 @@ class World:
         await self.fetcher.pull(self.namespace, [], keys, 0, wait_s)
         took = self.loop.time() - began
         return self.node.leases.match(self.namespace, [], keys), took
+
+    async def read(self, number: int, read_s: float) -> int:
+        """As `prompt`, and its blocks stay leased for a while."""
+        found, _ = await self.prompt(number)
+        keys = [key(number * BLOCKS + at) for at in range(found)]
+        if found:
+            reader = self.node.holders.own("red", f"reader {number}")
+            parts = range(PARTS)
+            lease = self.node.leases.acquire(
+                reader, self.namespace, parts, keys, None, self.loop.time()
+            )
+            assert lease is not None
+            await asyncio.sleep(read_s)
+            self.node.leases.release(reader, lease.token)
+        return found
 
     async def prompts(self, numbers: range) -> tuple[set[int], float]:
         """The numbers of blocks that prompts got, all at a time; and the longest time."""
@@ -344,3 +371,53 @@ def test_an_order_that_is_refused_here_is_not_held_against_the_peer() -> None:
 
 def test_no_more_is_loaded_at_a_time_than_there_are_threads_for() -> None:
     assert transfer.LOADS_MAX == disk_worker.READ_JOBS == object_worker.READ_JOBS
+
+
+def test_a_prompt_that_fills_memory_is_got_from_another_peer_than_the_stopped_one() -> None:
+    """What the stopped one should bring holds the slots that the other's needs."""
+
+    async def main() -> None:
+        world = World("a.......", "b.......", blocks=BLOCKS * PARTS)
+        assert (await world.prompt(0))[0] == BLOCKS
+        for number, stopped in enumerate((b"a.......", b"b......."), 1):
+            world.stopped = {stopped}
+            blocks, took = await world.prompt(number)
+            assert (blocks, took < 1.0) == (BLOCKS, True)
+
+    run(main())
+
+
+@pytest.mark.parametrize("fit", [PROMPTS // 2, 10, 2])
+def test_prompts_that_do_not_fit_into_memory_together_wait_for_one_another(fit: int) -> None:
+    async def main() -> None:
+        world = World("healthy.", blocks=fit * BLOCKS * PARTS)
+        found = await asyncio.gather(*(world.read(number, 0.005) for number in range(PROMPTS)))
+        assert Counter(found) == {BLOCKS: PROMPTS}
+
+    run(main())
+
+
+def test_prompts_that_hold_half_of_themselves_each_let_the_oldest_have_the_rest() -> None:
+    """The half that comes one part at a time finds memory full of other prompts' first halves."""
+
+    async def main() -> None:
+        world = World(
+            "fast....", "slow....", blocks=3 * BLOCKS * PARTS // 2, pulls=TurnLimits(8, 1)
+        )
+        world.parts = {b"fast....": 0x0F, b"slow....": 0xF0}
+        world.slow = {b"slow....": 0.05}
+        found = await asyncio.gather(*(world.read(number, 0.005) for number in range(8)))
+        assert found == [BLOCKS] * 8
+
+    run(main())
+
+
+def test_a_prompt_that_never_fits_into_memory_ends_with_what_fits() -> None:
+    async def main() -> None:
+        world = World("healthy.", blocks=(BLOCKS - 1) * PARTS)
+        blocks, took = await world.prompt(0)
+        assert took < WAIT_S / 2
+        assert blocks > 0
+        assert not world.fetcher.transfers
+
+    run(main())
