@@ -11,6 +11,7 @@ from kvpool.daemon.core.blocks import (
     PIN_SOFT,
     Block,
     NamespaceState,
+    PartTable,
 )
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
@@ -26,13 +27,20 @@ class Pins:
         self._ledger = ledger
         self._slots = slots
 
-    def pin(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> set[bytes]:
+    def pin(
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        kind: str,
+        tables: Sequence[PartTable] | None = None,
+    ) -> set[bytes]:
         """Pin (soft: evict last; hard: never) or unpin these blocks; returns which keys are here.
 
+        tables: of the namespace, those of the parts that are meant; None: all.
         Raises `LimitExceeded`, and changes nothing, if that exceeds the tenant's pin
         quota, or the same share of the namespace's quota.
         """
-        changed = self.check(namespace, keys, kind)
+        changed = self.check(namespace, keys, kind, tables)
         level = PIN_KINDS[kind]
         tenant = namespace.tenant
         for block in changed:
@@ -44,9 +52,16 @@ class Pins:
             elif level == PIN_SOFT:
                 block.table.soft_bytes += block.table.stride
             self._slots.put_in([block])
-        return {key for table in namespace.tables for key in keys if key in table.blocks}
+        found = namespace.tables if tables is None else tables
+        return {key for table in found for key in keys if key in table.blocks}
 
-    def check(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> list[Block]:
+    def check(
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        kind: str,
+        tables: Sequence[PartTable] | None = None,
+    ) -> list[Block]:
         """The blocks that `pin` would change. Raises the same errors."""
         if kind not in PIN_KINDS:
             raise InvalidRequest(f"a pin must be soft, hard or none, not {kind!r}")
@@ -56,7 +71,7 @@ class Pins:
         changed = [
             block
             for key in dict.fromkeys(keys)
-            for table in namespace.tables
+            for table in (namespace.tables if tables is None else tables)
             if (block := table.blocks.get(key)) is not None and block.pin != level
         ]
         if level != PIN_NONE:

@@ -162,14 +162,23 @@ class Delivery:
         """What was not asked of a transfer's source is not tried."""
         if not transfer.begun:
             _not_tried(requests, transfer, transfer.keys)
-        elif place is None:
-            pass
-        elif transfer.no_room:
+        elif transfer.called_off:
+            # It may have brought other blocks too, which nobody else has.
+            _not_tried(list(filter(self._is_hopeless, requests)), transfer, transfer.keys)
+            if place is not None:
+                self.rooms.retry(place.waiter)
+        elif transfer.no_room and place is not None:
             self._transfers.make_room(transfer)
             if self.rooms.refused(place.waiter, self._clock()):
                 _not_tried(requests, transfer, transfer.no_room)
-        elif transfer.makes_room:
-            self.rooms.retry(place.waiter)
+
+    def _is_hopeless(self, request: FetchRequest) -> bool:
+        """Whether all sources of a request were tried."""
+        return not any(
+            candidate.incarnation not in request.tried
+            and self._locator.lives(candidate.incarnation)
+            for candidate in request.candidates
+        )
 
     def _awaited(self, requests: Sequence[FetchRequest]) -> dict[Transfer, None]:
         """The transfers that bring some of these blocks."""

@@ -53,7 +53,7 @@ class Transfer:
     go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody waits for it. late: it was
     counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them. kept: leases on what
     has arrived, until those who wait for it have noticed. no_room: those for which there was no slot, so that the
-    source was not asked. makes_room: it was cancelled, for one from another source that found none.
+    source was not asked. called_off: it was late, and was cancelled for the sake of another source.
     """
 
     table: PartTable
@@ -70,7 +70,7 @@ class Transfer:
     begun: bool = False
     kept: list[str] = field(default_factory=list)
     no_room: Sequence[bytes] = ()
-    makes_room: bool = False
+    called_off: bool = False
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
@@ -205,8 +205,7 @@ class Transfers:
         for transfer in transfers:
             peer = self._peers.get(transfer.source)
             if peer is not None and peer.on_probation and not transfer.task.cancelling():
-                transfer.task.cancel()
-                self.stats.cancelled += 1
+                self._call_off(transfer)
                 return
 
     def call_off_superseded(self, transfers: Iterable[Transfer]) -> None:
@@ -225,9 +224,12 @@ class Transfers:
         of_same = dict.fromkeys(one for key in transfer.no_room for one in under_way.get(key, ()))
         for other in of_same:
             if other.begun and other.hedge_at <= now and not other.task.cancelling():
-                other.makes_room = True
-                other.task.cancel()
-                self.stats.cancelled += 1
+                self._call_off(other)
+
+    def _call_off(self, transfer: Transfer) -> None:
+        transfer.called_off = True
+        transfer.task.cancel()
+        self.stats.cancelled += 1
 
     def begin(
         self,

@@ -190,11 +190,12 @@ class SsdRestorer:
         for kind in ("soft", "hard"):
             pinned = part["pin"] == PIN_KINDS[kind]
             if pinned.any():
-                self._pin_again(table.namespace, list(compress(keys, pinned)), kind)
+                self._pin_again(table, list(compress(keys, pinned)), kind)
 
-    def _pin_again(self, state: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
+    def _pin_again(self, table: PartTable, keys: Sequence[bytes], kind: str) -> None:
+        """Of this part alone: the block's others may have been dropped and written again, without the pin."""
         try:
-            self._books.node.pins.pin(state, keys, kind)
+            self._books.node.pins.pin(table.namespace, keys, kind, [table])
         except LimitExceeded as error:
             log.warning(
                 "some pins on the disk at %s were lost: %s",

@@ -66,6 +66,7 @@ class World:
 
     peers: their names. stopped: those that answer nothing any more. most: orders under way at a time, by source.
     blocks: that fit into memory. parts: a mask of those that a peer has, where not all. slow: its time for one order.
+    unknown: keys that no peer has.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class World:
         self.stopped: set[bytes] = set()
         self.parts: dict[bytes, int] = {}
         self.slow: dict[bytes, float] = {}
+        self.unknown: set[bytes] = set()
         self.under_way: Counter[bytes] = Counter()
         self.most: Counter[bytes] = Counter()
         self.most_of_peers = 0
@@ -108,9 +110,8 @@ class World:
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
         every = (1 << PARTS) - 1
-        return [
-            [Entry(peer, TIERS["dram"], self.parts.get(peer, every)) for peer in self.living]
-        ] * len(keys)
+        entries = [Entry(peer, TIERS["dram"], self.parts.get(peer, every)) for peer in self.living]
+        return [[] if key in self.unknown else entries for key in keys]
 
     def met(self, *_: object) -> None:
         raise AssertionError("all live")
@@ -314,6 +315,20 @@ def test_a_hung_disk_costs_only_what_it_alone_has() -> None:
         await asyncio.gather(*(one.task for one in world.fetcher.transfers))
         assert not world.fetcher.transfers
         assert world.node.tenants["red"].allocator.bytes_used == 3 * BLOCKS * PARTS * NBYTES
+
+    run(main())
+
+
+def test_what_only_a_slow_disk_has_is_awaited_although_peers_are_asked_for_the_rest() -> None:
+    """The disk's order is called off for the blocks that peers have too, and begins again for the others."""
+
+    async def main() -> None:
+        world = World("a.......", "b.......", disks={0: {key(at) for at in range(BLOCKS)}})
+        world.unknown = {key(0)}
+        world.slow = dict.fromkeys((DISKS[0], b"a.......", b"b......."), 0.4)
+        blocks, took = await world.prompt(0)
+        assert blocks == BLOCKS
+        assert took < WAIT_S / 2
 
     run(main())
 

@@ -119,12 +119,14 @@ class Bench:
         """Whether nothing is in use but the blocks, and the index knows of these and no others."""
         node = self.device.node
         blocks = {
-            block.row * table.stride: block.key
+            block.row * table.stride: (block.key, block.pin)
             for namespace in node.tenants["red"].namespaces.values()
             for table in namespace.tables
             for block in table.blocks.values()
         }
-        known = {offset: e["key"].tobytes() for offset, e in self.disk.entries.items()}
+        known = {
+            offset: (e["key"].tobytes(), int(e["pin"])) for offset, e in self.disk.entries.items()
+        }
         return (
             blocks == known
             and self.device.used_bytes == len(blocks) * PAGE
@@ -583,6 +585,23 @@ def test_pins_outlive_the_node() -> None:
         for number in range(10, 16):
             await bench.write([number])
         assert 1 in bench.here()
+
+    run(main())
+
+
+def test_a_pin_outlives_the_node_for_the_parts_that_have_it() -> None:
+    """A part that came after the pin has none, in the index as in memory."""
+
+    async def main() -> None:
+        bench = Bench(parts=(PartSpec(1000), PartSpec(1000)))
+        await bench.open()
+        await bench.write([9])  # so that part 0 is restored first
+        await bench.write([1], part=1)
+        await bench.device.pin(bench.namespace, key(1), "soft")
+        await bench.write([1], part=0)
+        assert bench.agrees()
+        await bench.restart()
+        assert bench.agrees()
 
     run(main())
 
