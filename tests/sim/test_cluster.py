@@ -59,10 +59,17 @@ DISKS_FAILED = {
     412: "deletions that an index refused were sent once more, and hit what was written meanwhile",
     42: "the length of a namespace's blocks was not known after an epoch ended",
     2235: "a table was dropped while deletions of its blocks were under way with a write",
+    3669: "a stopped owner's transfers held the slots that other owners' needed",
 }
 # With disks, and with follows.
 FOLLOWS_FAILED = {
     3616: "a pin that an index refused was not asked for once more",
+}
+# With follows, and with disks that lose writes and go bad.
+MEDIA_FAILED = {
+    3133: "the pin of one part came back for all parts of the block",
+    3996: "a block only on a disk was not copied again when its other holder was lost",
+    4526: "an order to a slow disk was called off with a block that nobody else had",
 }
 DISKS_GUARDS = {
     0: "what is forgotten goes with the next order; blocks are found once they are safe, and stay leased",
@@ -89,6 +96,12 @@ def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
 @pytest.mark.parametrize("seed", FOLLOWS_FAILED)
 def test_a_seed_with_follows_that_once_failed(seed: int) -> None:
     result = run_seed(seed, bad_media=False)
+    assert not result.failure, str(result)
+
+
+@pytest.mark.parametrize("seed", MEDIA_FAILED)
+def test_a_seed_with_bad_media_that_once_failed(seed: int) -> None:
+    result = run_seed(seed)
     assert not result.failure, str(result)
 
 

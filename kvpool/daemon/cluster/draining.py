@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from kvpool.daemon.cluster.member import ClusterMember
-from kvpool.daemon.cluster.replication import OFFER_BYTES, Replication, block_bytes
+from kvpool.daemon.cluster.replication import Replication, block_bytes
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import crash_if_failed
@@ -32,8 +32,7 @@ LOOKUP_TRIES = (
     20  # with a directory that does not answer, half a second each; then all count as sole replicas
 )
 RETRY_S = 0.5
-MEMORY_PARTS = 8  # blocks on disks are read into memory, at most this part of it at a time
-READ_S = 30.0  # for this many of them
+READ_S = 30.0  # for blocks on disks, as many as are read into memory at a time
 LAST_LEASES_S = 30.0  # for this node's own leases, such as those on blocks being written
 DONE_SEEN_S = 1.0  # clients that follow the drain poll it, and must see its end
 
@@ -128,16 +127,10 @@ class Drainer:
                 namespace = node.namespaces.by_directory(digest)
                 saved = left = 0
                 if namespace is not None and not namespace.retired:
-                    below = self._only_below(namespace, keys)
+                    below = self._replication.only_below(namespace, keys)
                     saved = await self._save_some(namespace, below, deadline)
                     left = len(below) - saved
                 await self._count(blocks=len(keys) - left, left=left)
-
-    def _only_below(self, namespace: NamespaceState, keys: list[bytes]) -> list[bytes]:
-        """Those of the blocks of which disks hold a part that memory does not."""
-        _, here = self.node.inventory.masks(namespace.directory_digest, keys)
-        _, below = self._tiers.masks(namespace.directory_digest, keys)
-        return [key for key, up, down in zip(keys, here, below, strict=False) if down & ~up]
 
     async def _save_some(
         self, namespace: NamespaceState, keys: list[bytes], deadline: float
@@ -147,10 +140,7 @@ class Drainer:
 
         Less than all only if the time is up.
         """
-        room = min(OFFER_BYTES, namespace.tenant.allocator.size // MEMORY_PARTS)
-        if namespace.quota:
-            room = min(room, namespace.quota)
-        most = max(1, room // sum(table.stride for table in namespace.tables))
+        most = self._replication.at_a_time(namespace)
         for at in range(0, len(keys), most):
             seconds = min(READ_S, deadline - self._clock())
             if seconds <= 0:

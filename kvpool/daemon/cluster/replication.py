@@ -3,7 +3,8 @@
 One mechanism for all: a node *offers* blocks, the other one pulls those that it wants and answers which
 it has then. Only that may be relied on. It serves
 
-- replication: blocks of which several replicas are wanted, when they are put and when a node was lost;
+- replication: blocks of which several replicas are wanted, when they are put and when a node was lost. Those only
+  on disks come into memory for it, a few at a time;
 - idle memory: a node that is about to evict blocks first offers them to one with room (`forward`). Blocks
   that were taken are secondary here from then on, and evicted first;
 - draining: a node that leaves offers the blocks that only it has.
@@ -25,6 +26,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import LivingNode, PeerTransport
+from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.records import NodeState
@@ -43,13 +45,14 @@ from kvpool.wire import worker as worker_wire
 
 log = logging.getLogger("kvpool.daemon")
 
-OFFER_S = 10.0  # for a peer to take up an offer
+OFFER_S = 10.0  # for a peer to take up an offer; for disks to deliver what is to be offered
 OFFER_BYTES = 32 << 20
 OFFER_KEYS = 1024
 HOPS_MAX = 2  # how often a block is forwarded
 WANTED_MAX = 1 << 16  # blocks that wait for further replicas; others are left to the next repair
 TRIES_MAX = 5
 WALK = 512  # blocks examined in one step of a repair
+MEMORY_PARTS = 8  # blocks on disks are read into memory, at most this part of it at a time
 REPAIR_EVERY_S = 600.0
 FORWARD_EVERY_S = 0.05
 PRESSED_S = 0.01
@@ -70,12 +73,14 @@ class Replication:
         node: Node,
         cluster: ClusterMember,
         fetcher: BlockFetcher,
+        tiers: SsdTier,
         transport: PeerTransport,
         clock: Callable[[], float],
     ) -> None:
         self.node = node
         self.cluster = cluster
         self.fetcher = fetcher
+        self._tiers = tiers
         self._transport = transport
         self._clock = clock
         bandwidth = cluster.config.replication_bandwidth
@@ -172,6 +177,28 @@ class Replication:
             most = max(1, min(OFFER_KEYS, OFFER_BYTES // block_bytes(namespace, mask)))
             offers += [(mask, members[at : at + most]) for at in range(0, len(members), most)]
         return offers
+
+    def only_below(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the blocks of which disks hold a part that memory does not."""
+        here, below = self._masks(namespace, keys)
+        return [key for key, up, down in zip(keys, here, below, strict=True) if down & ~up]
+
+    def _masks(
+        self, namespace: NamespaceState, keys: Sequence[bytes]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """The parts of each block in memory, and on disks."""
+        nothing = [0] * len(keys)
+        _, here = self.node.inventory.masks(namespace.directory_digest, keys)
+        _, below = self._tiers.masks(namespace.directory_digest, keys)
+        return here or nothing, below or nothing
+
+    @staticmethod
+    def at_a_time(namespace: NamespaceState) -> int:
+        """How many blocks may come into memory from disks at a time, to be offered."""
+        room = min(OFFER_BYTES, namespace.tenant.allocator.size // MEMORY_PARTS)
+        if namespace.quota:
+            room = min(room, namespace.quota)
+        return max(1, room // sum(table.stride for table in namespace.tables))
 
     # ---- taking --------------------------------------------------------------------------------------
 
@@ -297,13 +324,15 @@ class Replication:
         """Examine some of this node's blocks; those that lack replicas, and are this node's to repair, are
         queued. If the directory does not answer, the same ones a little later.
         """
-        groups, following = self.node.inventory.walk(self._walk.begin_step(), WALK)
+        # Those in memory first, then those on disks.
+        cursor, on_disks = divmod(self._walk.begin_step(), 2)
+        place = self._tiers if on_disks else self.node.inventory
+        groups, following = place.walk(cursor, WALK)
         for digest, keys in groups:
             namespace = self.node.namespaces.by_directory(digest)
             if namespace is None or namespace.retired:
                 continue
-            wanted = self.node.inventory.replicas_wanted(namespace, keys)
-            chosen = {key: n for key, n in zip(keys, wanted, strict=True) if n > 1}
+            chosen = self._several_wanted(namespace, keys, on_disks=bool(on_disks))
             if not chosen:
                 continue
             try:
@@ -312,16 +341,32 @@ class Replication:
                 self._walk_at = self._clock() + AUDIT_EVERY_S
                 return
             own = self.cluster.own
-            _, masks = self.node.inventory.masks(digest, list(chosen))
-            for (key, n), entries, mask in zip(chosen.items(), located, masks, strict=False):
-                holders = _who_holds(entries, mask) | {own}
+            here, below = self._masks(namespace, list(chosen))
+            for (key, n), entries, up, down in zip(
+                chosen.items(), located, here, below, strict=True
+            ):
+                holders = _who_holds(entries, up | down if on_disks else up) | {own}
                 if is_needed(len(holders) - 1, n):
                     self._promote(namespace, key)
                 if len(holders) < n and responsible(holders, key) == own:
                     self._wanted[namespace, key] = (n, 0)
                     self._stats.repairs += 1
-        self._walk.end_step(following)
+        if following is not None:
+            self._walk.end_step(2 * following + on_disks)
+        else:
+            self._walk.end_step(None if on_disks else 1)
         await asyncio.sleep(0)
+
+    def _several_wanted(
+        self, namespace: NamespaceState, keys: Sequence[bytes], *, on_disks: bool
+    ) -> dict[bytes, int]:
+        """Those of the blocks of which several replicas are wanted, and how many. on_disks: of those only there."""
+        if on_disks:
+            # What a put asked for is known in memory only.
+            keys = self.only_below(namespace, keys) if namespace.settings.replicas > 1 else []
+            return dict.fromkeys(keys, namespace.settings.replicas)
+        wanted = self.node.inventory.replicas_wanted(namespace, keys)
+        return {key: n for key, n in zip(keys, wanted, strict=True) if n > 1}
 
     async def _copy_some(self) -> bool:
         """Make replicas of the first queued blocks; returns whether that made progress."""
@@ -333,13 +378,24 @@ class Replication:
             keys.append(key)
             if len(keys) == OFFER_KEYS:
                 break
+        below = self.only_below(namespace, keys)
+        if below:
+            keys = keys[: self.at_a_time(namespace)]
+            below = self.only_below(namespace, keys)
         for key in keys:
             del self._wanted[namespace, key]
         if namespace.retired:
             return True
-        short: list[bytes] = []
-        for mask, group in self.by_offer(namespace, keys):
+        if below:
+            await self.fetcher.pull_each(namespace, [], below, OFFER_S)
+        short = self.only_below(namespace, below)
+        here = dict.fromkeys(keys)
+        for key in short:
+            del here[key]
+        for mask, group in self.by_offer(namespace, here):
             short += await self._copy(namespace, mask, group, replicas)
+        # They are on a disk too: the next ones should not evict others.
+        self.node.candidates.demote(namespace, below)
         if tries + 1 < TRIES_MAX:
             for key in short:
                 self._wanted[namespace, key] = (replicas, tries + 1)

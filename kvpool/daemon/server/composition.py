@@ -179,7 +179,7 @@ def compose(
         PULLS.times(config.transfer_workers),
     )
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
-    replication = Replication(node, cluster, fetcher, transport, clock)
+    replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(config.engines_max)
     events = EventLog(config.node, clocks.wall)

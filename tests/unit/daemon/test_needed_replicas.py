@@ -17,6 +17,7 @@ from kvpool.placement.directory.base import Entry
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import NamespaceSettings, NodeState
 from kvpool.testing.membership import until
+from tests.support.tiers import without_disks
 
 SECOND = Origin(secondary=True)
 
@@ -50,6 +51,7 @@ def make(pool: Any, locator: Locator) -> Replication:
         pool.node,
         cast("Any", cluster),
         cast("Any", SimpleNamespace(locator=locator)),
+        without_disks(pool.node),
         cast("Any", None),
         lambda: float(next(ticks)),
     )

@@ -20,6 +20,7 @@ from kvpool.placement.directory.base import Entry
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import NamespaceSettings
 from kvpool.testing.membership import until
+from tests.support.tiers import without_disks
 
 PAGES = 4
 
@@ -96,7 +97,24 @@ class Locator:
         return [[Entry(b"another!", 1, 1)] for _ in keys]
 
 
-def make(pool: Any) -> tuple[Replication, Locator]:
+class Disks:
+    """Disks that hold these blocks, and no memory has: their walks and masks."""
+
+    def __init__(self, digest: bytes, numbers: range) -> None:
+        self.digest = digest
+        self.keys = [number.to_bytes(16, "big") for number in numbers]
+
+    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
+        after = cursor + count
+        found = [(self.digest, self.keys[cursor:after])]
+        return found, after if after < len(self.keys) else None
+
+    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
+        assert digest == self.digest
+        return 1, [int(key in self.keys) for key in keys]
+
+
+def make(pool: Any, disks: Any = None) -> tuple[Replication, Locator]:
     locator = Locator()
     pool.namespace.settings = NamespaceSettings(replicas=2)
     cluster = SimpleNamespace(
@@ -107,6 +125,7 @@ def make(pool: Any) -> tuple[Replication, Locator]:
         pool.node,
         cast("Any", cluster),
         cast("Any", SimpleNamespace(locator=locator)),
+        disks or without_disks(pool.node),
         cast("Any", None),
         lambda: float(next(ticks)),
     )
@@ -156,5 +175,19 @@ def test_a_directory_that_is_away_for_a_moment_does_not_begin_the_walk_anew(make
             "none is looked at twice"
         )
         assert set(locator.looked) == set(range(BLOCKS))
+
+    asyncio.run(main())
+
+
+def test_blocks_only_on_disks_are_examined_after_those_in_memory(make_pool) -> None:
+    async def main() -> None:
+        pool = make_pool(slabs=BLOCKS)
+        pool.put(range(1000))
+        disks = Disks(pool.namespace.directory_digest, range(900, 2500))
+        replication, locator = make(pool, disks)
+        replication.repair()
+        await run(replication)
+        assert set(locator.looked[:1000]) == set(range(1000))
+        assert locator.looked[1000:] == [*range(1000, 2500)], "each once"
 
     asyncio.run(main())
