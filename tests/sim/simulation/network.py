@@ -332,6 +332,8 @@ class PeerTransport:
     async def _take(self, offer: peer_wire.Offer) -> frame.Bytes:
         """Take up an offer. What is said to be here is relied on: it is here, and not as a spare copy."""
         taken = await self.source.offered(offer)
+        if not any(taken.data):
+            return taken  # a node that drains need not know the namespace
         node = self.life.server.node
         mask = int.from_bytes(offer.mask, "little")
         namespace = node.tenants[offer.tenant].epochs[offer.digest][-1]
