@@ -64,6 +64,7 @@ DISKS_FAILED = {
 # With disks, and with follows.
 FOLLOWS_FAILED = {
     3616: "a pin that an index refused was not asked for once more",
+    7368: "without a directory, a peer with the rest of a prefix and not its beginning was not found",
 }
 # With follows, and with disks that lose writes and go bad.
 MEDIA_FAILED = {
@@ -82,26 +83,26 @@ DISKS_GUARDS = {
 
 @pytest.mark.parametrize("seed", [*FAILED, *GUARDS])
 def test_a_seed_that_once_failed_or_guards_a_rule(seed: int) -> None:
-    result = run_seed(seed, disks=False, follow=False)
+    result = run_seed(seed, disks=False, follow=False, limits=False)
     assert not result.failure, str(result)
 
 
 @pytest.mark.parametrize("seed", [*DISKS_FAILED, *DISKS_GUARDS])
 def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
-    result = run_seed(seed, follow=False, bad_media=False)
+    result = run_seed(seed, follow=False, bad_media=False, limits=False)
     assert result.plan.disks is not None
     assert not result.failure, str(result)
 
 
 @pytest.mark.parametrize("seed", FOLLOWS_FAILED)
 def test_a_seed_with_follows_that_once_failed(seed: int) -> None:
-    result = run_seed(seed, bad_media=False)
+    result = run_seed(seed, bad_media=False, limits=False)
     assert not result.failure, str(result)
 
 
 @pytest.mark.parametrize("seed", MEDIA_FAILED)
 def test_a_seed_with_bad_media_that_once_failed(seed: int) -> None:
-    result = run_seed(seed)
+    result = run_seed(seed, limits=False)
     assert not result.failure, str(result)
 
 
@@ -140,7 +141,7 @@ def test_without_faults_there_are_hits_and_copies() -> None:
 def test_disks_are_written_read_and_broken() -> None:
     """So that the promises are not kept by leaving disks alone."""
     counts: Counter[str] = Counter()
-    for seed in range(60, 120):
+    for seed in range(60, 180):
         counts.update(run_seed(seed).counts)
     for what in (
         "blocks written down",

@@ -5,6 +5,7 @@ loop only.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
@@ -226,10 +227,12 @@ class Locator:
         deadline: float,
     ) -> Located:
         wait_s = (deadline - self._clock()) * LOOKUP_SHARE
-        if self._cluster.directory is None:
-            return await self._ask_peers(namespace, tables, keys, wait_s)
         windows = [table.spec.window_blocks * table.spec.stride for table in tables]
         first = max(0, here - max(windows, default=0))
+        if self._cluster.directory is None:
+            # A peer may have the rest of a prefix without its beginning.
+            first -= first % math.lcm(*(table.spec.stride for table in tables))
+            return await self._ask_peers(namespace, tables, keys[first:], wait_s)
         located: Located = {}
         try:
             async with asyncio.timeout(wait_s):
@@ -291,7 +294,7 @@ class Locator:
         keys: Sequence[bytes],
         wait_s: float,
     ) -> Located:
-        """Without a directory: each peer reports how much of the prefix it could provide.
+        """Without a directory: each peer reports how many of these adjacent blocks it could provide, from the first on.
 
         One that takes longer than expected is not waited for when another one has all of it.
         """

@@ -65,6 +65,23 @@ MEDIA_ACTIONS = {
     "disk_spoils": 4,
 }
 
+# How few may be under way, or wait, in place of what a large node takes: see `World`.
+LIMITS: dict[str, Sequence[int]] = {
+    "pulls": (8, 12),  # with fewer, one that hangs holds them all
+    "pulls_each": (1, 2),
+    "copies": (1, 3),
+    "loads": (1, 2),
+    "waiting": (1, 3),
+    "order_bytes": (256, 1024),
+    "early_pulls": (1,),
+    "stream_leases": (2,),
+    "stream_questions": (1, 2),
+    "rounds": (2,),
+    "ssd_writes": (1,),
+    "ssd_queue": (2, 8),
+    "wanted": (4, 16),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Disks:
@@ -102,6 +119,7 @@ class Plan:
 
     slabs: of a node's segment, 4 KiB each. chains, blocks: how many prompts, and how long each is.
     roomy: all that is ever put fits into every node. actions: what happens to nodes, with weights. disks: None: there are none.
+    limits: of `LIMITS`, those that are lower than in a daemon.
     """
 
     nodes: int
@@ -140,6 +158,7 @@ class Plan:
     actions: dict[str, int] = field(default_factory=dict)
     fault_gap_s: float = 1.0
     disks: Disks | None = None
+    limits: dict[str, int] = field(default_factory=dict)
 
     @property
     def quiet(self) -> bool:
@@ -173,6 +192,13 @@ class Plan:
         if self.disks is None or not self.actions or rng.random() < 0.5:
             return self
         return replace(self, actions={**self.actions, **MEDIA_ACTIONS})
+
+    def with_limits(self, rng: random.Random) -> Plan:
+        """Some of a daemon's limits are very low, in half of the seeds."""
+        if rng.random() < 0.5:
+            return self
+        chosen = {name: rng.choice(few) for name, few in LIMITS.items() if rng.random() < 0.5}
+        return replace(self, limits=chosen)
 
     @property
     def size(self) -> int:

@@ -11,7 +11,7 @@ import math
 import random
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,18 @@ from kvpool.daemon.cluster import replication
 from kvpool.daemon.core.blocks import PIN_NONE
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch import (
+    delivery,
     early_pull,
     fetcher,
     locate,
     plan,
     prefix_stream,
     prefix_stream_rules,
+    transfer,
 )
+from kvpool.daemon.server import composition
 from kvpool.daemon.tiers import ssd_books, ssd_demote, ssd_read, ssd_restore, ssd_tier, ssd_write
+from kvpool.daemon.workers.turns import COPIES, PULLS, TurnLimits
 from kvpool.errors import KvpoolError
 from kvpool.placement.directory import embedded
 from kvpool.placement.directory.base import TIERS
@@ -882,8 +886,32 @@ _SMALL_BATCHES: Constants = (
 )
 
 
+def _limits(limits: Mapping[str, int]) -> Constants:
+    """See `plan.LIMITS`."""
+    of: dict[str, tuple[Any, str]] = {
+        "loads": (transfer, "LOADS_MAX"),
+        "waiting": (transfer, "WAITING_MAX"),
+        "order_bytes": (delivery, "ORDER_BYTES"),
+        "early_pulls": (early_pull, "PULLS_MAX"),
+        "stream_leases": (prefix_stream, "KEPT_MAX"),
+        "stream_questions": (prefix_stream, "QUESTIONS_PER_PEER_MAX"),
+        "rounds": (fetcher, "ROUNDS_MAX"),
+        "ssd_writes": (ssd_demote, "WRITES_MAX"),
+        "ssd_queue": (ssd_demote, "QUEUE_MAX"),
+        "wanted": (replication, "WANTED_MAX"),
+    }
+    found: list[tuple[Any, str, Any]] = [
+        (*of[name], most) for name, most in limits.items() if name in of
+    ]
+    each = limits.get("pulls_each", PULLS.each)
+    found.append((composition, "PULLS", TurnLimits(limits.get("pulls", PULLS.together), each)))
+    copies = limits.get("copies", COPIES.together)
+    found.append((transfer, "COPIES", TurnLimits(copies, min(copies, COPIES.each))))
+    return found
+
+
 def _constants(plan: Plan) -> Constants:
-    constants = list(_SMALL_BATCHES if plan.small_batches else ())
+    constants = [*(_SMALL_BATCHES if plan.small_batches else ()), *_limits(plan.limits)]
     if plan.disks is not None:
         page = plan.disks.page
         constants += [*_DISKS, (ssd_books, "PAGE", page), (ssd_restore, "PAGE", page)]
@@ -910,6 +938,7 @@ def plan_of(
     quotas: bool = False,
     follow: bool = True,
     bad_media: bool = True,
+    limits: bool = True,
 ) -> Plan:
     """What a seed is about, without living it. The arguments: see `run_seed`."""
     plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
@@ -917,6 +946,8 @@ def plan_of(
         plan = plan.with_follows(random.Random(f"{seed}/follow"))
     if bad_media:
         plan = plan.with_bad_media(random.Random(f"{seed}/media"))
+    if limits:
+        plan = plan.with_limits(random.Random(f"{seed}/limits"))
     return plan.with_quotas() if quotas else plan
 
 
@@ -928,14 +959,18 @@ def run_seed(
     quotas: bool = False,
     follow: bool = True,
     bad_media: bool = True,
+    limits: bool = True,
 ) -> Result:
     """Live one seed from beginning to end.
 
     tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too. follow: False:
     nobody follows prompts, where two of five seeds have some who do; all else is then as if there were none.
-    bad_media: False: no disk lies, or has bad places, where a quarter of the seeds have such.
+    bad_media: False: no disk lies, or has bad places, where a quarter of the seeds have such. limits: False: all of
+    a daemon's limits are as ever, where half of the seeds have lower ones.
     """
-    plan = plan_of(seed, disks=disks, quotas=quotas, follow=follow, bad_media=bad_media)
+    plan = plan_of(
+        seed, disks=disks, quotas=quotas, follow=follow, bad_media=bad_media, limits=limits
+    )
     gc.disable()
     try:
         with _scaled(_ALWAYS):
