@@ -34,6 +34,9 @@ from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
 from kvpool.scheduler.values import DecodeOrder, Order, Request
 from kvpool.telemetry.spans import QUEUE, Span
 
+LATE_SAVE_S = 1.0
+"""For so long a decode engine waits for the last blocks of a prompt that was computed: they are saved meanwhile."""
+
 
 class DeadlinePassed(KvpoolError):
     """The request exceeded its deadline."""
@@ -215,7 +218,12 @@ class ActiveRequest:
             return
         expected_s = order.estimate.handover_s + order.estimate.tpot_s
         call = Call(spec, None, True, self._clock(), expected_s, order.estimate.tpot_s)
-        self._answer(call, self.body.raw)
+        raw = self.body.raw
+        if order.engine.follows_max and order.engine.name != order.computed_by.name:
+            # An engine answers before all that it computed is in the pool.
+            params = {"kvpool": {"follow_s": LATE_SAVE_S, "source": order.computed_by.node}}
+            raw = with_field(self.body, "kv_transfer_params", params)
+        self._answer(call, raw)
 
     def _answer_directly(self, spec: EngineSpec) -> None:
         """Get this engine's answer: it is expected to refuse."""

@@ -198,7 +198,7 @@ class Dispatch:
             answers.reserve(answer, engine)
             answers.send(answer, engine, follows=False)
             self._transfers(computed_by, estimates[0], now)
-            orders.append(DecodeOrder(request, engine, estimates[0], estimates))
+            orders.append(DecodeOrder(request, engine, computed_by, estimates[0], estimates))
         answers.kept = frozenset(kept)
         return orders
 

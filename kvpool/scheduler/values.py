@@ -195,10 +195,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOrder:
-    """The prompt of this request is computed: send it to this engine now, for its answer."""
+    """The prompt of this request is computed: send it to this engine now, for its answer.
+
+    computed_by: the engine that computed its end.
+    """
 
     request: Request
     engine: Engine
+    computed_by: Engine
     estimate: DecodeEstimate
     decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
 

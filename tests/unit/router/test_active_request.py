@@ -6,11 +6,14 @@ import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvpool.errors import KvpoolError
-from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
+from kvpool.router.active_request import LATE_SAVE_S, ActiveRequest, DeadlinePassed, GivenUp
 from kvpool.router.bodies import Kind, parse
 from kvpool.router.calls import Caller, Limits
 from kvpool.router.engines import EngineSpec
@@ -45,13 +48,18 @@ def order(name: str, *, whole: bool) -> Order:
 
 
 class Orders:
-    """Nothing is tried again. late: orders that are on their way when the request is taken back."""
+    """Nothing is tried again. late: orders that are on their way when the request is taken back. then: the order when
+    the prompt is computed.
+    """
 
     def __init__(self) -> None:
         self.late: list[Order | DecodeOrder] = []
+        self.then: DecodeOrder | None = None
         self.active: weakref.ref[ActiveRequest] | None = None
 
-    def computed(self, order: Order) -> None: ...
+    def computed(self, order: Order) -> None:
+        if self.then is not None:
+            self._tell(self.then)
 
     def failed(self, order: Order) -> bool:
         return False
@@ -60,10 +68,13 @@ class Orders:
         return False
 
     def abandoned(self, request: Request) -> None:
+        for each in self.late:
+            self._tell(each)
+
+    def _tell(self, order: Order | DecodeOrder) -> None:
         active = None if self.active is None else self.active()
         assert active is not None
-        for each in self.late:
-            active.tell(each)
+        active.tell(order)
 
 
 class Roster:
@@ -86,6 +97,7 @@ class Upstream:
     def __init__(self, **otherwise: str) -> None:
         self.otherwise = otherwise
         self.asked: list[str] = []
+        self.bodies: list[Any] = []
         self.called = asyncio.Event()
 
     @asynccontextmanager
@@ -93,6 +105,7 @@ class Upstream:
         self, spec: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ScriptedAnswer]:
         self.asked.append(spec.name)
+        self.bodies.append(msgspec.json.decode(body))
         self.called.set()
         await asyncio.sleep(0)
         how = self.otherwise.get(spec.name)
@@ -204,12 +217,35 @@ def test_an_order_that_comes_after_the_request_was_taken_back_is_not_followed() 
     async def main() -> None:
         orders, upstream = Orders(), Upstream(p="refuse")
         estimate = DecodeEstimate(engine("e"), 0.001, 0, 0.0, True, 0.0)
-        orders.late = [order("e", whole=True), DecodeOrder(REQUEST, engine("e"), estimate)]
+        orders.late = [
+            order("e", whole=True),
+            DecodeOrder(REQUEST, engine("e"), engine("e"), estimate),
+        ]
         active = active_of(orders, upstream)
         active.tell(order("p", whole=False))
         client = Client()
         await active.run(client)
         assert client.data == RIGHT
         assert upstream.asked == ["p", "d"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("follows_max", [0, 4])
+def test_who_decodes_waits_for_what_is_still_being_saved(follows_max: int) -> None:
+    """An engine says that a prompt is computed before all of it is in the pool. Not every engine can wait."""
+
+    async def main() -> None:
+        orders, upstream = Orders(), Upstream()
+        able = replace(engine("d"), follows_max=follows_max)
+        estimate = DecodeEstimate(able, 0.001, 0, 0.0, True, 0.0)
+        orders.then = DecodeOrder(REQUEST, able, engine("p"), estimate)
+        active = active_of(orders, upstream)
+        active.tell(order("p", whole=False))
+        await active.run(Client())
+        assert upstream.asked == ["p", "d"]
+        wait = {"kvpool": {"follow_s": LATE_SAVE_S, "source": "node-p"}}
+        expected = {"kv_transfer_params": wait} if follows_max else {}
+        assert upstream.bodies[1] == msgspec.json.decode(RAW) | expected
 
     asyncio.run(main())
