@@ -31,7 +31,7 @@ from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observer
 from kvpool.router.orders import EngineGone, Expired, Orders
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
-from kvpool.scheduler.values import DecodeOrder, Order, Request
+from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request
 from kvpool.telemetry.spans import QUEUE, Span
 
 LATE_SAVE_S = 1.0
@@ -204,10 +204,13 @@ class ActiveRequest:
             return
         left_s = max(self._caller.deadline - asyncio.get_running_loop().time(), 1.0)
         follow_s = min(self._caller.limits.follow_s, left_s)
-        params = {"kvpool": {"follow_s": follow_s, "source": order.estimate.engine.node}}
         call = Call(spec, None, True, self._clock(), follow_s + order.estimate.ttft_s)
-        raw = with_field(self.body, "kv_transfer_params", params)
-        self._answer(call, raw)
+        self._answer(call, self._following(order.estimate.engine, follow_s))
+
+    def _following(self, computes: Engine, follow_s: float) -> bytes:
+        """The body for an engine that is to wait so long for the prompt's blocks from the one that computes them."""
+        params = {"kvpool": {"follow_s": follow_s, "source": computes.node}}
+        return with_field(self.body, "kv_transfer_params", params)
 
     def _decode_ordered(self, order: DecodeOrder) -> None:
         self.account.decode_ordered(order, self._clock())
@@ -221,8 +224,7 @@ class ActiveRequest:
         raw = self.body.raw
         if order.engine.follows_max and order.engine.name != order.computed_by.name:
             # An engine answers before all that it computed is in the pool.
-            params = {"kvpool": {"follow_s": LATE_SAVE_S, "source": order.computed_by.node}}
-            raw = with_field(self.body, "kv_transfer_params", params)
+            raw = self._following(order.computed_by, LATE_SAVE_S)
         self._answer(call, raw)
 
     def _answer_directly(self, spec: EngineSpec) -> None:

@@ -40,6 +40,7 @@ class Pins:
         Raises `LimitExceeded`, and changes nothing, if that exceeds the tenant's pin
         quota, or the same share of the namespace's quota.
         """
+        tables = namespace.tables if tables is None else tables
         changed = self.check(namespace, keys, kind, tables)
         level = PIN_KINDS[kind]
         tenant = namespace.tenant
@@ -52,8 +53,7 @@ class Pins:
             elif level == PIN_SOFT:
                 block.table.soft_bytes += block.table.stride
             self._slots.put_in([block])
-        found = namespace.tables if tables is None else tables
-        return {key for table in found for key in keys if key in table.blocks}
+        return {key for table in tables for key in keys if key in table.blocks}
 
     def check(
         self,

@@ -34,7 +34,6 @@ SECONDARY = Origin(secondary=True)
 class Place(NamedTuple):
     """Of one who may have to wait for slots. Made by `Delivery.queued` only. called: when it may try, or yields."""
 
-    rooms: RoomQueues
     waiter: RoomWaiter
     called: asyncio.Event
 
@@ -73,7 +72,7 @@ class Delivery:
         does such a request wait for slots, if memory is full.
         """
         if background or not requests:
-            return await self._bring(None, requests, deadline, origin, on_arrival, background)
+            return await self.bring_on(None, requests, deadline, origin, on_arrival)
         with self.queued(requests[0].table.namespace) as place:
             while True:
                 requests = await self.bring_on(place, requests, deadline, origin, on_arrival)
@@ -87,7 +86,7 @@ class Delivery:
         called = asyncio.Event()
         waiter = self.rooms.enter(namespace, self._clock(), called.set)
         try:
-            yield Place(self.rooms, waiter, called)
+            yield Place(waiter, called)
         finally:
             self.rooms.leave(waiter)
 
@@ -96,29 +95,21 @@ class Delivery:
         while (now := self._clock()) < deadline:
             if self.rooms.may_try(place.waiter, now):
                 return True
-            await _wait(place, (), deadline, now)
+            await self._wait(place, (), deadline, now)
         return False
 
     async def bring_on(
         self,
-        place: Place,
+        place: Place | None,
         requests: Sequence[FetchRequest],
         deadline: float,
         origin: Origin = SECONDARY,
         on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
     ) -> Sequence[FetchRequest]:
-        """As `bring`. It also ends when its place `yields`: then release what you hold, and say `rooms.yielded`."""
-        return await self._bring(place, requests, deadline, origin, on_arrival, False)
+        """As `bring`. It also ends when its place `yields`: then release what you hold, and say `rooms.yielded`.
 
-    async def _bring(
-        self,
-        place: Place | None,
-        requests: Sequence[FetchRequest],
-        deadline: float,
-        origin: Origin,
-        on_arrival: Callable[[PartTable, list[bytes]], object] | None,
-        background: bool,
-    ) -> Sequence[FetchRequest]:
+        place: None: in the background.
+        """
         for request in requests:
             under_way = self._transfers.of(request.table)
             if under_way:
@@ -134,14 +125,14 @@ class Delivery:
                     on_arrival(table, keys)
             full = False
             if place is None or self.rooms.may_try(place.waiter, now):
-                requests, full = self._launch(requests, now, deadline, origin, background)
+                requests, full = self._launch(requests, now, deadline, origin, place is None)
             transfers = self._awaited(requests)
             if not (transfers or full or (place is not None and place.waiter.waits)):
                 return requests
             wake = min([deadline, *(one.hedge_at for one in transfers if one.hedge_at > now)])
             if full:
                 wake = min(wake, now + ROOM_S)
-            await _wait(place, [transfer.task for transfer in transfers], wake, now)
+            await self._wait(place, [transfer.task for transfer in transfers], wake, now)
             self._transfers.call_off_superseded(transfers)
             if place is not None and (arrived or self._any_comes(transfers)):
                 self.rooms.progressed(place.waiter, self._clock())
@@ -150,6 +141,33 @@ class Delivery:
                     self._ended(place, requests, transfer)
             if place is not None and place.waiter.tries and all(one.begun for one in transfers):
                 self.rooms.served(place.waiter)
+
+    async def _wait(
+        self,
+        place: Place | None,
+        tasks: Sequence[asyncio.Task[None]],
+        until: float,
+        now: float,
+    ) -> None:
+        """Until one of the tasks is done, or the place is woken or due."""
+        called: list[asyncio.Task[Any]] = []
+        if place is not None and place.waiter.waits:
+            place.called.clear()
+            called.append(asyncio.get_running_loop().create_task(place.called.wait()))
+            due = self.rooms.due(place.waiter, now)
+            until = until if due is None else min(until, due)
+        try:
+            if tasks or called:
+                await asyncio.wait(
+                    [*tasks, *called],
+                    timeout=max(0.0, until - now),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            else:
+                await asyncio.sleep(until - now)
+        finally:
+            for task in called:
+                task.cancel()
 
     def _any_comes(self, transfers: Iterable[Transfer]) -> bool:
         """Whether one of these has slots and is not late."""
@@ -278,30 +296,6 @@ class Delivery:
                 self._transfers.give_up(under_way)
             return ()
         return askable
-
-
-async def _wait(
-    place: Place | None, tasks: Sequence[asyncio.Task[None]], until: float, now: float
-) -> None:
-    """Until one of the tasks is done, or the place is woken or due."""
-    called: list[asyncio.Task[Any]] = []
-    if place is not None and place.waiter.waits:
-        place.called.clear()
-        called.append(asyncio.get_running_loop().create_task(place.called.wait()))
-        due = place.rooms.due(place.waiter, now)
-        until = until if due is None else min(until, due)
-    try:
-        if tasks or called:
-            await asyncio.wait(
-                [*tasks, *called],
-                timeout=max(0.0, until - now),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        else:
-            await asyncio.sleep(until - now)
-    finally:
-        for task in called:
-            task.cancel()
 
 
 def _not_tried(requests: Sequence[FetchRequest], transfer: Transfer, keys: Sequence[bytes]) -> None:

@@ -182,18 +182,12 @@ class BlockFetcher:
                 return
             besides = self._on_device if direct else None
             there = self._fitting(tables, keys[:there], located, besides)
-            wanted = missing(tables, keys[:there], located, besides)
+            wanted = partial(missing, tables, keys[:there], located, besides)
             # A disk that hangs does not say so: others are asked where its blocks are when it takes too long.
             until = deadline
             if not asked:
-                until = min(deadline, self._clock() + self.expected_s(wanted))
-            failed = await self._bring_prefix(
-                namespace,
-                tables,
-                keys[:there],
-                partial(missing, tables, keys[:there], located, besides),
-                until,
-            )
+                until = min(deadline, self._clock() + self.expected_s(wanted()))
+            failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, until)
             if not failed:
                 return
             here = self.match(namespace, parts, keys, direct=direct)

@@ -39,13 +39,13 @@ class RoomWaiter:
 
 @dataclass(eq=False, slots=True)
 class RoomQueue:
-    """The requests for memory of a tenant, or of a namespace with a quota. members: those that wait, and the others.
+    """The requests for memory of a tenant, or of a namespace with a quota.
 
-    first: the oldest when one of them last tried.
+    members: how many there are. waiting: those of them that wait, by number. first: the oldest when one last tried.
     """
 
     key: tuple[str, bytes]
-    members: dict[int, RoomWaiter] = field(default_factory=dict)
+    members: int = 0
     waiting: dict[int, RoomWaiter] = field(default_factory=dict)
     first: RoomWaiter | None = None
 
@@ -68,7 +68,8 @@ class RoomQueues:
         self._last += 1
         key = (namespace.tenant.name, namespace.base if namespace.quota else b"")
         queue = self._queues.setdefault(key, RoomQueue(key))
-        waiter = queue.members[self._last] = RoomWaiter(queue, self._last, wake, now)
+        queue.members += 1
+        waiter = RoomWaiter(queue, self._last, wake, now)
         if queue.waiting:
             self._wait(waiter)
         return waiter
@@ -76,7 +77,7 @@ class RoomQueues:
     def leave(self, waiter: RoomWaiter) -> None:
         """It has all, or waits no longer."""
         queue = waiter.queue
-        del queue.members[waiter.number]
+        queue.members -= 1
         self._go_on(waiter)
         if not queue.members:
             del self._queues[queue.key]
