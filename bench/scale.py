@@ -51,7 +51,7 @@ from kvpool.placement.records import (
     new_incarnation,
 )
 from kvpool.placement.redis.settings import parse_url
-from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.types import Namespace, NamespaceRecord, PartSpec, split_keys
 from kvpool.wire import frame
 from tests.support.local_cluster import LocalCluster
@@ -95,7 +95,7 @@ class _Rules:
         gc.collect()
         gc.freeze()
         gc.set_threshold(5_000, 10, 1_000_000)
-        self.node = Node(make_policy=lambda capacity: make_policy(DEFAULT_POLICY, capacity))
+        self.node = Node(make_policy=policy_maker(DEFAULT_POLICY))
         self.node.inventory.follow_changes()
         self.tenant = self.node.add_tenant("bench", 0, nbytes)
         self.holder = self.node.holders.add("bench", "bench")
@@ -208,7 +208,7 @@ async def _follow(url: str) -> dict[str, float]:
         await client.txn(
             [], [put(_path(n), encode_record(_member(n))) for n in numbers], [], "fill"
         )
-    node = Node(make_policy=lambda size: make_policy("lru", size), incarnation=new_incarnation())
+    node = Node(make_policy=policy_maker("lru"), incarnation=new_incarnation())
     settings = EtcdSettings.from_url(url)
     membership = EtcdMembership(settings, "bench", protocol=frame.PROTOCOL_VERSION)
     rng = random.Random(1)

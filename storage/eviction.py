@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from kvpool.errors import ConfigError
-from kvpool.storage.eviction_queue import EvictionQueue, Ghosts
+from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue, Ghosts
 
 DEFAULT_POLICY = "a2q"
 
@@ -134,7 +134,19 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
 
-def make_policy(name: str, capacity: int, costs: Costs | None = None) -> EvictionPolicy:
+NewQueue = Callable[[], EntryQueue]
+"""A policy makes its queues by this. They are of one kind, the kind of its entries."""
+
+
+class MakePolicy(Protocol):
+    """A fresh policy for a tier of so many entries."""
+
+    def __call__(self, capacity: int, new_queue: NewQueue = ..., /) -> EvictionPolicy: ...
+
+
+def make_policy(
+    name: str, capacity: int, costs: Costs | None = None, new_queue: NewQueue = EvictionQueue
+) -> EvictionPolicy:
     """The policy called `name`, for a tier of `capacity` entries. Raises `ConfigError`.
 
     Without costs all blocks are worth the same. `lru` and `s3fifo` ignore costs.
@@ -142,7 +154,16 @@ def make_policy(name: str, capacity: int, costs: Costs | None = None) -> Evictio
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"there is no eviction policy {name!r}; known are {known}")
-    return POLICIES[name](capacity, costs)
+    return POLICIES[name](capacity, costs, new_queue)
+
+
+def policy_maker(name: str, costs: Costs | None = None) -> MakePolicy:
+    """`make_policy` for capacities, and kinds of queues, that come later."""
+
+    def make(capacity: int, new_queue: NewQueue = EvictionQueue, /) -> EvictionPolicy:
+        return make_policy(name, capacity, costs, new_queue)
+
+    return make
 
 
 def _checked(capacity: int) -> int:
@@ -160,9 +181,11 @@ class Lru:
 
     __slots__ = ("_queue",)
 
-    def __init__(self, capacity: int, costs: Costs | None = None) -> None:
+    def __init__(
+        self, capacity: int, costs: Costs | None = None, new_queue: NewQueue = EvictionQueue
+    ) -> None:
         _checked(capacity)
-        self._queue = EvictionQueue()
+        self._queue = new_queue()
 
     def insert(self, entries: Sequence[Any]) -> None:
         for entry in entries:
@@ -235,9 +258,11 @@ class S3Fifo:
     _SMALL_SHARE = 0.1
     _SMALL, _MAIN = 1, 2
 
-    def __init__(self, capacity: int, costs: Costs | None = None) -> None:
-        self._small = EvictionQueue()
-        self._main = EvictionQueue()
+    def __init__(
+        self, capacity: int, costs: Costs | None = None, new_queue: NewQueue = EvictionQueue
+    ) -> None:
+        self._small = new_queue()
+        self._main = new_queue()
         self._evicted = 0  # from small: their numbers
         self._ghosts_max = min(GHOSTS_MAX, _checked(capacity))
         self._ghosts = Ghosts(self._ghosts_max)
@@ -416,10 +441,12 @@ class Adaptive2Q:
     _PROVEN = -1
     _ON_PROBATION, _AMONG_PROVEN = 1, 2
 
-    def __init__(self, capacity: int, costs: Costs | None = None) -> None:
+    def __init__(
+        self, capacity: int, costs: Costs | None = None, new_queue: NewQueue = EvictionQueue
+    ) -> None:
         self._costs = costs
-        self._probation = EvictionQueue()
-        self._proven = EvictionQueue()
+        self._probation = new_queue()
+        self._proven = new_queue()
         # Evictions are numbered from 1, so that 0 can mean "no ghost".
         self._inserted = self._probation_evicted = self._proven_evicted = 0
         self._share = self._START
@@ -599,7 +626,7 @@ class Adaptive2Q:
         return self._probation.length + self._proven.length
 
 
-POLICIES: dict[str, Callable[[int, Costs | None], EvictionPolicy]] = {
+POLICIES: dict[str, Callable[[int, Costs | None, NewQueue], EvictionPolicy]] = {
     "a2q": Adaptive2Q,
     "lru": Lru,
     "s3fifo": S3Fifo,

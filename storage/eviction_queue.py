@@ -8,9 +8,52 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvpool.memory.private_pages import private_pages
+
+
+class EntryQueue(Protocol):
+    """Entries from the oldest to the youngest. Every operation is O(1) an entry. Not thread-safe.
+
+    An entry is in one queue at most, and whoever calls knows which (`queue` of the entry).
+
+    length: entries; for reading only. `len` takes five times as long, and policies look at it for every block.
+    """
+
+    length: int
+
+    def append(self, entries: Sequence[Any]) -> None:
+        """Entries of no queue become the youngest, the last of them the very youngest."""
+
+    def put_first(self, entry: Any) -> None:
+        """An entry of no queue becomes the oldest."""
+
+    def remove(self, entries: Sequence[Any]) -> None:
+        """Take entries out."""
+
+    def renew(self, entries: Sequence[Any]) -> None:
+        """Make entries the youngest, the last of them the very youngest.
+
+        They may come from another queue of the same kind: see `lend`.
+        """
+
+    def lend(self, other: Any, count: int) -> None:
+        """This many of the entries that the other queue is about to `renew` are of this one."""
+
+    def pop(self) -> Any:
+        """Take the oldest entry out; None if there is none."""
+
+    def take(self, n: int) -> list[Any]:
+        """Take up to n of the oldest entries out, in order."""
+
+    def peek(self) -> Any:
+        """The oldest entry; None if there is none."""
+
+    def oldest(self, n: int) -> list[Any]:
+        """The n oldest entries, in order. O(n)."""
+
+    def __len__(self) -> int: ...
 
 
 class _End:
@@ -24,13 +67,7 @@ class _End:
 
 
 class EvictionQueue:
-    """Entries from the oldest to the youngest: a linked list through their `older` and `newer`.
-
-    Every operation is O(1) an entry. Entries that are neighbours move together as one. An entry is in one queue
-    at most, and whoever calls knows which (`queue` of the entry). Not thread-safe.
-
-    length: entries; for reading only. `len` takes five times as long, and policies look at it for every block.
-    """
+    """An `EntryQueue`: a linked list through its entries' `older` and `newer`. Neighbours move together as one."""
 
     __slots__ = ("_end", "length")
 
@@ -48,7 +85,6 @@ class EvictionQueue:
                 pass
 
     def append(self, entries: Sequence[Any]) -> None:
-        """Entries of no queue become the youngest, the last of them the very youngest."""
         end = self._end
         youngest = end.older
         for entry in entries:
@@ -60,7 +96,6 @@ class EvictionQueue:
         self.length += len(entries)
 
     def put_first(self, entry: Any) -> None:
-        """An entry of no queue becomes the oldest."""
         end = self._end
         oldest = end.newer
         entry.older, entry.newer = end, oldest
@@ -68,7 +103,6 @@ class EvictionQueue:
         self.length += 1
 
     def remove(self, entries: Sequence[Any]) -> None:
-        """Take entries out."""
         for entry in entries:
             older, newer = entry.older, entry.newer
             older.newer = newer
@@ -77,10 +111,6 @@ class EvictionQueue:
         self.length -= len(entries)
 
     def renew(self, entries: Sequence[Any]) -> None:
-        """Make entries the youngest, the last of them the very youngest.
-
-        They may come from another queue: see `lend`.
-        """
         end = self._end
         at, count = 0, len(entries)
         while at < count:
@@ -102,12 +132,10 @@ class EvictionQueue:
             end.older = last
 
     def lend(self, other: EvictionQueue, count: int) -> None:
-        """This many of the entries that the other queue is about to `renew` are of this one."""
         self.length -= count
         other.length += count
 
     def pop(self) -> Any:
-        """Take the oldest entry out; None if there is none."""
         end = self._end
         entry = end.newer
         if entry is end:
@@ -120,7 +148,6 @@ class EvictionQueue:
         return entry
 
     def take(self, n: int) -> list[Any]:
-        """Take up to n of the oldest entries out, in order."""
         found = self.oldest(n)
         if found:
             end = self._end
@@ -133,11 +160,9 @@ class EvictionQueue:
         return found
 
     def peek(self) -> Any:
-        """The oldest entry; None if there is none."""
         return self._end.newer if self.length else None
 
     def oldest(self, n: int) -> list[Any]:
-        """The n oldest entries, in order. O(n)."""
         found: list[Any] = []
         entry, end = self._end.newer, self._end
         while entry is not end and len(found) < n:

@@ -33,7 +33,7 @@ from kvpool.errors import KvpoolError
 from kvpool.memory.segment import Segment
 from kvpool.storage import base
 from kvpool.storage.dram import DramSegment
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import BlockStatus, NamespaceRecord, PartSpec
 
 CAPACITY_BYTES = 4 << 20
@@ -154,9 +154,9 @@ class Memory:
         return self.bytes[start : start + table.spec.nbytes]
 
 
-def make_node() -> Node:
-    """Empty rules, as tiers of slots need them."""
-    return Node(make_policy=lambda capacity: make_policy("lru", capacity))
+def make_node(*, packed: bool = False) -> Node:
+    """Empty rules, as tiers of slots need them. packed: see `Node`."""
+    return Node(make_policy=policy_maker("lru"), packed=packed)
 
 
 async def remove(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ class OnDisk(TierContract):
         async def adopt(record: TableRecord) -> NamespaceState | None:
             return memory.namespace if record.epoch == memory.namespace.epoch else None
 
-        tier = SsdTier(config, memory.node, memory.clock, make_node, adopt)
+        tier = SsdTier(config, memory.node, memory.clock, partial(make_node, packed=True), adopt)
         await tier.start(memory.segments)
         tier.begin()
         return tier

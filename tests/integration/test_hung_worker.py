@@ -28,17 +28,13 @@ from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
 from kvpool.daemon.workers.supervisor import WorkerSupervisor
 from kvpool.errors import Unavailable
 from kvpool.storage.dram import DramSegment
-from kvpool.storage.eviction import EvictionPolicy, make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
 from tests.support.waiting import PATIENCE_S, until_async
 
 PAGE = 4096
-
-
-def node_policy(capacity: int) -> EvictionPolicy:
-    return make_policy("lru", capacity)
 
 
 class HangingDisk(DiskWorkerProxy):
@@ -226,7 +222,7 @@ def test_a_tier_is_closed_while_its_disk_hangs(
     async def scenario() -> None:
         async with world_in(tmp_path) as world:
             monkeypatch.setattr(ssd_tier, "DiskWorkerProxy", lambda *_: world.make())
-            node = Node(make_policy=node_policy)
+            node = Node(make_policy=policy_maker("lru"))
             tenant = node.add_tenant("default", 0, 1 << 20)
             parts = (PartSpec(PAGE),)
             namespace = node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
@@ -247,7 +243,13 @@ def test_a_tier_is_closed_while_its_disk_hangs(
                 ssd_write="through",
             )
             clock = asyncio.get_running_loop().time
-            tier = SsdTier(config, node, clock, lambda: Node(make_policy=node_policy), adopt)
+            tier = SsdTier(
+                config,
+                node,
+                clock,
+                lambda: Node(make_policy=policy_maker("lru"), packed=True),
+                adopt,
+            )
             await tier.start({0: world.segment})
             tier.begin()
             (device,) = tier.devices

@@ -33,7 +33,7 @@ from kvpool.daemon.tiers.tier_state import ObjectTierState, TierState
 from kvpool.daemon.workers.paths import Paths
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.records import DrainProgress, NodeState, plain
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.histogram import Histogram
 from kvpool.telemetry.node_stats import (
     OTHERS,
@@ -334,7 +334,7 @@ def test_places_of_all_tiers_stand_beside_each_other() -> None:
 
 def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
     """Spare device memory, RDMA and a drain: by what their owners say, without them."""
-    rules = Node(make_policy=lambda capacity: make_policy("lru", capacity))
+    rules = Node(make_policy=policy_maker("lru"))
     device = DeviceTier(DeviceConfig("cpu", 1 << 20), rules, lambda: 0.0, lambda: rules)
     never: Any = None
     nixl = Paths({}, never, lambda _: None, lambda: 0.0, random.Random(1)).nixl_stats()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import groupby, repeat
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -17,7 +18,8 @@ from kvpool.daemon.core.checksums import Checksums
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
-from kvpool.storage.eviction import EvictionPolicy, Lru
+from kvpool.storage.eviction import EvictionPolicy, Lru, MakePolicy
+from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
 from kvpool.storage.slab import SlabAllocator
 from kvpool.telemetry.node_stats import Traffic
 from kvpool.types import PartSpec
@@ -107,6 +109,11 @@ class Block(msgspec.Struct, gc=False, eq=False):
         """The digest by which its namespace is opened; identifies blocks with a quota of their own."""
         return self.table.namespace.base
 
+    @property
+    def parent_known(self) -> bool:
+        """Where blocks are packed, `parent` may be missing: see `PackedBlock`."""
+        return True
+
     def is_here(self) -> bool:
         """Whether it can be found: not evicted, removed or of an ended epoch."""
         return self.table.blocks.get(self.key) is self
@@ -140,15 +147,22 @@ class PartTable:
     )
 
     def __init__(
-        self, namespace: NamespaceState, part: int, spec: PartSpec, number: int, stride: int
+        self,
+        namespace: NamespaceState,
+        part: int,
+        spec: PartSpec,
+        number: int,
+        stride: int,
+        blocks: BlockIndex[Block],
     ) -> None:
+        """blocks: an empty index."""
         self.namespace = namespace
         self.part = part
         self.spec = spec
         self.number = number  # unique among the node's tables
         self.stride = stride
         self.slots: SlotClass
-        self.blocks: BlockIndex[Block] = BlockIndex()
+        self.blocks = blocks
         self.garbage: BlockIndex[Block] = BlockIndex()
         self.hard_bytes = 0
         self.soft_bytes = 0
@@ -247,6 +261,60 @@ class NamespaceState:
         return sum((len(table.blocks) + table.reserved) * table.stride for table in self.tables)
 
 
+class BlockRecords(Protocol):
+    """The blocks of one size by the rows of their slots, which is needed to empty a slab without a scan of all."""
+
+    def enter(
+        self,
+        table: PartTable,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        parents: Sequence[bytes],
+        depths: Iterable[int],
+        tick: int,
+    ) -> list[Block]:
+        """Make new blocks, and enter them here and in their table. Their keys differ, and are not in it yet."""
+
+    def new_queue(self) -> EntryQueue:
+        """An empty eviction queue for these blocks."""
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """These slots have no blocks any more."""
+
+    def empty(self, first: int, end: int) -> None:
+        """The slots from `first` up to `end` have no blocks any more."""
+
+    def between(self, first: int, end: int) -> list[Block]:
+        """The blocks in rows from `first` up to `end`, in order."""
+
+    def __len__(self) -> int:
+        """One more than the highest row that was ever used."""
+
+
+class BlockObjects(RowIndex[Block]):
+    """`BlockRecords` for memory: an object each, which is fast and takes 320 bytes."""
+
+    __slots__ = ()
+
+    new_queue = EvictionQueue
+
+    def enter(
+        self,
+        table: PartTable,
+        keys: Sequence[bytes],
+        rows: Sequence[int],
+        parents: Sequence[bytes],
+        depths: Iterable[int],
+        tick: int,
+    ) -> list[Block]:
+        """See `BlockRecords`. Uses C loops: it runs for every put."""
+        ticks = repeat(tick)
+        new = list(map(Block, repeat(table), keys, rows, parents, depths, ticks, ticks))
+        table.blocks.add(keys, new)
+        self.put(rows, new)
+        return new
+
+
 class SlotClass:
     """All slots of one stride in a tenant's segment, and their eviction order.
 
@@ -265,18 +333,21 @@ class SlotClass:
         "stuck_at",
     )
 
-    def __init__(self, stride: int, rows: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, stride: int, rows: int, policy: EvictionPolicy, by_row: BlockRecords
+    ) -> None:
+        """policy: with queues of `by_row`."""
         self.stride = stride
         self.policy = policy
-        self.secondary: EvictionPolicy = Lru(1)  # its capacity bounds nothing
+        # Its capacity bounds nothing.
+        self.secondary: EvictionPolicy = Lru(1, new_queue=by_row.new_queue)
         self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
         # Those that came up as victims while leased, and are in no policy: their `used` at that time.
         self.parked: dict[Block, int] = {}
         self.stuck_at: dict[
             bool, int
         ] = {}  # `Slots.releases` when no other class could give a slab
-        # Needed to empty a slab without a scan of all blocks.
-        self.by_row: RowIndex[Block] = RowIndex()
+        self.by_row = by_row
         self.checksums = Checksums(rows)
 
     def divide(
@@ -284,12 +355,13 @@ class SlotClass:
         base: bytes,
         capacity: int,
         blocks: Sequence[Block],
-        make_policy: Callable[[int], EvictionPolicy],
+        make_policy: MakePolicy,
     ) -> None:
         """Give a namespace with these blocks its own eviction order: see `QuotaEviction.divide`."""
         if not isinstance(self.policy, QuotaEviction):
-            self.policy = QuotaEviction(self.policy, make_policy)
-            self.secondary = QuotaEviction(self.secondary, Lru)
+            new_queue = self.by_row.new_queue
+            self.policy = QuotaEviction(self.policy, lambda size: make_policy(size, new_queue))
+            self.secondary = QuotaEviction(self.secondary, partial(Lru, new_queue=new_queue))
         for policy in self.orders:
             copies = policy is self.secondary
             policy.divide(base, capacity, [one for one in blocks if one.secondary is copies])

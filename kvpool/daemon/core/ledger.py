@@ -7,7 +7,6 @@ sent (`settle`). Code that depends on it settles first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable, SlotClass
@@ -90,13 +89,10 @@ class Ledger:
         tick: int,
         origin: Origin,
     ) -> None:
-        """Enter new blocks into their table. Uses C loops: it runs for every put."""
-        ticks = repeat(tick)
+        """Enter new blocks into their table."""
         depths = origin.depths or self._depths(table, keys, parents)
         table.slots = slot_class
-        new = list(map(Block, repeat(table), keys, rows, parents, depths, ticks, ticks))
-        table.blocks.add(keys, new)
-        slot_class.by_row.put(rows, new)
+        new = slot_class.by_row.enter(table, keys, rows, parents, depths, tick)
         slot_class.checksums.set(rows, checksums)
         if origin[:3] == OWN[:3]:
             slot_class.policy.insert(new)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.block_index import BlockIndex
+from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.commit_waiters import CommitWaiters
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.ledger import Ledger
@@ -38,7 +39,10 @@ class Namespaces:
         quotas: Quotas,
         commit_waiters: CommitWaiters,
         counters: Counters,
+        new_index: Callable[[], BlockIndex[Block]],
     ) -> None:
+        """new_index: for the blocks of a table."""
+        self._new_index = new_index
         self._tenants = tenants
         self._limits = limits
         self._ledger = ledger
@@ -86,9 +90,7 @@ class Namespaces:
         number = len(self._numbered)
         namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
         for part, spec in enumerate(parts):
-            stride = tenant.allocator.stride_of(spec.nbytes)
-            namespace.tables.append(PartTable(namespace, part, spec, self._tables, stride))
-            self._tables += 1
+            namespace.tables.append(self._new_table(namespace, part, spec))
         self._numbered.append(namespace)
         return namespace
 
@@ -98,13 +100,16 @@ class Namespaces:
         For owners that keep blocks of a part in slots of several lengths: the owner decides which table
         a block is in. Raises `LimitExceeded` if the segment has no class for its slots.
         """
-        stride = namespace.tenant.allocator.stride_of(spec.nbytes)
-        table = PartTable(namespace, len(namespace.tables), spec, self._tables, stride)
-        self._tables += 1
+        table = self._new_table(namespace, len(namespace.tables), spec)
         namespace.tables.append(table)
         if namespace.quota:
             self._quotas.divide(namespace, [table])
         return table
+
+    def _new_table(self, namespace: NamespaceState, part: int, spec: PartSpec) -> PartTable:
+        stride = namespace.tenant.allocator.stride_of(spec.nbytes)
+        self._tables += 1
+        return PartTable(namespace, part, spec, self._tables - 1, stride, self._new_index())
 
     def _begin_epoch(self, namespace: NamespaceState) -> NamespaceState:
         tenant = namespace.tenant

@@ -31,9 +31,8 @@ any other state. Three rules carry the promises:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvpool.daemon.core.blocks import Tenant
+from kvpool.daemon.core.block_index import BlockIndex
+from kvpool.daemon.core.blocks import BlockObjects, Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
@@ -48,6 +47,7 @@ from kvpool.daemon.core.leases import Leases
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.namespaces import Namespaces
+from kvpool.daemon.core.packed_blocks import PackedBlocks, PackedTable
 from kvpool.daemon.core.pins import Pins
 from kvpool.daemon.core.puts import Puts
 from kvpool.daemon.core.quotas import Quotas
@@ -55,7 +55,7 @@ from kvpool.daemon.core.reclaimer import Reclaimer
 from kvpool.daemon.core.removal import Removal
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest
-from kvpool.storage.eviction import EvictionPolicy
+from kvpool.storage.eviction import MakePolicy
 from kvpool.storage.slab import SlabAllocator
 from kvpool.telemetry.node_stats import Counters
 
@@ -69,11 +69,14 @@ class Node:
     def __init__(
         self,
         *,
-        make_policy: Callable[[int], EvictionPolicy],
+        make_policy: MakePolicy,
         limits: Limits | None = None,
         incarnation: str = "0",
+        packed: bool = False,
     ) -> None:
-        """make_policy: given the slots of a class, a fresh eviction policy for it."""
+        """make_policy: for a class with so many slots. packed: blocks are kept in arrays, for a tier of tens of
+        millions of them: see `packed_blocks`.
+        """
         self.limits = limits = limits or Limits()
         self.incarnation = incarnation
         self.counters = counters = Counters()
@@ -83,7 +86,8 @@ class Node:
         tenants = self.tenants
         changes = ChangeFeed()
         self.ledger = ledger = Ledger(changes, self.commit_waiters)
-        slots = Slots(make_policy, ledger, changes)
+        new_records = PackedBlocks if packed else lambda _: BlockObjects()
+        slots = Slots(make_policy, new_records, ledger, changes)
         self.ended_epochs = EndedEpochs(slots, counters)
         self.eviction = Eviction(tenants, ledger, changes, counters)
         self.quotas = Quotas(ledger, slots, self.ended_epochs, self.eviction, counters)
@@ -95,6 +99,7 @@ class Node:
         self.namespaces = Namespaces(
             *(tenants, limits, ledger, self.ended_epochs),
             *(self.quotas, self.commit_waiters, counters),
+            PackedTable if packed else BlockIndex,
         )
         self.puts = Puts(tenants, limits, ledger, slots, reclaimer, counters)
         self.grants = Grants(limits, ledger, slots, self.quotas, reclaimer, self.puts)

@@ -9,6 +9,7 @@ from kvpool.daemon.core.blocks import (
     PIN_NONE,
     PIN_SOFT,
     Block,
+    BlockRecords,
     PartTable,
     Reservation,
     SlotClass,
@@ -16,7 +17,7 @@ from kvpool.daemon.core.blocks import (
 )
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
-from kvpool.storage.eviction import EvictionPolicy
+from kvpool.storage.eviction import MakePolicy
 
 
 class Slots:
@@ -27,10 +28,15 @@ class Slots:
     """
 
     def __init__(
-        self, make_policy: Callable[[int], EvictionPolicy], ledger: Ledger, changes: ChangeFeed
+        self,
+        make_policy: MakePolicy,
+        new_records: Callable[[int], BlockRecords],
+        ledger: Ledger,
+        changes: ChangeFeed,
     ) -> None:
-        """make_policy: given the slots of a class, a fresh eviction policy for it."""
+        """make_policy: for a class with so many slots. new_records: for its blocks, with so many rows."""
         self.make_policy = make_policy
+        self._new_records = new_records
         self._ledger = ledger
         self._changes = changes
         self.classes: list[SlotClass] = []
@@ -41,8 +47,10 @@ class Slots:
         slot_class = tenant.classes.get(stride)
         if slot_class is None:
             allocator = tenant.allocator
-            policy = self.make_policy(allocator.capacity(stride))
-            slot_class = SlotClass(stride, allocator.size // stride, policy)
+            rows = allocator.size // stride
+            by_row = self._new_records(rows)
+            policy = self.make_policy(allocator.capacity(stride), by_row.new_queue)
+            slot_class = SlotClass(stride, rows, policy, by_row)
             tenant.classes[stride] = slot_class
             self.classes.append(slot_class)
         return slot_class

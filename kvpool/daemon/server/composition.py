@@ -54,7 +54,7 @@ from kvpool.placement.membership.base import Membership
 from kvpool.placement.nic_pairs import Route
 from kvpool.placement.peers import Peers
 from kvpool.placement.records import NodeState, new_incarnation
-from kvpool.storage.eviction import DEFAULT_POLICY, Costs, make_policy
+from kvpool.storage.eviction import DEFAULT_POLICY, Costs, policy_maker
 from kvpool.storage.stack import dram_costs, ssd_costs
 from kvpool.telemetry.spans import Spans
 
@@ -108,14 +108,17 @@ class Daemon(Generic[T]):
     local: DaemonNode
 
 
-def make_rules(config: DaemonConfig, incarnation: str, costs: Costs) -> Node:
-    """Rules of an empty tier."""
+def make_rules(
+    config: DaemonConfig, incarnation: str, costs: Costs, *, packed: bool = False
+) -> Node:
+    """Rules of an empty tier. packed: see `Node`."""
     policy = config.policy or DEFAULT_POLICY
     return Node(
-        make_policy=lambda capacity: make_policy(policy, capacity, costs),
+        make_policy=policy_maker(policy, costs),
         # The other connections of peers are for pulls.
         limits=Limits(lease_s_max=config.lease_s_max, waiters_max=max(1, config.peers_max // 2)),
         incarnation=incarnation,
+        packed=packed,
     )
 
 
@@ -152,7 +155,11 @@ def compose(
         return await adopt_from_disk(node, cluster.namespaces, record)
 
     ssd = SsdTier(
-        config, node, clock, lambda: make_rules(config, node.incarnation, ssd_costs()), adopt
+        config,
+        node,
+        clock,
+        lambda: make_rules(config, node.incarnation, ssd_costs(), packed=True),
+        adopt,
     )
     objects = ObjectTier(config, node, membership, open_catalog(config, clock), clock)
     device: DeviceTier | None = None

@@ -11,7 +11,7 @@ import pytest
 from kvpool.daemon.core.blocks import OWN, Block, Holder, Lease, NamespaceState, Origin
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
 
@@ -23,6 +23,8 @@ QUARTER = PartSpec(1024)  # of a slab
 class Pool:
     """Blocks are called by numbers. One slab holds four of the first namespace."""
 
+    packed = False  # see `Node`
+
     def __init__(
         self,
         slabs: int = 4,
@@ -32,7 +34,8 @@ class Pool:
         **limits: Any,
     ) -> None:
         self.node = Node(
-            make_policy=lambda capacity: make_policy(policy, capacity),
+            make_policy=policy_maker(policy),
+            packed=self.packed,
             limits=Limits(**{"grant_share": 1.0, **limits}),
         )
         self.tenant = self.node.add_tenant("red", 0, slabs * SLAB, SLAB)

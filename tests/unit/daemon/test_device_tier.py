@@ -23,7 +23,7 @@ from kvpool.daemon.server.server import Server
 from kvpool.daemon.tiers import device_books, device_promote, device_tier
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, Unavailable
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
@@ -40,7 +40,7 @@ run = partial(run_alone, steps_max=200_000)
 
 
 def make_node() -> Node:
-    return Node(make_policy=lambda capacity: make_policy("lru", capacity))
+    return Node(make_policy=policy_maker("lru"))
 
 
 def key(number: int) -> bytes:

@@ -19,7 +19,7 @@ from kvpool.daemon.tiers.engine_caches import NO_PYZMQ, Engines
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.node_stats import EngineStats
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire import client as client_wire
@@ -85,7 +85,7 @@ class Bench:
     """Engines of one node, and a directory that believes what it is told."""
 
     def __init__(self, parts: int = 1, *, directory: bool = True, **settings: Any) -> None:
-        self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity))
+        self.node = Node(make_policy=policy_maker("lru"))
         self.tenant = self.node.add_tenant("red", 0, 64 * 4096, 4096)
         self.namespace = self.open("a", parts)
         self.streams: dict[str, Stream] = {}

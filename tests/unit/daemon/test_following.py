@@ -24,7 +24,7 @@ from kvpool.placement.records import (
     View,
     changed_nodes,
 )
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import EngineRecord
 from kvpool.wire import frame
 from tests.support.local_node import MemoryOnly
@@ -57,7 +57,7 @@ class Member:
     """A node whose membership is scripted."""
 
     def __init__(self) -> None:
-        node = Node(make_policy=lambda capacity: make_policy("lru", capacity), incarnation=OWN)
+        node = Node(make_policy=policy_maker("lru"), incarnation=OWN)
         rng = random.Random(1)
         self.peers = Counting({}, rng)
         self.membership = Seen(StaticCluster())

@@ -5,7 +5,7 @@ import pytest
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.errors import InvalidRequest, UnknownReservation
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec, split_keys
 
 SLOT = 4096
@@ -18,7 +18,7 @@ def keys(*numbers: int) -> bytes:
 
 def make(**limits: float):
     node = Node(
-        make_policy=lambda capacity: make_policy("lru", capacity),
+        make_policy=policy_maker("lru"),
         limits=Limits(**{"grant_share": 0.5, **limits}),
     )
     tenant = node.add_tenant("t", 0, SLOTS * SLOT, slab_bytes=16 * SLOT)

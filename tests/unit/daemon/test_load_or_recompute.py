@@ -18,7 +18,7 @@ from kvpool.daemon.fetch.fetcher import TRIAL_BYTES, BlockFetcher
 from kvpool.daemon.fetch.ports import DISKS, LivingNode
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import TRIAL_S, Peers
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.testing.memory_tier import SharedMemoryTier
 from kvpool.types import BlockStatus, PartKind, PartSpec, Recompute, split_keys
 from kvpool.wire import worker as worker_wire
@@ -46,7 +46,7 @@ class World:
     def __init__(self, parts: tuple[PartSpec, ...] = FULL) -> None:
         self.now = 100.0
         self.moved = asyncio.Event()  # a source was asked
-        self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
+        self.node = Node(make_policy=policy_maker("lru"), limits=Limits())
         tenant = self.node.add_tenant("red", 0, ROWS * NBYTES, 4 * NBYTES)
         self.namespace = self.node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
         self.holder = self.node.holders.add("red", "engine")

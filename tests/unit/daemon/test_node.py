@@ -26,7 +26,7 @@ from kvpool.errors import (
     UnknownReservation,
 )
 from kvpool.placement.records import DEFAULT_SETTINGS
-from kvpool.storage.eviction import POLICIES, make_policy
+from kvpool.storage.eviction import POLICIES, policy_maker
 from kvpool.telemetry.node_stats import NamespaceStats
 from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
@@ -43,8 +43,16 @@ def keys(numbers: Iterable[int]) -> bytes:
     return b"".join(map(key, numbers))
 
 
+@pytest.fixture(autouse=True, params=["objects", "packed"])
+def records(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here is run with blocks of both kinds."""
+    monkeypatch.setattr(Pool, "packed", request.param == "packed")
+
+
 class Pool:
     """A node with one tenant and one engine, and short words for what it does."""
+
+    packed = False  # see `Node`
 
     def __init__(
         self,
@@ -56,7 +64,8 @@ class Pool:
         **limits: Any,
     ) -> None:
         self.node = Node(
-            make_policy=lambda capacity: make_policy(policy, capacity),
+            make_policy=policy_maker(policy),
+            packed=self.packed,
             limits=Limits(**{"reserved_share_per_holder": 1.0, **limits}),
         )
         self.tenant: Tenant = self.node.add_tenant("red", 0, slabs * slab_bytes, slab_bytes)
@@ -611,8 +620,9 @@ def test_the_work_of_a_put_does_not_grow_with_what_is_resident() -> None:
     few, evicted = _work_of_a_put(48 << 10)
     many, evicted_of_many = _work_of_a_put(96 << 10)
     assert evicted == evicted_of_many == 8
-    assert few == many
-    assert few < 1000
+    # Packed, a block may have to be told from some others by its key: where the hashes lead is chance.
+    assert abs(few - many) <= (40 if Pool.packed else 0)
+    assert few < (2000 if Pool.packed else 1000)
 
 
 def test_the_time_of_a_put_does_not_grow_with_what_is_resident() -> None:

@@ -39,7 +39,7 @@ from kvpool.errors import (
     StaleEpoch,
     UnknownReservation,
 )
-from kvpool.storage.eviction import POLICIES, make_policy
+from kvpool.storage.eviction import POLICIES, policy_maker
 from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
 
@@ -231,6 +231,7 @@ class NodeMachine(RuleBasedStateMachine):
         slabs=st.tuples(st.sampled_from([3, 5, 8, 12]), st.sampled_from([4, 6])),
         names=st.lists(st.sampled_from(sorted(NAMESPACES)), unique=True, min_size=2, max_size=3),
         puts=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=5),
+        packed=st.booleans(),
     )
     def start(
         self,
@@ -238,9 +239,10 @@ class NodeMachine(RuleBasedStateMachine):
         slabs: tuple[int, int],
         names: list[bytes],
         puts: list[tuple[int, bool]],
+        packed: bool,
     ) -> None:
         self.names = names
-        self.node = Node(make_policy=lambda capacity: make_policy(policy, capacity), limits=LIMITS)
+        self.node = Node(make_policy=policy_maker(policy), limits=LIMITS, packed=packed)
         self.node.inventory.follow_changes()
         self.sizes = {name: n * SLAB for name, n in zip(TENANTS, slabs, strict=True)}
         self.tenants: dict[str, Tenant] = {

@@ -24,7 +24,7 @@ from kvpool.daemon.tiers.object_write import AGE_S
 from kvpool.errors import Unavailable
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
 from kvpool.placement.records import NamespaceSettings
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.storage.object.packs import LOCATION
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import storage as storage_wire
@@ -145,7 +145,7 @@ class Bench:
             directory="" if alone else "redis://x",
             cluster_secret=secret,
         )
-        self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity))
+        self.node = Node(make_policy=policy_maker("lru"))
         self.tenant = self.node.add_tenant("default", 0, MEMORY * PAGE, PAGE)
         self.holder = self.node.holders.add("default", "engine")
         self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(PAGE)])

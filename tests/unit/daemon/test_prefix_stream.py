@@ -27,7 +27,7 @@ from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
 from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire import frame
@@ -69,9 +69,7 @@ class ObjectUsage:
     """A node's rules, with one namespace and an engine."""
 
     def __init__(self, rows: int, parts: tuple[PartSpec, ...], **limits: Any) -> None:
-        self.node = Node(
-            make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits(**limits)
-        )
+        self.node = Node(make_policy=policy_maker("lru"), limits=Limits(**limits))
         self.tenant = self.node.add_tenant("red", 0, rows * NBYTES, 4 * NBYTES)
         self.holder = self.node.holders.add("red", "engine")
         self.namespace = self.node.namespaces.open(self.tenant, BASE, b"{}", parts)

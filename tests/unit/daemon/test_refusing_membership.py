@@ -34,7 +34,7 @@ from kvpool.placement.records import (
     SettingsChange,
     new_incarnation,
 )
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.testing.membership import until
 from kvpool.types import PartSpec
 from tests.support.local_node import MemoryOnly
@@ -76,9 +76,7 @@ class Refuses(StaticMembership):
 
 class Life:
     def __init__(self, cluster: StaticCluster) -> None:
-        self.node = Node(
-            make_policy=lambda capacity: make_policy("lru", capacity), incarnation=new_incarnation()
-        )
+        self.node = Node(make_policy=policy_maker("lru"), incarnation=new_incarnation())
         self.tenant = self.node.add_tenant("red", 0, 4 << 20)
         self.membership = Refuses(cluster)
         config = DaemonConfig(socket="/s", node="n", join="etcd://h:1")

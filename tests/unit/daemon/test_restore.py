@@ -13,7 +13,7 @@ from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.errors import PoolFull
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
 
@@ -27,7 +27,7 @@ class Life:
     def __init__(self, pages: int) -> None:
         self.size = pages * PAGE
         self.node = Node(
-            make_policy=lambda capacity: make_policy("lru", capacity),
+            make_policy=policy_maker("lru"),
             limits=Limits(reserved_share_per_holder=1.0),
         )
         self.tenant = self.node.add_tenant("red", 0, self.size)

@@ -26,7 +26,7 @@ from kvpool.placement.records import (
     SettingsChange,
     new_incarnation,
 )
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
@@ -51,7 +51,7 @@ class Life:
         replicas_max: int = 4,
     ) -> None:
         self.node = Node(
-            make_policy=lambda capacity: make_policy("lru", capacity),
+            make_policy=policy_maker("lru"),
             limits=Limits(),
             incarnation=new_incarnation(),
         )

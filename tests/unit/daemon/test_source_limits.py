@@ -23,7 +23,7 @@ from kvpool.daemon.workers.turns import PULLS, TurnLimits
 from kvpool.errors import LimitExceeded, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.testing.memory_tier import SharedMemoryTier
 from kvpool.types import BlockStatus, PartSpec
 from kvpool.wire import frame
@@ -77,7 +77,7 @@ class World:
         pulls: TurnLimits = PULLS,
     ) -> None:
         self.loop = asyncio.get_running_loop()
-        self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
+        self.node = Node(make_policy=policy_maker("lru"), limits=Limits())
         self.tenant_blocks = blocks
         tenant = self.node.add_tenant("red", 0, self.tenant_blocks * NBYTES, NBYTES)
         parts = (PartSpec(NBYTES),) * PARTS

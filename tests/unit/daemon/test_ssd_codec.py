@@ -24,7 +24,7 @@ from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.errors import ConfigError, KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.codecs import BLOSC2
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import worker as worker_wire
 from tests.sim.simulation.loop import run_alone
@@ -41,11 +41,15 @@ PACKED, PLAIN = NamespaceSettings(ssd_codec="blosc2"), NamespaceSettings()
 run = partial(run_alone, steps_max=400_000)
 
 
-def make_node() -> Node:
+def make_node(*, packed: bool = False) -> Node:
     return Node(
-        make_policy=lambda capacity: make_policy("lru", capacity),
+        make_policy=policy_maker("lru"),
         limits=Limits(soft_pin_share=1.0, hard_pin_share=1.0),
+        packed=packed,
     )
+
+
+make_slots = partial(make_node, packed=True)
 
 
 def key(number: int) -> bytes:
@@ -72,7 +76,7 @@ class Bench:
         self.disk = ScriptedDisk(pages * PAGE)
 
     def new_device(self) -> SsdDevice:
-        return SsdDevice("/disk", self.pages * PAGE, {"red": 1.0}, make_node, lambda: self.now)
+        return SsdDevice("/disk", self.pages * PAGE, {"red": 1.0}, make_slots, lambda: self.now)
 
     async def adopt(self, _: TableRecord) -> NamespaceState | None:
         return self.node.namespaces.living(self.namespace)

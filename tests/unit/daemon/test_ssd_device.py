@@ -21,7 +21,7 @@ from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.placement.records import NamespaceSettings
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.storage.ssd.index import ENTRY
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import storage as storage_wire
@@ -38,11 +38,15 @@ ABSENT, PRESENT, MISMATCH, LATE = range(4)
 run = partial(run_alone, steps_max=200_000)
 
 
-def make_node() -> Node:
+def make_node(*, packed: bool = False) -> Node:
     return Node(
-        make_policy=lambda capacity: make_policy("lru", capacity),
+        make_policy=policy_maker("lru"),
         limits=Limits(soft_pin_share=1.0, hard_pin_share=1.0),
+        packed=packed,
     )
+
+
+make_slots = partial(make_node, packed=True)
 
 
 def key(number: int) -> bytes:
@@ -68,7 +72,7 @@ class Bench:
         self.device = self.new_device()
         self.disk = ScriptedDisk(slots * PAGE)
 
-    def new_device(self, make: Callable[[], Node] = make_node) -> SsdDevice:
+    def new_device(self, make: Callable[[], Node] = make_slots) -> SsdDevice:
         return SsdDevice("/disk", self.slots * PAGE, {"red": 1.0}, make, lambda: self.now)
 
     async def adopt(self, record: TableRecord) -> NamespaceState | None:
@@ -232,7 +236,7 @@ def test_a_part_that_is_too_small_for_a_slot_is_none() -> None:
     async def main() -> None:
         bench = Bench()
         shares = {"blue": 1e-9, "red": 1 - 1e-9}
-        bench.device = SsdDevice("/disk", 8 * PAGE, shares, make_node, lambda: bench.now)
+        bench.device = SsdDevice("/disk", 8 * PAGE, shares, make_slots, lambda: bench.now)
         await bench.open()
         assert bench.device.state is TierState.SERVING
         assert await bench.write([1]) == 1
@@ -553,7 +557,7 @@ def test_a_life_that_ends_while_a_table_is_made_known_has_nothing_written_by_it(
 def test_pins_beyond_the_quota_of_a_disk_do_not_undo_the_write() -> None:
     def strict() -> Node:
         return Node(
-            make_policy=lambda capacity: make_policy("lru", capacity),
+            make_policy=policy_maker("lru"),
             limits=Limits(hard_pin_share=0.25),
         )
 

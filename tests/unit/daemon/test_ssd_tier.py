@@ -19,7 +19,7 @@ from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import PoolFull
 from kvpool.placement.records import NamespaceSettings
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.node_stats import NamespaceUsage
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import frame
@@ -42,8 +42,11 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def make_node() -> Node:
-    return Node(make_policy=lambda capacity: make_policy("lru", capacity))
+def make_node(*, packed: bool = False) -> Node:
+    return Node(make_policy=policy_maker("lru"), packed=packed)
+
+
+make_slots = partial(make_node, packed=True)
 
 
 class Bench:
@@ -68,7 +71,7 @@ class Bench:
         self.tenant = self.node.add_tenant("default", 0, memory * PAGE, PAGE)
         self.holder = self.node.holders.add("default", "engine")
         self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, parts)
-        self.tiers = SsdTier(config, self.node, self.loop.time, make_node, self.adopt)
+        self.tiers = SsdTier(config, self.node, self.loop.time, make_slots, self.adopt)
         self.disks = [ScriptedDisk(slots * PAGE) for slots in disks]
         self.tickets = 0
 

@@ -16,7 +16,7 @@ from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.nic_pairs import Way
 from kvpool.placement.peers import Peers
 from kvpool.placement.records import NodeRecord, NodeState, TransportRecord, new_incarnation
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.wire import frame
 from tests.support.local_node import MemoryOnly
 
@@ -29,7 +29,7 @@ LISTEN = ("tcp://10.0.0.5:1", "nixl://10.0.0.5:2", "tcp://10.1.0.5:1", "tcp://0.
 
 def make(cluster: StaticCluster, **settings) -> ClusterMember:
     node = Node(
-        make_policy=lambda capacity: make_policy("lru", capacity),
+        make_policy=policy_maker("lru"),
         limits=Limits(),
         incarnation=new_incarnation(),
     )

@@ -18,7 +18,7 @@ from kvpool.daemon.fetch.ports import LivingNode
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
-from kvpool.storage.eviction import make_policy
+from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.histogram import RATIOS
 from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
 from kvpool.types import BlockStatus, PartSpec, split_keys
@@ -35,7 +35,7 @@ class World:
     def __init__(self, answer: Callable[[int], worker_wire.Pulled]) -> None:
         self.answer = answer
         self.now = 100.0
-        self.node = Node(make_policy=lambda capacity: make_policy("lru", capacity), limits=Limits())
+        self.node = Node(make_policy=policy_maker("lru"), limits=Limits())
         self.tenant = self.node.add_tenant("red", 0, 64 * NBYTES, 4 * NBYTES)
         self.namespace = self.node.namespaces.open(
             self.tenant, b"n" * 16, b"{}", (PartSpec(NBYTES),)
