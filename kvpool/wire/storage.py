@@ -13,6 +13,7 @@ type  message          direction             answer
 78    ReadBlocks       control → disk        Pulled
 79    ForgetSlots      control → disk        Done
 80    ScrubBlocks      control → disk        Written
+81    ReadEntries      control → disk        Scanned
 82    PinSlots         control → disk        Done
 83    PackBlocks       control → disk        Packed
 84    Packed           disk → control
@@ -75,6 +76,13 @@ class Scanned(Message, tag=73):
 
     entries: bytes
     codec_error: str = ""
+
+
+class ReadEntries(Message, tag=81):
+    """The entries of these slots (u64) in the index: a `Scanned`. Slots without one are left out."""
+
+    slots: bytes
+    deadline_s: float
 
 
 class AddTable(Message, tag=74):
@@ -312,6 +320,7 @@ DiskMessage = (
     | DiskReady
     | AttachSegment
     | ScanDisk
+    | ReadEntries
     | Scanned
     | AddTable
     | DropTables

@@ -258,6 +258,12 @@ class SsdStore:
             self._committer.queue(entries["offset"][~sound].tolist(), FORGET)
             yield entries[sound]
 
+    def entries_at(self, offsets: Offsets | Sequence[int]) -> Entries:
+        """The valid records of these slots; the others are left out. Raises `SegmentError`."""
+        with self._call():
+            entries = self._index.at(_plain(offsets))
+            return entries[self._index.sound(entries)]
+
     def tables(self) -> dict[int, bytes]:
         """id → record."""
         return self._index.tables()

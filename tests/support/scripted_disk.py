@@ -161,6 +161,11 @@ class ScriptedDisk:
         await self._come("read", order)
         return worker_wire.Pulled(self._status("read", len(order.slots) // 8), b"", 0.0)
 
+    async def entries_of(self, order: storage_wire.ReadEntries) -> storage_wire.Scanned:
+        await self._come("entries", order)
+        found = [self.entries[slot] for slot in slots_of(order.slots) if slot in self.entries]
+        return storage_wire.Scanned(b"".join(entry.tobytes() for entry in found))
+
     async def forget(self, order: storage_wire.ForgetSlots) -> None:
         self._forget(order.slots)
         await self._come("forget", order)

@@ -226,7 +226,8 @@ class Work:
         if keys and not spec.chains:
             await self._evict_keys(job, spec, chosen, wanted, keys)
             return
-        chains = _Chains(keys, [n for rules in self._rules().values() for n in rules], wanted)
+        nodes = [node for rules in self._rules().values() for node in rules]
+        chains = _Chains(keys, nodes, wanted, self._tiers.parents)
         theirs = [(node, t) for node in chosen if (t := node.tenants.get(job.tenant.name))]
         job.total = sum(node.inventory.rows_of(tenant) for node, tenant in theirs)
         for node, tenant in theirs:
@@ -236,7 +237,7 @@ class Work:
                 blocks, cursor = node.inventory.scan(cursor, TOGETHER, tenant)
                 some = [b for b in blocks if b.table.namespace.directory_digest in wanted]
                 if keys:
-                    some = [block for block in some if chains.has(block)]
+                    some = await chains.those_of(some)
                 self._give_up(job, spec, node, some)
                 job.seen = min(job.total, job.seen + TOGETHER)
                 await self._pause(began)
@@ -401,7 +402,15 @@ class Work:
 class _Chains:
     """Which blocks follow any of some keys, in prefix chains that may be in several tiers."""
 
-    def __init__(self, keys: Iterable[bytes], nodes: Sequence[Node], wanted: set[bytes]) -> None:
+    def __init__(
+        self,
+        keys: Iterable[bytes],
+        nodes: Sequence[Node],
+        wanted: set[bytes],
+        parents: Callable[[Sequence[Block]], Awaitable[Sequence[bytes]]],
+    ) -> None:
+        """parents: see `SsdTier.parents`."""
+        self._parents = parents
         self._in = set(keys)
         self._out: set[bytes] = set()
         self._states = [
@@ -411,9 +420,19 @@ class _Chains:
             if (state := node.namespaces.by_directory(digest)) is not None and not state.retired
         ]
 
-    def has(self, block: Block) -> bool:
+    async def those_of(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those of the blocks that follow one of the keys, and are still here afterwards."""
+        asked = [(block.table, block.key) for block in blocks]
+        parents = await self._parents(blocks)
+        chosen = [
+            (table, key)
+            for (table, key), parent in zip(asked, parents, strict=True)
+            if await self._has(key, parent)
+        ]
+        return [block for table, key in chosen if (block := table.blocks.get(key))]
+
+    async def _has(self, key: bytes, parent: bytes) -> bool:
         way: dict[bytes, None] = {}
-        key, parent = block.key, block.parent
         while key not in self._in:
             # Clients name the parents: they may form a cycle.
             circle = key in way
@@ -424,9 +443,8 @@ class _Chains:
                 self._out.update(way)
                 return False
             key = parent
-            parent = next(
-                (b.parent for s in self._states for t in s.tables if (b := t.blocks.get(key))), b""
-            )
+            known = [b for s in self._states for t in s.tables if (b := t.blocks.get(key))]
+            (parent,) = await self._parents(known[:1]) or (b"",)
         self._in.update(way)
         return True
 

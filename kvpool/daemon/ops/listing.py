@@ -16,12 +16,18 @@ _PINS = {level: kind for kind, level in PIN_KINDS.items()}
 
 
 def list_blocks(
-    rules: Sequence[Node], namespaces: Sequence[NamespaceState], cursor: str, count: int, now: float
+    rules: Sequence[Node],
+    namespaces: Sequence[NamespaceState],
+    cursor: str,
+    count: int,
+    now: float,
+    shown: dict[Block, dict[str, Any]],
 ) -> dict[str, Any]:
     """About `count` blocks of these namespaces of one tenant in one tier, and the next cursor (null: the end).
 
     rules: of the tier's parts. Few may be returned, or none, between others' blocks. A block present
-    throughout is returned once; one that comes or goes meanwhile at most once.
+    throughout is returned once; one that comes or goes meanwhile at most once. shown: receives what is shown of each:
+    `parent` is missing where the rules do not know it.
     """
     wanted = {namespace.directory_digest for namespace in namespaces}
     name = namespaces[0].tenant.name if namespaces else ""
@@ -38,7 +44,7 @@ def list_blocks(
         left -= step
         ages = rules[number].idle_age
         found += [
-            {**_shown(block), "age_s": _age(ages.age_s(block.used, now))}
+            shown.setdefault(block, {**_shown(block), "age_s": _age(ages.age_s(block.used, now))})
             for block in blocks
             if block.table.namespace.directory_digest in wanted
         ]
@@ -51,9 +57,10 @@ def show_blocks(
     namespaces: Sequence[NamespaceState],
     keys: Sequence[bytes],
     now: float,
+    shown: dict[Block, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The replicas of each of these blocks here, tier by tier; absent blocks are left out."""
-    shown = []
+    """The replicas of each of these blocks here, tier by tier; absent blocks are left out. shown: as of `list_blocks`."""
+    answer = []
     for namespace in namespaces:
         for key in keys:
             found = []
@@ -66,12 +73,11 @@ def show_blocks(
                     if parts:
                         age_s = _age(node.idle_age.age_s(max(b.used for b in parts), now))
                         leases = sum(block.leases for block in parts)
-                        found.append(
-                            {"tier": tier, **_shown(parts[0]), "age_s": age_s, "leases": leases}
-                        )
+                        one = {"tier": tier, **_shown(parts[0]), "age_s": age_s, "leases": leases}
+                        found.append(shown.setdefault(parts[0], one))
             if found:
-                shown.append({"key": key.hex(), "namespace": namespace.base.hex(), "here": found})
-    return shown
+                answer.append({"key": key.hex(), "namespace": namespace.base.hex(), "here": found})
+    return answer
 
 
 def part_bytes(block: Block) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import msgspec
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
-from kvpool.daemon.core.blocks import Holder, NamespaceState, Tenant
+from kvpool.daemon.core.blocks import Block, Holder, NamespaceState, Tenant
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for, width_of
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_change
@@ -269,14 +269,30 @@ class Operators:
         namespaces = self._chosen(tenant, m.digest)
         rules = self._tier(m.tier)
         count = min(max(1, m.count), LIST_BLOCKS_MAX)
-        return _json(list_blocks(rules, namespaces, m.cursor, count, self._clock()))
+        shown: dict[Block, dict[str, Any]] = {}
+        answer = list_blocks(rules, namespaces, m.cursor, count, self._clock(), shown)
+        await self._show_parents(shown)
+        return _json(answer)
 
     async def _show_blocks(
         self, tenant: Tenant, _by: str, m: operator_wire.ShowBlocks
     ) -> frame.Bytes:
         keys = _keys(m.keys, SHOW_KEYS_MAX)
         namespaces = self._chosen(tenant, m.digest)
-        return _json(show_blocks(self._rules.by_tier(), namespaces, keys, self._clock()))
+        shown: dict[Block, dict[str, Any]] = {}
+        answer = show_blocks(self._rules.by_tier(), namespaces, keys, self._clock(), shown)
+        await self._show_parents(shown)
+        return _json(answer)
+
+    async def _show_parents(self, shown: Mapping[Block, dict[str, Any]]) -> None:
+        """Where the rules of a tier do not know a block's parent, its disk does; it stays empty if the disk is away."""
+        unknown = [block for block in shown if not block.parent_known]
+        try:
+            parents = await self.tiers.parents(unknown)
+        except Unavailable:
+            return
+        for block, parent in zip(unknown, parents, strict=True):
+            shown[block]["parent"] = parent.hex()
 
     async def _events(self, _tenant: Tenant, _by: str, m: operator_wire.Events) -> frame.Bytes:
         journal = self.journal

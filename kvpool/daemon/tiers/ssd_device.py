@@ -37,7 +37,7 @@ class SsdDevice(SsdBooks):
         restorer, writer, reader = SsdRestorer(self), SsdWriter(self), SsdReader(self)
         self.restore = restorer.restore
         self.may_write, self.write = writer.may_write, writer.write
-        self.read, self.scrub = reader.read, reader.scrub
+        self.read, self.scrub, self.parents = reader.read, reader.scrub, reader.parents
 
     def ended(self, error: str) -> None:
         """The process is dead, or cannot be started: empty until it is restored."""

@@ -9,13 +9,16 @@ import logging
 from array import array
 from collections.abc import Sequence
 
-from kvpool.daemon.core.blocks import Lease, PartTable, checksums_of
+import numpy as np
+
+from kvpool.daemon.core.blocks import Block, Lease, PartTable, checksums_of
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.ssd_books import SsdBooks
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.errors import (
     Unavailable,
 )
+from kvpool.storage.ssd.index import ENTRY
 from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire
@@ -24,6 +27,7 @@ from kvpool.wire import worker as worker_wire
 log = logging.getLogger("kvpool.daemon")
 
 SCRUB_S = 60.0
+ENTRIES_S = 5.0
 # A block that could not be read is dropped.
 _AS_PULLED = bytes.maketrans(bytes([BlockStatus.FAILED]), bytes([BlockStatus.ABSENT]))
 
@@ -94,6 +98,30 @@ class SsdReader:
         self._books.counted.read_bytes += sum(block.table.spec.nbytes for block in came)
         self._books.drop_bad(node, blocks, pulled.status)
         return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+
+    async def parents(self, blocks: Sequence[Block]) -> list[bytes]:
+        """The parents of these blocks of one tenant, from the index; empty where there is none, or no such block.
+
+        Raises `Unavailable`.
+        """
+        slots = self._books.slots(blocks)
+        keys = [block.key for block in blocks]  # they may leave their slots meanwhile
+        order = storage_wire.ReadEntries(slots, ENTRIES_S)
+        packed = (await self._books.living_disk().entries_of(order)).entries
+        entries = np.frombuffer(packed, dtype=ENTRY)
+        found = {
+            (offset, key): parent
+            for offset, key, parent in zip(
+                entries["offset"].tolist(),
+                split_keys(entries["key"].tobytes()),
+                split_keys(entries["parent"].tobytes()),
+                strict=True,
+            )
+            if parent != EMPTY_KEY
+        }
+        return [
+            found.get((slot, key), b"") for slot, key in zip(array("Q", slots), keys, strict=True)
+        ]
 
     async def scrub(self, cursor: int, count: int) -> tuple[int, int, int | None]:
         """Compare about `count` blocks from a cursor on with their checksums: (seen, bad, next cursor).

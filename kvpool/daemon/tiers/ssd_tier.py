@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 
 from kvpool.config import DaemonConfig, DiskConfig
-from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks, crash_if_failed
@@ -321,6 +321,24 @@ class SsdTier:
             return seen, bad, number * WALK_CURSORS + more
         number += 1
         return seen, bad, number * WALK_CURSORS if number < len(self.devices) else None
+
+    async def parents(self, blocks: Iterable[Block]) -> list[bytes]:
+        """The key before each block in its chain, in memory or on a disk; empty: it is the first one, or not known.
+
+        For a block on a disk the index is asked, if the block before it is not on that disk. Raises `Unavailable`.
+        """
+        found: dict[Block, bytes] = {}
+        unknown: dict[tuple[SsdDevice, Tenant], list[Block]] = {}
+        for block in blocks:
+            found[block] = block.parent
+            if not block.parent_known:
+                tenant = block.table.namespace.tenant
+                for device in self.devices:
+                    if device.node.tenants.get(tenant.name) is tenant:
+                        unknown.setdefault((device, tenant), []).append(block)
+        for (device, _), some in unknown.items():
+            found.update(zip(some, await device.parents(some), strict=True))
+        return list(found.values())
 
     def occupancy(self) -> Occupancy:
         """See `Tier`: of all disks."""

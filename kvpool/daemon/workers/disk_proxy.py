@@ -31,6 +31,8 @@ class Disk(Protocol):
 
     async def scan(self, count: int) -> storage_wire.Scanned: ...
 
+    async def entries_of(self, order: storage_wire.ReadEntries) -> storage_wire.Scanned: ...
+
     async def add_table(self, record: bytes, table: int = 0) -> int: ...
 
     async def drop_tables(self, tables: list[int]) -> None: ...
@@ -77,6 +79,9 @@ class DiskWorkerProxy(Worker):
 
     async def scan(self, count: int) -> storage_wire.Scanned:
         return await self.expect(storage_wire.Scanned, storage_wire.ScanDisk(count), START_S)
+
+    async def entries_of(self, order: storage_wire.ReadEntries) -> storage_wire.Scanned:
+        return await self.expect(storage_wire.Scanned, order, order.deadline_s)
 
     async def add_table(self, record: bytes, table: int = 0) -> int:
         done = await self.expect(frame.Done, storage_wire.AddTable(record, table), START_S)

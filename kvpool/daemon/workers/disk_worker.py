@@ -65,6 +65,8 @@ class DiskWorker(WorkerProcess):
                 self.answer(request, lambda: self._begin(message))
             case storage_wire.ScanDisk():
                 self.answer(request, lambda: self._next_entries(message))
+            case storage_wire.ReadEntries():
+                self._reads.add(request, message.deadline_s, lambda *_: self._entries_at(message))
             case storage_wire.AddTable():
                 self.answer(request, lambda: self._know(message))
             case storage_wire.DropTables():
@@ -129,6 +131,10 @@ class DiskWorker(WorkerProcess):
             except ConfigError as refused:
                 error = str(refused)
         return storage_wire.Scanned(found.tobytes(), error)
+
+    def _entries_at(self, order: storage_wire.ReadEntries) -> frame.Message:
+        slots = np.frombuffer(order.slots, dtype=np.uint64)
+        return storage_wire.Scanned(self._store.entries_at(slots).tobytes())
 
     def _know(self, order: storage_wire.AddTable) -> frame.Message:
         if order.table:

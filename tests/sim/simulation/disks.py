@@ -312,6 +312,17 @@ class SimulatedDisk:
 
         return await self._order(scan, GRACE_S)
 
+    async def entries_of(self, order: storage_wire.ReadEntries) -> storage_wire.Scanned:
+        self._check_alive()
+
+        async def read(_: asyncio.Event) -> storage_wire.Scanned:
+            await self._take_time()
+            found = self.media.packed()
+            asked = np.frombuffer(order.slots, dtype=np.uint64)
+            return storage_wire.Scanned(found[np.isin(found["offset"], asked)].tobytes())
+
+        return await self._order(read, order.deadline_s)
+
     async def add_table(self, record: bytes, table: int = 0) -> int:
         self._check_alive()
 

@@ -12,6 +12,7 @@ from kvpool.daemon.ops.listing import list_blocks
 from kvpool.errors import LimitExceeded
 from kvpool.types import PartSpec
 from kvpool.wire.jobs import EvictJob, JobState, JobView
+from tests.support.tiers import without_disks
 from tests.support.waiting import PATIENCE_S
 from tests.unit.daemon.conftest import BASE, QUARTER, Pool
 
@@ -33,7 +34,7 @@ class Jobs:
         self.journal = EventLog("a", lambda: 0.0)
         nothing: Any = None
         rules = {"dram": [pool.node]}
-        work = Work(nothing, nothing, lambda: rules, nothing, nothing, lambda: 0.0)
+        work = Work(without_disks(pool.node), nothing, lambda: rules, nothing, nothing, lambda: 0.0)
         self.runner = JobRunner("a", work, self.journal, lambda: 0.0)
 
     def begin(
@@ -148,7 +149,7 @@ def test_numbers_of_others_do_not_show(pool: Pool) -> None:
 
     own = len(pool.tenant.classes[1024].by_row)
     assert asyncio.run(story()).total == own
-    page = list_blocks([pool.node], [pool.namespace], "", 10, 0.0)
+    page = list_blocks([pool.node], [pool.namespace], "", 10, 0.0, {})
     assert [each["key"] for each in page["blocks"]] == hexed(1, 2)
     assert page["cursor"] is None
 
@@ -164,5 +165,5 @@ def test_a_cursor_that_somebody_made_up_costs_no_more(
         blocks, after = pool.node.inventory.scan((number << 40) + row, 3, tenant)
         assert len(blocks) <= 3
         assert after is None or after > (number << 40)
-    page = list_blocks([pool.node], others, f"0.{(number << 40) + row}", 3, 0.0)
+    page = list_blocks([pool.node], others, f"0.{(number << 40) + row}", 3, 0.0, {})
     assert len(page["blocks"]) <= 3

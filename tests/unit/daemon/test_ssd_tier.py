@@ -13,11 +13,12 @@ import pytest
 from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.ops.jobs import _Chains
 from kvpool.daemon.tiers import ssd_demote
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.errors import PoolFull
+from kvpool.errors import PoolFull, Unavailable
 from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.node_stats import NamespaceUsage
@@ -618,5 +619,62 @@ def test_what_went_is_forgotten_by_and_by_and_epochs_give_their_slots_back() -> 
         await asyncio.sleep(2)
         assert not disk.entries
         assert not device.used_bytes
+
+    run(main())
+
+
+# ---- chains --------------------------------------------------------------------------------------------
+
+
+def test_a_chain_goes_on_where_its_beginning_is_in_memory_only() -> None:
+    """The rules of a disk know a parent only if it is there too; the index knows each."""
+
+    async def main() -> None:
+        bench = Bench(32, write="through")
+        await bench.begin()
+        bench.put(range(6))
+        bench.put([20, 21])
+        await asyncio.sleep(1)
+        (device,) = bench.tiers.devices
+        table = device.table(bench.namespace.tables[0])
+        assert table is not None
+        device.node.removal.remove(table.namespace, [key(0), key(1), key(2)])
+        blocks = [table.blocks[key(number)] for number in (3, 4, 20)]
+        assert [block.parent_known for block in blocks] == [False, True, True]
+        assert await bench.tiers.parents(blocks) == [key(2), key(3), b""]
+        memory = [bench.namespace.tables[0].blocks[key(number)] for number in (3, 0)]
+        assert await bench.tiers.parents(memory) == [key(2), b""]
+        nodes = [bench.node, device.node]
+        chains = _Chains([key(1)], nodes, {bench.namespace.directory_digest}, bench.tiers.parents)
+        found = await chains.those_of(list(table.blocks.values()))
+        assert {block.key for block in found} == {key(3), key(4), key(5)}
+        bench.disks[0].die()
+        with pytest.raises(Unavailable):
+            await bench.tiers.parents(blocks[:1])
+
+    run(main())
+
+
+def test_a_block_that_leaves_while_its_parent_is_asked_for_is_not_mistaken_for_the_next_one() -> (
+    None
+):
+    async def main() -> None:
+        bench = Bench(32, write="through")
+        await bench.begin()
+        bench.put(range(1, 5))
+        await asyncio.sleep(1)
+        (device,) = bench.tiers.devices
+        table = device.table(bench.namespace.tables[0])
+        assert table is not None
+        device.node.removal.remove(table.namespace, [key(1)])
+        bench.disks[0].held.add("entries")
+        chains = _Chains(
+            [key(1)], [device.node], {bench.namespace.directory_digest}, bench.tiers.parents
+        )
+        asked = asyncio.ensure_future(chains.those_of([table.blocks[key(2)], table.blocks[key(3)]]))
+        await bench.disks[0].waits("entries")
+        device.node.removal.remove(table.namespace, [key(3)])
+        bench.disks[0].go_on()
+        assert [block.key for block in await asked] == [key(2)]
 
     run(main())

@@ -552,3 +552,16 @@ def test_entries_of_a_dropped_table_are_left_out(store, tmp_path):
     opened = SsdStore.open(tmp_path / "ssd", SIZE, threads=1)
     assert opened.stats().entries == 1, "it was forgotten too"
     opened.close()
+
+
+def test_single_entries_can_be_asked_for(store):
+    kept, dropped = store.add_table(b"kept"), store.add_table(b"dropped")
+    batch = batch_of(kept, [0, PAGE, 3 * PAGE], random_blocks(3, PAGE))
+    store.write(batch)
+    store.write(batch_of(dropped, [4 * PAGE], random_blocks(1, PAGE)))
+    store.drop_tables([dropped])
+    found = store.entries_at([3 * PAGE, 2 * PAGE, 0, 4 * PAGE])
+    assert found["offset"].tolist() == [3 * PAGE, 0]
+    assert found["key"].tolist() == batch.keys[[2, 0]].tolist()
+    assert found["parent"].tolist() == batch.parents[[2, 0]].tolist()
+    assert len(store.entries_at([])) == 0
