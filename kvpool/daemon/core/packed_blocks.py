@@ -33,9 +33,9 @@ from kvpool.errors import LimitExceeded
 from kvpool.memory.private_pages import private_pages
 from kvpool.types import KEY_BYTES
 
-PLACES_BITS = 10  # of a place's number within its page
-FULL = 0.8  # share of all places that is taken when each row has a block
-GROW_AT = 0.4  # the same while there may be more pages: a page that is not divided yet has up to twice as much
+PLACES_BITS = 9  # of a place's number within its page
+FULL = 0.88  # share of all places that is taken when each row has a block
+GROW_AT = 0.44  # the same while there may be more pages: a page that is not divided yet has up to twice as much
 _HASH_BITS = 40
 _HASHES = (1 << _HASH_BITS) - 1
 _TAG_BITS = 8
@@ -82,9 +82,10 @@ class Uint40:
 class PackedIndex:
     """The rows of blocks, by the numbers of their tables and their keys.
 
-    A hash chooses a page of 1,024 places, and one of these. The search begins there, ends at the first place that
+    A hash chooses a page of 512 places, and one of these. The search begins there, ends at the first place that
     was never taken, and goes from the end of a page to its beginning. A tag of one byte tells most others apart before
-    keys are compared. When there are more blocks, one page is divided after the other (linear hashing).
+    keys are compared. When there are more blocks, one page is divided after the other (linear hashing), until there
+    are as many as are needed when each row has a block.
     """
 
     def __init__(self, columns: PackedBlocks, rows: int, places_bits: int = PLACES_BITS) -> None:
@@ -94,7 +95,7 @@ class PackedIndex:
         self._page_places = places = 1 << places_bits
         # Pages double from `base` on, and the last doubling ends where there are enough for all rows.
         wanted = max(1, -(-rows // int(FULL * places)))
-        doublings = max(0, wanted.bit_length() - 4)
+        doublings = max(0, wanted.bit_length() - 6)
         self._base = -(-wanted // (1 << doublings))
         self._pages_max = self._base << doublings
         self._pages = self._base
@@ -104,7 +105,7 @@ class PackedIndex:
         self._tags = private_pages(places * self._pages_max)
         self._rows = memoryview(private_pages(4 * places * self._pages_max)).cast("I")
         self._taken = memoryview(private_pages(2 * self._pages_max)).cast("H")  # places of a page
-        # Blocks that found no place in their page: hashes do not do that, but nothing may break if they did.
+        # Blocks that found no place in their page: one in ten thousand when all pages are as full as they get.
         self._overfull: dict[tuple[int, bytes], int] = {}
 
     def __len__(self) -> int:

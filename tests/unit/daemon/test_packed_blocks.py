@@ -114,23 +114,22 @@ def test_a_table_is_a_dictionary(
 
 
 def test_pages_are_divided_one_at_a_time_up_to_what_all_rows_need() -> None:
-    rows = 20_000
+    rows = 60_000
     (table, _) = some_tables()
-    columns = PackedBlocks(rows, 6)
+    columns = PackedBlocks(rows)
     index = columns.index
+    page = 1 << packed_blocks.PLACES_BITS
     pages = []
-    for first in range(0, rows, 50):
-        keys = [random.Random(number).randbytes(16) for number in range(first, first + 50)]
-        enter(columns, table, keys, range(first, first + 50))
+    for first in range(0, rows, 500):
+        keys = [random.Random(number).randbytes(16) for number in range(first, first + 500)]
+        enter(columns, table, keys, range(first, first + 500))
         pages.append(index._pages)
-        fullest = max(index._taken[page] for page in range(index._pages))
-        assert fullest <= 64
-    places = 64 * index._pages_max
+    places = page * index._pages_max
     assert pages[-1] == index._pages_max
     assert rows / places == pytest.approx(packed_blocks.FULL, rel=0.1)
-    # Never more than three pages for 50 blocks of 64 * 0.4 each.
-    assert max(b - a for a, b in itertools.pairwise(pages)) <= 3
-    assert len(index._overfull) < rows / 100
+    assert max(b - a for a, b in itertools.pairwise(pages)) <= 500 / (0.44 * page) + 1
+    assert len(index._overfull) < rows / 1000
+    assert len(index) == len(table.blocks) == rows
 
 
 def test_places_are_used_again_in_steady_churn() -> None:
