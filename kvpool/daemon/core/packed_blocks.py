@@ -3,7 +3,7 @@
 All that is known of a block stands in columns, by the row of its slot; free rows are zeros:
 
     row | key | table | parent | depth | used | freq | older | newer | flags
-     0  | 16  |   4   |   5    |   4   |  5   |  5   |   4   |   4   |   1    bytes
+     0  | 16  |   4   |   5    |   3   |  5   |  5   |   4   |   4   |   1    bytes
      1  |
 
 A `PackedBlock` is a view of one row with the attributes of a `Block`, made when somebody asks: the rules and the
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ _MIX = 0x9E3779B97F4A7C15  # the parts of a block have one key: their tables' pl
 _EMPTY, _DEAD = b"\0", b"\1"
 _TAGS = [bytes([max(2, value)]) for value in range(256)]
 
+DEPTH_MAX = (1 << 24) - 1
 SCANNED = 1 << 16  # rows in one step of a search for the blocks of a table
 QUEUES_MAX = 1 << 16  # eviction queues of one size
 _QUEUE, _PIN_AT, _PIN, _USED_AGAIN = 0b11, 2, 0b1100, 0b10000  # in the flags
@@ -54,29 +55,31 @@ def hash_of(key: bytes) -> int:
     return hash(key) & _HASHES or 1
 
 
-class Uint40:
-    """Numbers below 2^40 by row."""
+class OddIntegers:
+    """Unsigned integers of five or three bytes, by row."""
 
-    __slots__ = ("_high", "_highs", "_low", "_lows")
+    __slots__ = ("_bits", "_high", "_highs", "_low", "_lows", "_mask")
 
-    def __init__(self, rows: int) -> None:
-        self._low = memoryview(private_pages(4 * rows)).cast("I")
+    def __init__(self, rows: int, nbytes: Literal[3, 5]) -> None:
+        low: Literal["I", "H"] = "I" if nbytes == 5 else "H"
+        self._bits = 8 * (nbytes - 1)
+        self._mask = (1 << self._bits) - 1
+        self._low = memoryview(private_pages((nbytes - 1) * rows)).cast(low)
         self._high = memoryview(private_pages(rows))
-        self._lows = np.frombuffer(self._low, dtype=np.uint32)
+        self._lows = np.frombuffer(self._low, dtype=low)
         self._highs = np.frombuffer(self._high, dtype=np.uint8)
 
     def __getitem__(self, row: int) -> int:
-        return self._high[row] << 32 | self._low[row]
+        return self._high[row] << self._bits | self._low[row]
 
     def __setitem__(self, row: int, value: int) -> None:
-        self._low[row] = value & 0xFFFFFFFF
-        self._high[row] = value >> 32
+        self._low[row] = value & self._mask
+        self._high[row] = value >> self._bits
 
-    def set(self, rows: npt.NDArray[np.int64], values: Sequence[int] | int) -> None:
+    def set(self, rows: npt.NDArray[np.int64], values: npt.NDArray[np.int64] | int) -> None:
         """Set those of many rows."""
-        numbers = np.array(values, dtype=np.int64)
-        self._lows[rows] = numbers & 0xFFFFFFFF
-        self._highs[rows] = numbers >> 32
+        self._lows[rows] = values & self._mask
+        self._highs[rows] = values >> self._bits
 
 
 class PackedIndex:
@@ -264,11 +267,10 @@ class PackedBlocks:
         self._key_rows = np.frombuffer(self._keys, dtype=f"V{KEY_BYTES}")
         self.table = memoryview(private_pages(4 * rows)).cast("I")
         self._table_rows = np.frombuffer(self.table, dtype=np.uint32)
-        self.depth = memoryview(private_pages(4 * rows)).cast("I")
-        self._depth_rows = np.frombuffer(self.depth, dtype=np.uint32)
+        self.depth = OddIntegers(rows, 3)
         self.flags = memoryview(private_pages(rows))
         self._flag_rows = np.frombuffer(self.flags, dtype=np.uint8)
-        self.parent, self.used, self.freq = Uint40(rows), Uint40(rows), Uint40(rows)
+        self.parent, self.used, self.freq = (OddIntegers(rows, 5) for _ in range(3))
         # The ends of queues come after the rows.
         self.older = memoryview(private_pages(4 * (rows + QUEUES_MAX))).cast("I")
         self.newer = memoryview(private_pages(4 * (rows + QUEUES_MAX))).cast("I")
@@ -310,9 +312,10 @@ class PackedBlocks:
         at = np.array(rows, dtype=np.int64)
         self._key_rows[at] = np.frombuffer(b"".join(keys), dtype=self._key_rows.dtype)
         self._table_rows[at] = number
-        self._depth_rows[at] = np.fromiter(depths, dtype=np.uint32, count=len(rows))
+        self.depth.set(at, np.fromiter(depths, dtype=np.int64, count=len(rows)).clip(max=DEPTH_MAX))
         self._flag_rows[at] = 0
-        self.parent.set(at, [hash_of(parent) if parent else 0 for parent in parents])
+        hashes = [hash_of(parent) if parent else 0 for parent in parents]
+        self.parent.set(at, np.array(hashes, dtype=np.int64))
         self.used.set(at, tick)
         self.freq.set(at, 0)
         self.index.add(number, keys, rows)

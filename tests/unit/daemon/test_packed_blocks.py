@@ -204,6 +204,8 @@ def test_what_is_set_is_read() -> None:
     (there,) = columns.between(5, 6)
     assert (there.table, there.pin, there.queue, there.leases, there.freq) == (other, 0, 0, 0, 0)
     assert there.used == there.put == 1 and there.origin == Origin()
+    (deep,) = columns.enter(other, [key(10)], [6], [key(9)], [1 << 30], 1)
+    assert deep.depth == packed_blocks.DEPTH_MAX
     # As the same block has it in every process.
     assert there.ident == Block(other, key(9), 0, b"", 0, 0, 0).ident
 
