@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from kvpool.errors import SegmentError
-from kvpool.memory.segment import F_ADD_SEALS, SEALS, Segment
+from kvpool.memory.segment import F_ADD_SEALS, SEALS, SEGMENT_NAME, Segment
 
 PAGE = 4096
 PREFAULT_CHUNK_BYTES = 256 << 20
@@ -102,7 +102,7 @@ class DramSegment(Segment):
                 f"{KEEP_FREE_BYTES >> 20} MiB are left to the machine. Set a smaller size (--memory), or free memory "
                 "first."
             )
-        fd = os.memfd_create("kvpool-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(SEGMENT_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
             _ask_for_huge_pages(fd, size)

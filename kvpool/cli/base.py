@@ -80,16 +80,24 @@ Digest = Annotated[
 def client_of(socket: str | None, tenant: str) -> OperatorClient:
     """A client of this node's daemon, with the credentials from the environment."""
     from kvpool.client import OperatorClient
-    from kvpool.config import secret_of
+    from kvpool.config import default_socket_path, secret_of
 
-    return OperatorClient(
-        socket,
-        tenant=tenant,
-        token=secret_of("KVPOOL_TOKEN"),
-        operator_token=secret_of("KVPOOL_OPERATOR_TOKEN") or "",
-        timeout_s=TIMEOUT_S,
-        connect=True,
-    )
+    socket = socket or default_socket_path()
+    try:
+        return OperatorClient(
+            socket,
+            tenant=tenant,
+            token=secret_of("KVPOOL_TOKEN"),
+            operator_token=secret_of("KVPOOL_OPERATOR_TOKEN") or "",
+            timeout_s=TIMEOUT_S,
+            connect=True,
+        )
+    except Unavailable:
+        from kvpool.cli.render.starting import waiting
+
+        if said := waiting(socket):
+            raise Unavailable(f"{said}; `kvpool doctor` tells who holds it") from None
+        raise
 
 
 def node_names(client: OperatorClient) -> dict[str, str]:

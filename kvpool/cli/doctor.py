@@ -8,7 +8,7 @@ import typer
 
 from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, Unavailable
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -27,7 +27,18 @@ def doctor(
 
     Example: kvpool doctor --path /mnt/nvme0/kvpool
     """
-    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, plain, routes, servers, show
+    from kvpool.cli.render.doctor import (
+        BAD,
+        OK,
+        Finding,
+        examine,
+        plain,
+        routes,
+        servers,
+        show,
+        starting,
+    )
+    from kvpool.config import default_socket_path
 
     findings = examine(path or ())
     pairs = []
@@ -37,6 +48,8 @@ def doctor(
         pairs = routes(cluster)
         findings += servers(cluster)
     except KvpoolError as error:
+        if isinstance(error, Unavailable):
+            findings += starting(socket or default_socket_path())
         findings.append(Finding("other nodes", OK, f"not known: {error}"))
     if as_json:
         base.print_json(plain(findings, pairs))

@@ -15,6 +15,7 @@ from kvpool.errors import SegmentError
 # fcntl.h; not in the type stubs of the fcntl module.
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+SEGMENT_NAME = "kvpool-segment"  # of the memfd, and what the kernel shows in /proc/PID/maps
 SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 
 
@@ -42,6 +43,11 @@ class Segment:
         if seals & SEALS != SEALS:
             raise SegmentError("the segment is not sealed; it could shrink while it is read")
         return cls(fd, size)
+
+    @property
+    def inode(self) -> int:
+        """Which segment it is, to the kernel: unlike its descriptor, the same in all processes."""
+        return os.fstat(self.fd).st_ino
 
     def map(self, *, populate: bool = False) -> mmap.mmap:
         """A shared, writable mapping of the whole segment, not inherited by forked children.

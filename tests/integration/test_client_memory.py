@@ -1,6 +1,9 @@
 """A client lets go of a dead daemon's memory, once nothing of it is in use, so that the next daemon finds it free."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import Unavailable, UnknownReservation
+from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
 
@@ -85,6 +89,50 @@ def test_a_restarted_daemon_is_met_anew(daemon, start, mine, until):
         client.commit(reservation)
     del reservation
     until(lambda: len(held() - before) == 1, "the new memory alone")
+
+
+def test_the_doctor_says_what_a_starting_daemon_waits_for_and_who_holds_it(
+    daemon, start, mine, until, clean_environ, folder
+):
+    client, ns, _ = mine
+    lease = client.acquire(ns, KEYS, lease_s=PATIENCE_S)
+    daemon.kill()
+    until(lambda: client._connections.daemon is None, "the death")
+    # Less than the machine has, and more than is ever free.
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = f"{total - KEEP_FREE_BYTES - PAGE}"
+    second = start(
+        *("--socket", daemon.socket, "--memory", memory, "--memory-wait-s", f"{PATIENCE_S}"),
+        ready=False,
+        name="second",
+    )
+
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kvpool.cli", *words, "--socket", daemon.socket],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=clean_environ(folder),
+        )
+
+    def found() -> dict[str, str]:
+        return {
+            finding["topic"]: finding["found"]
+            for finding in json.loads(ask("doctor", "--json").stdout)["findings"]
+        }
+
+    until(lambda: "starting daemon" in found(), "the daemon's waiting")
+    assert f"process {os.getpid()}, 32 MiB" in found()["memory of the last daemon"]
+    status = ask("status")
+    assert status.returncode == 3
+    assert "is starting, and waits for memory" in status.stderr
+    until(lambda: f"(process {os.getpid()}, 32 MiB)" in second.stderr, "the log")
+    lease.release()
+    del lease
+    until(lambda: "memory of the last daemon" not in found(), "the memory")
+    assert second.stop() == 0
+    assert "starting daemon" not in found()
 
 
 def test_a_closed_client_leaves_no_thread(daemon, until):

@@ -578,6 +578,13 @@ def test_a_stop_is_given_the_time_that_it_takes() -> None:
     assert int(drain["TimeoutStopSec"]) >= timeout + int(times["kvpool"])
 
 
+def test_what_a_daemon_keeps_for_the_next_one_outlives_a_restart() -> None:
+    # systemd empties /run/kvpool otherwise: a share of the memory would come back smaller, and nobody would be told.
+    assert ("RuntimeDirectoryPreserve", "restart") in unit_lines(
+        DEPLOY / "systemd" / "kvpool.service"
+    )
+
+
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here"
 )

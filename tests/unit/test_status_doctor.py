@@ -13,7 +13,19 @@ from typer.testing import CliRunner
 
 from kvpool.cli import verbs
 from kvpool.cli.render import doctor
-from kvpool.cli.render.doctor import BAD, NOTE, OK, Finding, Machine, examine, routes, servers, show
+from kvpool.cli.render.doctor import (
+    BAD,
+    NOTE,
+    OK,
+    Finding,
+    Machine,
+    examine,
+    routes,
+    servers,
+    show,
+    starting,
+)
+from kvpool.daemon.server.memory_wait import MemoryWait, write_wait
 from kvpool.errors import Unavailable
 
 MEMINFO = "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Free:        0\n"
@@ -286,3 +298,56 @@ def test_the_command(monkeypatch):
     assert "no daemon [here]" in CliRunner().invoke(verbs.app, ["doctor"]).stdout
     monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", BAD, "broken")])
     assert CliRunner().invoke(verbs.app, ["doctor"]).exit_code == 1
+
+
+SEGMENT = "7f0000000000-7f0080000000 rw-s 00000000 00:01 1037   /memfd:kvpool-segment (deleted)"
+
+
+@pytest.fixture
+def last(tmp_path):
+    """The socket of an ended daemon whose segment had inode 1037."""
+    socket = tmp_path / "kvpool.sock"
+    kept = {"default": {"memory": 0.5, "nbytes": 2 << 30, "inode": 1037}}
+    socket.with_suffix(".sock.memory").write_text(json.dumps(kept))
+    return str(socket)
+
+
+def waits(socket: str) -> None:
+    write_wait(socket, MemoryWait(3 << 30, 5 << 30, 12.3, 17.7))
+
+
+def test_a_starting_daemon_is_told_of(tmp_path, last):
+    assert not list(starting(last, tmp_path))
+    waits(last)
+    (found,) = starting(last, tmp_path)
+    assert (found.topic, found.state) == ("starting daemon", NOTE)
+    assert "3 GiB more have to be free than the 5 GiB that are" in found.found
+    assert "waited for 12 s, and gives up in 18 s" in found.found
+    assert "as root" in found.remedy
+
+
+def test_who_holds_the_memory_is_named(tmp_path, last):
+    machine(
+        tmp_path,
+        {
+            "proc/12/maps": f"00400000-00500000 r-xp 0 08:01 1037 /bin/x\n{SEGMENT}\n{SEGMENT}",
+            "proc/12/comm": "VLLM::EngineCor",
+            "proc/7/maps": SEGMENT.replace("1037", "1038"),
+            "proc/7/comm": "another daemon's engine",
+            "proc/9/comm": "another user's",
+            "proc/self/maps": SEGMENT,
+        },
+    )
+    (held,) = starting(last, tmp_path)
+    assert held.topic == "memory of the last daemon"
+    assert "VLLM::EngineCor (process 12, 2048 MiB) still map it" in held.found
+    waits(last)
+    assert [found.topic for found in starting(last, tmp_path)] == [held.topic, "starting daemon"]
+
+
+def test_commands_say_what_the_daemon_waits_for(last):
+    waits(last)
+    for command in ("status", "nodes"):
+        ended = CliRunner().invoke(verbs.app, [command, "--socket", last])
+        assert isinstance(ended.exception, Unavailable)
+        assert "is starting, and waits for memory: 3 GiB more" in str(ended.exception)

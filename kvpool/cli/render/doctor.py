@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.text import Text
 
+from kvpool.cli.render.starting import waiting
 from kvpool.cli.render.text import fold, make_console, make_table, size_text
+from kvpool.daemon.server.memory_wait import last_mappers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -352,6 +354,28 @@ def servers(cluster: Mapping[str, Any]) -> Iterator[Finding]:
             NOTE,
             f"records in etcd that cannot be read were met {unreadable} times, and are left out",
             "the daemon's log names each one; delete it unless a newer version wrote it",
+        )
+
+
+def starting(socket: str, root: Path = Path("/")) -> Iterator[Finding]:
+    """Why no daemon answers at this socket, as far as that is for want of memory."""
+    said, mappers = waiting(socket), last_mappers(socket, root)
+    if mappers:
+        holders = ", ".join(map(str, mappers))
+        yield Finding(
+            "memory of the last daemon",
+            NOTE,
+            f"the daemon has ended, and its memory is not free: {holders} still map it",
+            "they let go when their last lease ends; otherwise restart them",
+        )
+    if said:
+        yield Finding(
+            "starting daemon",
+            NOTE,
+            said,
+            ""
+            if mappers
+            else "free memory; as root, `kvpool doctor` sees who maps an ended daemon's",
         )
 
 

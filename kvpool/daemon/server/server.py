@@ -31,7 +31,15 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
-from kvpool.daemon.server.memory_wait import read_last, sizes, wait_for_room, write_last
+from kvpool.daemon.server.memory_wait import (
+    end_wait,
+    last_mappers,
+    read_last,
+    sizes,
+    wait_for_room,
+    write_last,
+    write_wait,
+)
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
@@ -155,16 +163,21 @@ class Server:
     async def _create_segments(self, stack: contextlib.AsyncExitStack) -> None:
         """One segment a tenant, once there is room for them, or as large as there is after `memory_wait_s`."""
         tenants = self.config.all_tenants()
-        kept_at = f"{self.config.socket}.memory"
-        free = await wait_for_room(
-            tenants,
-            read_last(kept_at),
-            self.config.memory_wait_s,
-            free_bytes=self._free_bytes,
-            total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            pause=self._pause,
-            clock=time.monotonic,
-        )
+        socket_path = self.config.socket
+        try:
+            free = await wait_for_room(
+                tenants,
+                read_last(socket_path),
+                self.config.memory_wait_s,
+                free_bytes=self._free_bytes,
+                total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                pause=self._pause,
+                clock=time.monotonic,
+                note=lambda waits: write_wait(socket_path, waits),
+                mappers=lambda: last_mappers(socket_path),
+            )
+        finally:
+            end_wait(socket_path)
         if self._stop.is_set():
             return
         for segment_id, (name, size) in enumerate(sizes(tenants, free).items()):
@@ -172,7 +185,7 @@ class Server:
             stack.callback(segment.close)
             self.segments[name] = segment
             self.node.add_tenant(name, segment_id, segment.size)
-        write_last(kept_at, tenants, {name: each.size for name, each in self.segments.items()})
+        write_last(socket_path, tenants, self.segments)
 
     def _free_bytes(self) -> int:
         # A daemon that is told to stop waits for nothing.

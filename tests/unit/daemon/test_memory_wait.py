@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -12,16 +14,24 @@ from hypothesis import given
 
 from kvpool.config.tables import TenantConfig
 from kvpool.daemon.server.memory_wait import (
+    FORGOTTEN_S,
     LESS,
+    SAY_S,
     Last,
     LastSegment,
+    MemoryWait,
+    end_wait,
+    last_mappers,
     missing_bytes,
     read_last,
+    read_wait,
     sizes,
     wait_for_room,
     write_last,
+    write_wait,
 )
-from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE
+from kvpool.memory.mappers import Mapper
+from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE, DramSegment
 
 GIB = 1 << 30
 TOTAL = 64 * GIB
@@ -33,6 +43,8 @@ class Machine:
     def __init__(self, *free: int) -> None:
         self.free = list(free)
         self.now = 0.0
+        self.notes: list[MemoryWait] = []
+        self.mappers: list[Mapper] = []
 
     def free_bytes(self) -> int:
         return self.free[min(int(self.now), len(self.free) - 1)]
@@ -51,6 +63,8 @@ class Machine:
                 total_bytes=TOTAL,
                 pause=self.pause,
                 clock=lambda: self.now,
+                note=self.notes.append,
+                mappers=lambda: self.mappers,
             )
         )
 
@@ -61,7 +75,21 @@ def test_a_daemon_waits_until_engines_have_let_go(caplog: pytest.LogCaptureFixtu
         assert machine.wait([TenantConfig("red", 40 * GIB)], {}) == 60 * GIB
     assert machine.now == pytest.approx(2)
     (said,) = caplog.messages
-    assert "20736 MiB of memory are missing" in said and "ended daemon" in said
+    assert "20736 MiB of memory are missing" in said and "run by root, names them" in said
+    assert machine.notes[0] == MemoryWait(20736 << 20, 20 * GIB, 0, 30)
+    assert (machine.notes[-1].waited_s, machine.notes[-1].left_s) == (1.75, 28.25)
+
+
+def test_the_log_says_who_holds_the_memory_and_says_it_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine(20 * GIB)
+    machine.mappers = [Mapper(12, "python3", 30 * GIB), Mapper(7, "vllm", 30 * GIB)]
+    with caplog.at_level(logging.WARNING):
+        machine.wait([TenantConfig("red", 40 * GIB)], {}, 2.5 * SAY_S)
+    assert len(caplog.messages) == 3
+    assert "by python3 (process 12, 30720 MiB), vllm (process 7, 30720 MiB)" in caplog.messages[2]
+    assert "waiting up to 30 s more" in caplog.messages[2]
 
 
 def test_a_share_becomes_as_large_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,11 +147,52 @@ def test_what_is_missing_is_enough(memory: list[int | float], before: list[int],
 
 
 def test_sizes_are_kept_for_the_next_life(tmp_path: Path) -> None:
-    path = str(tmp_path / "kvpool.sock.memory")
-    assert read_last(path) == {}
-    tenants = [TenantConfig("red", 0.5), TenantConfig("blue", GIB)]
-    write_last(path, tenants, {"red": 7 * PAGE, "blue": GIB})
-    assert read_last(path) == {"red": LastSegment(0.5, 7 * PAGE), "blue": LastSegment(GIB, GIB)}
-    Path(path).write_bytes(b"{")
-    assert read_last(path) == {}
-    write_last(str(tmp_path / "no" / "folder"), tenants, {"red": 1, "blue": 1})  # is only logged
+    socket = str(tmp_path / "kvpool.sock")
+    assert read_last(socket) == {}
+    tenants = [TenantConfig("red", 0.5), TenantConfig("blue", PAGE)]
+    made = {"red": DramSegment.create(7 * PAGE), "blue": DramSegment.create(PAGE)}
+    write_last(socket, tenants, made)
+    assert read_last(socket) == {
+        "red": LastSegment(0.5, 7 * PAGE, made["red"].inode),
+        "blue": LastSegment(PAGE, PAGE, made["blue"].inode),
+    }
+    write_last(str(tmp_path / "no" / "folder"), tenants, made)  # is only logged
+    for each in made.values():
+        each.close()
+    kept = tmp_path / "kvpool.sock.memory"
+    kept.write_bytes(b'{"red":{"memory":0.5,"nbytes":4096}}')  # of a version before inodes
+    assert read_last(socket) == {"red": LastSegment(0.5, PAGE)}
+    assert last_mappers(socket) == []
+    kept.write_bytes(b"{")
+    assert read_last(socket) == {}
+
+
+def test_who_still_maps_the_last_segments_is_known(tmp_path: Path) -> None:
+    socket = str(tmp_path / "kvpool.sock")
+    segment, other = DramSegment.create(2 * PAGE), DramSegment.create(PAGE)
+    mapped, another = segment.map(), other.map()
+    write_last(socket, [TenantConfig("red", 2 * PAGE)], {"red": segment})
+    segment.close()
+    (own,) = last_mappers(socket)
+    assert (own.pid, own.nbytes) == (os.getpid(), 2 * PAGE)
+    assert own.command == Path("/proc/self/comm").read_text().strip()
+    mapped.close()
+    assert last_mappers(socket) == []
+    another.close()
+    other.close()
+
+
+def test_a_wait_is_seen_until_it_ends_or_its_daemon_is_killed(tmp_path: Path) -> None:
+    socket = str(tmp_path / "kvpool.sock")
+    waits = MemoryWait(GIB, 2 * GIB, 3, 27)
+    assert read_wait(socket) is None
+    write_wait(socket, waits)
+    assert read_wait(socket) == waits
+    before = time.time() - FORGOTTEN_S - 1
+    os.utime(f"{socket}.waits", (before, before))
+    assert read_wait(socket) is None
+    write_wait(socket, waits)
+    end_wait(socket)
+    assert read_wait(socket) is None
+    end_wait(socket)
+    write_wait(str(tmp_path / "no" / "folder"), waits)

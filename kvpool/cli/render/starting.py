@@ -1,0 +1,18 @@
+"""What a daemon that does not answer yet waits for, from what it keeps beside its socket."""
+
+from __future__ import annotations
+
+from kvpool.cli.render.text import size_text
+from kvpool.daemon.server.memory_wait import read_wait
+
+
+def waiting(socket: str) -> str:
+    """What the daemon at this socket waits for; empty if it does not, or there is none."""
+    waits = read_wait(socket)
+    if waits is None:
+        return ""
+    return (
+        f"the daemon at {socket} is starting, and waits for memory: {size_text(waits.missing_bytes)} more have to be "
+        f"free than the {size_text(waits.free_bytes)} that are. It has waited for {waits.waited_s:.0f} s, and gives up "
+        f"in {waits.left_s:.0f} s"
+    )

@@ -1,0 +1,50 @@
+"""Who maps a segment whose owner may be dead: its memory is not free before they let go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from kvpool.memory.segment import SEGMENT_NAME
+
+
+class Mapper(NamedTuple):
+    """A process, and how much of the segments it maps."""
+
+    pid: int
+    command: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.command} (process {self.pid}, {self.nbytes >> 20} MiB)"
+
+
+def find_mappers(inodes: Collection[int], root: Path = Path("/")) -> list[Mapper]:
+    """The processes that map these segments, as far as this user may look at them. Reads all of /proc."""
+    if not inodes:
+        return []
+    found = []
+    for folder in sorted(root.glob("proc/[0-9]*"), key=lambda each: int(each.name)):
+        try:
+            text = (folder / "maps").read_text(errors="replace")
+            nbytes = _mapped_bytes(text, inodes)
+            if nbytes:
+                command = (folder / "comm").read_text(errors="replace").strip()
+                found.append(Mapper(int(folder.name), command, nbytes))
+        except OSError:
+            pass  # it has ended, or is another user's
+    return found
+
+
+def _mapped_bytes(maps: str, inodes: Collection[int]) -> int:
+    sizes: dict[int, int] = {}  # a segment that is mapped twice is not more memory
+    for line in maps.splitlines():
+        if SEGMENT_NAME not in line:
+            continue
+        addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
+        if int(inode) in inodes:
+            start, _, end = addresses.partition("-")
+            size = int(end, 16) - int(start, 16)
+            sizes[int(inode)] = max(size, sizes.get(int(inode), 0))
+    return sum(sizes.values())
