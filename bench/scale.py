@@ -3,10 +3,14 @@
     .venv/bin/python bench/scale.py [--quick] [--json FILE] [--only PART]
 
 steps      the longest step of the control process with many blocks resident, and its memory for each
+ssd        its memory for each block on an SSD, full, with all evictions that it remembers
 members    following a thousand nodes, ten of whose records change a second; three hundred that end at once
 cluster    three daemons among a thousand members that come, go and end at once, and 10,000 that are dead
 hung_peer  sixty-four prompts of eight parts at a time, while one of three nodes is stopped and the others have all
 hung_disk  the same, while the disks of the reader and of one owner hang, and the other owner has all in memory
+
+`--quick` has fewer blocks, simulated members and dead incarnations, and shorter phases: the sizes are in `QUICK`. What is
+done is the same, and so are the bounds.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -35,7 +40,11 @@ from kvpool.client import OperatorClient
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.ssd_books import TableRecord
+from kvpool.daemon.tiers.ssd_device import SsdDevice
+from kvpool.daemon.workers.disk_proxy import Disk
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.directory.redis import RedisDirectory
 from kvpool.placement.etcd.client import EtcdClient, delete, put
@@ -52,8 +61,10 @@ from kvpool.placement.records import (
 )
 from kvpool.placement.redis.settings import parse_url
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
-from kvpool.types import Namespace, NamespaceRecord, PartSpec, split_keys
+from kvpool.storage.stack import ssd_costs
+from kvpool.types import BlockStatus, Namespace, NamespaceRecord, PartSpec, split_keys
 from kvpool.wire import frame
+from kvpool.wire import storage as storage_wire
 from tests.support.local_cluster import LocalCluster
 from tests.support.local_node import MemoryOnly
 from tests.support.servers.etcd import Etcd
@@ -69,23 +80,62 @@ Prompt = list[bytes]
 BLOCK_BYTES = 64 << 10
 PUT_BLOCKS = 64
 OTHER_SIZE_PUTS = 300
-MEMBERS, CHANGES_S = 1000, 10
-FOLLOWED_S = 8.0
-ENDING = 300
-SIMULATED_TTL_S, CHURN_A_MINUTE = 15, 0.1
-DEAD = 10_000
+SSD_BLOCK_BYTES = 4096
+CHANGES_S, CHURN_A_MINUTE = 10, 0.1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """resident, on_ssd: blocks. followed_s: how long the cost of following 1,000 nodes is measured. simulated: members
+    beside the three daemons, whose leases last ttl_s; ending: how many of them end at once. left: members that came and
+    left again, and unseen: incarnations that nobody has seen alive (the sweep waits half a minute for them to come),
+    whose entries are swept. sets: of prompts, read while all is well, and while a node or disks hang.
+    """
+
+    resident: int = 4_000_000
+    on_ssd: int = 4_000_000
+    followed_s: float = 8.0
+    simulated: int = 1000
+    ttl_s: int = 15
+    ending: int = 300
+    left: int = 2000
+    unseen: int = 10_000
+    churn_s: float = 60.0
+    sets: int = 5
+
+
+FULL = Sizes()
+QUICK = Sizes(100_000, 50_000, 2.5, 300, 4, 100, unseen=0, churn_s=3.0, sets=1)
+MEMBERS, ENDING = 1000, 300  # in part `members`, whatever the sizes: one process follows them
+
+
+def sizes_of(report: Report) -> Sizes:
+    return QUICK if report.quick else FULL
+
+
+def _alone(run: Callable[[int], dict[str, float]], blocks: int) -> dict[str, float]:
+    """In a process of its own, whose memory is measured."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(run, (blocks,))
 
 
 def steps(report: Report) -> None:
     """Puts into a node's rules, each as large as an engine's, at the steady state of a full pool."""
-    resident = 400_000 if report.quick else 4_000_000
-    for name, run in (("one size", _one_size), ("two sizes", _two_sizes)):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found = pool.apply(run, (resident,))
-        report.row(f"{name}, {resident:,} blocks", **found)
-        report.check(f"loop_step_ms_max {name}", found["longest_ms"], at_most=5.0)
-        if "bytes_per_block" in found:
-            report.check("dram_bytes_per_block", found["bytes_per_block"], at_most=350)
+    resident = sizes_of(report).resident
+    one, two = _alone(_one_size, resident), _alone(_two_sizes, resident)
+    report.row(f"one size, {resident:,} blocks", **one)
+    report.row(f"two sizes, {resident:,} blocks", **two)
+    longest = max(one["longest_ms"], two["longest_ms"])
+    report.check("loop_step_ms_max", longest, at_most=5.0)
+    report.check("dram_bytes_per_block", one["bytes_per_block"], at_most=350)
+
+
+def ssd(report: Report) -> None:
+    """Blocks of a small memory, written to a disk that takes all and keeps nothing: only the books are measured."""
+    blocks = sizes_of(report).on_ssd
+    found = _alone(_on_ssd, blocks)
+    report.row(f"ssd, {blocks:,} blocks", **found)
+    report.check("ssd_bytes_per_block", found["bytes_per_block"], at_most=80)
 
 
 class _Rules:
@@ -104,6 +154,15 @@ class _Rules:
     def put(self, namespace: Any, blocks: int = PUT_BLOCKS) -> float:
         """Seconds of CPU of a put and what is done after its answer."""
         keys, checksums = secrets.token_bytes(16 * blocks), secrets.token_bytes(16 * blocks)
+        return self._put(namespace, keys, checksums)
+
+    def put_keys(self, namespace: Any) -> list[bytes]:
+        """The keys of a put."""
+        keys = secrets.token_bytes(16 * PUT_BLOCKS)
+        self._put(namespace, keys, secrets.token_bytes(16 * PUT_BLOCKS))
+        return list(split_keys(keys))
+
+    def _put(self, namespace: Any, keys: bytes, checksums: bytes) -> float:
         self._ticket += 1
         began = time.thread_time()
         self.node.puts.reserve(self.holder, namespace, 0, self._ticket, split_keys(keys))
@@ -155,10 +214,74 @@ def _two_sizes(resident: int) -> dict[str, float]:
     }
 
 
+class _TakesAll:
+    """A disk without an index and without bytes."""
+
+    def __init__(self, segment_bytes: int) -> None:
+        self.ready = storage_wire.DiskReady(segment_bytes, 1 << 40, False, [], [])
+
+    async def scan(self, count: int) -> storage_wire.Scanned:
+        return storage_wire.Scanned(b"")
+
+    async def add_table(self, record: bytes, table: int = 0) -> int:
+        return 1
+
+    async def write(self, order: storage_wire.WriteBlocks) -> storage_wire.Written:
+        return storage_wire.Written(bytes([BlockStatus.PRESENT]) * (len(order.slots) // 8), 0.0)
+
+    async def forget(self, order: storage_wire.ForgetSlots) -> None:
+        pass
+
+
+def _on_ssd(resident: int) -> dict[str, float]:
+    return asyncio.run(_fill_ssd(resident))
+
+
+async def _fill_ssd(resident: int) -> dict[str, float]:
+    """As many blocks as the disk has room for, and then twice as many that take the place of others."""
+    rules = _Rules(64 * PUT_BLOCKS * SSD_BLOCK_BYTES)
+    parts = [PartSpec(SSD_BLOCK_BYTES)]
+    namespace = rules.node.namespaces.open(rules.tenant, b"x" * 16, b"{}", parts)
+    (table,) = namespace.tables
+
+    async def adopt(_record: TableRecord) -> NamespaceState | None:
+        return namespace
+
+    def make_rules() -> Node:
+        return Node(make_policy=policy_maker(DEFAULT_POLICY, ssd_costs()), packed=True)
+
+    segment_bytes = resident * SSD_BLOCK_BYTES
+    device = SsdDevice("/disk", segment_bytes, {"bench": 1.0}, make_rules, time.monotonic)
+
+    async def put() -> int:
+        """Blocks that are on the disk now."""
+        keys = rules.put_keys(namespace)
+        return await device.write(table, [table.blocks[key] for key in keys], 0)
+
+    for _ in range(128):  # memory itself is full, and takes no more of the process's
+        rules.put_keys(namespace)
+    gc.collect()
+    before = _resident_bytes()
+    await device.restore(cast(Disk, _TakesAll(segment_bytes)), adopt)
+    puts = resident // PUT_BLOCKS
+    began = time.thread_time()
+    written = [await put() for _ in range(puts)]
+    filled = _resident_bytes() - before
+    written += [await put() for _ in range(2 * puts)]
+    here = device.stats().blocks
+    return {
+        "write_us": 1e6 * (time.thread_time() - began) / len(written),
+        "written": sum(written),
+        "here": here,
+        "filled_bytes_per_block": filled / here,
+        "bytes_per_block": (_resident_bytes() - before) / here,
+    }
+
+
 def members(report: Report) -> None:
     """One member's whole process, on a real etcd; the records of the others are written by another process."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder, Etcd(Path(folder)) as etcd:
-        found = uvloop.run(_follow(etcd.url))
+        found = uvloop.run(_follow(etcd.url, sizes_of(report).followed_s))
     report.row(f"{MEMBERS} nodes", **found)
     report.check("members_1000_core_share", found["core_share"], at_most=0.02)
     report.check("mass_expiry_stall_ms", found["mass_expiry_ms"], at_most=50)
@@ -201,7 +324,7 @@ def _writer(url: str) -> None:
     asyncio.run(_write_records(url))
 
 
-async def _follow(url: str) -> dict[str, float]:
+async def _follow(url: str, seconds: float) -> dict[str, float]:
     client = EtcdClient(EtcdSettings.from_url(url))
     for first in range(1, MEMBERS, 100):
         numbers = range(first, min(MEMBERS, first + 100))
@@ -219,11 +342,11 @@ async def _follow(url: str) -> dict[str, float]:
     )
     await member.start(["tcp://own:1"], MemoryOnly(node))
     await asyncio.sleep(2)
-    idle = await _core_share()
+    idle = await _core_share(seconds)
     writer = multiprocessing.get_context("spawn").Process(target=_writer, args=(url,), daemon=True)
     writer.start()
     await asyncio.sleep(2)
-    busy = await _core_share()
+    busy = await _core_share(seconds)
     writer.terminate()
     writer.join()
     steps_seen: list[float] = [0.0]
@@ -246,16 +369,17 @@ async def _longest_step(longest_ms: list[float]) -> None:
         longest_ms[0] = max(longest_ms[0], 1e3 * (time.thread_time() - cpu))
 
 
-async def _core_share() -> float:
+async def _core_share(seconds: float) -> float:
     cpu, began = time.process_time(), time.monotonic()
-    await asyncio.sleep(FOLLOWED_S)
+    await asyncio.sleep(seconds)
     return (time.process_time() - cpu) / (time.monotonic() - began)
 
 
 class _Members:
-    """A thousand simulated members on a real etcd, each with its record and its lease; in this process."""
+    """Simulated members on a real etcd, each with its record and its lease; in this process."""
 
-    def __init__(self, url: str, cluster: str) -> None:
+    def __init__(self, url: str, cluster: str, sizes: Sizes) -> None:
+        self._sizes = sizes
         self._client = EtcdClient(EtcdSettings.from_url(url))
         self._root = f"/kvpool/{cluster}/nodes/"
         self._leases: dict[int, int] = {}
@@ -264,19 +388,36 @@ class _Members:
         self.lost = 0
 
     async def join(self) -> None:
-        self._shared = await self._client.grant(SIMULATED_TTL_S)
-        for first in range(0, ENDING, 100):
+        self._shared = await self._client.grant(self._sizes.ttl_s)
+        ending, simulated = self._sizes.ending, self._sizes.simulated
+        for first in range(0, ending, 100):
             puts = [self._record(n, self._shared) for n in range(first, first + 100)]
             await self._client.txn([], puts, [], "join")
-        for first in range(ENDING, MEMBERS, 50):
-            await asyncio.gather(*map(self._join_one, range(first, min(MEMBERS, first + 50))))
+        for first in range(ending, simulated, 50):
+            await asyncio.gather(*map(self._join_one, range(first, min(simulated, first + 50))))
 
-    def _record(self, number: int, lease: int) -> Any:
-        member = msgspec.structs.replace(_member(number), incarnation=secrets.token_hex(8))
+    async def come(self, count: int) -> tuple[int, list[bytes]]:
+        """So many members more, with one lease; the lease, and their incarnations."""
+        lease = await self._client.grant(60)
+        incarnations = [secrets.token_bytes(8) for _ in range(count)]
+        for at in range(0, count, 100):
+            puts = [
+                self._record(10 * MEMBERS + at + index, lease, incarnation)
+                for index, incarnation in enumerate(incarnations[at : at + 100])
+            ]
+            await self._client.txn([], puts, [], "come")
+        return lease, incarnations
+
+    async def go(self, lease: int) -> None:
+        await self._client.revoke(lease)
+
+    def _record(self, number: int, lease: int, incarnation: bytes = b"") -> Any:
+        name = (incarnation or secrets.token_bytes(8)).hex()
+        member = msgspec.structs.replace(_member(number), incarnation=name)
         return put(f"{self._root}n{number}".encode(), encode_record(member), lease)
 
     async def _join_one(self, number: int) -> None:
-        lease = self._leases[number] = await self._client.grant(SIMULATED_TTL_S)
+        lease = self._leases[number] = await self._client.grant(self._sizes.ttl_s)
         await self._client.txn([], [self._record(number, lease)], [], "join")
 
     async def keep(self) -> None:
@@ -293,19 +434,19 @@ class _Members:
                 )
                 share = (at + 10) / max(len(leases), 1)
                 await asyncio.sleep(
-                    max(0.0, began + share * SIMULATED_TTL_S / 3 - time.monotonic())
+                    max(0.0, began + share * self._sizes.ttl_s / 3 - time.monotonic())
                 )
 
     async def churn(self) -> None:
         """A tenth of them a minute leaves, and comes back as somebody else. Runs until cancelled."""
         while True:
-            number = self._rng.randrange(ENDING, MEMBERS)
+            number = self._rng.randrange(self._sizes.ending, self._sizes.simulated)
             await self._client.revoke(self._leases.pop(number))
             await self._join_one(number)
-            await asyncio.sleep(60 / (MEMBERS * CHURN_A_MINUTE))
+            await asyncio.sleep(60 / (self._sizes.simulated * CHURN_A_MINUTE))
 
     def silence_many(self) -> None:
-        """`ENDING` of them fall silent: one lease, so that etcd ends them all at once, within two of its lives."""
+        """Those who are to end fall silent: one lease, so that etcd ends them all at once, within two of its lives."""
         self._shared = 0
 
     async def close(self) -> None:
@@ -353,7 +494,7 @@ class _Traffic:
 
 
 def cluster(report: Report) -> None:
-    """Real etcd, Redis and daemons; the thousand others are records, leases and nothing else."""
+    """Real etcd, Redis and daemons; the others are records, leases and nothing else."""
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
         LocalCluster(Path(folder), nodes=3) as daemons,
@@ -364,23 +505,26 @@ def cluster(report: Report) -> None:
         ended = [node.name for node in daemons.nodes if node.process and node.process.poll()]
         traffic.close()
     report.check("dead_incarnations_exits", len(ended), at_most=0)
-    report.check("cluster_1000_missed", traffic.missed, at_most=0)
+    report.check("cluster_missed", traffic.missed, at_most=0)
 
 
 async def _live(report: Report, daemons: LocalCluster, traffic: _Traffic) -> None:
-    others = _Members(daemons.etcd.url, daemons.name)
-    seconds = 10.0 if report.quick else 60.0
+    sizes = sizes_of(report)
+    dead = sizes.left + sizes.unseen
+    others = _Members(daemons.etcd.url, daemons.name, sizes)
     async with asyncio.TaskGroup() as tasks:
         began = time.monotonic()
         await _phase(report, "join", daemons, traffic, others.join())
-        await until_async(lambda: traffic.members() >= MEMBERS + 3, "all are seen")
+        await until_async(lambda: traffic.members() >= sizes.simulated + 3, "all are seen")
         running = [tasks.create_task(others.keep()), tasks.create_task(others.churn())]
-        dead = await _leave_dead(daemons.redis.url, daemons.name)
-        await _phase(report, "churn", daemons, traffic, asyncio.sleep(seconds))
-        await _phase(report, "300 end at once", daemons, traffic, _end_many(others, traffic))
+        await _leave_dead(daemons, traffic, others, sizes)
+        await _phase(report, "churn", daemons, traffic, asyncio.sleep(sizes.churn_s))
+        left = sizes.simulated + 3 - sizes.ending  # one more or less is just leaving
+        ending = _end_many(others, traffic, left)
+        await _phase(report, f"{sizes.ending} end at once", daemons, traffic, ending)
         await _phase(report, "leader lost", daemons, traffic, _lose_leader(daemons, traffic))
         await until_async(lambda: traffic.swept() >= dead, "the dead are swept", seconds=180.0)
-        report.row("10,000 dead", swept=traffic.swept(), after_s=time.monotonic() - began)
+        report.row(f"{dead:,} dead", swept=traffic.swept(), after_s=time.monotonic() - began)
         for task in running:
             task.cancel()
     report.check("simulated_leases_lost", others.lost, at_most=0)
@@ -421,23 +565,29 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def _leave_dead(url: str, cluster: str) -> int:
-    """Entries of incarnations that nobody has seen alive; how many."""
-    directory = RedisDirectory(parse_url(url), cluster=cluster)
-    keys = [secrets.token_bytes(16) for _ in range(DEAD)]
-    for at in range(0, DEAD, 50):
+async def _leave_dead(
+    daemons: LocalCluster, traffic: _Traffic, others: _Members, sizes: Sizes
+) -> None:
+    """Entries of members that have left again, and of incarnations that nobody has seen alive."""
+    lease, dead = await others.come(sizes.left)
+    until_seen = sizes.simulated + 3 + sizes.left
+    await until_async(lambda: traffic.members() >= until_seen, "they are seen")
+    await others.go(lease)
+    dead += [secrets.token_bytes(8) for _ in range(sizes.unseen)]
+    directory = RedisDirectory(parse_url(daemons.redis.url), cluster=daemons.name)
+    for at in range(0, len(dead), 50):
         some = (
-            directory.publish(b"d" * 16, 1, secrets.token_bytes(8), TIERS["dram"], [key], [1])
-            for key in keys[at : at + 50]
+            directory.publish(
+                b"d" * 16, 1, incarnation, TIERS["dram"], [secrets.token_bytes(16)], [1]
+            )
+            for incarnation in dead[at : at + 50]
         )
         await asyncio.gather(*some)
     await directory.close()
-    return DEAD
 
 
-async def _end_many(others: _Members, traffic: _Traffic) -> None:
+async def _end_many(others: _Members, traffic: _Traffic, left: int) -> None:
     others.silence_many()
-    left = MEMBERS + 3 - ENDING  # one more or less is just leaving
     await until_async(lambda: traffic.members() <= left, "they have ended")
 
 
@@ -464,7 +614,7 @@ async def _lose_leader(daemons: LocalCluster, traffic: _Traffic) -> None:
 
 def hung_peer(report: Report) -> None:
     """A prompt's blocks have the same bytes in all prompts, so that each can be compared."""
-    rounds = 2 if report.quick else 5
+    rounds = sizes_of(report).sets
     record = NamespaceRecord({"model": "hung peer"}, (PartSpec(PART_BYTES),) * PARTS)
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
@@ -504,7 +654,7 @@ def hung_peer(report: Report) -> None:
 
 def hung_disk(report: Report) -> None:
     """All three nodes have the prompts: `a`, and `c`, which reads them, on disk only; `b` in memory."""
-    rounds = 1 if report.quick else 3
+    rounds = sizes_of(report).sets
     record = NamespaceRecord({"model": "hung disk"}, (PartSpec(PART_BYTES),) * PARTS)
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
@@ -624,6 +774,7 @@ def _read(client: OperatorClient, ns: Namespace, prompt: Prompt) -> tuple[int, i
 
 PARTS_OF_BENCH: dict[str, Callable[[Report], None]] = {
     "steps": steps,
+    "ssd": ssd,
     "members": members,
     "cluster": cluster,
     "hung_peer": hung_peer,
