@@ -5,6 +5,7 @@
     ├── InvalidRequest           the caller asked for something that can never work
     │   ├── NamespaceMismatch    the sizes of a namespace differ from what is stored under it
     │   ├── StaleEpoch           the namespace was reset since it was opened: open it again
+    │   ├── UnknownNamespace     a number that is none of an open namespace: open it again
     │   └── UnknownReservation   commit or abort of slots that are not reserved, or reserved by another client
     ├── ProtocolError            bytes on a connection violate the protocol or its version
     ├── NotAuthenticated         the peer did not authenticate
@@ -41,6 +42,7 @@ __all__ = [
     "SegmentError",
     "StaleEpoch",
     "Unavailable",
+    "UnknownNamespace",
     "UnknownReservation",
     "from_code",
 ]
@@ -77,6 +79,12 @@ class StaleEpoch(InvalidRequest):
     """The namespace was reset since this client opened it. Open it again with the new weights."""
 
     code = "stale_epoch"
+
+
+class UnknownNamespace(InvalidRequest):
+    """A number that is none of an open namespace: it was never given, or its namespace was freed since. Open it."""
+
+    code = "unknown_namespace"
 
 
 class UnknownReservation(InvalidRequest):

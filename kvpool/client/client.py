@@ -537,15 +537,16 @@ class Client:
         if not packed:
             return 0
         with self._connections.request() as connection:
-            message = client_wire.Follow(
-                self._namespaces.number(connection, ns),
-                packed,
-                wait_s,
-                source,
-                list(parts or ()),
-                trace,
+            listed, limit_s = list(parts or ()), self.timeout_s + wait_s
+            answer = self._namespaces.with_number(
+                connection,
+                ns,
+                lambda number: self._connections.ask_long(
+                    connection,
+                    client_wire.Follow(number, packed, wait_s, source, listed, trace),
+                    limit_s,
+                ),
             )
-            answer = self._connections.ask_long(connection, message, self.timeout_s + wait_s)
             return int(answer.value)
 
     def reset(self, ns: Namespace) -> None:
@@ -560,9 +561,14 @@ class Client:
         must not use the namespace any more.
         """
         with self._connections.request() as connection:
-            number = self._namespaces.number(connection, ns)
-            generation = self._namespaces.generations[ns.digest]
-            answer = connection.ask(client_wire.Reset(number, generation), self.timeout_s + RESET_S)
+            answer = self._namespaces.with_number(
+                connection,
+                ns,
+                lambda number: connection.ask(
+                    client_wire.Reset(number, self._namespaces.generations[ns.digest]),
+                    self.timeout_s + RESET_S,
+                ),
+            )
             self._namespaces.opened(connection, ns.digest, answer)
         if not answer.current:
             raise StaleEpoch(
@@ -659,8 +665,11 @@ class Client:
 
     def _ask_ns(self, ns: Namespace, make: Any, wait_s: float = 0.0) -> Any:
         with self._connections.request() as connection:
-            number = self._namespaces.number(connection, ns)
-            return connection.ask(make(number), self.timeout_s + wait_s)
+            return self._namespaces.with_number(
+                connection,
+                ns,
+                lambda number: connection.ask(make(number), self.timeout_s + wait_s),
+            )
 
     def _acquire(
         self,
@@ -673,10 +682,15 @@ class Client:
     ) -> Lease | None:
         try:
             with self._connections.request() as connection:
-                number = self._namespaces.number(connection, ns)
-                sent = time.monotonic()
-                connection.be_patient(nbytes)
-                answer = connection.ask(make(number), self.timeout_s + wait_s)
+                sent = 0.0
+
+                def ask(number: int) -> Any:
+                    nonlocal sent
+                    sent = time.monotonic()
+                    connection.be_patient(nbytes)
+                    return connection.ask(make(number), self.timeout_s + wait_s)
+
+                answer = self._namespaces.with_number(connection, ns, ask)
                 return lease_of(self._connections, connection, answer, sent, device, life)
         except Unavailable:
             return None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvpool.client.connection import Connection
+from kvpool.errors import UnknownNamespace
 from kvpool.types import Namespace, plain_parts
 from kvpool.wire import client as client_wire
+
+T = TypeVar("T")
 
 
 class OpenNamespaces:
@@ -27,6 +31,17 @@ class OpenNamespaces:
         """The daemon's number of a namespace, which is registered if necessary."""
         number = connection.daemon.numbers.get(ns.digest)
         return self.make_known(connection, ns) if number is None else number
+
+    def with_number(self, connection: Connection, ns: Namespace, request: Callable[[int], T]) -> T:
+        """What a request by the namespace's number returns; once more if the daemon does not know it any more.
+
+        It frees namespaces that are empty and that no client has open; a client whose connections all closed does
+        not count.
+        """
+        try:
+            return request(self.number(connection, ns))
+        except UnknownNamespace:
+            return request(self.make_known(connection, ns))
 
     def make_known(self, connection: Connection, ns: Namespace) -> int:
         """Register a namespace with the daemon, which compares its sizes. Returns its number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -38,19 +39,22 @@ class Reservations:
         patience_bytes: int = 0,
     ) -> Reservation:
         """patience_bytes: of a concurrent copy."""
-        number = self._namespaces.number(connection, ns)
         ticket = next(self._tickets)
-        message = client_wire.Reserve(number, part, ticket, packed, parent or b"")
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
-        request = connection.send(message, timeout_s)
-        if patience_bytes:
-            connection.be_patient(patience_bytes)
-        try:
-            answer = connection.receive(request, timeout_s)
-        except Unavailable:
-            # The daemon may have reserved, and only an abort or the end of this process undoes it.
-            self._connections.abandon(daemon.incarnation, ticket)
-            raise
+
+        def ask(number: int) -> Any:
+            message = client_wire.Reserve(number, part, ticket, packed, parent or b"")
+            request = connection.send(message, timeout_s)
+            if patience_bytes:
+                connection.be_patient(patience_bytes)
+            try:
+                return connection.receive(request, timeout_s)
+            except Unavailable:
+                # The daemon may have reserved, and only an abort or the end of this process undoes it.
+                self._connections.abandon(daemon.incarnation, ticket)
+                raise
+
+        answer = self._namespaces.with_number(connection, ns, ask)
         rows = np.frombuffer(answer.rows, dtype=np.uint32)
         refused = len(packed) // KEY_BYTES - len(rows)
         if rows.max(initial=0) == frame.NO_ROW:
@@ -123,7 +127,13 @@ class GrantedPuts:
                     for known in connection.daemon.stashes.values():
                         known.take(len(known))
                     grants.doubtful = False
-                return self._store(connection, ns, packed, source, part, parent, replicas)
+                return self._namespaces.with_number(
+                    connection,
+                    ns,
+                    lambda number: self._store(
+                        connection, number, ns, packed, source, part, parent, replicas
+                    ),
+                )
             except BaseException as error:
                 if not refused(error):
                     grants.doubtful = True
@@ -134,6 +144,7 @@ class GrantedPuts:
     def _store(
         self,
         connection: Connection,
+        number: int,
         ns: Namespace,
         packed: bytes,
         source: Source,
@@ -142,7 +153,6 @@ class GrantedPuts:
         replicas: int,
     ) -> int | None:
         n = source.n
-        number = self._namespaces.number(connection, ns)
         stash = connection.daemon.stashes.get((ns.digest, part))
         rows = stash.take(n) if stash is not None else []
         if len(rows) < n:

@@ -196,6 +196,41 @@ def test_more_threads_than_connections_wait_for_their_turn(daemon, ns):
         assert client.stats().connections <= 2 + 1
 
 
+def test_namespaces_that_nobody_needs_make_room_for_more(daemon, client, ns, until):
+    """A tenant may have 1,024; each of these clients opens some that it never fills."""
+    client.put(ns, [key(1)], block(1))
+    idle, absent = daemon.client(), daemon.client()
+    records = [NamespaceRecord.simple(name, block_bytes=4096, block_tokens=16) for name in "ia"]
+    opened = idle.open(records[0])
+    forgotten = absent.open(records[1])
+    # To the daemon it is a new client when it comes back.
+    before = client.stats().clients
+    with absent._connections._lock:
+        absent._connections._close_idle()
+    until(lambda: client.stats().clients == before - 1, "its end, to the daemon")
+    for number in range(3):
+        with daemon.client() as short:
+            for revision in range(400):
+                short.open(
+                    NamespaceRecord.simple(
+                        f"{number}.{revision}", block_bytes=4096, block_tokens=16
+                    )
+                )
+        until(lambda: client.stats().clients == before - 1, "its end")
+    assert client.stats().tenants["default"].namespaces.keys() >= {ns.digest.hex()}
+    number = idle._connections.daemon.numbers[opened.digest]
+    gone = absent._connections.daemon.numbers[forgotten.digest]
+    assert client.match(ns, [key(1)]) == 1
+    assert idle.put(opened, [key(2)], block(2)) == 1
+    assert absent.put(forgotten, [key(3)], block(3)) == 1
+    assert idle._connections.daemon.numbers[opened.digest] == number
+    assert absent._connections.daemon.numbers[forgotten.digest] != gone
+    assert absent.match(forgotten, [key(2), key(3)]) == 0
+    assert absent.get(forgotten, [key(3)]) == [block(3)]
+    for each in (idle, absent):
+        each.close()
+
+
 def test_closed_clients_say_so(daemon):
     client = daemon.client(connect=True)
     ns = client.open(RECORD)
@@ -322,14 +357,16 @@ def test_tenants_do_not_meet(two):
         assert anybody.match(anybody.open(RECORD), [key(1)]) == 0
 
 
-def test_a_tenant_cannot_address_another_s_namespaces(two):
+def test_a_tenant_cannot_address_another_s_namespaces(two, monkeypatch):
     _, red, blue = two
     mine = red.open(RECORD)
     red.put(mine, [key(1)], block(1))
     number = red._connections.daemon.numbers[mine.digest]
     theirs = blue.open(RECORD)
-    # As if it had guessed the number.
+    # As if it had guessed the number, and did not open its own namespace again where that is refused.
     blue._connections.daemon.numbers[theirs.digest] = number
+    reopen = blue._namespaces.make_known
+    monkeypatch.setattr(blue._namespaces, "make_known", lambda connection, ns: number)
     for ask in (
         lambda: blue.match(theirs, [key(1)]),
         lambda: blue.get(theirs, [key(1)]),
@@ -340,6 +377,8 @@ def test_a_tenant_cannot_address_another_s_namespaces(two):
     ):
         with pytest.raises(InvalidRequest, match="not open"):
             ask()
+    monkeypatch.setattr(blue._namespaces, "make_known", reopen)
+    assert blue.match(theirs, [key(1)]) == 0, "its own, and empty"
     assert red.match(mine, [key(1)]) == 1
 
 

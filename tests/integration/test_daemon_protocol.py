@@ -239,6 +239,7 @@ def test_any_values_of_the_right_types(apart, data):
         "limit",
         "namespace_mismatch",
         "pool_full",
+        "unknown_namespace",
         "unknown_reservation",
     }
 
@@ -314,7 +315,7 @@ def test_too_many_keys(met):
 def test_a_namespace_that_is_not_open(met):
     raw, number = met
     for other in (number + 1, -1, 2**40):
-        assert raw.ask(client_wire.Match(other, KEY, [])).code == "invalid"
+        assert raw.ask(client_wire.Match(other, KEY, [])).code == "unknown_namespace"
 
 
 def test_other_sizes_under_the_same_digest(met):

@@ -131,6 +131,28 @@ def test_a_prefix_is_leased_whole_whatever_tier_its_blocks_are_in(written):
         assert lease.blocks == 40
 
 
+def test_a_namespace_that_only_a_disk_has_blocks_of_is_not_freed(written, until):
+    """A tenant may have 1,024, and others make room first."""
+    operator = written.daemon.client()
+    operator.evict(tier="dram")
+    before = operator.stats().clients
+    written.client.close()
+    until(lambda: operator.stats().clients == before - 1, "its end")
+    with written.daemon.client() as short:
+        for number in range(1100):
+            name = NamespaceRecord.simple(f"{number}", block_bytes=4096, block_tokens=16)
+            try:
+                short.open(name)
+            except LimitExceeded:
+                break
+    assert number == 1023, "the last one found no room"
+    known = operator.stats().tenants["default"].namespaces
+    assert written.ns.digest.hex() in known
+    operator.close()
+    written.client = written.daemon.client(connect=True)
+    assert written.read(range(32)) == set(range(32))
+
+
 def test_a_reader_that_does_not_wait_gets_what_is_in_memory(written):
     written.client.evict(keys_of(range(8)), tier="dram")
     assert written.client.get(written.ns, keys_of(range(8))) == [None] * 8

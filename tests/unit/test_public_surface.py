@@ -24,6 +24,7 @@ PUBLIC = {
         "SegmentError",
         "StaleEpoch",
         "Unavailable",
+        "UnknownNamespace",
         "UnknownReservation",
         "from_code",
     },

@@ -93,6 +93,10 @@ class Namespaces:
                 self._apply(namespace, entry)
             del self._unregistered[namespace]
 
+    def pending(self, namespace: NamespaceState) -> bool:
+        """Whether the cluster is still to be told of it: until then, only this node knows its epoch."""
+        return not self._unregistered.keys().isdisjoint(namespace.tenant.epochs[namespace.base])
+
     async def register(
         self, namespace: NamespaceState, wanted: NamespaceSettings
     ) -> NamespaceState:
@@ -110,10 +114,11 @@ class Namespaces:
             except NamespaceMismatch:
                 raise
             except (KvpoolError, TimeoutError):
-                if len(self._unregistered) < UNREGISTERED_MAX:
+                living = self._node.namespaces.living(namespace)
+                if len(self._unregistered) < UNREGISTERED_MAX and not living.retired:
                     self._settle_on(namespace, wanted)
                     self._unregistered[namespace] = None
-                return self._node.namespaces.living(namespace)
+                return living
         return self._apply(namespace, entry)
 
     async def fill_in(self, namespace: NamespaceState, wanted: NamespaceSettings) -> NamespaceState:
@@ -178,6 +183,8 @@ class Namespaces:
 
     def _apply(self, namespace: NamespaceState, entry: NamespaceEntry) -> NamespaceState:
         was = self._node.namespaces.living(namespace)
+        if was.retired:  # freed while the cluster was asked
+            return was
         living = self._node.namespaces.set_epoch(
             namespace, entry.epoch, entry.fence, entry.generation
         )

@@ -1,4 +1,9 @@
-"""Namespaces and their epochs, as this node knows them."""
+"""Namespaces and their epochs, as this node knows them.
+
+A tenant may have so many; one more takes the place of one that holds nothing and that no client has open. To a freed
+namespace this is what a restart of the daemon is to all: its epoch, fence and settings are the cluster's, and are asked
+for when it is opened again. Its numbers are never given again.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvpool.daemon.core.block_index import BlockIndex
-from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.blocks import Block, Holder, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.commit_waiters import CommitWaiters
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
-from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch
+from kvpool.errors import LimitExceeded, NamespaceMismatch, UnknownNamespace
 from kvpool.telemetry.node_stats import Counters
 from kvpool.types import PartSpec
 
@@ -52,30 +57,92 @@ class Namespaces:
         self._counters = counters
         self._by_directory: dict[bytes, NamespaceState] = {}
         self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
-        self._numbered: list[NamespaceState | Former] = []
+        self._numbered: dict[int, NamespaceState | Former] = {}
+        self._numbers = 0
         self._tables = 0
+        # Clients that opened it; some are dead.
+        self._users: dict[tuple[str, bytes], set[Holder]] = {}
 
     def open(
-        self, tenant: Tenant, digest: bytes, fields: bytes, parts: Sequence[PartSpec]
+        self,
+        tenant: Tenant,
+        digest: bytes,
+        fields: bytes,
+        parts: Sequence[PartSpec],
+        *,
+        may_free: Callable[[NamespaceState], bool] | None = None,
     ) -> NamespaceState:
         """The namespace with these fields in its present epoch, created if new. digest: of the fields.
 
-        Its number is valid for this incarnation. Raises `NamespaceMismatch` if it is known with other
-        parts.
+        Its number is valid for this incarnation, unless it is freed: see `opened`. Raises `NamespaceMismatch` if
+        it is known with other parts, and `LimitExceeded` if there are too many of which none can be freed.
+
+        may_free: whether one that holds nothing here, and that no client has open, may make room; None: none may.
         """
         epochs = tenant.epochs.get(digest)
         if epochs:
             known = epochs[-1]
             if known.parts != tuple(parts):
                 raise NamespaceMismatch(mismatch(known.parts, tuple(parts), digest))
+            tenant.epochs[digest] = tenant.epochs.pop(digest)  # those opened last are freed last
             return known
-        if len(tenant.epochs) >= self._limits.namespaces_per_tenant:
-            raise LimitExceeded(
-                f"tenant {tenant.name!r} has {len(tenant.epochs)} namespaces, the limit"
-            )
         for spec in parts:
             tenant.allocator.stride_of(spec.nbytes)  # rejects invalid parts before anything changes
+        full = len(tenant.epochs) >= self._limits.namespaces_per_tenant
+        if full and not (may_free and self._free_one(tenant, may_free)):
+            raise LimitExceeded(
+                f"tenant {tenant.name!r} has {len(tenant.epochs)} namespaces, the limit, and none is empty and unused"
+            )
         return self._begin_epoch(self._state(tenant, digest, fields, parts, 0, 0))
+
+    def opened(self, holder: Holder, namespace: NamespaceState) -> None:
+        """A client has it open, and a number of it: it is not freed before the client is dead."""
+        users = self._users.setdefault((namespace.tenant.name, namespace.base), set())
+        users.intersection_update(namespace.tenant.holders.values())
+        users.add(holder)
+
+    def holds(self, tenant: Tenant, base: bytes) -> bool:
+        """Whether a namespace has slots here, in any epoch."""
+        states = [*tenant.epochs.get(base, ())]
+        if (out := self._outdated.get((tenant.name, base))) is not None:
+            states.append(out)
+        return any(
+            table.blocks or table.garbage or table.reserved
+            for state in states
+            for table in state.tables
+        )
+
+    def _free_one(self, tenant: Tenant, may_free: Callable[[NamespaceState], bool]) -> bool:
+        """Free the namespace, of those not needed, that was opened longest ago. O(namespaces of the tenant)."""
+        self._ledger.settle()
+        for base, epochs in tenant.epochs.items():
+            living = epochs[-1]
+            users = self._users.get((tenant.name, base), set())
+            if (
+                users.isdisjoint(tenant.holders.values())
+                and not living.quota  # what an operator reserved stays so
+                and not self.holds(tenant, base)
+                and may_free(living)
+            ):
+                self._free(living)
+                return True
+        return False
+
+    def _free(self, living: NamespaceState) -> None:
+        """Forget a namespace; whoever still refers to it meets an ended epoch."""
+        tenant, base = living.tenant, living.base
+        states = tenant.epochs.pop(base)
+        del tenant.namespaces[living.digest]
+        if (out := self._outdated.pop((tenant.name, base), None)) is not None:
+            states.append(out)
+        self._users.pop((tenant.name, base), None)
+        if not tenant.fences.get(base):  # a fence is not forgotten
+            tenant.fences.pop(base, None)
+        self._commit_waiters.end(living.directory_digest)
+        for state in states:
+            state.retired = True
+            self._by_directory.pop(state.directory_digest, None)
+            del self._numbered[state.number]
 
     def _state(
         self,
@@ -87,11 +154,12 @@ class Namespaces:
         generation: int,
     ) -> NamespaceState:
         """A state with a number and empty tables, not registered yet."""
-        number = len(self._numbered)
+        number = self._numbers
+        self._numbers += 1
         namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
         for part, spec in enumerate(parts):
             namespace.tables.append(self._new_table(namespace, part, spec))
-        self._numbered.append(namespace)
+        self._numbered[number] = namespace
         return namespace
 
     def add_table(self, namespace: NamespaceState, spec: PartSpec) -> PartTable:
@@ -147,11 +215,13 @@ class Namespaces:
         (`EndedEpochs.reclaim`), leased ones when the lease ends. Their pins no longer count in quotas.
         Open reservations are dropped at their commit. Clients that opened it in an epoch below
         `fence` find nothing and store nothing until they reopen it; others continue in the new epoch.
-        Epochs never go back.
+        Epochs never go back. One that was freed meanwhile stays as it is.
         """
         self._ledger.settle()
         tenant, base = namespace.tenant, namespace.base
-        epochs = tenant.epochs[base]
+        epochs = tenant.epochs.get(base)
+        if epochs is None:
+            return namespace
         living = epochs[-1]
         if generation is None:
             generation = living.generation + (fence > tenant.fences.get(base, 0))
@@ -185,25 +255,24 @@ class Namespaces:
     # ---- to find them --------------------------------------------------------------------------------
 
     def living(self, namespace: NamespaceState) -> NamespaceState:
-        """The same namespace in its present epoch."""
-        return namespace.tenant.epochs[namespace.base][-1]
+        """The same namespace in its present epoch; itself, retired, if it was freed."""
+        epochs = namespace.tenant.epochs.get(namespace.base)
+        return epochs[-1] if epochs else namespace
 
     def by_number(self, tenant: Tenant, number: int) -> NamespaceState:
         """The namespace with this number, for its own tenant only.
 
-        If its epoch has ended, this is the next one, unless a fence is in between.
+        If its epoch has ended, this is the next one, unless a fence is in between. Raises `UnknownNamespace`, also
+        if it was freed.
         """
-        if 0 <= number < len(self._numbered):
-            found = self._numbered[number]
-            if found.tenant is tenant:
-                if isinstance(found, Former):
-                    living = tenant.epochs[found.base][-1]
-                    fenced = found.epoch < tenant.fences.get(found.base, 0)
-                    return self._fenced_out(living) if fenced else living
-                if found.retired and not found.fenced:
-                    return self.living(found)
-                return found
-        raise InvalidRequest(
+        found = self._numbered.get(number)
+        if found is not None and found.tenant is tenant:
+            if not isinstance(found, Former):
+                return self.living(found) if found.retired and not found.fenced else found
+            if epochs := tenant.epochs.get(found.base):
+                fenced = found.epoch < tenant.fences.get(found.base, 0)
+                return self._fenced_out(epochs[-1]) if fenced else epochs[-1]
+        raise UnknownNamespace(
             f"namespace number {number} is not open here; open the namespace first"
         )
 

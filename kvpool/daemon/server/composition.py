@@ -191,6 +191,10 @@ def compose(
     registry = EngineRegistry(config.engines_max)
     events = EventLog(config.node, clocks.wall)
     rules = TierRules(node, ssd, device)
+
+    def may_free(namespace: NamespaceState) -> bool:
+        return not rules.below(namespace) and not cluster.namespaces.pending(namespace)
+
     expiry = Expiry(lambda: [tier for _, tier in rules], rules.ttl_s, clock)
     sampler = Sampler(lambda: rules, clock)
     hot_prefixes = HotPrefixes()
@@ -246,6 +250,7 @@ def compose(
         operators,
         stats,
         hot_prefixes,
+        may_free,
         spans,
         clock,
     )

@@ -76,9 +76,12 @@ class ClientRequests:
         operators: Operators,
         stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
+        may_free: Callable[[NamespaceState], bool],
         spans: Spans,
         clock: Callable[[], float],
     ) -> None:
+        """may_free: whether nothing but memory and clients could need a namespace."""
+        self._may_free = may_free
         self._config = config
         self._node = node
         self._cluster = cluster
@@ -156,11 +159,20 @@ class ClientRequests:
         self._engines.saw(namespace, keys)
         return namespace
 
+    def _opened(self, holder: Holder, number: int) -> NamespaceState:
+        """One that stays in use: this client may be a new one to the daemon, after all its connections had closed."""
+        namespace = self._node.namespaces.by_number(holder.tenant, number)
+        self._node.namespaces.opened(holder, namespace)
+        return namespace
+
     def _open_namespace(
         self, holder: Holder, m: client_wire.OpenNamespace
     ) -> Coroutine[Any, Any, client_wire.Opened]:
         specs, wish = parse_parts(m.digest, m.fields, m.parts), parse_wish(m)
-        namespace = self._node.namespaces.open(holder.tenant, m.digest, m.fields, specs)
+        namespace = self._node.namespaces.open(
+            holder.tenant, m.digest, m.fields, specs, may_free=self._may_free
+        )
+        self._node.namespaces.opened(holder, namespace)
         return self._agree(namespace, wish, m.generation)
 
     async def _agree(
@@ -443,11 +455,11 @@ class ClientRequests:
         return frame.Done(await self._streams.follow(namespace, m.parts, keys, wait_s, m.source))
 
     def _follow_events(self, holder: Holder, m: client_wire.FollowEvents) -> frame.Done:
-        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        namespace = self._opened(holder, m.ns)
         return frame.Done(int(self._engines.follow(holder, namespace, m)))
 
     def _announce_engine(self, holder: Holder, m: client_wire.AnnounceEngine) -> frame.Done:
-        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        namespace = self._opened(holder, m.ns)
         self._registry.announce(holder, namespace, m.engine)
         return frame.Done(int(m.engine is not None))
 
@@ -463,7 +475,7 @@ class ClientRequests:
         return frame.Bytes(msgspec.json.encode(found))
 
     async def _reset(self, holder: Holder, m: client_wire.Reset) -> client_wire.Opened:
-        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        namespace = self._opened(holder, m.ns)
         with asking_others():
             return await self._cluster.namespaces.reset(namespace, m.generation)
 

@@ -115,7 +115,11 @@ class DeviceBooks:
             return None
         specs = [PartSpec(table.stride) for table in namespace.tables]
         try:
-            state = self.rules.namespaces.open(tenant, namespace.base, namespace.fields, specs)
+            state = self.rules.namespaces.open(
+                *(tenant, namespace.base, namespace.fields, specs),
+                # What memory has freed.
+                may_free=lambda old: old.base not in namespace.tenant.epochs,
+            )
         except (InvalidRequest, LimitExceeded):
             return None
         state = self.rules.namespaces.set_epoch(state, namespace.epoch, 0, namespace.generation)

@@ -200,8 +200,8 @@ class SsdBooks:
     def _ended_tables(self) -> list[PartTable]:
         """Tables in the index that nothing refers to any more.
 
-        One of a namespace's last recorded epoch stays: a node without a membership service learns from it which
-        epoch it was in.
+        One of a namespace's last recorded epoch stays, unless that is the first: a node without a membership service
+        learns from it which epoch it was in.
         """
         last: dict[tuple[str, bytes], tuple[int, int]] = {}
         for table in self.numbers:
@@ -213,18 +213,28 @@ class SsdBooks:
             for table in self.numbers
             if table.namespace.retired
             and not any(t.blocks or t.garbage or t.reserved for t in self.all_tables(table))
-            and last[table.namespace.tenant.name, table.namespace.base]
-            != (table.namespace.epoch, -table.part)
+            and (
+                not table.namespace.epoch
+                or last[table.namespace.tenant.name, table.namespace.base]
+                != (table.namespace.epoch, -table.part)
+            )
         ]
 
     async def _drop_tables(self, tables: Sequence[PartTable]) -> None:
         """The index has room for few: one that is reset every minute would fill it within hours."""
         node = self.node
-        await self.living_disk().drop_tables([self.numbers[table][0] for table in tables])
-        if self.node is node:
-            for table in tables:
-                self.numbers.pop(table, None)
-                self.shorter.pop(table, None)
+        async with self._numbering:
+            # A namespace that was freed and opened again has the same record, and so the same number.
+            used = {
+                number for table, (number, _) in self.numbers.items() if not table.namespace.retired
+            }
+            numbers = {self.numbers[table][0] for table in tables if table in self.numbers} - used
+            if numbers:
+                await self.living_disk().drop_tables(sorted(numbers))
+            if self.node is node:
+                for table in tables:
+                    self.numbers.pop(table, None)
+                    self.shorter.pop(table, None)
 
     async def _forget_given_up(self) -> None:
         node, slots = self.node, self.take_given_up()
@@ -263,7 +273,11 @@ class SsdBooks:
             return None
         specs = [PartSpec(-(-spec.nbytes // PAGE) * PAGE) for spec in namespace.parts]
         try:
-            state = self.node.namespaces.open(tenant, namespace.base, namespace.fields, specs)
+            state = self.node.namespaces.open(
+                *(tenant, namespace.base, namespace.fields, specs),
+                # What memory has freed.
+                may_free=lambda old: old.base not in namespace.tenant.epochs,
+            )
         except (InvalidRequest, LimitExceeded) as error:
             if namespace.base not in self._too_large:
                 self._too_large.add(namespace.base)

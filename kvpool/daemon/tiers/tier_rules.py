@@ -31,6 +31,15 @@ class TierRules:
             for each in rules:
                 yield tier, each
 
+    def below(self, namespace: NamespaceState) -> bool:
+        """Whether a tier below memory has blocks of a namespace, in any epoch."""
+        name, base = namespace.tenant.name, namespace.base
+        return any(
+            rules.namespaces.holds(tenant, base)
+            for _, rules in self
+            if rules is not self._node and (tenant := rules.tenants.get(name)) is not None
+        )
+
     def ttl_s(self, namespace: NamespaceState) -> float:
         """The time to live of unused blocks, in seconds; for any tier's state of a namespace."""
         known = self._node.namespaces.by_directory(namespace.directory_digest)

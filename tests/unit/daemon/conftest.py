@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -47,8 +47,13 @@ class Pool:
     def keys(numbers: Iterable[int]) -> bytes:
         return b"".join(n.to_bytes(16, "big") for n in numbers)
 
-    def open(self, base: bytes, parts: tuple[PartSpec, ...]) -> NamespaceState:
-        return self.node.namespaces.open(self.tenant, base, b"{}", parts)
+    def open(
+        self,
+        base: bytes,
+        parts: tuple[PartSpec, ...],
+        may_free: Callable[[NamespaceState], bool] | None = lambda _: True,
+    ) -> NamespaceState:
+        return self.node.namespaces.open(self.tenant, base, b"{}", parts, may_free=may_free)
 
     def reset(self, fence: int = 0) -> NamespaceState:
         """The namespace goes on in its next epoch; what it was before."""

@@ -97,6 +97,7 @@ def test_it_goes_on_under_another_name_with_the_same_properties(make_pool) -> No
     assert pool.tenant.namespaces == {new.digest: new}, "peers find the living one only"
     with pytest.raises(NamespaceMismatch):
         pool.open(old.base, TWO)
+    pool.put([1])
     with pytest.raises(LimitExceeded, match="1 namespaces"):
         pool.open(b"x" * 16, WHOLE)
 

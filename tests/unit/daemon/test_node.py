@@ -299,7 +299,8 @@ def test_a_namespace_is_what_it_was_first() -> None:
 
 def test_no_more_namespaces_than_allowed() -> None:
     pool = Pool(namespaces_per_tenant=2)
-    pool.open(b"2" * 16, ONE)
+    pool.put([1])
+    pool.put([1], namespace=pool.open(b"2" * 16, ONE))
     with pytest.raises(LimitExceeded, match="'red' has 2 namespaces, the limit"):
         pool.open(b"3" * 16, ONE)
     assert pool.open(b"2" * 16, ONE) is not pool.namespace

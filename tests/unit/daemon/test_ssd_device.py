@@ -1023,3 +1023,56 @@ def test_an_epoch_that_cannot_be_recorded_is_an_error_of_the_reset() -> None:
             await bench.device.record(bench.namespace)
 
     run(main())
+
+
+def test_a_freed_namespace_leaves_the_index_and_comes_back() -> None:
+    """With the same record, so with the same number, as long as the old one is not dropped."""
+
+    async def main() -> None:
+        def rules() -> Node:
+            limits = Limits(namespaces_per_tenant=1)
+            return Node(make_policy=policy_maker("lru"), limits=limits, packed=True)
+
+        bench = Bench(parts=(PartSpec(1000), PartSpec(1000)))
+        bench.device = bench.new_device(rules)
+        await bench.open()
+        tables, blocks = bench.namespace.tables, [bench.put([1, 2], part) for part in (0, 1)]
+        for part in (0, 1):
+            assert await bench.device.write(tables[part], blocks[part], 0) == 2
+        other = bench.node.namespaces.open(bench.tenant, b"o" * 16, b"{}", [PartSpec(500)])
+        assert bench.device.open(other) is None, "it has no place yet"
+
+        epochs = dict(bench.tenant.epochs)
+
+        def memory_has(namespace: NamespaceState) -> None:
+            bench.tenant.epochs = {namespace.base: epochs[namespace.base]}
+
+        def empty() -> int:
+            state = bench.device.state_of(bench.namespace)
+            assert state is not None
+            return bench.device.node.removal.remove(state, [key(1), key(2)])
+
+        assert empty() == 2
+        bench.device._too_large.clear()
+        assert bench.device.open(other) is None, "memory has the empty one still"
+        bench.device._too_large.clear()
+        memory_has(other)
+        assert bench.device.open(other) is not None
+        assert bench.device.state_of(bench.namespace) is None
+        await bench.device.tidy()
+        assert bench.disk.tables == {}
+        memory_has(bench.namespace)
+        assert await bench.device.write(tables[0], blocks[0], 0) == 2
+        assert bench.device.state_of(other) is None, "now that was freed"
+        assert len(bench.disk.tables) == 1
+        # Freed and opened again before the index has forgotten it.
+        assert empty() == 2
+        memory_has(other)
+        assert bench.device.open(other) is not None
+        memory_has(bench.namespace)
+        assert await bench.device.write(tables[0], blocks[0], 0) == 2
+        await bench.device.tidy()
+        await bench.restart()
+        assert bench.here() == {1, 2}
+
+    run(main())
