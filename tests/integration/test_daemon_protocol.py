@@ -49,7 +49,8 @@ def daemon(start_one):
     with disk() as options, start_one("--memory", "32MiB", *options) as daemon:
         yield daemon
         assert daemon.stop() == 0
-        assert daemon.stderr == "", "nothing that a client says is worth a line"
+        told = [line for line in daemon.stderr.splitlines() if "takes long to open" not in line]
+        assert not told, "nothing that a client says is worth a line"
 
 
 @pytest.fixture

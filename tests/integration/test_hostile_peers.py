@@ -377,6 +377,7 @@ def open_sockets(limit: int) -> int:
     return min(limit, soft - psutil.Process().num_fds() - 64)
 
 
+@pytest.mark.timeout(900)
 def test_ten_thousand_connections_are_tried(pair: Pair) -> None:
     """Silent ones, half a word, nonsense, resets, and peers that stay: never more than may be at a time."""
     use = Use(pair)

@@ -146,7 +146,7 @@ class RoomQueues:
 
     def _go_on(self, waiter: RoomWaiter) -> None:
         if waiter.waits:
-            waiter.waits = waiter.tries = False
+            waiter.waits = waiter.tries = waiter.yields = False
             del waiter.queue.waiting[waiter.number]
             oldest = waiter.queue.oldest()
             if oldest is not None:

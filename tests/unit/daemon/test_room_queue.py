@@ -69,6 +69,19 @@ def test_the_others_yield_and_at_last_the_oldest_gives_up() -> None:
     assert rooms.refused(young, 9.0), "its time as the oldest has only begun"
 
 
+def test_who_is_served_before_it_has_yielded_need_not_any_more() -> None:
+    rooms = RoomQueues()
+    old, young = rooms.enter(RED, 0.0, nobody), rooms.enter(RED, 0.0, nobody)
+    for waiter in (young, old):
+        assert rooms.refused(waiter, 0.0)
+    assert rooms.refused(old, YIELD_S)
+    assert young.yields
+    rooms.served(old)
+    assert rooms.may_try(young, 1.0)
+    rooms.served(young)
+    assert (young.waits, young.yields) == (False, False)
+
+
 class Queues(RuleBasedStateMachine):
     """However requests come, go, and are refused: one may always try, and it is the oldest that waits."""
 
