@@ -36,6 +36,11 @@ class ChangeFeed:
                 self._notify()
             self._changed.append((namespace, keys))
 
+    def notify(self) -> None:
+        """There is something to take, apart from changes that were told."""
+        if self.followed and not self._changed:
+            self._notify()
+
     def take(self) -> list[Change]:
         """Changes since the last call; some blocks several times."""
         changed = self._changed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
+from kvpool.daemon.core.blocks import Block, NamespaceState, SlotClass, Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import Change, ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
@@ -21,6 +21,7 @@ from kvpool.telemetry.node_stats import (
 )
 
 _WALK_ROWS = 1 << 40  # more than a class can have
+ENDED_ROWS = 4096  # of a node that has ended, in one go
 
 
 class Inventory:
@@ -41,6 +42,7 @@ class Inventory:
         self._ledger = ledger
         self._slots = slots
         self._changes = changes
+        self._ended: list[_Ended] = []  # what is still to be told of nodes that this one replaces
 
     # ---- what the announcer hears -------------------------------------------------------------------
 
@@ -49,21 +51,33 @@ class Inventory:
         self._changes.follow(changed)
 
     def take_changes(self) -> list[Change]:
-        """Blocks that were stored or are gone since the last call; some of them several times."""
+        """Blocks that were stored or are gone since the last call; some of them several times.
+
+        More may be there at once: `changed` is called again then.
+        """
         self._ledger.settle()
-        return self._changes.take()
+        changes = self._changes.take()
+        if self._ended:
+            ended = self._ended[-1]
+            if (some := ended.next(ENDED_ROWS)) is None:
+                self._ended.pop()
+            else:
+                changes = [*changes, *some]
+            if self._ended:
+                self._changes.notify()
+        return changes
 
     def tell_of_end(self, former: Inventory) -> None:
-        """The node that this one replaces has ended: announce its blocks and changes from here."""
-        for namespace, keys in former.take_changes():
+        """The node that this one replaces has ended: its blocks and changes are announced from here, a few with each
+        call of `take_changes`.
+        """
+        if not self._changes.followed:
+            return
+        former._ledger.settle()
+        for namespace, keys in former._changes.take():
             self._changes.tell(namespace, keys)
-        for tenant in former._tenants.values():
-            for epochs in tenant.epochs.values():
-                for namespace in epochs:
-                    for table in namespace.tables:
-                        for blocks in (table.blocks, table.garbage):
-                            if blocks:
-                                self._changes.tell(namespace, list(blocks))
+        self._ended += [*former._ended, _Ended(former._slots.classes)]
+        self._changes.notify()
 
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
         """A namespace's number of parts, and for each key the mask of the parts that are here.
@@ -216,6 +230,29 @@ class Inventory:
                 for namespace in tenant.namespaces.values()
             },
         )
+
+
+class _Ended:
+    """The blocks of a node that has ended, by the rows of their slots. It frees those that were told."""
+
+    def __init__(self, classes: list[SlotClass]) -> None:
+        self._classes = classes
+        self._row = 0
+
+    def next(self, rows: int) -> list[Change] | None:
+        """Those in up to so many further rows; None: that was all."""
+        while self._classes:
+            by_row = self._classes[-1].by_row
+            if self._row < len(by_row):
+                blocks = by_row.between(self._row, self._row + rows)
+                self._row += rows
+                found: dict[NamespaceState, list[bytes]] = {}
+                for block in blocks:
+                    found.setdefault(block.table.namespace, []).append(block.key)
+                return list(found.items())
+            self._classes.pop()
+            self._row = 0
+        return None
 
 
 def _is_first_part(block: Block) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvpool.daemon.core import inventory
 from kvpool.daemon.core.blocks import Block, NamespaceState
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
@@ -357,6 +358,45 @@ def test_the_end_of_a_process_is_a_change_of_all_its_blocks() -> None:
         told = {k for _, keys in bench.device.node.inventory.take_changes() for k in keys}
         assert told == {key(1), key(2), key(3)}
 
+    run(main())
+
+
+def test_the_blocks_of_ended_processes_are_told_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many there are, and though the next one ends before all are told."""
+    monkeypatch.setattr(inventory, "ENDED_ROWS", 4)
+    called: list[int] = []
+
+    def following() -> Node:
+        node = make_slots()
+        node.inventory.follow_changes(lambda: called.append(1))
+        return node
+
+    def take() -> list[bytes]:
+        called.clear()
+        return [k for _, keys in bench.device.node.inventory.take_changes() for k in keys]
+
+    async def main() -> None:
+        await bench.open()
+        await bench.write(range(1, 11))
+        every = sorted(take())
+        assert len(every) == 10
+        bench.device.ended("killed")
+        assert called
+        some = take()
+        assert len(some) == 4 and called, "there is more"
+        await bench.open(bench.disk.next_life())
+        bench.device.ended("killed")
+        told = some
+        while called:
+            told += (more := take())
+            assert len(more) <= 10 + 4  # those that were restored and not told yet are told at once
+        assert sorted(told) == sorted(3 * every), "those that went, that came again, and that went"
+        assert take() == []
+
+    bench = Bench(slots=16)
+    bench.device = bench.new_device(following)
     run(main())
 
 
