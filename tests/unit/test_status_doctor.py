@@ -321,7 +321,7 @@ def test_a_starting_daemon_is_told_of(tmp_path, last):
     waits(last)
     (found,) = starting(last, tmp_path)
     assert (found.topic, found.state) == ("starting daemon", NOTE)
-    assert "3 GiB more have to be free than the 5 GiB that are" in found.found
+    assert "3 GiB are missing, 5 GiB are free" in found.found
     assert "waited for 12 s, and gives up in 18 s" in found.found
     assert "as root" in found.remedy
 
@@ -350,4 +350,4 @@ def test_commands_say_what_the_daemon_waits_for(last):
     for command in ("status", "nodes"):
         ended = CliRunner().invoke(verbs.app, [command, "--socket", last])
         assert isinstance(ended.exception, Unavailable)
-        assert "is starting, and waits for memory: 3 GiB more" in str(ended.exception)
+        assert "is starting, and waits for memory: 3 GiB are missing" in str(ended.exception)

@@ -12,7 +12,7 @@ def waiting(socket: str) -> str:
     if waits is None:
         return ""
     return (
-        f"the daemon at {socket} is starting, and waits for memory: {size_text(waits.missing_bytes)} more have to be "
-        f"free than the {size_text(waits.free_bytes)} that are. It has waited for {waits.waited_s:.0f} s, and gives up "
-        f"in {waits.left_s:.0f} s"
+        f"the daemon at {socket} is starting, and waits for memory: {size_text(waits.missing_bytes)} are missing, "
+        f"{size_text(waits.free_bytes)} are free. It has waited for {waits.waited_s:.0f} s, and gives up in "
+        f"{waits.left_s:.0f} s"
     )
