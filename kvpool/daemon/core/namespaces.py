@@ -57,8 +57,7 @@ class Namespaces:
         self._counters = counters
         self._by_directory: dict[bytes, NamespaceState] = {}
         self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
-        self._numbered: dict[int, NamespaceState | Former] = {}
-        self._numbers = 0
+        self._numbered: list[NamespaceState | Former | None] = []  # None: freed
         self._tables = 0
         # Clients that opened it; some are dead.
         self._users: dict[tuple[str, bytes], set[Holder]] = {}
@@ -115,11 +114,12 @@ class Namespaces:
     def _free_one(self, tenant: Tenant, may_free: Callable[[NamespaceState], bool]) -> bool:
         """Free the namespace, of those not needed, that was opened longest ago. O(namespaces of the tenant)."""
         self._ledger.settle()
+        clients = set(tenant.holders.values())
         for base, epochs in tenant.epochs.items():
             living = epochs[-1]
             users = self._users.get((tenant.name, base), set())
             if (
-                users.isdisjoint(tenant.holders.values())
+                users.isdisjoint(clients)
                 and not living.quota  # what an operator reserved stays so
                 and not self.holds(tenant, base)
                 and may_free(living)
@@ -142,7 +142,7 @@ class Namespaces:
         for state in states:
             state.retired = True
             self._by_directory.pop(state.directory_digest, None)
-            del self._numbered[state.number]
+            self._numbered[state.number] = None
 
     def _state(
         self,
@@ -154,12 +154,11 @@ class Namespaces:
         generation: int,
     ) -> NamespaceState:
         """A state with a number and empty tables, not registered yet."""
-        number = self._numbers
-        self._numbers += 1
+        number = len(self._numbered)
         namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
         for part, spec in enumerate(parts):
             namespace.tables.append(self._new_table(namespace, part, spec))
-        self._numbered[number] = namespace
+        self._numbered.append(namespace)
         return namespace
 
     def add_table(self, namespace: NamespaceState, spec: PartSpec) -> PartTable:
@@ -265,7 +264,7 @@ class Namespaces:
         If its epoch has ended, this is the next one, unless a fence is in between. Raises `UnknownNamespace`, also
         if it was freed.
         """
-        found = self._numbered.get(number)
+        found = self._numbered[number] if 0 <= number < len(self._numbered) else None
         if found is not None and found.tenant is tenant:
             if not isinstance(found, Former):
                 return self.living(found) if found.retired and not found.fenced else found
