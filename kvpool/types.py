@@ -67,7 +67,7 @@ class BlockStatus(IntEnum):
     FAILED = 3
     """An error of the device or the store. Nothing is known of the block, and the slot holds anything."""
     NO_SPACE = 4
-    """Not written: there is no room."""
+    """Not written, and the place is not at fault: there is no room, or nothing may be written."""
     LATE = 5
     """Not begun, or not whole by the deadline. Nothing is known of the block, and the slot holds anything."""
 

@@ -50,9 +50,9 @@ class Pending:
         wanted: npt.NDArray[np.bool_] = (self.statuses == BlockStatus.PRESENT) & ~self.forgotten
         return wanted
 
-    def fail(self, status: int, *, keep: int = 0) -> None:
-        """Mark as not durable: all but the first `keep` of the wanted blocks."""
-        self.statuses[np.flatnonzero(self.wanted())[keep:]] = status
+    def fail(self, *, keep: int = 0) -> None:
+        """Mark as not durable: all but the first `keep` of the wanted blocks. Their places are not at fault."""
+        self.statuses[np.flatnonzero(self.wanted())[keep:]] = BlockStatus.NO_SPACE
 
 
 class Committer:
@@ -174,7 +174,7 @@ class Committer:
             self._sync()
         for write in writes:
             if write.epoch != self._epoch:
-                write.fail(BlockStatus.FAILED)
+                write.fail()
         parts = [write.entries[write.wanted()] for write in writes]
         entries = np.concatenate(parts) if parts else NO_ENTRIES
         outcome = self._index.commit(operations, entries)
@@ -182,7 +182,7 @@ class Committer:
         left = outcome.added
         for write, part in zip(writes, parts, strict=True):
             if left < len(part):
-                write.fail(BlockStatus.NO_SPACE if outcome.full else BlockStatus.FAILED, keep=left)
+                write.fail(keep=left)
             left = max(0, left - len(part))
         return outcome.got_through
 

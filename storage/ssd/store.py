@@ -146,7 +146,6 @@ class SsdStoreStats:
     bytes_read: int
     write_errors: int
     read_errors: int
-    no_space: int
     mismatches: int
     sync_errors: int
     index_errors: int
@@ -336,7 +335,7 @@ class SsdStore:
             return self._committer.wait(after)
 
     def write(self, batch: WriteBatch, after: int = 0) -> Statuses:
-        """Store blocks durably: u8[n] of `BlockStatus`: PRESENT, FAILED or NO_SPACE.
+        """Store blocks durably: u8[n] of `BlockStatus`: PRESENT; FAILED, the medium cannot keep it there; or NO_SPACE.
 
         after: returned by `forget` when the slots were last freed; their old entries are gone
             before the first byte is written. 0: they never had any.
@@ -361,7 +360,7 @@ class SsdStore:
         with self._call():
             if not self._committer.wait(after):
                 self._count(write_errors=n)
-                return np.full(n, BlockStatus.FAILED, np.uint8)
+                return np.full(n, BlockStatus.NO_SPACE, np.uint8)
             pending = self._committer.begin(entries)
             writer = _Writer(self._segment, batch, pending.statuses)
             try:
@@ -380,8 +379,7 @@ class SsdStore:
         self._count(
             blocks_written=int(done.sum()),
             bytes_written=int(entries["stored"][done].sum(dtype=np.int64)),
-            write_errors=int((statuses == BlockStatus.FAILED).sum()),
-            no_space=int((statuses == BlockStatus.NO_SPACE).sum()),
+            write_errors=n - int(done.sum()),
         )
         return statuses
 
@@ -526,6 +524,9 @@ class SsdStore:
         return jobs
 
 
+MEDIUM_ERRORS = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO}
+"""What the kernel says of places that cannot be written. All else is of the file system: full, or read-only."""
+
 _COUNTS = (
     "entries_dropped",
     "blocks_written",
@@ -534,7 +535,6 @@ _COUNTS = (
     "bytes_read",
     "write_errors",
     "read_errors",
-    "no_space",
     "mismatches",
 )
 
@@ -586,8 +586,8 @@ class _Writer:
         try:
             self._segment.write(int(self._batch.offsets[blocks[0]]) + at, data)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._statuses[blocks] = BlockStatus.NO_SPACE if full else BlockStatus.FAILED
+            here = error.errno in MEDIUM_ERRORS
+            self._statuses[blocks] = BlockStatus.FAILED if here else BlockStatus.NO_SPACE
             return False
         return True
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,9 +61,19 @@ def alive(pid: int) -> bool:
 
 
 class Daemon:
-    """One `kvpool serve` in its own process. `stderr` is all it has said, once it has ended."""
+    """One `kvpool serve` in its own process. `stderr` is all it has said, once it has ended.
 
-    def __init__(self, folder: Path, *args: str, config: str = "", **environ: str) -> None:
+    program: what runs the module that is named after it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        config: str = "",
+        program: Sequence[str] = (sys.executable, "-Walways::ResourceWarning", "-m"),
+        **environ: str,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.socket = str(folder / "kvpool.sock")
@@ -73,14 +83,7 @@ class Daemon:
             args = ("--config", str(folder / "kvpool.toml"), *args)
         if "--socket" not in args:
             args = ("--socket", self.socket, *args)
-        self.command = [
-            sys.executable,
-            "-Walways::ResourceWarning",
-            "-m",
-            "kvpool.cli",
-            "serve",
-            *args,
-        ]
+        self.command = [*program, "kvpool.cli", "serve", *args]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,

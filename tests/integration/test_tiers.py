@@ -1,5 +1,7 @@
 """Daemons with disks: what memory gives up is found again, whole and right, through deaths of all kinds."""
 
+import errno
+import itertools
 import os
 import random
 import signal
@@ -13,6 +15,7 @@ from kvpool.client import Client
 from kvpool.errors import LimitExceeded
 from kvpool.telemetry.node_stats import NamespaceUsage
 from kvpool.types import NamespaceRecord
+from tests.support import refusing
 from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
@@ -81,11 +84,16 @@ def disked(start, folder) -> Iterator:
     """Starts daemons with one disk each, and an engine beside them; a name has its disk for ever."""
     engines = []
 
-    def begin(*args: str, name: str = "node", size: str = "64MiB", mode: str = "through") -> Engine:
-        disk = folder / f"{name}-disk"
-        daemon = start(
-            "--memory", "4MiB", "--ssd", f"{disk}={size}", "--ssd-write", mode, *args, name=name
-        )
+    def begin(
+        *args: str,
+        name: str = "node",
+        size: str = "64MiB",
+        mode: str = "through",
+        **settings: object,
+    ) -> Engine:
+        ssd = f"{folder / f'{name}-disk'}={size}"
+        given = ("--memory", "4MiB", "--ssd", ssd, "--ssd-write", mode)
+        daemon = start(*given, *args, name=name, **settings)
         engine = Engine(daemon)
         engines.append(engine)
         return engine
@@ -393,6 +401,36 @@ def test_a_disk_that_hangs_costs_readers_their_deadline_and_writers_nothing(writ
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: written.read(range(8)) == set(range(8)))
+
+
+def test_a_file_system_that_turns_read_only_serves_reads_and_loses_no_place(disked, folder, until):
+    """What refuses all writes is not the fault of the places that they were for: none is given up."""
+    if reason := refusing.unavailable():
+        pytest.skip(reason)
+    with refusing.Refusing(folder / "node-disk") as kernel:
+        engine = disked(program=kernel.program)
+        write(engine, range(100), until)
+        kernel.error = errno.EROFS
+        numbers = itertools.count(1000, 8)
+
+        def put_until(condition) -> None:
+            def put_more() -> bool:
+                engine.put(range(first := next(numbers), first + 8))
+                return condition()
+
+            until(put_more)
+
+        for _ in range(3):  # the same places each time
+            before = engine.disk.write_errors
+            put_until(lambda before=before: engine.disk.write_errors > before)
+            assert engine.disk.state == "read-only"
+        assert engine.read(range(100)) == set(range(100))
+        kernel.error = 0
+        put_until(lambda: engine.disk.state == "serving")
+        engine.client.evict(digest=engine.ns.digest)  # a place is given up when its block goes
+        assert engine.disk.retired_bytes == 0
+        engine.client.close()
+        engine.daemon.end()
 
 
 def test_a_disk_that_cannot_be_used_is_told_and_the_node_serves(start, folder):

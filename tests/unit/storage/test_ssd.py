@@ -420,7 +420,7 @@ def test_no_more_entries_than_the_index_is_made_for(tmp_path):
         store.write(second).tolist()
         == [BlockStatus.PRESENT] * (n - half - 10) + [BlockStatus.NO_SPACE] * 10
     )
-    assert store.stats().no_space == 10
+    assert store.stats().write_errors == 10
     assert len(all_entries(store)) == store.entries_max
     late = batch_of(table, offsets[-10:], source, rows=[0] * 10)
     assert (store.write(late, store.forget(offsets[:10])) == BlockStatus.PRESENT).all()
