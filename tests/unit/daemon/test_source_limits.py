@@ -255,6 +255,22 @@ def test_what_many_prompts_fetch_is_not_evicted_by_puts_before_they_have_it() ->
     run(main())
 
 
+def test_a_peer_that_stops_costs_no_block_beside_clients_that_put_and_read() -> None:
+    """Memory is full, and some of it leased: what chaos does to a node whose clients do not rest at a death."""
+
+    async def main() -> None:
+        world = World("a.......", "b.......", blocks=2 * PROMPTS * BLOCKS * PARTS)
+        with Puts(world) as puts:
+            puts.store(world.tenant_blocks)
+            await world.prompts(range(PROMPTS))
+            others = asyncio.gather(*(world.read(1000 + number, 0.3) for number in range(20)))
+            world.stopped = {b"a......."}
+            await two_more_batches_are_whole(world)
+        assert set(await others) == {BLOCKS}
+
+    run(main())
+
+
 @pytest.mark.parametrize("stopped", [2, 5, 20])
 def test_many_stopped_peers_leave_threads_for_the_one_that_answers(stopped: int) -> None:
     """Each prompt asks them all at last, if it must; meanwhile what is asked of the healthy one comes at once."""
