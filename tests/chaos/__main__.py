@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.chaos import checker
+from tests.chaos import checker, plan
 from tests.chaos.history import Record, read
 from tests.chaos.run import Size, run
 
@@ -27,6 +27,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=usual.nodes)
     parser.add_argument("--processes", type=int, default=usual.processes, help="of clients, a node")
     parser.add_argument("--threads", type=int, default=usual.threads, help="clients in each")
+    parser.add_argument(
+        "--kinds", default=",".join(plan.BY_NAME), help="of faults that may happen, by name"
+    )
     parser.add_argument("--json", type=Path, help="write what was found here too")
     parser.add_argument(
         "--keep", type=Path, help="keep history and logs here; else only of a failure"
@@ -36,12 +39,13 @@ def main(arguments: list[str]) -> int:
     if given.check:
         return _judge(read(given.check.glob("*.jsonl")), given.json, {})
     size = Size(given.seconds, given.nodes, given.processes, given.threads)
+    kinds = [plan.BY_NAME[name] for name in given.kinds.split(",") if name]
     settings = {"seed": given.seed, **asdict(size)}
     _say(" ".join(f"{name} {value}" for name, value in settings.items()))
     folder = Path(tempfile.mkdtemp(prefix="kvpool-chaos-"))
     kept = True
     try:
-        failed = _judge(run(folder, given.seed, size, _say), given.json, settings)
+        failed = _judge(run(folder, given.seed, size, _say, kinds), given.json, settings)
         kept = bool(failed) or given.keep is not None
     finally:
         if kept:

@@ -50,8 +50,13 @@ of which a pair of nodes has up to 16 (two peers: 32)."""
 MEMORY_MORE_BYTES = 96 << 20
 """And so much memory: allocators do not give back all that they had. In an hour a leak of 30 KiB a second shows."""
 FATAL = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
-ENDS_WORKERS = {"stop", "stop-worker", "hung-disk", "full-disk", "descriptors"}
+ENDS_WORKERS = {
+    *("stop", "stop-worker", "hung-disk", "full-disk", "read-only-disk", "descriptors"),
+    *("memory", "memory-worker", "memory-disk"),
+}
 """The faults because of which a daemon may end a worker, or a worker itself."""
+ENDS_DAEMONS = {"memory"}
+"""The faults of which a daemon may die."""
 DEATHS = {"kill", "stop"}
 """The faults that are the end of a node for its peers."""
 
@@ -80,6 +85,18 @@ class History:
             times, totals = self._starved.setdefault(one.who, ([], []))
             times.append(one.at)
             totals.append(one.total_s)
+        self._versions: dict[str, tuple[list[float], list[bool]]] = {}
+        for start in of(Started, self.records):
+            if start.role == "daemon":
+                since, before = self._versions.setdefault(start.who, ([], []))
+                since.append(start.at)
+                before.append(start.before)
+
+    def was_before(self, node: str, at: float) -> bool:
+        """Whether the daemon of a node was one of the version before."""
+        times, before = self._versions.get(node, ([], []))
+        last = bisect.bisect_right(times, at)
+        return last > 0 and before[last - 1]
 
     def operations(self) -> Iterator[tuple[Begin, End]]:
         """Those that are over."""
@@ -138,7 +155,7 @@ def no_wrong_byte(history: History) -> Iterator[Violation]:
 def answered_in_time(history: History) -> Iterator[Violation]:
     """Every operation is answered by its deadline and a second, whatever the answer; see starvation.
 
-    An operation without an end is late if its client lived that long.
+    An operation without an end is late if its client lived that long. Nothing is said of the version before.
     """
     ends_of_clients = {one.who: one.at for one in of(Exited, history.records)}
     for begin in history.begun.values():
@@ -150,7 +167,8 @@ def answered_in_time(history: History) -> Iterator[Violation]:
         else:
             answered = history.last_at
         late = answered - begin.deadline - GRACE_S
-        if late <= 0:
+        before = any(history.was_before(begin.node, at) for at in (begin.at, answered))
+        if late <= 0 or before:
             continue
         machine = history.machine_s(begin, end, answered)
         if late > machine:
@@ -173,20 +191,21 @@ def expected_errors(history: History) -> Iterator[Violation]:
 
 
 def found_after_a_death(history: History) -> Iterator[Violation]:
-    """A prompt that another living node holds is read whole within a second of a node's death."""
+    """A prompt that another living node holds is read whole within a second of a node's death.
+
+    One that is not whole has failed if it ended before its time, or had its second: see starvation.
+    """
     for read in reads_at_deaths(history):
         begin, end = read.begin, read.end
         took = end.answered - max(begin.at, read.death.at)
         machine = history.machine_s(begin, end, end.answered)
-        where = (
-            f"{begin.operation} at {begin.node}: prompt {begin.prompt}, which {read.holder} holds"
-        )
-        if end.blocks < begin.blocks:
-            what = f"{where}: {end.blocks} of {begin.blocks} blocks"
-            yield Violation("found_after_a_death", end.at, what)
-        elif took > FOUND_S + machine:
-            died = f"{read.death.target} died ({read.death.what})"
-            what = f"{where}: {took:.2f} s after {died}, starved {machine:.2f} s"
+        early = end.blocks < begin.blocks and end.answered < begin.deadline - GRACE_S
+        if early or took > FOUND_S + machine:
+            what = (
+                f"{begin.operation} at {begin.node}: prompt {begin.prompt}, which {read.holder} holds: "
+                f"{end.blocks} of {begin.blocks} blocks, {took:.2f} s after {read.death.target} died "
+                f"({read.death.what}), starved {machine:.2f} s"
+            )
             yield Violation("found_after_a_death", end.at, what)
 
 
@@ -258,19 +277,24 @@ def nothing_leaked(history: History) -> Iterator[Violation]:
 def no_exit_unordered(history: History) -> Iterator[Violation]:
     """A process ends when it is told to, with status 0 if it was asked to, in time; a started daemon serves.
 
-    A worker may also be ended by its daemon, if it, or its node, was stopped or is otherwise broken.
+    A worker may also be ended by its daemon, if it, or its node, was stopped or is otherwise broken; a daemon may die
+    of a lack of memory. Nothing is said of the version before.
     """
     orders: dict[int, list[Ordered]] = defaultdict(list)
     for order in of(Ordered, history.records):
         orders[order.pid].append(order)
     faults = history.faults()
+    ends = {"worker": ENDS_WORKERS, "daemon": ENDS_DAEMONS}
     served = {one.pid for one in of(Serving, history.records)}
+    before = {one.pid for one in of(Started, history.records) if one.before}
     for one in of(Exited, history.records):
         fatal = [order for order in orders[one.pid] if order.signal in FATAL and order.at <= one.at]
         if not fatal:
             node = one.who.split("/")[0]
+            if one.pid in before or (one.role == "worker" and history.was_before(node, one.at)):
+                continue
             touched = any(
-                fault.what in ENDS_WORKERS
+                fault.what in ends.get(one.role, ())
                 and fault.target == node
                 and fault.at <= one.at <= healed + STOPS_S
                 for fault, healed in faults
@@ -281,7 +305,7 @@ def no_exit_unordered(history: History) -> Iterator[Violation]:
                 and order.at <= one.at <= order.at + STOPS_S
                 for order in of(Ordered, history.records)
             )
-            if one.role == "worker" and (touched or daemon_ends):
+            if touched or (one.role == "worker" and daemon_ends):
                 continue
             refused = one.role == "daemon" and one.pid not in served
             if refused and any(
@@ -291,6 +315,8 @@ def no_exit_unordered(history: History) -> Iterator[Violation]:
                 continue  # a daemon does not start without them, and its unit starts it again
             what = f"{one.who} ({one.role}, process {one.pid}) ended by itself, status {one.status}"
             yield Violation("no_exit_unordered", one.at, what)
+        elif one.pid in before:
+            continue
         elif all(order.signal != signal.SIGKILL for order in fatal):
             took = one.at - fatal[0].at
             if one.role == "daemon" and one.status != 0:
@@ -329,6 +355,12 @@ def summary(records: Sequence[Record]) -> dict[str, dict[str, int]]:
     """What a history has in it: a rule proves nothing about what did not happen."""
     history = History(records)
     operations: Counter[str] = Counter()
+    deaths = Counter({"reads": 0, "whole within a second": 0})
+    for read in reads_at_deaths(history):
+        took = read.end.answered - max(read.begin.at, read.death.at)
+        deaths["reads"] += 1
+        whole = read.end.blocks >= read.begin.blocks
+        deaths["whole within a second"] += whole and took <= FOUND_S
     late = Counter({"beyond the deadline": 0, "beyond a second more, starved": 0})
     for begin, end in history.operations():
         if end.error:
@@ -341,7 +373,7 @@ def summary(records: Sequence[Record]) -> dict[str, dict[str, int]]:
     return {
         "operations": dict(sorted(operations.items())),
         "without an end": {"operations": len(history.begun) - len(history.ended)},
-        "at deaths": {"reads": sum(1 for _ in reads_at_deaths(history))},
+        "at deaths": dict(deaths),
         "parts compared": {"parts": sum(len(end.seen) for end in history.ended.values())},
         "late": dict(late),
         "faults": dict(sorted(Counter(one.what for one, _ in history.faults()).items())),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, Unavailable
 from tests.chaos.history import Exited, FaultBegan, FaultEnded, Started
 from tests.chaos.plan import Fault
 from tests.chaos.world import World
@@ -24,8 +26,10 @@ from tests.support.proxy import Fault as Broken
 
 Breaking = contextlib.AbstractContextManager[None]
 SILENT = Broken(silent=True, hold=BOTH)
-RESTARTS = 5
+SERVES_S = 0.3
+"""For so long a daemon that is restarted again and again serves: it begins to say what it has on its disk."""
 SPARE_DESCRIPTORS = 2
+SPARE_BYTES = 1 << 20
 
 
 def breaking(world: World, fault: Fault, lasts: threading.Event) -> None:
@@ -60,11 +64,35 @@ def ended(
 
 @contextlib.contextmanager
 def restarted(world: World, target: str, number: int) -> Iterator[None]:
-    """A daemon is killed whenever it serves."""
-    with world.having(target) as node, noted(world, number, "restarts", target):
-        for _ in range(RESTARTS):
+    """A daemon is killed whenever it has served for a moment."""
+    over = threading.Event()
+
+    def again_and_again(node: LocalNode) -> None:
+        while not over.wait(SERVES_S):
             world.kill(node)
             world.start(node)
+
+    with (
+        world.having(target) as node,
+        noted(world, number, "restarts", target),
+        ThreadPoolExecutor(1, thread_name_prefix="chaos-restarts") as thread,
+    ):
+        done = thread.submit(again_and_again, node)
+        try:
+            yield
+        finally:
+            over.set()
+        done.result()
+
+
+@contextlib.contextmanager
+def version_before(world: World, target: str, number: int) -> Iterator[None]:
+    """A daemon is one of the version before."""
+    with (
+        world.having(target) as node,
+        noted(world, number, "version", target),
+        world.version_before(node),
+    ):
         yield
 
 
@@ -86,6 +114,26 @@ def without_descriptors(world: World, target: str, number: int) -> Iterator[None
         least = len(os.listdir(f"/proc/{node.pid}/fd")) + SPARE_DESCRIPTORS
         with limited(node.pid, resource.RLIMIT_NOFILE, least):
             yield
+
+
+@contextlib.contextmanager
+def without_memory(world: World, target: str, number: int) -> Iterator[None]:
+    """The control process gets no more memory; it may end of that."""
+    with (
+        world.having(target) as node,
+        noted(world, number, "memory", target),
+        world.saying_anything(node),
+        cramped(world, target, node.pid),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def cramped(_world: World, _node: str, pid: int) -> Iterator[None]:
+    """A process may map about as much as it has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    with limited(pid, resource.RLIMIT_AS, pages * resource.getpagesize() + SPARE_BYTES):
+        yield
 
 
 @contextlib.contextmanager
@@ -141,6 +189,18 @@ def without_room(_world: World, _node: str, pid: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def read_only(world: World, target: str, number: int) -> Iterator[None]:
+    """The kernel refuses all that would change a file of the disk, as where a file system turned read-only."""
+    refusing = world.refusing[target]
+    with noted(world, number, "read-only-disk", target):
+        refusing.error = errno.EROFS
+        try:
+            yield
+        finally:
+            refusing.error = 0
+
+
 def _worker(world: World, node: str, role: str) -> int | None:
     """A process of this kind; None: the daemon does not say, since something else is broken."""
     try:
@@ -161,17 +221,21 @@ def on_way(
     *,
     what: str,
     broken: Broken,
-    proxy_of: Callable[[World, str], Proxy] = lambda world, target: world.proxies[target],
+    proxies_of: Callable[[World, str], Sequence[Proxy]] = lambda world, target: [
+        world.proxies[target]
+    ],
 ) -> Iterator[None]:
     """What others say to a target, and hear from it, goes wrong."""
-    proxy = proxy_of(world, target)
+    proxies = proxies_of(world, target)
     with noted(world, number, what, target):
-        proxy.set(broken)
+        for proxy in proxies:
+            proxy.set(broken)
         try:
             yield
         finally:
-            proxy.set()
-            proxy.cut()  # what was connected to nobody would stay so
+            for proxy in proxies:
+                proxy.set()
+                proxy.cut()  # what was connected to nobody would stay so
 
 
 @contextlib.contextmanager
@@ -252,10 +316,22 @@ def _begin_etcd(world: World) -> None:
 @contextlib.contextmanager
 def redis_killed(world: World, target: str, number: int) -> Iterator[None]:
     """It comes back empty."""
+    redis = world.redis
     with noted(world, number, "redis-kill", target):
-        world.cluster.redis.kill()
+        redis.kill()
         yield
-        world.cluster.redis.start()
+        redis.start()
+
+
+@contextlib.contextmanager
+def failed_over(world: World, target: str, number: int) -> Iterator[None]:
+    """What the old primary takes until it knows of it is lost."""
+    with noted(world, number, "redis-failover", target):
+        with contextlib.suppress(
+            Unavailable
+        ):  # another failover is under way, or no replica is in step
+            world.fail_over()
+        yield
 
 
 @contextlib.contextmanager
@@ -266,16 +342,17 @@ def redis_told(
     *,
     what: str,
     first: tuple[str, ...],
-    then: tuple[str, ...] = (),
+    then: Sequence[tuple[str, ...]] = (),
 ) -> Iterator[None]:
-    """A command, and perhaps another one later."""
+    """A command, and perhaps others later."""
+    redis = world.redis
     with noted(world, number, what, target):
-        world.cluster.redis.command(*first)
+        redis.command(*first)
         try:
             yield
         finally:
-            if then:
-                world.cluster.redis.command(*then)
+            for words in then:
+                redis.command(*words)
 
 
 # ---- clients -------------------------------------------------------------------------------------------------
@@ -306,11 +383,13 @@ def _way(what: str, broken: Broken) -> Callable[[World, str, int], Breaking]:
 
 
 def _to_etcd(what: str, broken: Broken) -> Callable[[World, str, int], Breaking]:
-    return partial(on_way, what=what, broken=broken, proxy_of=lambda world, _: world.etcd_proxy)
+    return partial(on_way, what=what, broken=broken, proxies_of=lambda world, _: [world.etcd_proxy])
 
 
 def _to_redis(what: str, broken: Broken) -> Callable[[World, str, int], Breaking]:
-    return partial(on_way, what=what, broken=broken, proxy_of=lambda world, _: world.redis_proxy)
+    return partial(
+        on_way, what=what, broken=broken, proxies_of=lambda world, _: world.redis_proxies
+    )
 
 
 def _signal(
@@ -325,12 +404,17 @@ FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
     "stop": stopped,
     "terminate": partial(ended, what="terminate", end=World.terminate),
     "restarts": restarted,
+    "version": version_before,
     "descriptors": without_descriptors,
+    "memory": without_memory,
     "kill-worker": _signal("kill-worker", "transfer", signal.SIGKILL),
     "stop-worker": _signal("stop-worker", "transfer", signal.SIGSTOP, signal.SIGCONT),
+    "memory-worker": partial(on_worker, what="memory-worker", role="transfer", broken=cramped),
     "kill-disk": _signal("kill-disk", "disk", signal.SIGKILL),
     "hung-disk": _signal("hung-disk", "disk", signal.SIGSTOP, signal.SIGCONT),
     "full-disk": partial(on_worker, what="full-disk", role="disk", broken=without_room),
+    "read-only-disk": read_only,
+    "memory-disk": partial(on_worker, what="memory-disk", role="disk", broken=cramped),
     "one-way": _way("one-way", SILENT),
     "unheard": _way("unheard", Broken(hold=frozenset({"down"}))),
     "refused": _way("refused", Broken(refuse=True)),
@@ -345,9 +429,7 @@ FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
     "etcd-slow": _to_etcd("etcd-slow", Broken(delay_s=0.3)),
     "etcd-refused": _to_etcd("etcd-refused", Broken(refuse=True)),
     "etcd-restored": etcd_restored,
-    "redis-stop": partial(
-        server_stopped, what="redis-stop", server_of=lambda world: world.cluster.redis
-    ),
+    "redis-stop": partial(server_stopped, what="redis-stop", server_of=lambda world: world.redis),
     "redis-kill": redis_killed,
     "redis-emptied": partial(redis_told, what="redis-emptied", first=("FLUSHALL",)),
     "redis-slow": _to_redis("redis-slow", Broken(delay_s=0.2)),
@@ -355,14 +437,16 @@ FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
         redis_told,
         what="redis-full",
         first=("CONFIG", "SET", "maxmemory", "1"),
-        then=("CONFIG", "SET", "maxmemory", "0"),
+        # Sentinel has a server's settings written to its file.
+        then=[("CONFIG", "SET", "maxmemory", "0"), ("CONFIG", "REWRITE")],
     ),
     "redis-forbidden": partial(
         redis_told,
         what="redis-forbidden",
         first=("ACL", "SETUSER", "default", "-@all", "+acl|setuser"),
-        then=("ACL", "SETUSER", "default", "+@all"),
+        then=[("ACL", "SETUSER", "default", "+@all")],
     ),
+    "redis-failover": failed_over,
     "kill-clients": clients_killed,
     "stop-clients": clients_stopped,
 }

@@ -77,11 +77,12 @@ class FaultEnded(Record, frozen=True):
 
 
 class Started(Record, frozen=True):
-    """A process begins. role: daemon, worker, client, etcd, redis."""
+    """A process begins. role: daemon, worker, client, etcd, redis. before: it is one of the version before this."""
 
     pid: int
     who: str
     role: str
+    before: bool = False
 
 
 class Serving(Record, frozen=True):

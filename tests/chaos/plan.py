@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-TargetKind = Literal["node", "peer", "pair", "worker", "disk", "client", "etcd", "redis"]
+TargetKind = Literal[
+    "node", "peer", "pair", "worker", "disk", "client", "etcd", "redis", "sentinel"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,18 @@ KINDS = (
     Kind("kill", "node", 3, (0.0, 4.0), "SIGKILL to a daemon, which is started again later"),
     Kind("stop", "node", 3, (0.5, 8.0), "SIGSTOP to a daemon and its workers, SIGCONT later"),
     Kind("terminate", "node", 1, (0.0, 2.0), "SIGTERM to a daemon, which is started again later"),
-    Kind(
-        "restarts", "node", 0.5, (0.0, 0.0), "SIGKILL to a daemon as soon as it serves, five times"
-    ),
+    Kind("restarts", "node", 0.5, (2.0, 20.0), "SIGKILL to a daemon whenever it serves"),
+    Kind("version", "node", 1, (3.0, 15.0), "a daemon of the version before takes its place"),
     Kind("descriptors", "node", 1, (0.5, 6.0), "the control process gets no new descriptors"),
+    Kind("memory", "node", 0.5, (0.5, 6.0), "the control process gets no more memory"),
     Kind("kill-worker", "worker", 2, (0.0, 0.0), "SIGKILL to a transfer worker"),
     Kind("stop-worker", "worker", 2, (0.5, 8.0), "SIGSTOP to a transfer worker, SIGCONT later"),
+    Kind("memory-worker", "worker", 1, (0.5, 6.0), "a transfer worker gets no more memory"),
     Kind("kill-disk", "disk", 1, (0.0, 0.0), "SIGKILL to a disk worker"),
     Kind("hung-disk", "disk", 2, (0.5, 8.0), "SIGSTOP to a disk worker, SIGCONT later"),
     Kind("full-disk", "disk", 1, (0.5, 8.0), "no write of the disk worker succeeds (EFBIG)"),
+    Kind("read-only-disk", "disk", 1, (0.5, 8.0), "nothing on a disk may be changed (EROFS)"),
+    Kind("memory-disk", "disk", 1, (0.5, 6.0), "a disk worker gets no more memory"),
     Kind("one-way", "peer", 2, (0.5, 8.0), "peers cannot reach a node, which reaches them"),
     Kind("unheard", "peer", 1, (0.5, 8.0), "a node hears its peers, and its answers do not arrive"),
     Kind("refused", "peer", 1, (0.5, 8.0), "connections to a node are reset"),
@@ -58,6 +63,7 @@ KINDS = (
     Kind("redis-slow", "redis", 1, (1.0, 8.0), "all that Redis is told and says takes 0.2 s"),
     Kind("redis-full", "redis", 1, (0.5, 8.0), "Redis takes no more writes (maxmemory)"),
     Kind("redis-forbidden", "redis", 1, (0.5, 8.0), "Redis forbids all commands"),
+    Kind("redis-failover", "sentinel", 2, (0.0, 4.0), "a Sentinel makes the replica the primary"),
     Kind("kill-clients", "client", 2, (0.0, 1.0), "SIGKILL to a process of clients; others come"),
     Kind("stop-clients", "client", 2, (0.5, 6.0), "SIGSTOP to a process of clients, SIGCONT later"),
 )
@@ -100,6 +106,11 @@ class Plan:
 
     faults: tuple[Fault, ...]
     deaths: tuple[Death, ...]
+
+
+def has_sentinel(seed: int) -> bool:
+    """Whether the directory of a seed is a Redis with a replica and a Sentinel: of each other one."""
+    return seed % 2 == 1
 
 
 def make(

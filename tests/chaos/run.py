@@ -6,13 +6,15 @@ import concurrent.futures
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpool.errors import ConfigError
 from tests.chaos import faults, history, plan
 from tests.chaos.world import Clients, World
+from tests.support import refusing, version_before
 
 PROMPTS = 600
 """That clients use: 150 MiB, three times the nodes' memory, and less than their disks."""
@@ -35,14 +37,39 @@ class Size:
     threads: int = 5
 
 
-def run(folder: Path, seed: int, size: Size, say: Callable[[str], None]) -> list[history.Record]:
-    """Run a seed in a folder, which keeps the history and what all processes wrote."""
-    with World(folder, seed, size.nodes) as world:
+def run(
+    folder: Path,
+    seed: int,
+    size: Size,
+    say: Callable[[str], None],
+    kinds: Sequence[plan.Kind] = plan.KINDS,
+) -> list[history.Record]:
+    """Run a seed in a folder, which keeps the history and what all processes wrote. kinds: the faults that may happen."""
+    before: dict[str, str] = {}
+    names = {kind.name for kind in kinds}
+    if "version" in names:
+        try:
+            before = version_before.unpack(folder / "before")
+        except ConfigError as error:
+            say(f"no version: {error}")
+            names.remove("version")
+    if "read-only-disk" in names and (reason := refusing.unavailable()):
+        say(f"no read-only-disk: {reason}")
+        names.remove("read-only-disk")
+    possible = [kind for kind in kinds if kind.name in names]
+    with World(
+        folder,
+        seed,
+        size.nodes,
+        sentinel=plan.has_sentinel(seed),
+        refusing="read-only-disk" in names,
+        before=before,
+    ) as world:
         world.write(
             history.Run(at=time.monotonic(), seed=seed, seconds=size.seconds, nodes=world.nodes)
         )
         world.measure(quiet=False)
-        _Course(world, seed, size, say).run()
+        _Course(world, seed, size, say, possible).run()
         say("all is quiet: what is left?")
         world.measure(quiet=True)
     return history.read(folder.glob("*.jsonl"))
@@ -51,11 +78,19 @@ def run(folder: Path, seed: int, size: Size, say: Callable[[str], None]) -> list
 class _Course:
     """A run's way through its plan."""
 
-    def __init__(self, world: World, seed: int, size: Size, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        seed: int,
+        size: Size,
+        say: Callable[[str], None],
+        kinds: Sequence[plan.Kind],
+    ) -> None:
         self._world = world
         self._say = say
         self._size = size
-        self._plan = plan.make(seed, size.seconds, self._targets())
+        self._seed = seed
+        self._plan = plan.make(seed, size.seconds, self._targets(), kinds)
         self._healed = threading.Event()
         self._under_way: list[Future[None]] = []
         self._begun_at = 0.0
@@ -72,6 +107,7 @@ class _Course:
             "client": self._seats(),
             "etcd": ["etcd"],
             "redis": ["redis"],
+            "sentinel": ["sentinel"] if plan.has_sentinel(self._seed) else [],
         }
 
     def _seats(self) -> list[str]:
@@ -99,11 +135,7 @@ class _Course:
                     self._under_way.append(done)
                 else:
                     self._heal()
-                    for seat in load:
-                        seat.clients.say("rest")
                     self._die(one, witnesses)
-                    for seat in load:
-                        seat.clients.say("work")
             self._wait_until(size.seconds)
             self._heal()
         for seat in load:

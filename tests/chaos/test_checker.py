@@ -215,7 +215,17 @@ def test_a_new_life_of_a_node_that_counts_from_nothing_takes_nothing_away():
 
 @pytest.mark.parametrize("what", ["kill", "stop"])
 def test_a_replica_on_a_living_node_that_is_not_found_is_refused(what):
-    assert refused(operation(found=1), death(10.05, what=what)) == ["found_after_a_death"]
+    early = operation(found=1, wait_s=3.0)
+    assert refused(early, death(10.05, what=what)) == ["found_after_a_death"]
+
+
+def test_who_waited_in_vain_for_all_of_the_time_had_a_second_of_the_machine():
+    read = operation(found=1, took=5.0, wait_s=5.0)
+    assert refused(read, death(10.1)) == ["found_after_a_death"]
+    assert refused(read, death(10.1), starved("b", (9.0, 0.0), (16.0, 3.5))) == [
+        "found_after_a_death"
+    ]
+    assert not refused(read, death(10.1), starved("b", (9.0, 0.0), (16.0, 4.5)))
 
 
 def test_a_replica_that_is_found_later_than_a_second_after_the_death_is_refused():
@@ -226,8 +236,9 @@ def test_a_replica_that_is_found_later_than_a_second_after_the_death_is_refused(
 
 
 def test_reads_that_began_soon_after_the_death_count_too():
-    assert refused(operation(found=1), death(9.5)) == ["found_after_a_death"]
-    assert not refused(operation(found=1), death(8.5)), "long after it nothing is promised"
+    early = operation(found=1, wait_s=3.0)
+    assert refused(early, death(9.5)) == ["found_after_a_death"]
+    assert not refused(early, death(8.5)), "long after it nothing is promised"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +256,7 @@ def test_reads_that_began_soon_after_the_death_count_too():
     ],
 )
 def test_nothing_is_promised_where_that_is_not_so(records):
-    assert not refused(operation(found=0), records)
+    assert not refused(operation(found=0, wait_s=3.0), records)
 
 
 # ---- what is left --------------------------------------------------------------------------------------------
@@ -329,6 +340,32 @@ def test_a_daemon_may_refuse_to_start_without_etcd_and_may_not_end_without_it():
     assert refused(exited()) == ["no_exit_unordered"]
 
 
+def test_a_daemon_without_memory_may_die_and_others_may_not():
+    def cramped(node: str) -> FaultBegan:
+        return FaultBegan(at=15.0, fault=1, what="memory", target=node)
+
+    serving = Serving(at=1.0, pid=1, who="a")
+    assert not refused(cramped("a"), serving, exited())
+    assert refused(cramped("b"), serving, exited()) == ["no_exit_unordered"]
+
+
+def test_nothing_is_said_of_the_version_before():
+    def since(at: float, *, before: bool, pid: int) -> Started:
+        return Started(at=at, pid=pid, who="a", role="daemon", before=before)
+
+    serving = Serving(at=1.0, pid=1, who="a")
+    old, new = since(0.5, before=True, pid=1), since(20.5, before=False, pid=2)
+    assert not refused(old, serving, exited(), new, exited("worker", "a/7", at=19.0))
+    assert (
+        refused(serving, exited(), new, exited("worker", "a/7", at=21.0))
+        == ["no_exit_unordered"] * 2
+    )
+    late = operation(took=4.0, node="a")
+    assert not refused(old, late, new)
+    assert refused(since(0.5, before=False, pid=1), late, new) == ["answered_in_time"]
+    assert refused(old, operation(wrong=True, node="a"), new) == ["no_wrong_byte"]
+
+
 def test_a_daemon_ends_a_worker_only_where_something_is_broken():
     broken = FaultBegan(at=15.0, fault=1, what="stop-worker", target="a")
     assert not refused(broken, exited("worker", "a/1"))
@@ -374,5 +411,5 @@ def test_what_was_written_is_read_in_order_without_a_line_that_was_cut(tmp_path:
 def test_a_summary_says_what_a_history_has_in_it():
     found = checker.summary([RUN, *operation(), *operation("y", found=0), *death(10.05)])
     assert found["operations"] == {"read, none": 1, "read, whole": 1}
-    assert found["at deaths"] == {"reads": 2}
+    assert found["at deaths"] == {"reads": 2, "whole within a second": 1}
     assert found["faults"] == {"kill": 1}

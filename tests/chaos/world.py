@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -25,10 +25,11 @@ from tests.chaos import starving
 from tests.chaos.checker import HARNESS
 from tests.chaos.clients import RECORD, Settings
 from tests.chaos.history import Exited, Measured, Ordered, Said, Serving, Started, Starved, Writer
-from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.local_cluster import KVPOOL, LocalCluster, LocalNode
 from tests.support.proxy import Proxy
+from tests.support.refusing import Refusing
 from tests.support.servers.etcd import Etcd
-from tests.support.servers.redis import Redis
+from tests.support.servers.redis import Redis, RedisSentinel
 from tests.support.waiting import PATIENCE_S, until
 
 MEMORY = "16MiB"
@@ -117,17 +118,35 @@ class Seat:
 
 
 class World:
-    """See the module. Starts with `with`. Faults, each on a target of its own, may be done by threads."""
+    """See the module. Starts with `with`. Faults, each on a target of its own, may be done by threads.
 
-    def __init__(self, folder: Path, seed: int, nodes: int, ssd: str = SSD) -> None:
+    sentinel: the directory is a Redis with a replica and a Sentinel, else one server. refusing: writes to disks can be
+    refused, by node. before: settings with which a daemon is one of the version before.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        nodes: int,
+        *,
+        sentinel: bool = False,
+        refusing: bool = False,
+        before: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         self.seed = seed
         self.write = Writer(folder / "run.jsonl")
         self.proxies: dict[str, Proxy] = {}
         self.etcd_proxy: Proxy
-        self.redis_proxy: Proxy
+        self.redis_proxies: list[Proxy] = []
+        self.refusing: dict[str, Refusing] = {}
+        self._redis: Redis | RedisSentinel
         self._count = nodes
-        self._ssd = ssd
+        self._with_sentinel = sentinel
+        self._with_refusing = refusing
+        self._before = dict(before or {})
+        self._unjudged: dict[str, list[tuple[int, int]]] = {}
         self._stack = contextlib.ExitStack()
         self._locks: dict[str, threading.RLock] = {}
         self._watching = threading.Event()
@@ -142,20 +161,19 @@ class World:
         with contextlib.ExitStack() as stack:
             stack.enter_context(starving.Lateness(self._tell_starved))
             etcd = stack.enter_context(Etcd(self.folder / "etcd"))
-            redis = stack.enter_context(Redis(self.folder / "redis"))
             host, _, port = etcd.endpoints[0].partition(":")
             self.etcd_proxy = stack.enter_context(Proxy((host, int(port))))
-            self.redis_proxy = stack.enter_context(Proxy(("127.0.0.1", redis.port)))
+            directory = self._start_redis(stack)
             self.cluster = LocalCluster(
                 self.folder,
                 nodes=self._count,
                 memory=MEMORY,
-                ssd=self._ssd,
+                ssd=SSD,
                 etcd=etcd,
-                redis=redis,
                 etcd_url=lambda _: f"etcd://127.0.0.1:{self.etcd_proxy.address[1]}",
-                directory=f"redis://127.0.0.1:{self.redis_proxy.address[1]}",
+                directory=directory,
                 advertise=lambda name, url: self._advertised(stack, name, url),
+                program=lambda name: self._program(stack, name),
             )
             stack.enter_context(self.cluster)
             for node in self.cluster.nodes:
@@ -190,6 +208,38 @@ class World:
         proxy = Proxy((parts.hostname, parts.port), caller=self._caller)
         self.proxies[name] = stack.enter_context(proxy)
         return proxy.url
+
+    def _start_redis(self, stack: contextlib.ExitStack) -> str:
+        """Returns where daemons find it. With a Sentinel, servers know one another by their proxies too."""
+
+        def proxied(port: int) -> int:
+            proxy = stack.enter_context(Proxy(("127.0.0.1", port)))
+            self.redis_proxies.append(proxy)
+            return proxy.address[1]
+
+        if self._with_sentinel:
+            servers = RedisSentinel(self.folder / "redis", announced=proxied)
+            self._redis = stack.enter_context(servers)
+            return servers.url
+        self._redis = stack.enter_context(Redis(self.folder / "redis", announced=proxied))
+        return f"redis://127.0.0.1:{self._redis.announced_port}"
+
+    def _program(self, stack: contextlib.ExitStack, name: str) -> Sequence[str]:
+        if not self._with_refusing:
+            return KVPOOL
+        refusing = stack.enter_context(Refusing(self.folder / f"{name}-ssd"))
+        self.refusing[name] = refusing
+        return [*refusing.program, KVPOOL[-1]]
+
+    @property
+    def redis(self) -> Redis:
+        """The server that takes the directory's writes now."""
+        return self._redis.primary if isinstance(self._redis, RedisSentinel) else self._redis
+
+    def fail_over(self) -> None:
+        """The directory's replica becomes its primary. Raises `Unavailable` if there is none that could."""
+        assert isinstance(self._redis, RedisSentinel)
+        self._redis.fail_over()
 
     def _caller(self, port: int) -> str:
         """The node that a connection from a port of loopback comes from; empty: none of them, or it has gone."""
@@ -253,9 +303,37 @@ class World:
     def _begin(self, node: LocalNode) -> None:
         """Start a daemon, once. Raises `RuntimeError` if it ends before it serves."""
         node.begin()
-        self.write(Started(at=time.monotonic(), pid=node.pid, who=node.name, role="daemon"))
+        before = bool(self._before) and node.environ.items() >= self._before.items()
+        self.write(
+            Started(at=time.monotonic(), pid=node.pid, who=node.name, role="daemon", before=before)
+        )
         node.wait_ready()
         self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
+
+    @contextlib.contextmanager
+    def version_before(self, node: LocalNode) -> Iterator[None]:
+        """It is replaced by a daemon of the version before, and later by one of this version again."""
+        with self.saying_anything(node):
+            self.terminate(node)
+            node.environ |= self._before
+            self.start(node)
+            try:
+                yield
+            finally:
+                self.terminate(node)
+                for name in self._before:
+                    del node.environ[name]
+        self.start(node)
+
+    @contextlib.contextmanager
+    def saying_anything(self, node: LocalNode) -> Iterator[None]:
+        """What it writes meanwhile is no sign of a defect of this version."""
+        begin = node.log.stat().st_size
+        try:
+            yield
+        finally:
+            ranges = self._unjudged.setdefault(node.name, [])
+            ranges.append((begin, node.log.stat().st_size))
 
     def _reap(self, node: LocalNode, seconds: float) -> None:
         if node.process is None or node.process.returncode is not None:
@@ -281,7 +359,10 @@ class World:
         node.kill()  # close its pipe
 
     def _note_said(self, node: LocalNode) -> None:
-        for line in node.log.read_text(errors="replace").splitlines():
+        log = node.log.read_bytes()
+        for begin, end in reversed(self._unjudged.get(node.name, [])):
+            log = log[:begin] + log[end:]
+        for line in log.decode(errors="replace").splitlines():
             if any(sign in line for sign in SIGNS):
                 self.write(Said(at=time.monotonic(), who=node.name, line=line[:300]))
 

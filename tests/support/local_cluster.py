@@ -35,7 +35,7 @@ class LocalNode:
     """One daemon of the cluster. `restart` begins a new incarnation under the same name and address.
 
     program: what is run in place of `kvpool`, for daemons that are to be wrong in some way, or elsewhere.
-    host: the address that it listens on. advertise: the URL that peers are told, given the one it listens on; None: that one.
+    environ: its settings, of its next life. host: the address that it listens on. advertise: the URL that peers are told, given the one it listens on; None: that one.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class LocalNode:
         self._said_before = 0
         self.url = f"tcp://{host}:{free_port()}"  # the same over restarts
         self._arguments = list(arguments)
-        self._environ = dict(environ)
+        self.environ = dict(environ)
         self._program = list(program)
         if advertise is not None:
-            self._environ["KVPOOL_ADVERTISE"] = advertise(self.url)
+            self.environ["KVPOOL_ADVERTISE"] = advertise(self.url)
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -92,7 +92,7 @@ class LocalNode:
         command = [*self._program, "serve", "--socket", self.socket, "--node", self.name]
         command += ["--listen", self.url, *self._arguments]
         environ = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
-        environ |= self._environ
+        environ |= self.environ
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
@@ -165,6 +165,7 @@ class LocalCluster:
     etcd, redis: the servers, to be killed and restarted by tests; started here unless given.
     etcd_url: by node, where it finds etcd instead, such as a proxy. directory: likewise, of Redis, for all.
     advertise: by node and its URL, what its peers are told instead. http: whether each has a gateway.
+    program: by node, of those that `make` is given none for.
     """
 
     def __init__(
@@ -185,6 +186,7 @@ class LocalCluster:
         directory: str | None = None,
         advertise: Callable[[str, str], str] | None = None,
         http: bool = False,
+        program: Callable[[str], Sequence[str]] = lambda _: KVPOOL,
     ) -> None:
         self._folder = folder
         self._names = [chr(ord("a") + number) for number in range(nodes)]
@@ -201,6 +203,7 @@ class LocalCluster:
         self._directory = directory
         self._advertise = advertise
         self._http = http
+        self._program = program
         self._stack = contextlib.ExitStack()
         self.etcd: Etcd
         self.redis: Redis
@@ -262,7 +265,7 @@ class LocalCluster:
         name: str,
         *extra: str,
         environ: Mapping[str, str] | None = None,
-        program: Sequence[str] = KVPOOL,
+        program: Sequence[str] = (),
         host: str = "127.0.0.1",
     ) -> LocalNode:
         """One more daemon, not started; environ: settings of its own. It ends with the cluster."""
@@ -287,7 +290,7 @@ class LocalCluster:
             self._folder,
             [*self._flags, *extra],
             settings,
-            program=program,
+            program=program or self._program(name),
             host=host,
             advertise=None if advertise is None else lambda url: advertise(name, url),
         )

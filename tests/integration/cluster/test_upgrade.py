@@ -1,22 +1,16 @@
 """A cluster is upgraded node by node, and back: real daemons of this version and of the one before it."""
 
-import io
 import json
 import subprocess
 import sys
-import tarfile
-from pathlib import Path
 
 import pytest
 
-from kvpool.errors import InvalidRequest, Unavailable
+from kvpool.errors import ConfigError, InvalidRequest, Unavailable
 from kvpool.wire import frame
 from tests.integration.cluster.conftest import Load
+from tests.support import version_before
 from tests.support.waiting import PATIENCE_S
-
-ROOT = Path(__file__).resolve().parents[3]
-BEFORE = "a353e5dd5e7f275d33e07dd80e529904de3b45ff"
-"""The last commit of the protocol before this one."""
 
 OLD_CLIENT = """
 import json, sys
@@ -38,16 +32,11 @@ with Client(sys.argv[1]) as client:
 
 @pytest.fixture(scope="session")
 def before(tmp_path_factory) -> dict[str, str]:
-    """The environment in which Python finds the version before, and not the folder that it is started in."""
-    command = ["git", "-C", str(ROOT), "archive", BEFORE, "kvpool", "storage", "engine_plugins"]
+    """The environment in which Python finds the version before."""
     try:
-        packed = subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE_S).stdout
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"the version before is not in this checkout's history: {error}")
-    folder = tmp_path_factory.mktemp("before")
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        tar.extractall(folder, filter="data")
-    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+        return version_before.unpack(tmp_path_factory.mktemp("before"))
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -56,9 +45,9 @@ def as_before(before):
 
     def become(node, *, old: bool) -> None:
         for name, value in before.items():
-            node._environ.pop(name, None)
+            node.environ.pop(name, None)
             if old:
-                node._environ[name] = value
+                node.environ[name] = value
 
     return become
 

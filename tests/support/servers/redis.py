@@ -31,6 +31,7 @@ class Redis:
 
     password: of everyone. tls: serve over TLS only, with these certificates; with `client_auth` only
         clients that show one which the authority has signed. options: more lines of configuration.
+        announced: the port of loopback at which others reach it, such as a proxy's, given its own.
     One thread. Starting raises `Unavailable` with the end of its log when it does not come up.
     """
 
@@ -43,15 +44,18 @@ class Redis:
         client_auth: bool = False,
         options: Sequence[str] = (),
         arguments: Sequence[str] = (),
+        announced: Callable[[int], int] | None = None,
     ) -> None:
         self.folder = folder
         self.password = password
         self.tls = tls
         self.port = 0
+        self.announced_port = 0
         self.paused = False
         self.process: subprocess.Popen[bytes] | None = None
         self._options = options
         self._arguments = arguments
+        self._announced = announced
         self._client_auth = client_auth
         self._context = None if tls is None else tls.client_context()
 
@@ -110,6 +114,12 @@ class Redis:
             f"port {0 if self.tls else self.port}",
             *self._options,
         ]
+        sentinel = "--sentinel" in self._arguments
+        self.announced_port = self.port
+        if self._announced is not None:
+            self.announced_port = self._announced(self.port)
+            name = "sentinel announce" if sentinel else "replica-announce"
+            lines += [f"{name}-ip 127.0.0.1", f"{name}-port {self.announced_port}"]
         if self.password:
             lines += [f"requirepass {self.password}", f"masterauth {self.password}"]
         if self.tls is not None:
@@ -121,7 +131,7 @@ class Redis:
                 f"tls-auth-clients {'yes' if self._client_auth else 'no'}",
                 "tls-replication yes",
             ]
-        if "--sentinel" not in self._arguments:
+        if not sentinel:
             lines += ['save ""', "appendonly no", "repl-diskless-sync-delay 0"]
         self._config.write_text("\n".join(lines) + "\n")
 
@@ -222,6 +232,7 @@ class RedisSentinel:
 
     Ready when the `with` block begins: the replica is in step, and all sentinels know it.
     servers: the two, in no order. password: of the servers; sentinel_password: of the sentinels.
+    announced: as of `Redis`: all of them, and whoever asks a sentinel, use these ports.
     """
 
     def __init__(
@@ -233,16 +244,21 @@ class RedisSentinel:
         sentinel_password: str = "",
         tls: Certificates | None = None,
         down_after_ms: int = 500,
+        announced: Callable[[int], int] | None = None,
     ) -> None:
         self.tls = tls
         self.service = SERVICE
-        self.servers = [Redis(folder / f"server-{n}", password=password, tls=tls) for n in (0, 1)]
+        self.servers = [
+            Redis(folder / f"server-{n}", password=password, tls=tls, announced=announced)
+            for n in (0, 1)
+        ]
         self.sentinels: list[Redis] = []
         self._folder = folder
         self._sentinels = sentinels
         self._password = password
         self._sentinel_password = sentinel_password
         self._down_after_ms = down_after_ms
+        self._announced = announced
 
     def __enter__(self) -> Self:
         try:
@@ -259,14 +275,14 @@ class RedisSentinel:
         primary, replica = self.servers
         primary.start()
         replica.start()
-        replica.command("REPLICAOF", "127.0.0.1", primary.port)
+        replica.command("REPLICAOF", "127.0.0.1", primary.announced_port)
         wait_for(
             lambda: replica.info("replication")["master_link_status"] == "up",
             "a replica in step",
             replica.log_tail,
         )
         options = [
-            f"sentinel monitor {SERVICE} 127.0.0.1 {primary.port} {self._sentinels // 2 + 1}",
+            f"sentinel monitor {SERVICE} 127.0.0.1 {primary.announced_port} {self._sentinels // 2 + 1}",
             f"sentinel down-after-milliseconds {SERVICE} {self._down_after_ms}",
             f"sentinel failover-timeout {SERVICE} 5000",
         ]
@@ -281,6 +297,7 @@ class RedisSentinel:
                 tls=self.tls,
                 options=options,
                 arguments=("--sentinel",),
+                announced=self._announced,
             )
             self.sentinels.append(sentinel)
             sentinel.start()
@@ -296,7 +313,7 @@ class RedisSentinel:
     @property
     def url(self) -> str:
         """As `kvpool serve --directory` takes it, without a password."""
-        hosts = ",".join(sentinel.address for sentinel in self.sentinels)
+        hosts = ",".join(f"127.0.0.1:{sentinel.announced_port}" for sentinel in self.sentinels)
         return f"{scheme(self.tls)}+sentinel://{hosts}/{SERVICE}"
 
     @property
@@ -304,7 +321,11 @@ class RedisSentinel:
         """By the word of the first sentinel that runs."""
         sentinel = next(one for one in self.sentinels if one.alive and not one.paused)
         _, port = sentinel.command("SENTINEL", "get-master-addr-by-name", SERVICE)
-        return next(server for server in self.servers if server.port == int(port))
+        return next(server for server in self.servers if server.announced_port == int(port))
+
+    def fail_over(self) -> None:
+        """Have the replica become the primary. Raises `Unavailable` if the first sentinel cannot do so now."""
+        self.sentinels[0].command("SENTINEL", "FAILOVER", SERVICE)
 
     def close(self) -> None:
         """Stop everything. Idempotent."""
