@@ -74,10 +74,8 @@ class Worker:
         self._numbers = itertools.count()
         self._rest = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._client = OperatorClient(
-            settings.socket, timeout_s=TIMEOUT_S, connections_max=128, connect=True
-        )
-        self._ns = self._client.open(RECORD)
+        self._client = OperatorClient(settings.socket, timeout_s=TIMEOUT_S, connections_max=128)
+        self._ns = self._open(self._client)
 
     def close(self) -> None:
         self.rest()
@@ -181,7 +179,7 @@ class Worker:
             try:
                 return client.open(RECORD)
             except Unavailable:
-                time.sleep(PAUSE_S[1])  # its daemon is away; it was there a moment ago
+                time.sleep(PAUSE_S[1])  # its daemon is away, and will be started again
 
     def _turn(self, client: Client, ns: Namespace, chance: random.Random) -> None:
         # Some prompts are read all the time, most now and then.
