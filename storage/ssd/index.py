@@ -194,17 +194,43 @@ class SsdIndex:
         self._folder = folder
         self._header = header
         self._lock = threading.Lock()
+        self._failed = (
+            False  # a transaction: LMDB may refuse all that follow until its file is opened again
+        )
         self._attach(env)
         with env.begin(db=self._table_db) as txn:
             plain = {int.from_bytes(key, "little"): _unseal(value) for key, value in txn.cursor()}
         self._tables = {table: record for table, record in plain.items() if record is not None}
         self._ids = {record: table for table, record in self._tables.items()}
 
-    def _attach(self, env: lmdb.Environment) -> None:
+    def _attach(self, env: lmdb.Environment, *, create: bool = True) -> None:
         self._env = env
-        self._entries = env.open_db(_ENTRIES, integerkey=True)
-        self._table_db = env.open_db(_TABLES, integerkey=True)
-        self._meta = env.open_db(_META)
+        self._entries = env.open_db(_ENTRIES, integerkey=True, create=create)
+        self._table_db = env.open_db(_TABLES, integerkey=True, create=create)
+        self._meta = env.open_db(_META, create=create)
+
+    def _ready(self) -> lmdb.Environment:
+        """What transactions are begun on; the lock is held. Raises `lmdb.Error`."""
+        if self._failed:
+            self._open_again()
+        return self._env
+
+    def _open_again(self) -> None:
+        """For reading alone where it cannot be written yet."""
+        path = self._folder / "data.mdb"
+        self._env.close()
+        try:
+            env = _environment(path, self.map_bytes)
+            writable = True
+        except lmdb.Error:
+            env = _environment(path, self.map_bytes, readonly=True)
+            writable = False
+        self._attach(env, create=False)
+        try:
+            self._header = _header_of(env, self._meta)  # what has failed may be there all the same
+        except _DamagedError as error:
+            raise lmdb.CorruptedError(str(error)) from None
+        self._failed = not writable
 
     @property
     def segment_bytes(self) -> int:
@@ -226,13 +252,13 @@ class SsdIndex:
 
     def count(self) -> int:
         """Entries in it."""
-        with self._lock, self._env.begin() as txn:
+        with self._lock, self._ready().begin() as txn:
             return txn.stat(self._entries)["entries"]
 
     def pages(self) -> int:
         """Pages of the map that were ever used."""
         with self._lock:
-            return self._env.info()["last_pgno"] + 1
+            return self._ready().info()["last_pgno"] + 1
 
     # Entries
 
@@ -248,6 +274,8 @@ class SsdIndex:
                 try:
                     entries, key = self._chunk(key, chunk)
                 except lmdb.Error as error:
+                    if self._failed:  # to write, so the file is not known to be damaged
+                        raise _refused(error) from None
                     self._start_over(str(error))
                     return
             yield entries
@@ -255,7 +283,8 @@ class SsdIndex:
 
     def _chunk(self, start: bytes, chunk: int) -> tuple[Entries, bytes | None]:
         """The records from the key `start` on, and the key of the one after them."""
-        with self._env.begin(db=self._entries) as txn:
+        env = self._ready()
+        with env.begin(db=self._entries) as txn:
             cursor = txn.cursor()
             if not (cursor.set_range(start) if start else cursor.first()):
                 return NO_ENTRIES, None
@@ -450,8 +479,8 @@ class SsdIndex:
 
     def items(self) -> dict[bytes, bytes]:
         """The caller's small items."""
-        with self._lock, self._env.begin(db=self._meta) as txn:
-            plain = {name: _unseal(value) for name, value in txn.cursor()}
+        with self._lock, self._ready().begin() as txn:
+            plain = {name: _unseal(value) for name, value in txn.cursor(self._meta)}
         return {
             name.removeprefix(_USER): value
             for name, value in plain.items()
@@ -480,12 +509,13 @@ class SsdIndex:
     def _writing(self) -> Iterator[Transaction]:
         """One durable transaction; the lock is held. All of it happens, or nothing."""
         try:
-            with self._env.begin(write=True) as txn:
+            with self._ready().begin(write=True) as txn:
                 yield txn
         except lmdb.MapFullError:
             raise IndexFullError("the index of the SSD store is full") from None
         except lmdb.Error as error:
-            raise IndexIOError(f"the index of the SSD store: {error}") from None
+            self._failed = True
+            raise _refused(error) from None
 
 
 # ---- opening ------------------------------------------------------------------------------------------
@@ -522,6 +552,15 @@ def open_index(folder: Path, *, map_bytes: int, segment_bytes: int, new_id: byte
     return index
 
 
+def _refused(error: lmdb.Error) -> IndexIOError:
+    return IndexIOError(f"the index of the SSD store: {error}")
+
+
+def _header_of(env: lmdb.Environment, meta: lmdb._Database) -> _Header:
+    with env.begin(db=meta) as txn:
+        return _Header.unpack(txn.get(_HEADER_NAME))
+
+
 def _loading(folder: Path) -> Path:
     """The mark of an index that is being read for the first time since it was opened."""
     return folder / "loading"
@@ -535,9 +574,18 @@ def _cannot(path: Path, reason: str) -> SegmentError:
     return SegmentError(f"the index {path} of the SSD store cannot be opened: {reason}")
 
 
-def _environment(path: Path, map_bytes: int, *, sync: bool = True) -> lmdb.Environment:
+def _environment(
+    path: Path, map_bytes: int, *, sync: bool = True, readonly: bool = False
+) -> lmdb.Environment:
     return lmdb.open(
-        str(path), map_size=map_bytes, subdir=False, lock=False, max_dbs=3, mode=0o600, sync=sync
+        str(path),
+        map_size=map_bytes,
+        subdir=False,
+        lock=False,
+        max_dbs=3,
+        mode=0o600,
+        sync=sync,
+        readonly=readonly,
     )
 
 
@@ -567,9 +615,7 @@ def _open(folder: Path, map_bytes: int) -> SsdIndex:
         if used > size:
             raise _DamagedError("its file is truncated")
         _read_ahead(path, used)
-        meta = env.open_db(_META, create=False)
-        with env.begin(db=meta) as txn:
-            header = _Header.unpack(txn.get(_HEADER_NAME))
+        header = _header_of(env, env.open_db(_META, create=False))
         return SsdIndex(folder, env, max(map_bytes, size), header)
     except lmdb.Error as error:
         env.close()

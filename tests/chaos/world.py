@@ -229,7 +229,7 @@ class World:
             return KVPOOL
         refusing = stack.enter_context(Refusing(self.folder / f"{name}-ssd"))
         self.refusing[name] = refusing
-        return [*refusing.program, KVPOOL[-1]]
+        return [*refusing.python, *KVPOOL[1:]]
 
     @property
     def redis(self) -> Redis:

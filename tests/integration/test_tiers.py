@@ -408,7 +408,7 @@ def test_a_file_system_that_turns_read_only_serves_reads_and_loses_no_place(disk
     if reason := refusing.unavailable():
         pytest.skip(reason)
     with refusing.Refusing(folder / "node-disk") as kernel:
-        engine = disked(program=kernel.program)
+        engine = disked(program=[*kernel.python, "-m"])
         write(engine, range(100), until)
         kernel.error = errno.EROFS
         numbers = itertools.count(1000, 8)

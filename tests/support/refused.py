@@ -1,6 +1,6 @@
-"""The other side of `refusing`: become a program whose system calls somebody is asked about.
+"""The other side of `refusing`: become a Python whose system calls somebody is asked about.
 
-    python refused.py SOCKET MODULE ARGUMENT...
+    python refused.py SOCKET ARGUMENT...
 
 Runs by itself: it imports nothing of this project, since the program may be one of another version.
 """
@@ -79,9 +79,9 @@ def have_asked(path: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    path, *module = arguments
+    path, *others = arguments
     have_asked(path)
-    os.execv(sys.executable, [sys.executable, "-m", *module])
+    os.execv(sys.executable, [sys.executable, *others])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     if reason := unavailable(): pytest.skip(reason)
     with Refusing(folder) as refusing:
-        subprocess.Popen([*refusing.program, "kvpool.cli", "serve", ...])
+        subprocess.Popen([*refusing.python, "-m", "kvpool.cli", "serve", ...])
         refusing.error = errno.EROFS  # from now on
         refusing.error = 0
 
@@ -69,8 +69,8 @@ class Refusing:
         self._threads = [threading.Thread(target=self._admit, name="refusing-door")]
 
     @property
-    def program(self) -> list[str]:
-        """What runs the module that is named after it, with its arguments."""
+    def python(self) -> list[str]:
+        """A Python like this one."""
         return [sys.executable, refused.__file__, self._path]
 
     def __enter__(self) -> Self:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from kvpool.storage.ssd.index import (
     map_bytes_for,
     open_index,
 )
+from tests.support import refusing
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGE = 4096
@@ -53,6 +56,20 @@ def records(slots: np.ndarray, table: int) -> np.ndarray:
     for name in ("key", "parent", "checksum"):
         entries[name] = np.random.default_rng(len(slots)).integers(0, 256, (len(slots), 16))
     return entries
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import numpy as np
+from tests.unit.storage.test_ssd_index import everything, opened, records
+
+index = opened(Path(sys.argv[1]))
+table = index.add_table(b"table")
+for line in sys.stdin:  # slots to add, as often as there are lines
+    slots = np.array(line.split(), np.int64)
+    print(index.commit({}, records(slots, table)).failed, len(everything(index)), flush=True)
+"""
 
 
 def everything(index: SsdIndex) -> np.ndarray:
@@ -321,3 +338,32 @@ def test_no_room_for_the_index(tmp_path):
     with pytest.raises(SegmentError, match=r"the index .* cannot be opened"):
         opened(tmp_path / "index", 1 << 50)
     assert not (tmp_path / "index" / "data.mdb").exists()
+
+
+def test_a_transaction_whose_last_page_was_refused_does_not_end_all_later_ones(tmp_path, repo_root):
+    """LMDB refuses everything from then on, until its file is opened again."""
+    if reason := refusing.unavailable():
+        pytest.skip(reason)
+    with refusing.Refusing(tmp_path) as kernel:
+        writer = subprocess.Popen(
+            [*kernel.python, "-c", WRITER, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(repo_root)},
+        )
+        assert writer.stdin is not None and writer.stdout is not None
+
+        def commit(*slots: int) -> str:
+            writer.stdin.write(" ".join(map(str, slots)) + "\n")
+            writer.stdin.flush()
+            return writer.stdout.readline().strip()
+
+        with writer:
+            for number in range(1, 11):  # it depends on the pages which of them is refused first
+                assert commit(number) == f"False {number}"
+                kernel.error = errno.EROFS
+                assert [commit(99), commit(99)] == [f"True {number}"] * 2
+                kernel.error = 0
+            writer.stdin.close()
+        assert len(everything(opened(tmp_path))) == 10
