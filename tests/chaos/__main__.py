@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from tests import preloaded
 from tests.chaos import checker, plan
 from tests.chaos.history import Record, read
 from tests.chaos.run import Size, run
@@ -88,4 +89,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    preloaded.install()
     sys.exit(main(sys.argv[1:]))

@@ -193,14 +193,14 @@ def expected_errors(history: History) -> Iterator[Violation]:
 def found_after_a_death(history: History) -> Iterator[Violation]:
     """A prompt that another living node holds is read whole within a second of a node's death.
 
-    One that is not whole has failed if it ended before its time, or had its second: see starvation.
+    One that is not whole has failed, unless there was no core for anybody for as long as it took: see starvation.
     """
     for read in reads_at_deaths(history):
         begin, end = read.begin, read.end
         took = end.answered - max(begin.at, read.death.at)
         machine = history.machine_s(begin, end, end.answered)
-        early = end.blocks < begin.blocks and end.answered < begin.deadline - GRACE_S
-        if early or took > FOUND_S + machine:
+        missed = end.blocks < begin.blocks and end.answered - begin.at > machine
+        if missed or took > FOUND_S + machine:
             what = (
                 f"{begin.operation} at {begin.node}: prompt {begin.prompt}, which {read.holder} holds: "
                 f"{end.blocks} of {begin.blocks} blocks, {took:.2f} s after {read.death.target} died "

@@ -8,7 +8,8 @@ It writes its history to a file of its own, and does what it is told on stdin, a
     ready                     wait until the daemon answers: it may be another one than before
     announced FIRST COUNT BLOCKS  wait until the directory knows that the node holds them
     held FIRST COUNT BLOCKS   say which of them the node holds
-    read FIRST COUNT BLOCKS   read all of them at once, each by a thread
+    connect COUNT             have so many more clients, connected as engines are
+    read FIRST COUNT BLOCKS   read all of them at once, each by one of these
     unpin FIRST COUNT BLOCKS  undo the pins of `put`
 
 and answers each with a line once that is done, `work` once it has begun. The end of stdin ends it.
@@ -74,6 +75,7 @@ class Worker:
         self._numbers = itertools.count()
         self._rest = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._readers: list[tuple[Client, Namespace]] = []
         self._client = OperatorClient(settings.socket, timeout_s=TIMEOUT_S, connections_max=128)
         self._ns = self._open(self._client)
 
@@ -148,22 +150,32 @@ class Worker:
                     Held(at=time.monotonic(), node=self._settings.node, prompt=prompt, blocks=count)
                 )
 
+    def connect(self, count: int) -> None:
+        """For `read`: how long that takes is not what is measured."""
+        for _ in range(count):
+            client = Client(self._settings.socket, timeout_s=TIMEOUT_S)
+            self._readers.append((client, self._open(client)))
+
     def read(self, prompts: Iterable[int], count: int) -> None:
-        """All at once, each by a client of its own, which is connected already, as engines are."""
+        """All at once, each by a client of its own."""
         listed = list(prompts)
         together = threading.Barrier(len(listed))
 
-        def one(prompt: int) -> None:
-            with Client(self._settings.socket, timeout_s=TIMEOUT_S) as client:
-                ns = self._open(client)
-                together.wait()
-                self._read(client, ns, prompt, count, READ_WAIT_S)
+        def one(prompt: int, client: Client, ns: Namespace) -> None:
+            together.wait()
+            self._read(client, ns, prompt, count, READ_WAIT_S)
 
-        threads = [threading.Thread(target=one, args=(prompt,)) for prompt in listed]
+        threads = [
+            threading.Thread(target=one, args=(prompt, *reader))
+            for prompt, reader in zip(listed, self._readers, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        for client, _ in self._readers:
+            client.close()
+        self._readers = []
 
     # ---- one operation -------------------------------------------------------------------------------
 
@@ -320,6 +332,8 @@ def main(arguments: list[str]) -> int:
             word, *numbers = line.split()
             if word in {"work", "rest", "ready"}:
                 getattr(worker, word)()
+            elif word == "connect":
+                worker.connect(int(numbers[0]))
             else:
                 first, count, length = map(int, numbers)
                 getattr(worker, word)(range(first, first + count), length)

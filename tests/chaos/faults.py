@@ -172,6 +172,16 @@ def on_worker(
 
 
 @contextlib.contextmanager
+def on_cramped_worker(
+    world: World, target: str, number: int, *, what: str, role: str
+) -> Iterator[None]:
+    """A worker gets no more memory; it may end of that."""
+    cramping = on_worker(world, target, number, what=what, role=role, broken=cramped)
+    with world.having(target) as node, world.saying_anything(node), cramping:
+        yield
+
+
+@contextlib.contextmanager
 def signalled(world: World, node: str, pid: int, *, first: int, then: int = 0) -> Iterator[None]:
     """A signal, and perhaps another one later."""
     world.order_process(pid, f"{node}/{pid}", first)
@@ -409,12 +419,12 @@ FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
     "memory": without_memory,
     "kill-worker": _signal("kill-worker", "transfer", signal.SIGKILL),
     "stop-worker": _signal("stop-worker", "transfer", signal.SIGSTOP, signal.SIGCONT),
-    "memory-worker": partial(on_worker, what="memory-worker", role="transfer", broken=cramped),
+    "memory-worker": partial(on_cramped_worker, what="memory-worker", role="transfer"),
     "kill-disk": _signal("kill-disk", "disk", signal.SIGKILL),
     "hung-disk": _signal("hung-disk", "disk", signal.SIGSTOP, signal.SIGCONT),
     "full-disk": partial(on_worker, what="full-disk", role="disk", broken=without_room),
     "read-only-disk": read_only,
-    "memory-disk": partial(on_worker, what="memory-disk", role="disk", broken=cramped),
+    "memory-disk": partial(on_cramped_worker, what="memory-disk", role="disk"),
     "one-way": _way("one-way", SILENT),
     "unheard": _way("unheard", Broken(hold=frozenset({"down"}))),
     "refused": _way("refused", Broken(refuse=True)),

@@ -173,6 +173,7 @@ class _Course:
         for one in holders:
             one.say(f"held {words}")
         reader = witnesses[death.reader]
+        reader.say(f"connect {WITNESSES}")
         reader.tell(f"read {words}")
         number = -1 - death.number
         with faults.FAULTS[death.how](world, death.victim, number):
