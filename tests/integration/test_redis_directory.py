@@ -1,6 +1,7 @@
 """The directory on real Redis servers that die, stop, forget, refuse, and change places."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.directory.redis import RedisDirectory, open_directory
 from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.placement.redis.settings import RedisSettings, parse_url
+from kvpool.placement.redis.shards import READING
 from kvpool.testing.directory import NAMESPACE, key_of, keys_of, node, sweep_all
+from tests.support.proxy import BOTH, Fault, Proxy
 from tests.support.servers.certificates import have_openssl, make_certificates
 from tests.support.servers.redis import Redis, RedisCluster, RedisSentinel
 from tests.support.waiting import PATIENCE_S
@@ -69,6 +72,16 @@ async def eventually(call: Callable[[], Awaitable[Any]], what: str = "") -> Any:
             if time.monotonic() > deadline:
                 raise AssertionError(f"still not {what}") from error
             await asyncio.sleep(0.01)
+
+
+async def until_so(condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds."""
+
+    async def so() -> None:
+        if not condition():
+            raise Unavailable("not yet")
+
+    await eventually(so)
 
 
 async def all_marks(directory: RedisDirectory) -> Sequence[bytes | None]:
@@ -547,6 +560,61 @@ def test_sentinels_that_know_nothing_of_it(tmp_path: Path) -> None:
             for _ in range(20):  # the sentinels are only asked when something is wrong
                 assert await present(directory, KEYS) == KEYS
 
+        with_directory(servers.url, test)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_who_waits_for_a_server_that_has_lost_its_place_is_answered_by_the_next(
+    tmp_path: Path, refuses: bool
+) -> None:
+    """At a failover: what is asked after the old primary has cut all, until somebody has heard of the new one."""
+
+    async def test(directory: RedisDirectory) -> None:
+        await publish(directory, KEYS)
+        await eventually(lambda: in_step(KEYS), "in step")
+        (sentinel,) = servers.sentinels
+        old, new = servers.primary, next(s for s in servers.servers if s is not servers.primary)
+        old.command("REPLICAOF", "127.0.0.1", new.announced_port)
+        new.command("REPLICAOF", "NO", "ONE")
+        sentinel.command("SENTINEL", "REMOVE", servers.service)
+        sentinel.command("SENTINEL", "MONITOR", servers.service, "127.0.0.1", new.announced_port, 1)
+        shards = directory._shards
+        (server,) = await shards.servers(asyncio.get_running_loop().time() + PATIENCE_S)
+        for one in (old, sentinel):
+            proxies[one.port].set(Fault(hold=BOTH))
+        proxies[old.port].cut()
+        await until_so(lambda: server._connections[READING].error is not None)
+
+        def renewing() -> bool:  # as the first one does whose connection was cut
+            shards.doubt()
+            return shards._renewal is not None
+
+        await until_so(renewing)
+        asked = [asyncio.ensure_future(present(directory, KEYS))]
+        await until_so(lambda: server._connecting[READING] is not None)
+        if refuses:  # as a replica, which is remembered for a moment
+            proxies[old.port].set()
+            await until_so(lambda: server._backoff.failures > 0)
+            asked.append(asyncio.ensure_future(present(directory, KEYS)))
+            await asyncio.sleep(0)
+        proxies[sentinel.port].set()
+        assert await asyncio.gather(*asked) == [KEYS] * len(asked)
+
+    async def in_step(keys: list[bytes]) -> None:
+        replica = next(s for s in servers.servers if s is not servers.primary)
+        if replica.command("DBSIZE") < len(keys):
+            raise Unavailable("it is behind")
+
+    proxies: dict[int, Proxy] = {}
+    with contextlib.ExitStack() as stack:
+
+        def proxied(port: int) -> int:
+            proxies[port] = stack.enter_context(Proxy(("127.0.0.1", port)))
+            return proxies[port].address[1]
+
+        servers = stack.enter_context(
+            RedisSentinel(tmp_path, down_after_ms=120_000, announced=proxied)
+        )
         with_directory(servers.url, test)
 
 

@@ -67,6 +67,7 @@ class Server:
         # Consecutive, until an answer. While there are any, no call waits for a connection.
         self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self._why = ""
+        self._moved = False
 
     async def ask(self, lane: int, packed: bytes, wanted: int, deadline: float) -> list[Any]:
         """The replies, errors among them. deadline: on the loop's clock.
@@ -96,19 +97,26 @@ class Server:
         if task is None:
             left = self._backoff.retry_at - self._loop.time()
             if left > 0:
-                raise Unavailable(f"{self._why}; next attempt in {left:.2f} s")
+                raise self._known(f"next attempt in {left:.2f} s")
             task = self._connecting[lane] = self._loop.create_task(self._connect(lane))
         if self._backoff.failures:
-            raise Unavailable(f"{self._why}; a new attempt is in progress")
+            raise self._known("a new attempt is in progress")
         await asyncio.wait((task,), timeout=deadline - self._loop.time())
-        if not task.done() or task.cancelled():  # cancelled: by `close`
+        if not task.done():
             raise Unavailable(f"Redis at {self.where} could not be reached in time")
+        if task.cancelled():  # by `close`: another one has its place now
+            raise Lost(f"Redis at {self.where} is asked no more")
         error = task.result()
         if error is not None:
             raise error.with_traceback(None)
         connection = self._connections[lane]
         assert connection is not None
         return connection
+
+    def _known(self, more: str) -> Unavailable:
+        """Why it is not asked now. What is not the right server any more is one that another call may be spared."""
+        said = f"{self._why}; {more}"
+        return Lost(said) if self._moved else Unavailable(said)
 
     async def _connect(self, lane: int) -> KvpoolError | None:
         """Open the connection of a lane, or return why there is none. Runs as a task of its own."""
@@ -147,6 +155,7 @@ class Server:
             connection.fail(error)
         self._counters.failures += 1
         self._why = str(error)
+        self._moved = isinstance(error, Refused) and error.moved
         if not self._backoff.failures:
             log.warning("%s", error)
         self._backoff.failed(self._loop.time())
