@@ -194,9 +194,8 @@ class SsdIndex:
         self._folder = folder
         self._header = header
         self._lock = threading.Lock()
-        self._failed = (
-            False  # a transaction: LMDB may refuse all that follow until its file is opened again
-        )
+        # Why a transaction failed: LMDB may refuse all that follow until its file is opened again.
+        self._failed: lmdb.Error | None = None
         self._attach(env)
         with env.begin(db=self._table_db) as txn:
             plain = {int.from_bytes(key, "little"): _unseal(value) for key, value in txn.cursor()}
@@ -211,7 +210,7 @@ class SsdIndex:
 
     def _ready(self) -> lmdb.Environment:
         """What transactions are begun on; the lock is held. Raises `lmdb.Error`."""
-        if self._failed:
+        if self._failed is not None:
             self._open_again()
         return self._env
 
@@ -219,18 +218,18 @@ class SsdIndex:
         """For reading alone where it cannot be written yet."""
         path = self._folder / "data.mdb"
         self._env.close()
+        still: lmdb.Error | None = None
         try:
             env = _environment(path, self.map_bytes)
-            writable = True
-        except lmdb.Error:
+        except lmdb.Error as error:
+            still = error
             env = _environment(path, self.map_bytes, readonly=True)
-            writable = False
         self._attach(env, create=False)
         try:
             self._header = _header_of(env, self._meta)  # what has failed may be there all the same
         except _DamagedError as error:
             raise lmdb.CorruptedError(str(error)) from None
-        self._failed = not writable
+        self._failed = still
 
     @property
     def segment_bytes(self) -> int:
@@ -274,7 +273,7 @@ class SsdIndex:
                 try:
                     entries, key = self._chunk(key, chunk)
                 except lmdb.Error as error:
-                    if self._failed:  # to write, so the file is not known to be damaged
+                    if self._failed is not None:  # to write: the file is not known to be damaged
                         raise _refused(error) from None
                     self._start_over(str(error))
                     return
@@ -509,12 +508,15 @@ class SsdIndex:
     def _writing(self) -> Iterator[Transaction]:
         """One durable transaction; the lock is held. All of it happens, or nothing."""
         try:
-            with self._ready().begin(write=True) as txn:
+            env = self._ready()
+            if self._failed is not None:
+                raise self._failed.with_traceback(None)
+            with env.begin(write=True) as txn:
                 yield txn
         except lmdb.MapFullError:
             raise IndexFullError("the index of the SSD store is full") from None
         except lmdb.Error as error:
-            self._failed = True
+            self._failed = error
             raise _refused(error) from None
 
 
