@@ -40,7 +40,10 @@ def main(arguments: list[str]) -> int:
     if given.check:
         return _judge(read(given.check.glob("*.jsonl")), given.json, {})
     size = Size(given.seconds, given.nodes, given.processes, given.threads)
-    kinds = [plan.BY_NAME[name] for name in given.kinds.split(",") if name]
+    names = [name for name in given.kinds.split(",") if name]
+    if unknown := set(names) - set(plan.BY_NAME):
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}")
+    kinds = [plan.BY_NAME[name] for name in names]
     settings = {"seed": given.seed, **asdict(size)}
     _say(" ".join(f"{name} {value}" for name, value in settings.items()))
     folder = Path(tempfile.mkdtemp(prefix="kvpool-chaos-"))
