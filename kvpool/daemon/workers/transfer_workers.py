@@ -10,12 +10,10 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-import msgspec
-
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.paths import Paths
+from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.supervisor import RESTARTS_MAX, START_S, Worker, WorkerSupervisor
-from kvpool.daemon.workers.turns import QUESTIONS, WAITS, Turns
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
@@ -230,10 +228,7 @@ class TransferWorkers:
             tuple[WorkerSupervisor[TransferWorkerProxy], list[int], list[str]]
         ] = []
         self._paths: Paths | None = None
-        workers = config.transfer_workers
-        self._questions = Turns(QUESTIONS.times(workers))
-        self._waits = Turns(WAITS.times(workers))
-        self._operators = Turns(WAITS.times(workers))  # they do not delay engines' requests
+        self._question_turns = QuestionTurns(config.transfer_workers)
 
     @property
     def source(self) -> Rules:
@@ -358,18 +353,7 @@ class TransferWorkers:
         Questions to one peer wait for their turn: `LimitExceeded` if it does not come in time, which says nothing
         about the peer.
         """
-        deadline = asyncio.get_running_loop().time() + order.deadline_s
-        async with self._turns_for(order).turn(order.url, order.deadline_s):
-            left_s = deadline - asyncio.get_running_loop().time()
-            return await self.paths.ask(msgspec.structs.replace(order, deadline_s=left_s))
-
-    def _turns_for(self, order: worker_wire.AskPeer) -> Turns:
-        match order.question:
-            case peer_wire.Operate(wait_s=wait_s) if wait_s > 0:
-                return self._operators
-            case peer_wire.Await(wait_s=wait_s) if wait_s > 0:
-                return self._waits
-        return self._questions
+        return await self._question_turns.ask(order, self.paths.ask)
 
     async def _ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
         answer = await self._least_busy().order(order, order.deadline_s)
