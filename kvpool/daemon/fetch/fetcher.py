@@ -54,9 +54,10 @@ from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import HEDGE_TIMES, TRIAL_S, Peers
 from kvpool.telemetry.node_stats import FetchStats
-from kvpool.types import Recompute
+from kvpool.types import PartKind, Recompute
 
 ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong
+SHORTER_SHARE = 0.25  # of the time left for a prefix; for a shorter one that needs other blocks
 TRIAL_BYTES = 1 << 20  # loaded to measure a source's speed, or one block if that is more
 
 
@@ -187,6 +188,9 @@ class BlockFetcher:
             until = deadline
             if not asked:
                 until = min(deadline, self._clock() + self.expected_s(wanted()))
+            elif self._shorter_needs_more(tables, keys[:there], here, located):
+                # Nor does a peer, and by the deadline there would be nothing: the shorter prefix has time left.
+                until -= SHORTER_SHARE * (deadline - self._clock())
             failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, until)
             if not failed:
                 return
@@ -274,6 +278,20 @@ class BlockFetcher:
             return len(keys)
         fit = bisect_right(range(1, len(keys) + 1), most, key=share)
         return self.locator.usable(tables, keys[:fit], located)
+
+    def _shorter_needs_more(
+        self, tables: Sequence[PartTable], keys: Sequence[bytes], here: int, located: Located
+    ) -> bool:
+        """Whether the next shorter prefix that is available needs blocks that this one does not, and that are not here."""
+        windows = [table for table in tables if table.spec.kind is PartKind.WINDOW]
+        if not windows:
+            return False
+        shorter = self.locator.usable(tables, keys[:-1], located)
+        return shorter > here and any(
+            key not in table.blocks
+            for table in windows
+            for key in set(needed(table.spec, keys[:shorter])).difference(needed(table.spec, keys))
+        )
 
     def match(
         self,

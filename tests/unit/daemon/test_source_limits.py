@@ -25,7 +25,7 @@ from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
 from kvpool.storage.eviction import policy_maker
 from kvpool.testing.memory_tier import SharedMemoryTier
-from kvpool.types import BlockStatus, PartSpec
+from kvpool.types import BlockStatus, PartKind, PartSpec
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
@@ -65,8 +65,8 @@ class World:
     """A node among peers that all have every block. Event loop of virtual time.
 
     peers: their names. stopped: those that answer nothing any more. most: orders under way at a time, by source.
-    blocks: that fit into memory. parts: a mask of those that a peer has, where not all. slow: its time for one order.
-    unknown: keys that no peer has.
+    blocks: that fit into memory. parts: a mask of those that a peer has, where not all; lacks: one that it has not of
+    one block. slow: its time for one order. unknown: keys that no peer has.
     """
 
     def __init__(
@@ -75,15 +75,16 @@ class World:
         disks: Mapping[int, set[bytes]] | None = None,
         blocks: int = 8192,
         pulls: TurnLimits = PULLS,
+        specs: tuple[PartSpec, ...] = (PartSpec(NBYTES),) * PARTS,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.node = Node(make_policy=policy_maker("lru"), limits=Limits())
         self.tenant_blocks = blocks
         tenant = self.node.add_tenant("red", 0, self.tenant_blocks * NBYTES, NBYTES)
-        parts = (PartSpec(NBYTES),) * PARTS
-        self.namespace = self.node.namespaces.open(tenant, b"n" * 16, b"{}", parts)
+        self.namespace = self.node.namespaces.open(tenant, b"n" * 16, b"{}", specs)
         self.stopped: set[bytes] = set()
         self.parts: dict[bytes, int] = {}
+        self.lacks: dict[tuple[bytes, bytes], int] = {}
         self.slow: dict[bytes, float] = {}
         self.unknown: set[bytes] = set()
         self.under_way: Counter[bytes] = Counter()
@@ -109,9 +110,19 @@ class World:
         )
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
-        every = (1 << PARTS) - 1
-        entries = [Entry(peer, TIERS["dram"], self.parts.get(peer, every)) for peer in self.living]
-        return [[] if key in self.unknown else entries for key in keys]
+        every = (1 << parts) - 1
+        return [
+            [
+                Entry(
+                    peer,
+                    TIERS["dram"],
+                    self.parts.get(peer, every) & ~self.lacks.get((peer, key), 0),
+                )
+                for peer in self.living
+                if key not in self.unknown
+            ]
+            for key in keys
+        ]
 
     def met(self, *_: object) -> None:
         raise AssertionError("all live")
@@ -237,6 +248,21 @@ def test_one_stopped_peer_costs_no_block_and_no_blame() -> None:
         assert world.blamed(b"a.......")[1] > 0
         assert max(world.most.values()) <= PULLS.each
         assert world.most_of_peers <= PULLS.together
+
+    run(main())
+
+
+def test_a_shorter_prefix_with_a_window_of_its_own_is_fetched_beside_a_stopped_peer() -> None:
+    """All of a prompt is to be had only with a block of a peer that has stopped, all but the last one without it."""
+
+    async def main() -> None:
+        window = PartSpec(NBYTES, PartKind.WINDOW, window_blocks=2)
+        world = World("healthy.", "stopped.", specs=(PartSpec(NBYTES), window))
+        world.lacks = {(b"healthy.", key(BLOCKS - 1)): 0b10}
+        world.stopped = {b"stopped."}
+        found, took = await world.prompt(0)
+        assert found == BLOCKS - 1
+        assert took <= WAIT_S
 
     run(main())
 
