@@ -83,26 +83,26 @@ DISKS_GUARDS = {
 
 @pytest.mark.parametrize("seed", [*FAILED, *GUARDS])
 def test_a_seed_that_once_failed_or_guards_a_rule(seed: int) -> None:
-    result = run_seed(seed, disks=False, follow=False, limits=False)
+    result = run_seed(seed, disks=False, follow=False, limits=False, more=False)
     assert not result.failure, str(result)
 
 
 @pytest.mark.parametrize("seed", [*DISKS_FAILED, *DISKS_GUARDS])
 def test_a_seed_with_disks_that_once_failed_or_guards_a_rule(seed: int) -> None:
-    result = run_seed(seed, follow=False, bad_media=False, limits=False)
+    result = run_seed(seed, follow=False, bad_media=False, limits=False, more=False)
     assert result.plan.disks is not None
     assert not result.failure, str(result)
 
 
 @pytest.mark.parametrize("seed", FOLLOWS_FAILED)
 def test_a_seed_with_follows_that_once_failed(seed: int) -> None:
-    result = run_seed(seed, bad_media=False, limits=False)
+    result = run_seed(seed, bad_media=False, limits=False, more=False)
     assert not result.failure, str(result)
 
 
 @pytest.mark.parametrize("seed", MEDIA_FAILED)
 def test_a_seed_with_bad_media_that_once_failed(seed: int) -> None:
-    result = run_seed(seed, limits=False)
+    result = run_seed(seed, limits=False, more=False)
     assert not result.failure, str(result)
 
 

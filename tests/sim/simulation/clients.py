@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvpool.errors import (
     ClusterUnavailable,
     InvalidRequest,
+    KvpoolError,
     LimitExceeded,
     PoolFull,
     StaleEpoch,
@@ -31,6 +32,7 @@ from tests.sim.simulation.network import wire_rows
 from tests.sim.simulation.nodes import Answer, Life, Session, SimulatedNode
 
 if TYPE_CHECKING:
+    from tests.sim.simulation.namespaces import SimulatedNamespace
     from tests.sim.simulation.world import World
 
 EXPECTED = (PoolFull, LimitExceeded, StaleEpoch, Unavailable, ClusterUnavailable)
@@ -55,15 +57,24 @@ class Reading:
 class Client:
     """One process beside one node."""
 
-    def __init__(self, world: World, node: SimulatedNode, instance: str, name: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        node: SimulatedNode,
+        namespace: SimulatedNamespace,
+        instance: str,
+        name: str,
+    ) -> None:
         self.world = world
         self.node = node
+        self.namespace = namespace
         self.instance = instance
         self.name = name
         self.rng = random.Random(f"{world.seed}/{name}")
         self.domain = Domain(name)
         world.domains.append(self.domain)
         self.dead = False
+        self.steady = False  # it never gives up what it has begun to put
         self.waited_s = 0.0  # for the last lease
         self._session: Session | None = None
         self._number = -1
@@ -94,18 +105,22 @@ class Client:
                 context=session.life.control.context,
             )
 
+    def _memory(self, life: Life) -> Memory:
+        """The segment that this client maps."""
+        return life.memory_of[self.namespace.tenant]
+
     async def _connected(self) -> tuple[Session, int, int]:
         """A session, and in it the namespace's number, for weights of which generation."""
         life = self.node.life
         if life is None or not life.started:
             raise Unavailable(f"{self.node.name} is down")
         if self._session is None or self._session.life is not life:
-            self._session = life.connect(self.instance, self.name)
+            self._session = life.connect(self.namespace, self.instance, self.name)
             self._granted.clear()
             self._number = -1
         session, number, generation = self._session, self._number, self._generation
         if number < 0:
-            record = self.world.record
+            record = self.namespace.record
             parts = plain_parts(record.parts)
             message = client_wire.OpenNamespace(
                 record.digest(), record.canonical(), parts, self.world.plan.replicas, generation
@@ -131,11 +146,18 @@ class Client:
     # ---- requests ----------------------------------------------------------------------------------------
 
     async def _ask(
-        self, message: frame.Message, limit_s: float, session: Session, epoch: int | None = None
+        self,
+        message: frame.Message,
+        limit_s: float,
+        session: Session,
+        epoch: int | None = None,
+        *,
+        refusals: tuple[type[KvpoolError], ...] = (),
     ) -> Answer:
         """The daemon's answer. Raises `Unavailable` when it dies, and what it says is wrong.
 
-        limit_s: a daemon that runs must have answered by then. epoch: see `Life.receive`.
+        limit_s: a daemon that runs must have answered by then. epoch: see `Life.receive`. refusals: that it may answer
+        with, beside those that any request may have.
         """
         world, life = self.world, session.life
         if life.dead:
@@ -163,8 +185,7 @@ class Client:
         found = answer.result()
         if isinstance(found.message, frame.Error):
             error = from_code(found.message.code, found.message.message)
-            unknown = isinstance(message, operator_wire.Drain) and isinstance(error, InvalidRequest)
-            if not isinstance(error, EXPECTED) and not unknown:
+            if not isinstance(error, (*EXPECTED, *refusals)):
                 raise Violation(f"{type(message).__name__} at {life.name}: {error!r}")
             if isinstance(error, StaleEpoch):
                 self._out_of_date()
@@ -189,7 +210,7 @@ class Client:
         self, keys: Sequence[bytes], parent: bytes, replicas: int, *, layers: bool = False
     ) -> None:
         """layers: the daemon is told how far they are written, time and again; rarely that is not true."""
-        for part, spec in enumerate(self.world.record.parts):
+        for part, spec in enumerate(self.namespace.parts):
             chosen = keys[spec.stride - 1 :: spec.stride]
             if chosen and layers:
                 await self._put_by_layers(part, spec.nbytes, chosen, parent)
@@ -217,24 +238,25 @@ class Client:
             return
         self._check_served(life, answer, generation)
         stride, rows, epoch = reserved.stride, [row for _, row in slots], answer.epoch
-        blocks = [world.contents.block(world.digest, epoch, key, part, nbytes) for key, _ in slots]
+        blocks = [self.namespace.block(epoch, key, part, nbytes) for key, _ in slots]
         lies, gives_up = rng.random() < 0.1, rng.random() < 0.1
         use = self._use(life, f"{self.name} puts", stride, rows, True)
         for low in range(0, nbytes, CELL):
             high = min(low + CELL, nbytes)
             for (data, _), row in zip(blocks, rows, strict=True):
-                life.memory.write(row * stride + low, bytes(high - low) if lies else data[low:high])
-            await asyncio.sleep(rng.choice((0.0, 0.005, 0.05)) * rng.random())
-            life.memory.end(use)  # readers may come now
-            for key, _ in slots:
-                world.written[life.name, part, key] = max(
-                    high, world.written.get((life.name, part, key), 0)
+                self._memory(life).write(
+                    row * stride + low, bytes(high - low) if lies else data[low:high]
                 )
+            await asyncio.sleep(rng.choice((0.0, 0.005, 0.05)) * rng.random())
+            self._memory(life).end(use)  # readers may come now
+            for key, _ in slots:
+                name = life.name, self.namespace.tenant, part, key
+                world.written[name] = max(high, world.written.get(name, 0))
             await self._ask(client_wire.Progress(ticket, high), 0.0, session)
             if high < nbytes:
                 use = self._use(life, f"{self.name} puts", stride, rows, True, start=high)
             if gives_up and rng.random() < 0.5:
-                life.memory.end(use)
+                self._memory(life).end(use)
                 await self._ask(client_wire.Abort([ticket]), 0.0, session)
                 return
             await asyncio.sleep(rng.choice((0.0, 0.02, 0.2, 0.2)) * rng.random())
@@ -242,14 +264,14 @@ class Client:
             return
         if lies:
             for (data, _), row in zip(blocks, rows, strict=True):
-                life.memory.write(row * stride, data)
+                self._memory(life).write(row * stride, data)
         world.count("puts by layers")
         checksums = b"".join(checksum for _, checksum in blocks)
-        world.committing(epoch, part, [key for key, _ in slots])
+        self.namespace.committing(epoch, part, [key for key, _ in slots])
         done = await self._ask(client_wire.Commit(ticket, checksums), 0.0, session)
         assert isinstance(done.message, frame.Done)
         world.count("blocks put", done.message.value)
-        world.stored(life, epoch, part, [key for key, _ in slots])
+        self.namespace.stored(life, epoch, part, [key for key, _ in slots])
 
     async def _put_part(
         self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes, replicas: int
@@ -280,25 +302,24 @@ class Client:
             for group in groups
         ]
         for group, use in zip(groups, uses, strict=True):
-            await self._fill(life.memory, reserved.stride, group, part, nbytes, answer.epoch)
-            if rng.random() < 0.05:
+            await self._fill(self._memory(life), reserved.stride, group, part, nbytes, answer.epoch)
+            if rng.random() < 0.05 and not self.steady:
                 for left in uses:
-                    life.memory.end(left)
+                    self._memory(life).end(left)
                 await self._ask(client_wire.Abort([ticket]), 0.0, session)
                 return
-            life.memory.end(use)
+            self._memory(life).end(use)
             checksums = b"".join(
-                world.contents.block(world.digest, answer.epoch, key, part, nbytes)[1]
-                for _, key, _ in group
+                self.namespace.block(answer.epoch, key, part, nbytes)[1] for _, key, _ in group
             )
-            world.committing(answer.epoch, part, [key for _, key, _ in group])
+            self.namespace.committing(answer.epoch, part, [key for _, key, _ in group])
             indices = b"" if len(groups) == 1 else frame.pack_rows([index for index, _, _ in group])
             done = await self._ask(
                 client_wire.Commit(ticket, checksums, indices, replicas), 0.0, session
             )
             assert isinstance(done.message, frame.Done)
             world.count("blocks put", done.message.value)
-            world.stored(life, answer.epoch, part, [key for _, key, _ in group])
+            self.namespace.stored(life, answer.epoch, part, [key for _, key, _ in group])
 
     async def _fill(
         self,
@@ -310,11 +331,11 @@ class Client:
         epoch: int,
     ) -> None:
         """Write blocks in pieces, now and later."""
-        world, rng = self.world, self.rng
+        rng = self.rng
         cut = rng.randrange(nbytes + 1)
         for low, high in ((0, cut), (cut, nbytes)):
             for _, key, row in slots:
-                data, _ = world.contents.block(world.digest, epoch, key, part, nbytes)
+                data, _ = self.namespace.block(epoch, key, part, nbytes)
                 memory.write(row * stride + low, data[low:high])
             await asyncio.sleep(rng.choice((0.0, 0.0005, 0.05)) * rng.random())
 
@@ -326,7 +347,7 @@ class Client:
     async def _put_granted(self, keys: Sequence[bytes], parent: bytes, replicas: int) -> None:
         session, number, _ = await self._connected()
         life, world = session.life, self.world
-        part, spec = 0, self.world.record.parts[0]
+        part, spec = 0, self.namespace.parts[0]
         granted = self._granted.setdefault(part, [])
         if len(granted) < len(keys):
             answer = await self._ask(client_wire.Grant(number, part, len(keys)), 0.0, session)
@@ -343,7 +364,7 @@ class Client:
         stride = opened.tables[part].stride
         rows = [row for row, _ in slots]
         await self._fill(
-            life.memory,
+            self._memory(life),
             stride,
             list(zip(range(count), keys, rows, strict=True)),
             part,
@@ -351,12 +372,10 @@ class Client:
             epoch,
         )
         for _, use in slots:
-            life.memory.end(use)
+            self._memory(life).end(use)
         if life.dead:
             return
-        checksums = b"".join(
-            world.contents.block(world.digest, epoch, key, part, spec.nbytes)[1] for key in keys
-        )
+        checksums = b"".join(self.namespace.block(epoch, key, part, spec.nbytes)[1] for key in keys)
         more = self.rng.choice((0, 2))
         message = client_wire.Store(
             number,
@@ -368,7 +387,7 @@ class Client:
             parent,
             replicas,
         )
-        world.committing(epoch, part, keys)
+        self.namespace.committing(epoch, part, keys)
         try:
             answer = await self._ask(message, 0.0, session, epoch)
         except (PoolFull, StaleEpoch):
@@ -379,7 +398,7 @@ class Client:
         assert isinstance(stored, client_wire.Stored)
         self._take_granted(life, granted, stride, stored.unused + stored.fresh)
         world.count("blocks put", stored.new)
-        world.stored(life, epoch, part, keys)
+        self.namespace.stored(life, epoch, part, keys)
 
     def _take_granted(
         self, life: Life, granted: list[tuple[int, Use]], stride: int, rows: bytes
@@ -393,7 +412,7 @@ class Client:
         async with self._granting:
             session, _, _ = await self._connected()
             for _, use in self._granted.pop(0, []):
-                session.life.memory.end(use)
+                self._memory(session.life).end(use)
             await self._ask(client_wire.GiveBack(0, b""), 0.0, session)
 
     def _use(
@@ -406,10 +425,10 @@ class Client:
         until: float = float("inf"),
         start: int = 0,
     ) -> Use:
-        use = life.memory.use(
+        use = self._memory(life).use(
             what, stride, rows, self.world.now(), writes=writes, until=until, start=start
         )
-        self._uses.append((life.memory, use))
+        self._uses.append((self._memory(life), use))
         return use
 
     # ---- get ---------------------------------------------------------------------------------------------
@@ -419,7 +438,7 @@ class Client:
         session, number, generation = await self._connected()
         life, world = session.life, self.world
         asked_at = world.now()
-        expected = world.expected(keys) if wait_s >= 0.3 else 0
+        expected = self.namespace.expected(keys) if wait_s >= 0.3 else 0
         answer = await self._ask(
             client_wire.Acquire(number, b"".join(keys), [], lease_s, wait_s), wait_s, session
         )
@@ -446,7 +465,7 @@ class Client:
         session, number, _ = await self._connected()
         life, world = session.life, self.world
         # What others put meanwhile is looked for only when the node that is asked has no news.
-        there = world.expected(keys)
+        there = self.namespace.expected(keys)
         answer = await self._ask(
             client_wire.Follow(number, b"".join(keys), wait_s, source), wait_s, session
         )
@@ -455,18 +474,18 @@ class Client:
         world.count("follows")
         world.count("blocks followed", done.value)
         world.count("follows of all", done.value == len(keys))
-        if done.value > world.ever(keys):
+        if done.value > self.namespace.ever(keys):
             raise Violation(
-                f"{life.name} has followed {done.value} blocks, and {world.ever(keys)} were committed"
+                f"{life.name} has followed {done.value} blocks, and {self.namespace.ever(keys)} were committed"
             )
-        expected = min(there, world.expected(keys)) if wait_s >= 0.3 else 0
+        expected = min(there, self.namespace.expected(keys)) if wait_s >= 0.3 else 0
         if done.value < expected:
             raise Violation(f"{life.name} has followed {done.value} blocks of {expected}")
         await self.get(keys, 0.0, 0.5)
 
     async def prefill(self, keys: Sequence[bytes], parent: bytes, pause_s: float) -> None:
         """Put a prompt chunk by chunk, as an engine computes it."""
-        at, step = 0, max(spec.stride for spec in self.world.record.parts)
+        at, step = 0, max(spec.stride for spec in self.namespace.parts)
         while at < len(keys):
             end = at + step * self.rng.choice((1, 1, 2))
             await asyncio.sleep(pause_s * self.rng.random())
@@ -490,6 +509,7 @@ class Client:
             self._use(life, what, stride, [row for s, row in cells if s == stride], False, deadline)
             for stride in sorted(strides)
         ]
+        self.world.leases_seen.append((self.namespace, life, leased.token))
         return Reading(
             leased.token, life, uses, deadline, answer.epoch, keys[: leased.blocks], leased.parts
         )
@@ -505,7 +525,7 @@ class Client:
             return  # it is forgotten, and ends by its deadline
         await asyncio.sleep(rng.choice((0.0, 0.01, 0.5)) * rng.random())
         for use in reading.uses:
-            reading.life.memory.end(use)
+            self._memory(reading.life).end(use)
         if not reading.life.dead:
             await self._ask(client_wire.Release([reading.token]), 0.0, session)
 
@@ -513,19 +533,18 @@ class Client:
         """Copy the blocks out, slowly at times, and use them only if the lease still lasts then."""
         world, rng = self.world, self.rng
         copied: list[tuple[bytes, int, bytes]] = []
+        memory = self._memory(reading.life)
         for part in reading.parts:
-            spec = world.record.parts[part.part]
+            spec = self.namespace.parts[part.part]
             for at, row in enumerate(wire_rows(part.rows)):
                 key = reading.keys[part.first + at * spec.stride + spec.stride - 1]
-                copied.append(
-                    (key, part.part, reading.life.memory.read(row * part.stride, part.nbytes))
-                )
+                copied.append((key, part.part, memory.read(row * part.stride, part.nbytes)))
             await asyncio.sleep(rng.choice((0.0, 0.0005, 0.02, 0.6)) * rng.random())
         if world.now() >= reading.deadline:
             world.count("late reads")
             return
         for key, number, data in copied:
-            right, _ = world.contents.block(world.digest, reading.epoch, key, number, len(data))
+            right, _ = self.namespace.block(reading.epoch, key, number, len(data))
             if data != right:
                 raise Violation(
                     f"{self.name} read wrong bytes of block {key[:4].hex()}, part {number}, "
@@ -556,11 +575,60 @@ class Client:
         packed = b"".join(keys)
         kind = self.rng.randrange(3)
         if kind == 0:
-            await self._ask(client_wire.Match(number, packed, []), 0.0, session)
+            found = await self._ask(client_wire.Match(number, packed, []), 0.0, session)
+            assert isinstance(found.message, frame.Done)
+            if found.message.value > self.namespace.ever(keys):
+                raise Violation(
+                    f"{session.life.name} has {found.message.value} blocks, of which {self.namespace.name} "
+                    f"has committed {self.namespace.ever(keys)}"
+                )
         elif kind == 1:
             await self._ask(client_wire.Contains(number, 0, packed), 0.0, session)
         else:
             await self._ask(client_wire.Pull(number, packed, 0.3), 0.3, session)
+
+    async def trespass(self, rng: random.Random) -> None:
+        """Ask for what is another tenant's, by names that can be guessed: it is as if it were not there."""
+        session, _, _ = await self._connected()
+        life, tenant = session.life, self.namespace.tenant
+        numbers = sorted(
+            {
+                other._number
+                for other in self.world.clients
+                if other.namespace.tenant != tenant
+                and other._number >= 0
+                and other._session is not None
+                and other._session.life is life
+            }
+        )
+        tokens = [
+            token
+            for whose, at, token in self.world.leases_seen
+            if whose.tenant != tenant and at is life
+        ]
+        kind = rng.randrange(3)
+        if kind == 0 and numbers:
+            keys = b"".join(rng.choice(self.namespace.chains))
+            try:
+                await self._ask(
+                    client_wire.Match(rng.choice(numbers), keys, []),
+                    0.0,
+                    session,
+                    refusals=(InvalidRequest,),
+                )
+            except InvalidRequest:
+                self.world.count("other tenants' namespaces refused")
+            else:
+                raise Violation(f"{life.name} tells {tenant} of another tenant's namespace")
+        elif kind == 1 and tokens:
+            answer = await self._ask(client_wire.Join(rng.choice(tokens), []), 0.0, session)
+            assert isinstance(answer.message, client_wire.Leased)
+            if answer.message.token:
+                raise Violation(f"{life.name} lets {tenant} join another tenant's lease")
+            self.world.count("other tenants' leases refused")
+        elif kind == 2 and tokens:
+            # Whoever has it reads on, and nobody writes there: see `Memory`.
+            await self._ask(client_wire.Release([rng.choice(tokens)]), 0.0, session)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         session, number, _ = await self._connected()
@@ -575,22 +643,24 @@ class Client:
         async with self._resetting:
             session, number, generation = await self._connected()
             self.world.note(f"{self.name} resets, was of generation {generation}")
+            self.namespace.ended = True
             answer = await self._ask(client_wire.Reset(number, generation), OTHERS_S, session)
             self._opened(session, answer)
 
     async def clear(self, *, fence: bool) -> None:
         session, _, _ = await self._connected()
         self.world.note(f"{self.name} clears, fence {fence}")
-        await self._ask(operator_wire.Clear(self.world.digest, fence), OTHERS_S, session)
+        self.namespace.ended = True
+        await self._ask(operator_wire.Clear(self.namespace.digest, fence), OTHERS_S, session)
 
     async def set_replicas(self, replicas: int) -> None:
         session, _, _ = await self._connected()
-        await self._ask(operator_wire.Configure(self.world.digest, replicas), OTHERS_S, session)
+        await self._ask(operator_wire.Configure(self.namespace.digest, replicas), OTHERS_S, session)
 
     async def set_quotas(self, dram: float, ssd: float) -> None:
         session, _, _ = await self._connected()
         self.world.note(f"quotas are {dram:g} of memory and {ssd:g} of disks")
-        message = operator_wire.Configure(self.world.digest, dram_quota=dram, ssd_quota=ssd)
+        message = operator_wire.Configure(self.namespace.digest, dram_quota=dram, ssd_quota=ssd)
         await self._ask(message, OTHERS_S, session)
 
     async def drain(self, node: str, *, wanted: bool) -> None:
@@ -598,7 +668,9 @@ class Client:
         self.world.note(f"{node} is {'' if wanted else 'not '}to be drained")
         view = session.life.server.daemon.cluster.view
         if node in view.nodes or node in view.drains:
-            await self._ask(operator_wire.Drain(node, wanted), OTHERS_S, session)
+            # It may have left meanwhile.
+            order = operator_wire.Drain(node, wanted)
+            await self._ask(order, OTHERS_S, session, refusals=(InvalidRequest,))
 
 
 def prefixes(rng: random.Random, chain: Sequence[bytes], stride: int) -> Sequence[bytes]:

@@ -22,6 +22,7 @@ from kvpool.daemon.tiers.ssd_books import Slots
 from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
+from kvpool.daemon.workers.disk_worker import READ_JOBS, WRITE_JOBS
 from kvpool.errors import LimitExceeded, Unavailable
 from kvpool.storage.ssd.index import ENTRY, FORGET
 from kvpool.types import BlockStatus, split_keys
@@ -29,12 +30,14 @@ from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
 from tests.sim.simulation.memory import Memory, Use, Violation
 from tests.sim.simulation.network import wire_rows
+from tests.sim.simulation.threads import Threads
 
 if TYPE_CHECKING:
     from tests.sim.simulation.nodes import Life
 
 NO_SPACE = 4  # `Written.status`
 GRACE_S = 0.5  # after an order's deadline; then its process is killed
+KILL_S = 0.5  # for a killed process to end; then it is left alone
 OPEN_AGAIN_S = 0.3
 
 T = TypeVar("T")
@@ -58,10 +61,12 @@ class DurableMedia:
     """What lies on one disk: bytes, and the index that says whose they are.
 
     pace_s: what a step of an order takes at most. troubles: what is wrong with it at present: see
-    `Nemesis`. bad_pages: those that keep nothing.
+    `Nemesis`. bad_pages: those that keep nothing. holds_on: while it does not move, its processes cannot be ended.
     """
 
-    def __init__(self, pages: int, page: int, entries_max: int, pace_s: float) -> None:
+    def __init__(
+        self, pages: int, page: int, entries_max: int, pace_s: float, *, holds_on: bool = False
+    ) -> None:
         self.page = page
         self.pace_s = pace_s
         self.entries_max = entries_max
@@ -72,6 +77,7 @@ class DurableMedia:
         self.bad_pages: set[int] = set()
         self.moving = asyncio.Event()
         self.moving.set()
+        self.holds_on = holds_on
         self._owner: list[int | None] = [None] * pages  # the entry that a page belongs to
         self._next_table = 1
         self._generation = 0
@@ -79,7 +85,7 @@ class DurableMedia:
     def empty(self) -> DurableMedia:
         """Another one, as this one was when it was new."""
         pages = self.size // self.page
-        return DurableMedia(pages, self.page, self.entries_max, self.pace_s)
+        return DurableMedia(pages, self.page, self.entries_max, self.pace_s, holds_on=self.holds_on)
 
     @property
     def size(self) -> int:
@@ -173,7 +179,7 @@ class Writing:
     """An order to write that is not answered.
 
     number: of its deletions. left: blocks that are not durable. operations: pin levels of its slots that
-    came while it was under way, or FORGET.
+    came while it was under way, or FORGET. begun: a thread has it.
     """
 
     order: storage_wire.WriteBlocks
@@ -182,6 +188,7 @@ class Writing:
     rows: list[int]
     left: dict[int, None]
     operations: dict[int, int] = field(default_factory=dict)
+    begun: bool = False
 
 
 class SimulatedDisk:
@@ -191,8 +198,9 @@ class SimulatedDisk:
         self.world = life.world
         self.media = media
         self.name = name
-        self.alive = True
-        self.ended = asyncio.Event()
+        self.alive = True  # takes orders
+        self.killed = self.gone = False
+        self.ended = asyncio.Event()  # or it was killed, and left alone
         self.ready: storage_wire.DiskReady
         self._life = life
         self._rng = rng
@@ -203,6 +211,11 @@ class SimulatedDisk:
         # By number, what is queued and not durable: slots, and their pin level or FORGET.
         self._operations: list[tuple[int, list[int], int]] = []
         self._scanned = 0
+        limits = life.world.plan.limits
+        self._main = Threads(1)
+        self._readers = Threads(limits.get("loads", READ_JOBS))
+        self._writers = Threads(limits.get("disk_writers", WRITE_JOBS))
+        self._reads = 0  # under way
 
     # ---- life and death ------------------------------------------------------------------------------
 
@@ -216,14 +229,32 @@ class SimulatedDisk:
         self.ready = storage_wire.DiskReady(self.media.size, self.media.entries_max, False, tables)
 
     def die(self, why: str) -> None:
-        """It is killed, and leaves what it was at as a crash does. Idempotent."""
-        if not self.alive:
+        """It is killed, and leaves what it was at as a crash does, if it can be ended. Idempotent."""
+        if self.gone or self.killed:
             return
-        self.alive = False
+        self.killed = True
+        if self.media.holds_on and not self.media.moving.is_set():
+            self.world.note(f"the process of {self.name} does not end: {why}")
+            self.world.loop.call_later(KILL_S, self._leave_alone, context=self._life.disk.context)
+        else:
+            self.perish(why)
+
+    def _leave_alone(self) -> None:
+        """It hangs in the kernel: what it may still write to is not touched until it has ended."""
+        if not self.gone:
+            self.world.count("disk processes that could not be ended")
+            self.alive = False
+            self.ended.set()
+
+    def perish(self, why: str) -> None:
+        """It is gone. Idempotent."""
+        if self.gone:
+            return
+        self.gone, self.alive = True, False
         self.world.note(f"the process of {self.name} ends: {why}")
         self._commit_up_to(self._rng.randint(self._durable, self._queued))
         for writing in self._writes:
-            if writing.number <= self._durable:
+            if writing.begun and writing.number <= self._durable:
                 self._break_off(writing)
         for use, memory in self._uses.items():
             memory.end(use)
@@ -249,40 +280,63 @@ class SimulatedDisk:
 
     async def _order(
         self,
+        threads: Threads,
         work: Callable[[asyncio.Event], Coroutine[Any, Any, T]],
         deadline_s: float,
         uses: Iterable[tuple[Memory, Use]] = (),
+        *,
+        fills: bool = False,
     ) -> T:
         """As `Worker.order`: ends, however it does, when the process has nothing to do with it any more.
 
-        work: is given what is set when nobody waits for it any more.
+        work: is given what is set when nobody waits for it any more. fills: it writes to memory, so that a process that
+        cannot be ended keeps it.
         """
         self._uses.update((use, memory) for memory, use in uses)
-        stop = asyncio.Event()
-        task = self.world.loop.create_task(work(stop), context=self._life.disk.context)
+        stop, begun = asyncio.Event(), asyncio.Event()
+
+        async def in_a_thread() -> T:
+            self.world.count("orders that waited for a thread of a disk", not threads.free)
+            async with threads.one():
+                begun.set()
+                return await work(stop)
+
+        loop = self.world.loop
+        task = loop.create_task(in_a_thread(), context=self._life.disk.context)
+        left = loop.create_task(self.ended.wait()) if self.media.holds_on else None
         self._orders[task] = None
         seconds = deadline_s + GRACE_S
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
+            waited_for = [task] if left is None or fills or left.done() else [task, left]
             try:
-                await asyncio.wait((task,), timeout=seconds)
+                await asyncio.wait(waited_for, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError as error:
                 if cancelled is None:
                     cancelled = error
                     seconds = GRACE_S
                     stop.set()
+                    if threads is self._readers and not begun.is_set():
+                        task.cancel()
                 continue
+            if left is not None and left.done() and not self.gone and not fills:
+                break  # left alone
             if not task.done():
                 self.die("it does not answer")
-        del self._orders[task]
+        if left is not None:
+            left.cancel()
+        if task.done():
+            del self._orders[task]
         for memory, use in uses:
-            memory.end(use)
-            del self._uses[use]
+            # What it may still do to its disk, it may.
+            if task.done() or memory is not self.media.surface:
+                memory.end(use)
+                del self._uses[use]
         if cancelled is not None:
-            if not task.cancelled():
+            if task.done() and not task.cancelled():
                 task.exception()  # seen
             raise cancelled
-        if task.cancelled():
+        if not task.done() or task.cancelled():
             raise Unavailable(f"the process of {self.name} ended")
         return task.result()
 
@@ -291,6 +345,9 @@ class SimulatedDisk:
         slow = "slow" in media.troubles
         await asyncio.sleep(rng.uniform(0.05, 0.6) if slow else rng.uniform(0.0001, media.pace_s))
         await media.moving.wait()
+        if self.killed:
+            self.perish("its disk moves again")
+            await asyncio.sleep(0)  # cancelled
         if "doomed" in media.troubles:
             media.troubles.discard("doomed")
             self.die("in the middle of an order")
@@ -310,7 +367,7 @@ class SimulatedDisk:
             self._scanned += len(found)
             return storage_wire.Scanned(found.tobytes())
 
-        return await self._order(scan, GRACE_S)
+        return await self._order(self._main, scan, GRACE_S)
 
     async def entries_of(self, order: storage_wire.ReadEntries) -> storage_wire.Scanned:
         self._check_alive()
@@ -332,7 +389,7 @@ class SimulatedDisk:
                 raise LimitExceeded(f"the index of {self.name} takes nothing new")
             return self.media.table(record, table)
 
-        return await self._order(add, GRACE_S)
+        return await self._order(self._main, add, GRACE_S)
 
     async def drop_tables(self, tables: list[int]) -> None:
         self._check_alive()
@@ -349,7 +406,7 @@ class SimulatedDisk:
             for number in tables:
                 self.media.tables.pop(number, None)
 
-        await self._order(drop, GRACE_S)
+        await self._order(self._main, drop, GRACE_S)
 
     async def forget(self, order: storage_wire.ForgetSlots) -> None:
         await self._operate(order.slots, FORGET, order.deadline_s)
@@ -366,7 +423,7 @@ class SimulatedDisk:
             if not self._commit(number):
                 raise Unavailable(f"the index of {self.name} takes no changes")
 
-        await self._order(wait, deadline_s)
+        await self._order(self._writers, wait, deadline_s)
 
     def _queue(self, packed: bytes, operation: int) -> int:
         """Have entries changed soon; the number to wait for. Entries that are being made are changed too."""
@@ -406,7 +463,7 @@ class SimulatedDisk:
             _slots(order.slots),
             wire_rows(order.rows),
         )
-        memory, now = self._life.memory, self.world.now()
+        memory, now = self._life.segments[order.segment], self.world.now()
         what = f"an order to write to {self.name}"
         uses = [
             (memory, memory.use(what, order.stride, rows, now, writes=False)),
@@ -419,12 +476,15 @@ class SimulatedDisk:
         writing = Writing(order, number, offsets, rows, left)
         self._writes[writing] = None
         try:
-            return await self._order(lambda _: self._write(writing), order.deadline_s, uses)
+            return await self._order(
+                self._writers, lambda _: self._write(writing), order.deadline_s, uses
+            )
         finally:
             self._writes.pop(writing)
 
     async def _write(self, writing: Writing) -> storage_wire.Written:
         rng, media = self._rng, self.media
+        writing.begun = True
         n = len(writing.offsets)
         await self._take_time()
         if not self._commit(writing.number):
@@ -445,12 +505,19 @@ class SimulatedDisk:
         self.world.count("blocks written down", status.count(BlockStatus.PRESENT))
         keys = " ".join(key[:4].hex() for key in split_keys(writing.order.keys))
         self.world.note(f"{self.name} takes {keys}: {status.hex()[1::2]}")
+        if self.world.may_die("an index commit and its answer"):
+            if rng.random() < 0.5:
+                self.die("it has written, and not answered")
+            else:
+                self.world.dies(self._life)
+            await asyncio.sleep(0)  # cancelled
         return storage_wire.Written(bytes(status), 0.0)
 
     def _store(self, writing: Writing, index: int) -> int:
         """One block becomes durable, with its entry; its status."""
         order, offset = writing.order, writing.offsets[index]
-        data = self._life.memory.read(writing.rows[index] * order.stride, order.nbytes)
+        memory = self._life.segments[order.segment]
+        data = memory.read(writing.rows[index] * order.stride, order.nbytes)
         key, parent, checksum = (
             packed[16 * index : 16 * index + 16]
             for packed in (order.keys, order.parents, order.checksums)
@@ -490,7 +557,7 @@ class SimulatedDisk:
     async def read(self, order: storage_wire.ReadBlocks) -> worker_wire.Pulled:
         self._check_alive()
         offsets, rows = _slots(order.slots), wire_rows(order.rows)
-        memory, now = self._life.memory, self.world.now()
+        memory, now = self._life.segments[order.segment], self.world.now()
         what = f"an order to read from {self.name}"
         uses = [
             (memory, memory.use(what, order.stride, rows, now, writes=True)),
@@ -505,12 +572,20 @@ class SimulatedDisk:
         async def read(stop: asyncio.Event) -> worker_wire.Pulled:
             await self._take_time()
             if stop.is_set() or self.world.now() >= deadline:
-                return worker_wire.Pulled(bytes(len(rows)), b"", 0.0, "not begun in time")
-            status = await self._read(offsets, order.nbytes, order.checksums, places)
+                late = bytes([BlockStatus.LATE]) * len(rows)
+                return worker_wire.Pulled(late, b"", 0.0, "not begun in time")
+            into = (memory, places)
+            status = await self._read(offsets, order.nbytes, order.checksums, into)
             self.world.count("blocks read from disks", status.count(BlockStatus.PRESENT))
             return worker_wire.Pulled(status, b"", self.world.now() - now)
 
-        return await self._order(read, order.deadline_s, uses)
+        if self._reads >= self._readers.count:
+            raise Violation(f"more is to be read from {self.name} at a time than it can")
+        self._reads += 1
+        try:
+            return await self._order(self._readers, read, order.deadline_s, uses, fills=True)
+        finally:
+            self._reads -= 1
 
     async def scrub(self, order: storage_wire.ScrubBlocks) -> storage_wire.Written:
         self._check_alive()
@@ -524,12 +599,16 @@ class SimulatedDisk:
                 await self._read(offsets, order.nbytes, order.checksums), 0.0
             )
 
-        return await self._order(scrub, order.deadline_s, [(surface, use)])
+        return await self._order(self._writers, scrub, order.deadline_s, [(surface, use)])
 
     async def _read(
-        self, offsets: list[int], nbytes: int, checksums: bytes, places: list[int] | None = None
+        self,
+        offsets: list[int],
+        nbytes: int,
+        checksums: bytes,
+        into: tuple[Memory, list[int]] | None = None,
     ) -> bytes:
-        """Statuses. places: where to in memory; None: nowhere."""
+        """Statuses. into: which memory, and where to in it; None: nowhere."""
         status = bytearray(len(offsets))
         cut = self._rng.randrange(nbytes + 1)
         wanted = split_keys(checksums)
@@ -539,8 +618,8 @@ class SimulatedDisk:
                 raise Violation(
                     f"a slot at {offset} of {self.name} is read, and the index knows of no such block"
                 )
-            if places is not None:
-                self._life.memory.write(places[index], self.media.surface.read(offset, cut))
+            if into is not None:
+                into[0].write(into[1][index], self.media.surface.read(offset, cut))
         await self._take_time()
         for index, offset in enumerate(offsets):
             data = self.media.surface.read(offset, nbytes)
@@ -553,8 +632,8 @@ class SimulatedDisk:
                     else BlockStatus.MISMATCH
                 )
                 self.world.count("blocks broken on disks", status[index] == BlockStatus.MISMATCH)
-            if places is not None:
-                self._life.memory.write(places[index], data)
+            if into is not None:
+                into[0].write(into[1][index], data)
         return bytes(status)
 
     async def stats(self) -> bytes:
@@ -579,6 +658,11 @@ class Drive:
         if self.disk is not None:
             self.disk.die(why)
 
+    def perish(self) -> None:
+        """With its node."""
+        if self.disk is not None:
+            self.disk.perish("its node does")
+
     async def run(self) -> None:
         rng, device = self._rng, self.device
         while True:
@@ -598,6 +682,9 @@ class Drive:
             # Whoever waits for an order may hear of the end first, or later.
             await asyncio.sleep(rng.choice((0.0, 0.0005)))
             device.ended("its process ended")
+            if not disk.gone:
+                await self.media.moving.wait()
+                disk.perish("its disk moves again")
             await asyncio.sleep(rng.choice((0.005, 0.1, 0.5)) * rng.random() + 0.001)
 
 

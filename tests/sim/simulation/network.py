@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xxhash import xxh3_128_digest
 
+from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.transfer_workers import Rules
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.membership.base import Standing
@@ -21,7 +22,9 @@ from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
-from tests.sim.simulation.memory import Use, Violation
+from tests.sim.simulation import scale
+from tests.sim.simulation.memory import Memory, Use, Violation
+from tests.sim.simulation.threads import Threads
 
 if TYPE_CHECKING:
     from tests.sim.simulation.nodes import Life
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 ABSENT, PRESENT, MISMATCH, MISSING = range(4)  # `Pulled.status`
 RIVAL_S_MIN = 0.05  # no peer is given up for slow sooner
 RIVALS_MAX = 2
+T = TypeVar("T")
+
 LATE_S = 0.001  # for an answer that waits for nothing but its time
 
 
@@ -55,7 +60,11 @@ class Network:
         latency = self.latency()
         stalled, broken = self.drawn(plan.stall_message), self.drawn(plan.lose_message)
         await sleep_until(world.now() + latency, deadline)
-        node = world.nodes[url.removeprefix("sim://")]
+        node = world.nodes.get(url.removeprefix("sim://"))
+        if node is None:
+            raise Unavailable(
+                f"{url} refuses connections"
+            )  # a member of which there is nothing more
         life = node.life
         if stalled or node.name in self.mute or frozenset((me, node.name)) in self.cuts:
             await sleep_until(deadline + 1.0, deadline)
@@ -86,10 +95,13 @@ class PeerTransport:
         self.source: Rules
         self.dead = False
         self.generation = 0  # of transfer workers
-        self._loans: dict[str, Use] = {}
+        self._threads = Threads(scale.transfer_threads(self.world.plan.limits))
+        questions, waits = scale.question_limits(self.world.plan.limits)
+        self._questions = QuestionTurns(questions=questions, waits=waits)
+        self._loans: dict[str, tuple[Memory, Use]] = {}
         self._running: set[asyncio.Task[Any]] = set()
-        # (digest, part, key) → when its transfers began
-        self._under_way: dict[tuple[bytes, int, bytes], list[tuple[float, bool]]] = {}
+        # (tenant, digest, part, key) → when its transfers began
+        self._under_way: dict[tuple[str, bytes, int, bytes], list[tuple[float, bool]]] = {}
 
     @property
     def urls(self) -> list[str]:
@@ -126,23 +138,27 @@ class PeerTransport:
         keys = split_keys(order.keys)
         name = f"transfer to {self.life.name}"
         rows = wire_rows(order.rows)
-        use = self.life.memory.use(name, order.stride, rows, self.world.now(), writes=True)
+        memory = self.life.segments[order.segment]
+        if memory is not self.life.memory_of[order.tenant]:
+            raise Violation(f"{self.life.name} fetches for {order.tenant} into another's segment")
+        use = memory.use(name, order.stride, rows, self.world.now(), writes=True)
         if order.stop:
             self.world.count("transfers ahead of a commit")
         else:
             self._count(order, keys)
         transfer = Transfer(self, order, keys, rows)
         try:
-            pulled = await self._order(transfer.run(), transfer.wind_down)
+            pulled = await self._order(transfer.run, transfer.wind_down)
             assert isinstance(pulled, worker_wire.Pulled)
             return pulled
         finally:
-            self.life.memory.end(use)
+            memory.end(use)
             for key in () if order.stop else keys:
-                times = self._under_way[order.digest, order.part, key]
-                times.remove((transfer.began, order.background))
+                name_of = order.tenant, order.digest, order.part, key
+                times = self._under_way[name_of]
+                times.remove((transfer.ordered, order.background))
                 if not times:
-                    del self._under_way[order.digest, order.part, key]
+                    del self._under_way[name_of]
 
     def _count(self, order: worker_wire.PullBlocks, keys: tuple[bytes, ...]) -> None:
         """Nothing is fetched twice at a time, except from a second peer when the first is slow, and
@@ -150,7 +166,8 @@ class PeerTransport:
         now = self.world.now()
         self.world.count("transfers")
         for key in keys:
-            times = self._under_way.setdefault((order.digest, order.part, key), [])
+            name = order.tenant, order.digest, order.part, key
+            times = self._under_way.setdefault(name, [])
             ahead = [began for began, background in times if order.background or not background]
             if len(times) >= RIVALS_MAX or (ahead and now - ahead[-1] < RIVAL_S_MIN - 1e-6):
                 raise Violation(
@@ -160,19 +177,33 @@ class PeerTransport:
             times.append((now, order.background))
 
     async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
+        return await self._questions.ask(order, self._send)
+
+    async def _send(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
         self._check_alive()
-        answer = await self._order(self._ask(order))
+        deadline = self.world.now() + order.deadline_s
+        answer = await self._order(lambda: self._ask(order, deadline))
         assert isinstance(answer, (frame.Done, frame.Bytes))
         return answer
 
+    async def _in_a_thread(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Control orders none too many, unless there are fewer threads than it knows of."""
+        threads = self._threads
+        self.world.count("orders that waited for a thread", not threads.free)
+        async with threads.one():
+            return await work()
+
     async def _order(
         self,
-        work: Coroutine[Any, Any, Any],
+        work: Callable[[], Coroutine[Any, Any, Any]],
         wind_down: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Any:
         """Run it in the transfer worker; a cancellation is passed on, and its acknowledgement waited for."""
         loop = self.world.loop
-        task = loop.create_task(work, context=self.life.worker.context)
+        enough = "threads_beyond" not in self.world.plan.limits
+        if enough and len(self._running) >= self._threads.count:
+            raise Violation(f"{self.life.name} orders more of its transfer worker than it can do")
+        task = loop.create_task(self._in_a_thread(work), context=self.life.worker.context)
         self._running.add(task)
         waited_for: list[asyncio.Task[Any]] = [task]
         cancelled: asyncio.CancelledError | None = None
@@ -210,10 +241,11 @@ class PeerTransport:
         Unless the node is dead as well, another one is there at once.
         """
         self.generation += 1
+        self._threads = Threads(self._threads.count)
         for task in self.life.worker.tasks:
             task.cancel()
-        for token, use in self._loans.items():
-            self.life.memory.end(use)
+        for token, (memory, use) in self._loans.items():
+            memory.end(use)
             self._to_control(self.source.give_back, token)
         self._loans.clear()
 
@@ -267,7 +299,10 @@ class PeerTransport:
                 self.source.give_back(lent.token)
                 return
             else:
-                self._loans[lent.token] = self.life.memory.use(
+                memory = self.life.segments[lent.segment]
+                if memory is not self.life.memory_of[request.tenant]:
+                    raise Violation(f"{self.life.name} lends {request.tenant} another's segment")
+                use = memory.use(
                     f"loan of {self.life.name}",
                     lent.stride,
                     [row for row in wire_rows(lent.rows) if row != frame.NO_ROW],
@@ -275,15 +310,16 @@ class PeerTransport:
                     writes=False,
                     stop=request.stop,
                 )
+                self._loans[lent.token] = memory, use
             if not answer.done():
                 answer.set_result(lent)
 
         self._to_control(asked)
 
     def give_back(self, token: str) -> None:
-        use = self._loans.pop(token, None)
-        if use is not None:
-            self.life.memory.end(use)
+        memory, use = self._loans.pop(token, (None, None))
+        if memory is not None and use is not None:
+            memory.end(use)
             self._to_control(self.source.give_back, token)
 
     def asked(
@@ -371,20 +407,22 @@ class PeerTransport:
                     raise Violation(f"{self.life.name} tells of {key[:4].hex()}, and has it not")
         for _, part, first, count, nbytes in peer_wire.BEING_WRITTEN.iter_unpack(runs):
             for key in keys[first : first + count]:
-                if nbytes > self.world.written.get((self.life.name, part, key), 0):
+                name = self.life.name, question.tenant, part, key
+                if nbytes > self.world.written.get(name, 0):
                     raise Violation(
                         f"{self.life.name} tells of more of {key[:4].hex()} than it was"
                     )
         return answer
 
     def report(self, report: peer_wire.Corrupt) -> None:
+        keys = split_keys(report.keys)
+        self.world.reported.update((report.tenant, report.part, key) for key in keys)
         self._to_control(self.source.corrupt, report)
 
     # ---- questions -------------------------------------------------------------------------------------
 
-    async def _ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
+    async def _ask(self, order: worker_wire.AskPeer, deadline: float) -> frame.Done | frame.Bytes:
         network = self.network
-        deadline = self.world.now() + order.deadline_s
         peer = await network.reach(self.life.node.name, order.url, deadline)
         twice = network.drawn(self.world.plan.twice_message)
         answer: asyncio.Future[frame.Done | frame.Bytes] = self.world.loop.create_future()
@@ -432,7 +470,8 @@ class Transfer:
         self.order = order
         self.keys = keys
         self.rows = rows
-        self.began = carrier.world.now()
+        self.ordered = carrier.world.now()
+        self.began = 0.0  # in a thread
         self.status = bytearray([BlockStatus.LATE]) * len(keys)
         self.checksums = bytearray(CHECKSUM_BYTES * len(keys))
         self._generation = carrier.generation
@@ -441,7 +480,8 @@ class Transfer:
     async def run(self) -> worker_wire.Pulled:
         carrier, order = self.carrier, self.order
         world, network = carrier.world, carrier.network
-        deadline = self.began + order.deadline_s
+        deadline = self.ordered + order.deadline_s
+        self.began = world.now()
         error = ""
         try:
             peer = await network.reach(carrier.life.node.name, order.url, deadline)
@@ -478,18 +518,29 @@ class Transfer:
         try:
             await carrier.answer_of(peer, answer, deadline)
             lent = answer.result()
+            if lent.token and world.may_die("a loan and its return"):
+                world.dies_of_a_loan(carrier.life, peer)
+                await asyncio.sleep(0)
             if lent.rows and lent.stride != order.stride and lent.token:
                 raise Violation(f"a loan of stride {lent.stride} for an order of {order.stride}")
             await self._copy(peer, lent, deadline)
         finally:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                peer.carrier.give_back(answer.result().token)
+                token = answer.result().token
+                if carrier.dead and carrier.life.node.vanished:
+                    # Nobody tells the lender, until its time is over.
+                    wait_s = max(0.0, deadline - world.now())
+                    context = peer.worker.context
+                    world.loop.call_later(wait_s, peer.carrier.give_back, token, context=context)
+                else:
+                    peer.carrier.give_back(token)
 
     async def _copy(self, peer: Life, lent: worker_wire.Loan, deadline: float) -> None:
         """Take the bytes in two groups of blocks, each in two pieces; each piece may be the last."""
         network, world = self.carrier.network, self.carrier.world
         generation = peer.carrier.generation
-        nbytes, memory = self.order.nbytes, self.carrier.life.memory
+        nbytes, memory = self.order.nbytes, self.carrier.life.segments[self.order.segment]
+        lender = peer.segments[lent.segment]
         start, stop = self.order.start, self.order.stop or nbytes
         at: list[tuple[int, int, bytes]] = []
         checksums = iter(split_keys(lent.checksums))
@@ -509,7 +560,7 @@ class Transfer:
                 pieces = [
                     (
                         self.rows[index] * self.order.stride + low,
-                        peer.memory.read(a + low, high - low),
+                        lender.read(a + low, high - low),
                     )
                     for index, a, _ in group
                 ]
@@ -554,17 +605,19 @@ class Transfer:
             raise Unavailable("the connection ended in the middle of a transfer")
 
     def _flip(self, index: int) -> None:
-        rng, memory = self.carrier.network.rng, self.carrier.life.memory
+        rng, memory = self.carrier.network.rng, self.carrier.life.segments[self.order.segment]
         at = self.rows[index] * self.order.stride + rng.randrange(self.order.nbytes)
         memory.data[at] ^= 1 << rng.randrange(8)
         self.carrier.world.count("bits flipped")
 
     async def wind_down(self) -> None:
         """Cancelled: what is on its way still arrives, and only then is that acknowledged."""
+        if not self.began:
+            return  # no thread has taken it
         network, late = self.carrier.network, self._late
         if network.drawn(0.5):
             await asyncio.sleep(network.rng.uniform(0.0, 0.3))
             if self.carrier.generation == self._generation:
                 self.carrier.world.count("late writes", len(late))
                 for offset, data in late:
-                    self.carrier.life.memory.write(offset, data)
+                    self.carrier.life.segments[self.order.segment].write(offset, data)

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvpool.config import DaemonConfig, DiskConfig
+from kvpool.config import DaemonConfig, DiskConfig, TenantConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.tasks import Tasks
@@ -26,6 +26,7 @@ from tests.sim.simulation.plan import SLAB, Disks
 from tests.sim.simulation.ports import BadDirectory, BadMembership
 
 if TYPE_CHECKING:
+    from tests.sim.simulation.namespaces import SimulatedNamespace
     from tests.sim.simulation.world import World
 
 LEASE_S_MAX = 2.0
@@ -38,6 +39,7 @@ class Session:
 
     life: Life
     holder: Holder
+    namespace: SimulatedNamespace
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
@@ -71,7 +73,8 @@ class SimulatedServer:
     async def start(self) -> None:
         """What `Server.run` does, but for sockets, segments and processes."""
         life, carrier = self.life, self.life.carrier
-        self.node.add_tenant(DEFAULT_TENANT, 0, life.world.plan.size, SLAB)
+        for number, (tenant, size) in enumerate(life.world.plan.segments.items()):
+            self.node.add_tenant(tenant, number, size, SLAB)
         self.daemon = compose(
             self.config,
             self.node,
@@ -110,7 +113,8 @@ class Life:
         self.disk = Domain(f"{self.name} disks")
         world.domains += [self.control, self.worker, self.disk]
         rng = random.Random(f"{world.seed}/{self.name}")
-        self.memory = Memory(world.plan.size)
+        self.memory_of = {tenant: Memory(size) for tenant, size in world.plan.segments.items()}
+        self.segments = list(self.memory_of.values())  # by number
         self.carrier = PeerTransport(self, world.network)
         self.drives: list[Drive] = []
         self.membership = BadMembership(
@@ -156,10 +160,10 @@ class Life:
 
     # ---- clients ---------------------------------------------------------------------------------------
 
-    def connect(self, instance: str, name: str) -> Session:
-        holder = self.server.node.holders.add(DEFAULT_TENANT, instance, name)
+    def connect(self, namespace: SimulatedNamespace, instance: str, name: str) -> Session:
+        holder = self.server.node.holders.add(namespace.tenant, instance, name)
         holder.operator = True
-        return Session(self, holder)
+        return Session(self, holder, namespace)
 
     def receive(
         self,
@@ -185,11 +189,18 @@ class Life:
                 late = StaleEpoch("the epoch ended on the way")
                 answer.set_result(Answer(frame.error_message(late)))
                 return
-        known = self.epoch_in_view()
+        known = session.namespace.epoch_known_to(self)
         try:
             found = self.server.daemon.requests.handle(session.holder, message)
         except KvpoolError as error:
             found = frame.error_message(error)
+        stores = isinstance(message, (client_wire.Commit, client_wire.Store))
+        if stores and self.world.may_die("a commit and its announcement"):
+            if self.world.answers_first():
+                assert isinstance(found, frame.Message)
+                self._reply(session, message, answer, found, known)
+            self.world.dies(self)
+            return
         if asyncio.iscoroutine(found):
             task = self.world.loop.create_task(found)
             task.add_done_callback(lambda task: self._later(session, message, answer, task, known))
@@ -226,7 +237,7 @@ class Life:
             return
         epoch = generation = -1
         if isinstance(found, client_wire.Leased) and found.token:
-            epoch, generation = self._check_lease(message, found)
+            epoch, generation = self._check_lease(session, message, found)
         elif isinstance(message, client_wire.Reserve) and isinstance(found, client_wire.Reserved):
             reservation = session.holder.reservations.get(message.ticket)
             if reservation is not None:
@@ -234,14 +245,19 @@ class Life:
                 epoch, generation = namespace.epoch, namespace.generation
         answer.set_result(Answer(found, epoch, generation, known))
 
-    def _check_lease(self, message: frame.Message, leased: client_wire.Leased) -> tuple[int, int]:
-        """Epoch and generation of what was leased: one, and the keys that were asked for."""
+    def _check_lease(
+        self, session: Session, message: frame.Message, leased: client_wire.Leased
+    ) -> tuple[int, int]:
+        """Epoch and generation of what was leased: one, of the client's own, and the keys that were asked for."""
         lease = self.server.node.leases._by_token[leased.token]
         namespaces = set()
         for _, blocks in lease.parts.values():
             for block in blocks:
                 namespace = block.table.namespace
                 namespaces.add((namespace.epoch, namespace.generation))
+                whose = namespace.tenant.name, namespace.base
+                if whose != (session.namespace.tenant, session.namespace.digest):
+                    raise Violation(f"{self.name} leases a block of {whose[0]} to another tenant")
                 if isinstance(message, client_wire.Acquire) and block.key not in split_keys(
                     message.keys
                 ):
@@ -249,11 +265,6 @@ class Life:
         if len(namespaces) != 1:
             raise Violation(f"{self.name} leases blocks of several epochs at once: {namespaces}")
         return namespaces.pop()
-
-    def epoch_in_view(self) -> int:
-        """The epoch that this node has heard of, by its view of the cluster; -1 before any."""
-        entries = self.membership.view.namespaces.values()
-        return max((entry.epoch for entry in entries), default=-1)
 
     def client_died(self, session: Session) -> None:
         """What the end of a process does, by its pidfd. In the control domain."""
@@ -269,7 +280,7 @@ class Life:
         self.started = False
         self.carrier.die()
         for drive in self.drives:
-            drive.die("its node does")
+            drive.perish()
         for domain in (self.control, self.worker, self.disk):
             if domain.paused:
                 self.world.loop.resume(domain)
@@ -281,11 +292,13 @@ class Life:
         self.waited_for.clear()
 
 
-def make_media(disks: Disks, rng: random.Random) -> list[DurableMedia]:
-    """Empty disks for one node, or none."""
+def make_media(disks: Disks, rng: random.Random, *, holds_on: bool) -> list[DurableMedia]:
+    """Empty disks for one node, or none. holds_on: see `DurableMedia`."""
     sizes = [rng.choice((1, 1, 2)) for _ in range(min(disks.most, rng.choice((0, 1, 1, 2))))]
     return [
-        DurableMedia(n * disks.pages, disks.page, n * disks.entries_max, disks.pace_s)
+        DurableMedia(
+            n * disks.pages, disks.page, n * disks.entries_max, disks.pace_s, holds_on=holds_on
+        )
         for n in sizes
     ]
 
@@ -303,7 +316,8 @@ class SimulatedNode:
         self.vanished = False  # nothing there refuses connections, even
         disks = world.plan.disks
         rng = random.Random(f"{world.seed}/{name} disks")
-        self.disk_media = [] if disks is None else make_media(disks, rng)
+        holds_on = world.plan.stays == "disk"
+        self.disk_media = [] if disks is None else make_media(disks, rng, holds_on=holds_on)
         self.config = DaemonConfig(
             socket=f"/{name}.sock",
             node=name,
@@ -312,7 +326,10 @@ class SimulatedNode:
             listen=(self.url,),
             labels=labels,
             lease_s_max=LEASE_S_MAX,
-            memory=world.plan.size,
+            memory=world.plan.segments[DEFAULT_TENANT],
+            tenants=tuple(
+                TenantConfig(one.name, world.plan.segments[one.name]) for one in world.plan.tenants
+            ),
             ssd=tuple(
                 DiskConfig(f"/disk{number}", media.size)
                 for number, media in enumerate(self.disk_media)

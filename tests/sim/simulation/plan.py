@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kvpool.types import NamespaceRecord, PartKind, PartSpec
+from kvpool.types import DEFAULT_TENANT, NamespaceRecord, PartKind, PartSpec
 
 Write = Literal["back", "through"]
 WRITES: tuple[Write, ...] = ("back", "through")
@@ -80,7 +80,39 @@ LIMITS: dict[str, Sequence[int]] = {
     "ssd_writes": (1,),
     "ssd_queue": (2, 8),
     "wanted": (4, 16),
+    "questions": (8, 12),
+    "questions_each": (
+        4,
+        6,
+    ),  # with fewer, one offer that takes its time, as it may, would hold them all
+    "waits": (4, 8),
+    "waits_each": (1, 2),
+    "disk_writers": (1, 2),
 }
+# Threads of a transfer worker beyond those that one source may keep. Without it control orders none too many; with it
+# each source may keep few, so that orders do wait.
+THREADS_BEYOND = (1, 2, 4)
+EACH = ("pulls_each", "questions_each", "waits_each", "copies")
+
+# What does not end by itself, until all that should go on beside it was seen to go on.
+Stays = Literal["", "stopped", "mute", "disk", "membership", "directory"]
+NODE_STAYS: tuple[Stays, ...] = ("stopped", "mute")
+
+MODEST_SLABS = 16
+MODEST_CHAINS, MODEST_BLOCKS = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPlan:
+    """A tenant of a seed. slabs: of its segment on each node. namespaces: how many it has, of the same parts.
+
+    modest: all its prompts fit into each of its segments, several times over: it should lose nothing.
+    """
+
+    name: str
+    slabs: int
+    namespaces: int = 1
+    modest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +151,9 @@ class Plan:
 
     slabs: of a node's segment, 4 KiB each. chains, blocks: how many prompts, and how long each is.
     roomy: all that is ever put fits into every node. actions: what happens to nodes, with weights. disks: None: there are none.
-    limits: of `LIMITS`, those that are lower than in a daemon.
+    limits: of `LIMITS`, those that are lower than in a daemon. namespaces: of the default tenant; tenants: the others.
+    stays: what goes wrong for good once all else has come right. dies: how often a node dies at one of the places where
+    that is worst (`World.may_die`). members: nodes of which there is nothing but a record.
     """
 
     nodes: int
@@ -159,6 +193,11 @@ class Plan:
     fault_gap_s: float = 1.0
     disks: Disks | None = None
     limits: dict[str, int] = field(default_factory=dict)
+    namespaces: int = 1
+    tenants: tuple[TenantPlan, ...] = ()
+    stays: Stays = ""
+    dies: float = 0.0
+    members: int = 0
 
     @property
     def quiet(self) -> bool:
@@ -200,12 +239,70 @@ class Plan:
         chosen = {name: rng.choice(few) for name, few in LIMITS.items() if rng.random() < 0.5}
         return replace(self, limits=chosen)
 
-    @property
-    def size(self) -> int:
-        return self.slabs * SLAB
+    def with_few_threads(self, rng: random.Random) -> Plan:
+        """A transfer worker has fewer threads than control may order of it, in a quarter of the seeds with limits."""
+        if not self.limits or rng.random() < 0.75:
+            return self
+        few = {name: rng.choice(LIMITS[name]) for name in EACH}
+        beyond = {"threads_beyond": rng.choice(THREADS_BEYOND)}
+        return replace(self, limits={**self.limits, **few, **beyond})
 
-    def record(self) -> NamespaceRecord:
-        return NamespaceRecord({"model": "simulated"}, self.parts)
+    def with_tenants(self, rng: random.Random) -> Plan:
+        """Several tenants, and namespaces of them, in a fifth of the seeds. Each has its own share of the disks."""
+        if rng.random() < 0.8:
+            return self
+        tenants = [
+            TenantPlan("modest", MODEST_SLABS, modest=True),
+            TenantPlan("other", self.slabs, rng.choice((1, 2))),
+        ]
+        chosen = tuple(tenants[: rng.choice((1, 2, 2))])
+        disks = self.disks
+        if disks is not None:
+            count = 1 + len(chosen)
+            disks = replace(disks, pages=disks.pages * count, entries_max=disks.entries_max * count)
+        return replace(self, tenants=chosen, namespaces=rng.choice((1, 1, 2)), disks=disks)
+
+    def with_what_stays(self, rng: random.Random) -> Plan:
+        """Something goes wrong for good, in a sixth of the seeds."""
+        if rng.random() > 1 / 6:
+            return self
+        kinds: list[Stays] = ["membership"]
+        kinds += NODE_STAYS if self.nodes > 2 else ()
+        kinds += ["directory"] if self.directory else []
+        kinds += ["disk", "disk"] if self.disks is not None else []
+        return replace(self, stays=rng.choice(kinds))
+
+    def with_deaths(self, rng: random.Random) -> Plan:
+        """Nodes die where that is worst, in half of the seeds where nodes die at all."""
+        if "crash" not in self.actions or rng.random() < 0.5:
+            return self
+        return replace(self, dies=rng.choice((0.01, 0.05)))
+
+    def with_many(self, rng: random.Random) -> Plan:
+        """Many nodes, with few operations, in one of 200 seeds; many members without data in another."""
+        drawn = rng.random()
+        if drawn < 1 / 200:
+            return replace(
+                self,
+                nodes=rng.choice((15, 30, 50)),
+                directory=True,  # without one a node asks 16 peers, and no more
+                operations=min(self.operations, 50),
+                chains=min(self.chains, 12),
+            )
+        if drawn < 2 / 200:
+            return replace(self, members=rng.choice((100, 300, 1000)), directory=True)
+        return self
+
+    @property
+    def segments(self) -> dict[str, int]:
+        """Bytes of each tenant's segment on a node."""
+        slabs = {DEFAULT_TENANT: self.slabs, **{one.name: one.slabs for one in self.tenants}}
+        return {name: count * SLAB for name, count in slabs.items()}
+
+    def record(self, number: int = 0) -> NamespaceRecord:
+        """Of a tenant's namespace with this number."""
+        model = f"simulated {number}" if number else "simulated"
+        return NamespaceRecord({"model": model}, self.parts)
 
     @classmethod
     def draw(cls, rng: random.Random, *, disks: bool = True) -> Plan:

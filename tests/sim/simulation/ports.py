@@ -144,6 +144,10 @@ class BadDirectory:
         await do(pairs)
         if twice:
             await do(pairs)
+        life = world.nodes[self._membership.node].life
+        if life is not None and world.may_die("a publication and its answer"):
+            world.dies(life)
+            await asyncio.sleep(0)  # cancelled
 
     async def _do_late(
         self,
@@ -225,6 +229,9 @@ class BadMembership(StaticMembership):
         await self._before()
         entry = await super().bump_epoch(tenant, digest, expected, fence=fence)
         self._world.note(f"epoch {entry.epoch}, fence {entry.fence}")
+        life = self._world.nodes[self.node].life
+        if life is not None and self._world.may_die("a new epoch and its answer"):
+            self._world.dies(life)
         await self._after()
         return entry
 

@@ -11,44 +11,31 @@ import math
 import random
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.daemon.cluster import peer_service as lending
-from kvpool.daemon.cluster import replication
-from kvpool.daemon.core.blocks import PIN_NONE
+from kvpool.daemon.core.blocks import PIN_NONE, Tenant
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.fetch import (
-    delivery,
-    early_pull,
-    fetcher,
-    locate,
-    plan,
-    prefix_stream,
-    prefix_stream_rules,
-    transfer,
-)
-from kvpool.daemon.server import composition
-from kvpool.daemon.tiers import ssd_books, ssd_demote, ssd_read, ssd_restore, ssd_tier, ssd_write
-from kvpool.daemon.workers.turns import COPIES, PULLS, TurnLimits
 from kvpool.errors import KvpoolError
-from kvpool.placement.directory import embedded
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.directory.embedded import EmbeddedDirectory
-from kvpool.placement.key_groups import TAGS
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.records import NodeRecord, NodeState
-from kvpool.types import DEFAULT_TENANT, PartKind
+from kvpool.types import DEFAULT_TENANT
+from tests.sim.simulation import scale
 from tests.sim.simulation.clients import Client, keys_of
 from tests.sim.simulation.disks import offsets, unsettled
 from tests.sim.simulation.loop import START_S, Domain, Stuck, VirtualLoop
+from tests.sim.simulation.members import Members
 from tests.sim.simulation.memory import Contents, Violation
+from tests.sim.simulation.namespaces import SimulatedNamespace
 from tests.sim.simulation.nemesis import TTL_S, Nemesis
 from tests.sim.simulation.network import Network
 from tests.sim.simulation.nodes import LEASE_S_MAX, Life, SimulatedNode
-from tests.sim.simulation.plan import Plan
+from tests.sim.simulation.plan import MODEST_BLOCKS, MODEST_CHAINS, Plan
 from tests.sim.simulation.ports import BadMembership
+from tests.sim.simulation.stays import WhatStays
 
 STEPS_MAX = 1_000_000
 EVENTS_KEPT = 60
@@ -56,7 +43,7 @@ POLL_S = 0.25
 QUOTAS = (0, 0.2, 0.5, 0.8)
 SETTLE_S = 60.0  # for everything to be as it should, once nothing goes wrong any more
 FORGET_S = 2.5  # until negative memory is forgotten
-TOLD_S = 0.5  # after a put, until every node can find it
+TRESPASS = 0.1  # of a client's requests, where there are several tenants: for what is another's
 SCRUB_BLOCKS = 7  # in one step
 READ_FROM_DISK = 4  # prefixes that are read after a restart
 READ_S = 1.0  # the promise for a reader with another replica
@@ -103,8 +90,6 @@ class World:
         self._tell = tell
         self._digest = hashlib.sha256()
         self._names: dict[str, str] = {}
-        self.record = self.plan.record()
-        self.digest = self.record.digest()
         self.contents = Contents()
         self.network = Network(self, random.Random(f"{seed}/network"))
         self._news = random.Random(f"{seed}/news")
@@ -121,17 +106,38 @@ class World:
         self._client_count = 0
         self._healed_at = 0.0
         self._client_tasks: list[asyncio.Task[None]] = []
-        self._put: dict[tuple[int, int, bytes], float] = {}
-        self._tried: dict[tuple[int, int], set[bytes]] = {}  # by epoch and part
-        self.written: dict[
-            tuple[str, int, bytes], int
-        ] = {}  # by life, part, key: the most ever told
+        # By life, tenant, part, key: the most ever told.
+        self.written: dict[tuple[str, str, int, bytes], int] = {}
+        # By tenant, part, key: what somebody found to be other bytes than it should be.
+        self.reported: set[tuple[str, int, bytes]] = set()
+        # The last ones: whose, where, and their tokens.
+        self.leases_seen: deque[tuple[SimulatedNamespace, Life, str]] = deque(maxlen=50)
         self.follow_rng = random.Random(f"{seed}/follows")
-        self._disturbed = False  # something was removed on purpose
+        self._disturbed: set[str] = set()  # tenants of which something was removed on purpose
         self._repaired = (
             False  # a node was lost after the last fault: all copies were looked at again
         )
         self.chains = keys_of(self.rng, self.plan.chains, self.plan.blocks)
+        self.namespaces = self._make_namespaces()
+        self._trespasses = random.Random(f"{seed}/trespasses")
+        self._deaths = random.Random(f"{seed}/deaths")
+        self.members = Members(self)
+
+    def _make_namespaces(self) -> list[SimulatedNamespace]:
+        """All of all tenants: with the same keys, and of each tenant with the same fields."""
+        plan, made = self.plan, []
+        for tenant, count, modest in (
+            (DEFAULT_TENANT, plan.namespaces, False),
+            *((one.name, one.namespaces, one.modest) for one in plan.tenants),
+        ):
+            chains = self.chains
+            if modest:
+                chains = [chain[:MODEST_BLOCKS] for chain in self.chains[:MODEST_CHAINS]]
+            made += [
+                SimulatedNamespace(self, tenant, plan.record(number), chains, modest=modest)
+                for number in range(count)
+            ]
+        return made
 
     # ---- what all of it uses -----------------------------------------------------------------------------
 
@@ -203,42 +209,42 @@ class World:
         return [
             other
             for other in self.clients
-            if other is not client and other.instance == client.instance and not other.dead
+            if other is not client
+            and (other.instance, other.namespace) == (client.instance, client.namespace)
+            and not other.dead
         ]
 
-    def stored(self, life: Life, epoch: int, part: int, keys: Iterable[bytes]) -> None:
-        """These were committed somewhere, or were there already."""
-        for key in keys:
-            self._put.setdefault((epoch, part, key), self.now())
+    def disturbed(self, tenant: str) -> bool:
+        """Whether something of this tenant was removed on purpose, or may not be given up."""
+        return tenant in self._disturbed
 
-    def committing(self, epoch: int, part: int, keys: Iterable[bytes]) -> None:
-        """These may be committed somewhere from now on."""
-        self._tried.setdefault((epoch, part), set()).update(keys)
+    # ---- deaths in the worst of moments ---------------------------------------------------------------
 
-    def ever(self, keys: Sequence[bytes]) -> int:
-        """How many of these anybody can have, of one epoch, if all that was ever put is still there."""
-        parts = range(len(self.record.parts))
-        epochs = {epoch for epoch, _ in self._tried}
-        return max(
-            (self._usable(keys, [self._tried.get((e, p), set()) for p in parts]) for e in epochs),
-            default=0,
-        )
+    def may_die(self, between: str) -> bool:
+        """Whether somebody is to die here."""
+        if not (self.faults and self.plan.dies) or self._deaths.random() >= self.plan.dies:
+            return False
+        self.note(f"a death between {between}")
+        self.count(f"deaths between {between}")
+        return True
 
-    def expected(self, keys: Sequence[bytes]) -> int:
-        """How many of these must be found, where nothing ever goes wrong or away."""
-        if not (self.plan.quiet and self.plan.roomy) or self._disturbed:
-            return 0
-        before = self.now() - TOLD_S
-        epoch = self._epoch()
-        there = [
-            {
-                key
-                for (e, p, key), at in self._put.items()
-                if (e, p) == (epoch, part) and at < before
-            }
-            for part in range(len(self.record.parts))
-        ]
-        return self._usable(keys, there)
+    def answers_first(self) -> bool:
+        return self._deaths.random() < 0.5
+
+    def dies(self, life: Life) -> None:
+        """A node dies now, and is started again after a while."""
+        if life.node.life is life:
+            life.node.crash(vanish=self._deaths.random() < 0.5)
+            self.later(self._deaths.choice((0.1, 0.5, 2.0)), life.node.restart)
+
+    def dies_of_a_loan(self, borrower: Life, lender: Life) -> None:
+        """One of those two, or only its transfer worker."""
+        life = self._deaths.choice((borrower, lender))
+        if self._deaths.random() < 0.5:
+            self.dies(life)
+        elif life.started:
+            self.note(f"the transfer worker of {life.name} dies")
+            life.carrier.restart()
 
     # ---- membership ----------------------------------------------------------------------------------------
 
@@ -271,7 +277,7 @@ class World:
     def run(self) -> Result:
         main = self._main()
         try:
-            with _quiet_logs(), _scaled(_constants(self.plan)):
+            with _quiet_logs(), scale.scaled(scale.constants(self.plan)):
                 self.loop.run(main, self.outside)
                 self._look_for_breakage()
                 if not self.failure:
@@ -313,12 +319,13 @@ class World:
         main.close()
 
     async def _main(self) -> None:
+        self.members.come()
         for node in self.nodes.values():
             node.start()
         for node in self.nodes.values():
-            for number in range(2):
-                self._new_client(node, f"{node.name} engine{number % 2}")
-            self._new_client(node, f"{node.name} engine0")
+            for namespace in self.namespaces:
+                for number in (0, 1, 0):
+                    self.new_client(node, namespace, f"{node.name} engine{number}")
         await asyncio.sleep(0.5)
         nemesis = self.spawn(Nemesis(self).work()) if self.plan.actions else None
         for _ in range(self.plan.operations):
@@ -326,19 +333,24 @@ class World:
             self._operate()
         if nemesis is not None:
             nemesis.cancel()
+        self.members.settle()
         self._heal()
-        await self._all_answered()
+        await self.all_answered()
         for name in self.nodes:
             self.cluster.drain(name, wanted=False)
-        await self._until(self._unsettled)
+        await self.until(self._unsettled)
         self.note("settled")
         if self.plan.disks is not None:
             await self._scrub()
-            await self._until(self._unsettled)
+            await self.until(self._unsettled)
+        if self.plan.stays:
+            await WhatStays(self).live_through()
+            self._healed_at = self.now()
+            await self.until(self._unsettled)
         await self._read_everywhere()
-        await self._until(self._unsettled)
+        await self.until(self._unsettled)
         await self._lose_an_owner()
-        await self._until(self._unsettled)
+        await self.until(self._unsettled)
         if self.plan.disks is not None:
             await self._restart_on_disks()
         await self._empty()
@@ -347,9 +359,12 @@ class World:
 
     # ---- what clients do -----------------------------------------------------------------------------------
 
-    def _new_client(self, node: SimulatedNode, instance: str) -> Client:
+    def new_client(
+        self, node: SimulatedNode, namespace: SimulatedNamespace, instance: str
+    ) -> Client:
         self._client_count += 1
-        client = Client(self, node, instance, f"c{self._client_count}@{node.name}")
+        name = f"c{self._client_count}@{node.name}"
+        client = Client(self, node, namespace, instance, name)
         self.clients.append(client)
         return client
 
@@ -363,15 +378,24 @@ class World:
         if rng.random() < plan.client_dies:
             client.die()
             self.clients.remove(client)
-            self._new_client(client.node, client.instance)
+            self.new_client(client.node, client.namespace, client.instance)
             return
-        self.spawn_client(client, self._draw_work(client))
+        if plan.tenants and self._trespasses.random() < TRESPASS:
+            self.spawn_client(client, client.trespass(self._trespasses))
+            return
+        self.spawn_client(client, self.draw_work(client))
 
     def _follow_a_prompt(self, rng: random.Random) -> None:
         """An engine computes a prompt, perhaps, while another one's node follows it."""
-        chain = rng.choice(self.chains)
-        keys = chain[: 2 * rng.randint(1, max(1, len(chain) // 2))]
+        chain: Sequence[bytes] = rng.choice(self.chains)
         follower, engine = rng.choice(self.clients), rng.choice(self.clients)
+        if follower.namespace is not engine.namespace:
+            engine = rng.choice(
+                [one for one in self.clients if one.namespace is follower.namespace]
+            )
+        if chain not in follower.namespace.chains:
+            chain = rng.choice(follower.namespace.chains)
+        keys = chain[: 2 * rng.randint(1, max(1, len(chain) // 2))]
         if rng.random() < 0.7:
             pause_s = rng.choice((0.001, 0.02, 0.2))
             self.spawn_client(engine, engine.prefill(keys, b"", pause_s))
@@ -380,10 +404,11 @@ class World:
         wait_s = rng.choice((0.05, 0.3, 1.0, 1.0, 3.0))
         self.spawn_client(follower, follower.follow(keys, wait_s, source))
 
-    def _draw_work(self, client: Client) -> Coroutine[Any, Any, Any]:
+    def draw_work(self, client: Client) -> Coroutine[Any, Any, Any]:
         rng, plan = self.rng, self.plan
         # Some prompts are much more popular than others.
-        chain = self.chains[int(len(self.chains) * rng.random() ** 2)]
+        chains = client.namespace.chains
+        chain = chains[int(len(chains) * rng.random() ** 2)]
         even = len(chain) // 2 * 2
         low, high = sorted(rng.choices(range(0, even + 1, 2), k=2))
         keys = chain[low:high] or chain[:2]
@@ -397,7 +422,7 @@ class World:
             (plan.quota, lambda: client.set_quotas(rng.choice(QUOTAS), rng.choice(QUOTAS))),
         ):
             if rare < chance:
-                self._disturbed = True
+                self._disturbed.add(client.namespace.tenant)
                 return work()
             rare -= chance
         replicas_wanted = rng.choice((0, 0, 0, 2)) if plan.replicas == 1 else 0
@@ -449,7 +474,7 @@ class World:
 
     # ---- what must be true -----------------------------------------------------------------------------------
 
-    async def _all_answered(self) -> None:
+    async def all_answered(self) -> None:
         """Every call has ended, or does so within what it may take."""
         limit = self.now() + 2 * LEASE_S_MAX + 10.0
         while left := [task for task in self._client_tasks if not task.done()]:
@@ -457,20 +482,20 @@ class World:
                 raise Violation(f"{len(left)} calls of clients have not ended: {left[0]!r}")
             await asyncio.wait(left, timeout=POLL_S)
 
-    async def _until(self, unsettled: Callable[[], str]) -> None:
+    async def until(self, unsettled: Callable[[], str]) -> None:
         limit = self.now() + SETTLE_S
         while what := unsettled():
             if self.now() > limit:
                 raise Violation(f"{SETTLE_S:g} s after the last fault {what}")
             await asyncio.sleep(POLL_S)
 
-    def _lives(self) -> list[Life]:
+    def lives(self) -> list[Life]:
         """All that should serve now."""
         return [node.life for node in self.nodes.values() if node.life is not None]
 
     def _unsettled(self) -> str:
         """What is not yet as it has to be; empty when all is."""
-        now, lives = self.now(), self._lives()
+        now, lives = self.now(), self.lives()
         if now - self._healed_at < FORGET_S:
             return "nothing was forgotten yet"
         for life in lives:
@@ -479,7 +504,7 @@ class World:
             cluster = life.server.daemon.cluster
             if cluster.state is not NodeState.SERVING:
                 return f"{life.name} is {cluster.state}"
-            if len(cluster.living) != len(lives) - 1:
+            if len(cluster.living) != len(lives) - 1 + len(self.members):
                 return f"{life.name} knows of {len(cluster.living)} others"
             for incarnation in cluster.living:
                 peer = life.server.daemon.fetcher.peers.get(incarnation)
@@ -490,9 +515,17 @@ class World:
             stats = life.server.daemon.replication.stats()
             if stats.wanted or stats.repairing:
                 return f"{life.name} makes copies"
-            epoch = self._epoch()
-            if life.epoch_in_view() != epoch:
-                return f"{life.name} is in epoch {life.epoch_in_view()} of {epoch}"
+            for namespace in self.namespaces:
+                epoch, known = namespace.epoch(), namespace.epoch_known_to(life)
+                if known != epoch:
+                    return f"{life.name} is in epoch {known} of {epoch} of {namespace.name}"
+                if epoch > 0 and not namespace.ended:
+                    raise Violation(
+                        f"an epoch of {namespace.name} ended, and nobody asked for that"
+                    )
+                lost = namespace.lost_by(life)
+                if lost:
+                    raise Violation(f"{life.name} has lost {lost}, for which there is room")
             if life.server.node.ended_epochs:
                 return f"{life.name} keeps blocks of ended epochs"
         return (
@@ -501,6 +534,7 @@ class World:
             or self._directory_is_wrong(lives)
             or self._last_copy_is_spare(lives)
             or self._lacks_copies(lives)
+            or self.members.remembered()
         )
 
     def _over_a_quota(self, lives: Sequence[Life]) -> str:
@@ -534,21 +568,25 @@ class World:
             return ""
         holders: dict[tuple[int, bytes], list[tuple[Life, bool]]] = {}
         for life in lives:
-            for namespace in life.server.node.tenants[DEFAULT_TENANT].namespaces.values():
-                for table in namespace.tables:
-                    for block in table.blocks.values():
-                        copy = (life, block.secondary and block.pin == PIN_NONE)
-                        holders.setdefault((table.part, block.key), []).append(copy)
+            for tenant in life.server.node.tenants.values():
+                for namespace in tenant.namespaces.values():
+                    for table in namespace.tables:
+                        for block in table.blocks.values():
+                            name = namespace.directory_digest + block.key
+                            copy = (life, block.secondary and block.pin == PIN_NONE)
+                            holders.setdefault((table.part, name), []).append(copy)
             for name, mask in self._held_below(life).items():
-                for part in range(len(self.record.parts)):
+                for part in range(len(self.plan.parts)):
                     if mask >> part & 1:
-                        holders.setdefault((part, name[16:]), []).append((life, False))
-        for (part, key), found in holders.items():
+                        holders.setdefault((part, name), []).append((life, False))
+        for (part, name), found in holders.items():
             if all(secondary for _, secondary in found):
                 self.count("blocks that every holder takes for another's")
                 if len(found) == 1:
-                    life = found[0][0]
-                    return f"{life.name} takes its last copy of {key[:4].hex()}, {part} for a spare"
+                    return (
+                        f"{found[0][0].name} takes its last copy of {name[16:20].hex()}, {part} for "
+                        "a spare"
+                    )
         return ""
 
     def _lacks_copies(self, lives: Sequence[Life]) -> str:
@@ -566,9 +604,6 @@ class World:
             if n < wanted:
                 return f"there are {n} copies of block {name[16:20].hex()}, not {wanted}"
         return ""
-
-    def _epoch(self) -> int:
-        return max((e.epoch for e in self.cluster.view.namespaces.values()), default=-1)
 
     def _directory_is_wrong(self, lives: Sequence[Life]) -> str:
         """Whether it says of anybody what is not so."""
@@ -621,54 +656,41 @@ class World:
     def _blocks_of(node: Node) -> dict[bytes, int]:
         node.settle()
         held: dict[bytes, int] = {}
-        if DEFAULT_TENANT not in node.tenants:
-            return held  # a disk that does not serve
-        for namespace in node.tenants[DEFAULT_TENANT].namespaces.values():
-            for table in namespace.tables:
-                for key in table.blocks:
-                    name = namespace.directory_digest + key
-                    held[name] = held.get(name, 0) | 1 << table.part
+        for tenant in node.tenants.values():  # a disk that does not serve has none
+            for namespace in tenant.namespaces.values():
+                for table in namespace.tables:
+                    for key in table.blocks:
+                        name = namespace.directory_digest + key
+                        held[name] = held.get(name, 0) | 1 << table.part
         return held
 
-    def _parts_at(self, lives: Iterable[Life]) -> list[set[bytes]]:
-        """The keys of each part that these nodes have, taken together."""
-        there: list[set[bytes]] = [set() for _ in self.record.parts]
-        for life in lives:
-            for name, mask in self._held(life).items():
-                for part, keys in enumerate(there):
-                    if mask >> part & 1:
-                        keys.add(name[16:])
-        return there
+    @staticmethod
+    def parts_at(namespace: SimulatedNamespace, lives: Iterable[Life]) -> list[set[bytes]]:
+        """The keys of each part that these nodes have in memory, taken together."""
+        return namespace.held(life.server.node for life in lives)
 
-    def _usable(self, chain: Sequence[bytes], there: Sequence[set[bytes]]) -> int:
-        """The longest prefix that an engine could use: the rule as it is written, tried for each length."""
-        for n in range(len(chain), 0, -1):
-            if all(
-                n % spec.stride == 0 and keys.issuperset(self._needed(chain[:n], part))
-                for part, (spec, keys) in enumerate(zip(self.record.parts, there, strict=True))
-            ):
-                return n
-        return 0
-
-    def _needed(self, prefix: Sequence[bytes], part: int) -> Sequence[bytes]:
-        spec = self.record.parts[part]
-        slots = prefix[spec.stride - 1 :: spec.stride]
-        return slots[-spec.window_blocks :] if spec.kind is PartKind.WINDOW else slots
+    def _prompts(self) -> Iterator[tuple[SimulatedNamespace, Sequence[bytes]]]:
+        for namespace in self.namespaces:
+            for chain in namespace.chains:
+                yield namespace, chain
 
     async def _read_everywhere(self) -> None:
         """What any node holds is found from every other one."""
-        for life in self._lives():
-            for _ in range(3):
-                chain = self.rng.choice(self.chains)
-                await self._read_somewhere(life, chain)
+        for life in self.lives():
+            for namespace in self.namespaces:
+                for _ in range(3):
+                    await self._read_somewhere(life, namespace, self.rng.choice(namespace.chains))
 
-    async def _read_somewhere(self, life: Life, chain: Sequence[bytes]) -> None:
+    async def _read_somewhere(
+        self, life: Life, namespace: SimulatedNamespace, chain: Sequence[bytes]
+    ) -> None:
         if self.plan.disks is not None:
             # What readers before this one have forgotten is much of such a small memory.
-            await self._until(lambda: self._leased_by_others(life))
-        before = self._findable(life, chain)
-        found = await self._get(self._new_client(life.node, f"{life.node.name} reader"), chain)
-        after = self._findable(life, chain)
+            await self.until(lambda: self.leased_by_others(life))
+        before = self.findable(life, namespace, chain)
+        reader = self.new_client(life.node, namespace, f"{life.node.name} reader")
+        found = await self._get(reader, chain)
+        after = self.findable(life, namespace, chain)
         # Room for what is pulled is made by evicting other blocks, of this chain perhaps.
         if found < min(before, after):
             raise Violation(
@@ -678,36 +700,42 @@ class World:
         self.count("prefixes read in the end", found)
 
     @staticmethod
-    def _leased_by_others(life: Life) -> str:
+    def leased_by_others(life: Life) -> str:
         life.server.node.settle()
         count = life.server.node.leases.count
         return f"{life.name} has {count} leases" if count else ""
 
-    def _findable(self, reader: Life, chain: Sequence[bytes]) -> int:
+    def findable(
+        self,
+        reader: Life,
+        namespace: SimulatedNamespace,
+        chain: Sequence[bytes],
+        among: Sequence[Life] = (),
+    ) -> int:
         """What a reader must be able to get, as far as it can be known who has what.
 
-        Without a directory peers tell of whole prefixes only.
+        among: only these; default: all. Without a directory peers tell of whole prefixes only.
         """
-        lives = self._lives()
+        lives = among or self.lives()
         if self.directory is None:
-            return max(self._usable(chain, self._parts_at([life])) for life in lives)
+            return max(namespace.usable(chain, self.parts_at(namespace, [life])) for life in lives)
         unsure = {name[16:] for _, name in self.overtaken}
-        there = self._parts_at(lives)
-        for keys, own in zip(there, self._parts_at([reader]), strict=True):
+        there = self.parts_at(namespace, lives)
+        for keys, own in zip(there, self.parts_at(namespace, [reader]), strict=True):
             keys.difference_update(unsure - own)
-        return self._usable(chain, there)
+        return namespace.usable(chain, there)
 
     async def _lose_an_owner(self) -> None:
         """A node dies; who reads at that moment what another one has as well must not notice."""
         unsure = {name[16:] for _, name in self.overtaken}
-        for chain in self.chains:
+        for namespace, chain in self._prompts():
             if not unsure.isdisjoint(chain):
                 continue
-            lives = self._lives()
+            lives = self.lives()
             whole = [
                 life
                 for life in lives
-                if self._usable(chain[:2], self._parts_at([life])) == len(chain[:2])
+                if namespace.usable(chain[:2], self.parts_at(namespace, [life])) == len(chain[:2])
             ]
             without = [life for life in lives if life not in whole]
             if len(whole) < 2 or not without:
@@ -719,15 +747,17 @@ class World:
                 victim.node.pause(workers=True)
             else:
                 victim.node.crash(vanish=kind == 1)
-            await self._read_beside_the_dead(reader, chain[:2])
+            await self._read_beside_the_dead(reader, namespace, chain[:2])
             self.count("owners lost")
             self._repaired = kind != 2
             victim.node.resume()
             victim.node.restart()
             return
 
-    async def _read_beside_the_dead(self, life: Life, keys: Sequence[bytes]) -> None:
-        client = self._new_client(life.node, f"{life.node.name} reader")
+    async def _read_beside_the_dead(
+        self, life: Life, namespace: SimulatedNamespace, keys: Sequence[bytes]
+    ) -> None:
+        client = self.new_client(life.node, namespace, f"{life.node.name} reader")
         found, seconds = 0, 0.0
 
         async def read() -> None:
@@ -744,7 +774,7 @@ class World:
 
     async def _scrub(self) -> None:
         """What bits have turned in is found: a copy that is broken costs whoever wants it one miss."""
-        for life in self._lives():
+        for life in self.lives():
             await self.in_domain(life.control, self._scrub_one(life))
             for one, media in zip(
                 life.server.daemon.ssd.devices, life.node.disk_media, strict=True
@@ -760,25 +790,25 @@ class World:
 
     async def _restart_on_disks(self) -> None:
         """A node that crashes has on its disks what was there."""
-        chosen = [life.node for life in self._lives() if self._held_below(life)]
+        chosen = [life.node for life in self.lives() if self._held_below(life)]
         if not chosen:
             return
         node = self.rng.choice(chosen)
         node.crash()
         node.restart()
-        await self._until(self._unsettled)
-        (life,) = (life for life in self._lives() if life.node is node)
+        await self.until(self._unsettled)
+        (life,) = (life for life in self.lives() if life.node is node)
         read = 0
-        for chain in self.chains:
-            await self._until(lambda: self._leased_by_others(life))
-            before = self._usable(chain, self._parts_below(life))
+        for namespace, chain in self._prompts():
+            await self.until(lambda: self.leased_by_others(life))
+            before = namespace.usable(chain, self._parts_below(namespace, life))
             if not before or read == READ_FROM_DISK:
                 continue
             read += 1
             # Each of another instance: many that join each other's leases would never come to an end.
-            client = self._new_client(node, f"{node.name} reader {read} of its disks")
+            client = self.new_client(node, namespace, f"{node.name} reader {read} of its disks")
             found = await self._get(client, chain)
-            after = self._usable(chain, self._parts_below(life))
+            after = namespace.usable(chain, self._parts_below(namespace, life))
             if found < min(before, after):
                 raise Violation(
                     f"{life.name} finds {found} blocks of a prefix of which {before} were on its "
@@ -786,14 +816,10 @@ class World:
                 )
             self.count("prefixes read from disks", found)
 
-    def _parts_below(self, life: Life) -> list[set[bytes]]:
+    @staticmethod
+    def _parts_below(namespace: SimulatedNamespace, life: Life) -> list[set[bytes]]:
         """The keys of each part that are on a node's disks."""
-        there: list[set[bytes]] = [set() for _ in self.record.parts]
-        for name, mask in self._held_below(life).items():
-            for part, keys in enumerate(there):
-                if mask >> part & 1:
-                    keys.add(name[16:])
-        return there
+        return namespace.held(one.node for one in life.server.daemon.ssd.devices)
 
     async def _get(self, client: Client, chain: Sequence[bytes]) -> int:
         found = 0
@@ -809,30 +835,35 @@ class World:
         """Once clients are gone, all that is in use are blocks."""
         for client in self.clients:
             client.die()
-        await self._until(self._in_use)
+        await self.until(self._in_use)
 
     def _in_use(self) -> str:
-        for life in self._lives():
+        for life in self.lives():
             node = life.server.node
             node.settle()
-            tenant = node.tenants[DEFAULT_TENANT]
-            tables = [
-                table
-                for epochs in tenant.epochs.values()
-                for namespace in epochs
-                for table in namespace.tables
-            ]
-            blocks = sum(
-                table.stride * (len(table.blocks) + len(table.garbage)) for table in tables
-            )
             if node.commit_waiters or life.server.daemon.streams.stats().under_way:
                 return f"{life.name} has follows of nobody"
-            if any(table.writing or table.reserved for table in tables):
-                return f"{life.name} has reservations of nobody"
-            if node.leases.count or tenant.granted_bytes:
-                return f"{life.name} has {node.leases.count} leases and grants of nobody"
-            if tenant.allocator.bytes_used != blocks:
-                return f"{life.name} has {tenant.allocator.bytes_used} bytes in use, and blocks of {blocks}"
+            for tenant in node.tenants.values():
+                used = self.used_by_nobody(node, tenant)
+                if used:
+                    return f"{life.name} has {used}"
+        return ""
+
+    @staticmethod
+    def used_by_nobody(node: Node, tenant: Tenant) -> str:
+        tables = [
+            table
+            for epochs in tenant.epochs.values()
+            for namespace in epochs
+            for table in namespace.tables
+        ]
+        blocks = sum(table.stride * (len(table.blocks) + len(table.garbage)) for table in tables)
+        if any(table.writing or table.reserved for table in tables):
+            return "reservations of nobody"
+        if node.leases.count or tenant.granted_bytes:
+            return f"{node.leases.count} leases and grants of nobody"
+        if tenant.allocator.bytes_used != blocks:
+            return f"{tenant.allocator.bytes_used} bytes in use, and blocks of {blocks}"
         return ""
 
 
@@ -853,84 +884,6 @@ def _quiet_logs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-Constants = Sequence[tuple[Any, str, Any]]
-
-# A million blocks spread over thousands of buckets; here are a few hundred.
-_ALWAYS: Constants = (
-    (embedded, "_BUCKETS_A_TAG", 1),
-    (embedded, "_BUCKETS", TAGS),
-    (lending, "WRITTEN_BYTES", 1),
-    (early_pull, "PULL_BYTES", 1),
-)
-# No waits of minutes in a world that lives for one.
-_DISKS: Constants = (
-    (ssd_write, "WRITE_S", 1.0),
-    (ssd_books, "FORGET_S", 1.0),
-    (ssd_read, "SCRUB_S", 1.0),
-    (ssd_write, "RETRY_S", (0.1, 1.0)),
-    (ssd_tier, "TIDY_EVERY_S", 0.2),
-    (ssd_demote, "CLOSED_S", 0.2),
-)
-# As few blocks at a time as there are few of them here, so that batches have several.
-_SMALL_BATCHES: Constants = (
-    (plan, "SLICE_BYTES", 256),
-    (fetcher, "SLICE_BYTES", 256),
-    (locate, "LOOKUP_KEYS", 3),
-    (prefix_stream_rules, "WINDOW_KEYS", 3),
-    (prefix_stream, "FETCHES_MAX", 2),
-    (replication, "OFFER_KEYS", 4),
-    (replication, "WALK", 16),
-    (ssd_restore, "SCAN_ENTRIES", 5),
-    (ssd_demote, "BATCH_BLOCKS", 3),
-    (ssd_demote, "LOOK_BLOCKS", 8),
-)
-
-
-def _limits(limits: Mapping[str, int]) -> Constants:
-    """See `plan.LIMITS`."""
-    of: dict[str, tuple[Any, str]] = {
-        "loads": (transfer, "LOADS_MAX"),
-        "waiting": (transfer, "WAITING_MAX"),
-        "order_bytes": (delivery, "ORDER_BYTES"),
-        "early_pulls": (early_pull, "PULLS_MAX"),
-        "stream_leases": (prefix_stream, "KEPT_MAX"),
-        "stream_questions": (prefix_stream, "QUESTIONS_PER_PEER_MAX"),
-        "rounds": (fetcher, "ROUNDS_MAX"),
-        "ssd_writes": (ssd_demote, "WRITES_MAX"),
-        "ssd_queue": (ssd_demote, "QUEUE_MAX"),
-        "wanted": (replication, "WANTED_MAX"),
-    }
-    found: list[tuple[Any, str, Any]] = [
-        (*of[name], most) for name, most in limits.items() if name in of
-    ]
-    each = limits.get("pulls_each", PULLS.each)
-    found.append((composition, "PULLS", TurnLimits(limits.get("pulls", PULLS.together), each)))
-    copies = limits.get("copies", COPIES.together)
-    found.append((transfer, "COPIES", TurnLimits(copies, min(copies, COPIES.each))))
-    return found
-
-
-def _constants(plan: Plan) -> Constants:
-    constants = [*(_SMALL_BATCHES if plan.small_batches else ()), *_limits(plan.limits)]
-    if plan.disks is not None:
-        page = plan.disks.page
-        constants += [*_DISKS, (ssd_books, "PAGE", page), (ssd_restore, "PAGE", page)]
-    return constants
-
-
-@contextlib.contextmanager
-def _scaled(constants: Constants) -> Iterator[None]:
-    """Sizes as they fit a world of tiny nodes, for as long as it lives."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in constants]
-    for module, name, value in constants:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
 def plan_of(
     seed: int,
     *,
@@ -939,6 +892,7 @@ def plan_of(
     follow: bool = True,
     bad_media: bool = True,
     limits: bool = True,
+    more: bool = True,
 ) -> Plan:
     """What a seed is about, without living it. The arguments: see `run_seed`."""
     plan = Plan.draw(random.Random(f"{seed}/plan"), disks=disks)
@@ -948,6 +902,15 @@ def plan_of(
         plan = plan.with_bad_media(random.Random(f"{seed}/media"))
     if limits:
         plan = plan.with_limits(random.Random(f"{seed}/limits"))
+    if more:
+        for name, add in (
+            ("threads", Plan.with_few_threads),
+            ("tenants", Plan.with_tenants),
+            ("stays", Plan.with_what_stays),
+            ("deaths", Plan.with_deaths),
+            ("many", Plan.with_many),
+        ):
+            plan = add(plan, random.Random(f"{seed}/{name}"))
     return plan.with_quotas() if quotas else plan
 
 
@@ -960,20 +923,28 @@ def run_seed(
     follow: bool = True,
     bad_media: bool = True,
     limits: bool = True,
+    more: bool = True,
 ) -> Result:
     """Live one seed from beginning to end.
 
     tell: hears every event. disks: see `Plan.draw`. quotas: with quotas of the namespace, too. follow: False:
     nobody follows prompts, where two of five seeds have some who do; all else is then as if there were none.
     bad_media: False: no disk lies, or has bad places, where a quarter of the seeds have such. limits: False: all of
-    a daemon's limits are as ever, where half of the seeds have lower ones.
+    a daemon's limits are as ever, where half of the seeds have lower ones. more: False: one tenant, nothing that goes
+    wrong for good, nobody who dies where that is worst, and few nodes.
     """
     plan = plan_of(
-        seed, disks=disks, quotas=quotas, follow=follow, bad_media=bad_media, limits=limits
+        seed,
+        disks=disks,
+        quotas=quotas,
+        follow=follow,
+        bad_media=bad_media,
+        limits=limits,
+        more=more,
     )
     gc.disable()
     try:
-        with _scaled(_ALWAYS):
+        with scale.scaled(scale.ALWAYS):
             return World(seed, plan, tell).run()
     finally:
         gc.enable()
