@@ -158,6 +158,7 @@ class BlockFetcher:
         tables = namespace.tables_of(parts)
         located = self.locator.on_this_node(tables, keys)
         asked = not self.locator.elsewhere
+        unasked = 0 if asked else len(keys)  # of so many nobody else was asked
         # A shorter prefix may need blocks that a longer one does not (windows), so if one is not available, the
         # missing blocks of the next one are fetched too. Other nodes are asked if this node does not have all,
         # or did not deliver.
@@ -170,10 +171,10 @@ class BlockFetcher:
             doubtful = not asked and self._doubtful(located)
             if (there < len(keys) or doubtful) and not asked:
                 asked = True
-                known = here if doubtful else there
+                unasked = here if doubtful else there
                 merge(
                     located,
-                    await self.locator.prefix(namespace, tables, keys, known, deadline),
+                    await self.locator.prefix(namespace, tables, keys, unasked, deadline),
                 )
                 there, declined = self._choose(tables, keys, here, located, recompute)
             if recompute is not None:
@@ -186,7 +187,7 @@ class BlockFetcher:
             wanted = partial(missing, tables, keys[:there], located, besides)
             # A disk that hangs does not say so: others are asked where its blocks are when it takes too long.
             until = deadline
-            if not asked:
+            if unasked > here:
                 until = min(deadline, self._clock() + self.expected_s(wanted()))
             elif self._shorter_needs_more(tables, keys[:there], here, located):
                 # Nor does a peer, and by the deadline there would be nothing: the shorter prefix has time left.
@@ -195,12 +196,12 @@ class BlockFetcher:
             if not failed:
                 return
             here = self.match(namespace, parts, keys, direct=direct)
-            if not asked and self._clock() >= until:
-                asked = True
+            if unasked > here and self._clock() >= until:
                 merge(
                     located,
-                    await self.locator.prefix(namespace, tables, keys, here, deadline),
+                    await self.locator.prefix(namespace, tables, keys[:unasked], here, deadline),
                 )
+                asked, unasked = True, 0
             else:
                 _strike_out(located, failed)
 

@@ -402,6 +402,24 @@ def test_the_first_readers_of_a_disk_that_hangs_are_served_by_a_peer() -> None:
     run(main())
 
 
+def test_the_beginning_of_a_prompt_on_a_disk_that_hangs_comes_from_a_peer() -> None:
+    """Peers are asked for the rest, which nobody has; and for the beginning when the disk takes too long."""
+
+    async def main() -> None:
+        world = World("healthy.", disks={0: {key(0), key(1)}})
+        world.unknown = {key(2), key(3)}
+        world.stopped = {DISKS[0]}
+        try:
+            found, took = await world.prompt(0)
+            assert found == 2
+            assert took < 1.0
+        finally:
+            world.dead.set()
+        await asyncio.gather(*(one.task for one in world.fetcher.transfers))
+
+    run(main())
+
+
 def test_a_source_is_not_tried_while_too_many_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait until there is room: what was not asked has not failed."""
     monkeypatch.setattr(transfer, "WAITING_MAX", 4)
