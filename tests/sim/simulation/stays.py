@@ -100,9 +100,19 @@ class WhatStays:
                 await world.until(partial(world.leased_by_others, life))
                 chains = namespace.chains
                 if not (plan.roomy or namespace.modest):  # there is hardly room for one
-                    chains = [self._rng.choice(chains)]
+                    chains = [self._rng.choice(self._elsewhere(life, namespace) or chains)]
                 found = [world.spawn(self._find_one(life, namespace, chain)) for chain in chains]
                 await asyncio.gather(*found)
+
+    def _elsewhere(self, life: Life, namespace: SimulatedNamespace) -> list[Sequence[bytes]]:
+        """The prompts of which other healthy nodes have more in memory than this one."""
+        world, others = self._world, self._healthy()
+        return [
+            chain
+            for chain in namespace.chains
+            if world.findable(life, namespace, chain, others)
+            > namespace.usable(chain, world.parts_at(namespace, [life]))
+        ]
 
     async def _find_one(
         self, life: Life, namespace: SimulatedNamespace, chain: Sequence[bytes]
