@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.errors import KvpoolError
 from tests.sim.simulation.memory import Violation
+from tests.sim.simulation.namespaces import TOLD_S
 from tests.sim.simulation.nodes import Life
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class WhatStays:
         await self._work()
         await world.until(self._waiting)
         await self._put()
+        await asyncio.sleep(2 * TOLD_S)
         await self._find()
         world.note("it is over")
         self._end()
@@ -99,10 +101,21 @@ class WhatStays:
             for namespace in self._world.namespaces:
                 await world.until(partial(world.leased_by_others, life))
                 chains = namespace.chains
-                if not (plan.roomy or namespace.modest):  # there is hardly room for one
+                # All at a time where there is room; but of a peer on probation one at a time asks for something.
+                if not (plan.roomy or namespace.modest) or self._doubts(life):
                     chains = [self._rng.choice(self._elsewhere(life, namespace) or chains)]
                 found = [world.spawn(self._find_one(life, namespace, chain)) for chain in chains]
                 await asyncio.gather(*found)
+
+    def _doubts(self, life: Life) -> bool:
+        """Whether another healthy node has done nothing well for this one since it failed it."""
+        daemon = life.server.daemon
+        found = [
+            daemon.fetcher.peers.get(other.server.daemon.cluster.own)
+            for other in self._healthy()
+            if other is not life
+        ]
+        return any(peer is not None and peer.on_probation for peer in found)
 
     def _elsewhere(self, life: Life, namespace: SimulatedNamespace) -> list[Sequence[bytes]]:
         """The prompts of which other healthy nodes have more in memory than this one."""
