@@ -378,7 +378,7 @@ class SimulatedDisk:
             asked = np.frombuffer(order.slots, dtype=np.uint64)
             return storage_wire.Scanned(found[np.isin(found["offset"], asked)].tobytes())
 
-        return await self._order(read, order.deadline_s)
+        return await self._order(self._readers, read, order.deadline_s)
 
     async def add_table(self, record: bytes, table: int = 0) -> int:
         self._check_alive()
