@@ -14,7 +14,7 @@ from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.tiers.tier_state import ObjectTierState
+from kvpool.daemon.tiers.tier_state import ObjectTierState, TierState
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
@@ -59,6 +59,11 @@ class OnDisk(TierContract):
 
         tier = SsdTier(config, memory.node, memory.clock, partial(make_node, packed=True), adopt)
         await tier.start(memory.segments)
+
+        async def serves() -> bool:
+            return all(device.state is TierState.SERVING for device in tier.devices)
+
+        await until(serves)  # a slow machine's disks open later than a daemon waits for
         tier.begin()
         return tier
 

@@ -87,7 +87,11 @@ def begin(request, start, until) -> Iterator:
         daemon = start("--device", f"{request.param}={size}", *args, name=name, **settings)
         engine = Engine(daemon)
         engines.append(engine)
-        until(lambda: engine.device.state == "serving")
+        until(
+            lambda: engine.device.state == "serving",
+            "its process has torch",
+            seconds=4 * PATIENCE_S,
+        )
         return engine
 
     yield one

@@ -350,6 +350,10 @@ class SlotClass:
         self.by_row = by_row
         self.checksums = Checksums(rows)
 
+    def divides(self, base: bytes) -> bool:
+        """Whether a namespace has its own eviction order: then `divide` needs no blocks."""
+        return isinstance(self.policy, QuotaEviction) and base in self.policy
+
     def divide(
         self,
         base: bytes,

@@ -62,6 +62,10 @@ class QuotaEviction:
         held.sort(key=lambda block: (-block.used, block.depth))
         self._moving[base] = OrderedDict.fromkeys(held)
 
+    def __contains__(self, base: bytes) -> bool:
+        """Whether a namespace has a policy of its own."""
+        return base in self._parts
+
     def part(self, base: bytes) -> EvictionPolicy:
         """The separate policy of a namespace, with the blocks moved over so far."""
         return self._parts[base]

@@ -53,14 +53,17 @@ class Quotas:
 
     def divide(self, namespace: NamespaceState, tables: Iterable[PartTable]) -> None:
         """Give these tables of a namespace with a quota, and its ended epochs, separate eviction orders."""
-        blocks: dict[int, list[Block]] = {}
+        by_stride: dict[int, list[PartTable]] = {}
         for table in (*self._ended.tables_of(namespace), *tables):
-            held = blocks.setdefault(table.stride, [])
-            held += table.garbage.values()
-            held += table.blocks.values()
-        for stride, held in blocks.items():
+            by_stride.setdefault(table.stride, []).append(table)
+        for stride, those in by_stride.items():
             slot_class = self._slots.class_of(namespace.tenant, stride)
             capacity = max(1, namespace.quota // stride)
+            held: list[Block] = []
+            if not slot_class.divides(namespace.base):
+                for table in those:
+                    held += table.garbage.values()
+                    held += table.blocks.values()
             slot_class.divide(namespace.base, capacity, held, self._slots.make_policy)
 
     def pass_on(self, old: NamespaceState, new: NamespaceState) -> None:
