@@ -30,6 +30,7 @@ import msgspec
 
 from kvpool.client import Client, Lease, OperatorClient
 from kvpool.errors import (
+    ClusterUnavailable,
     KvpoolError,
     LeaseLost,
     LimitExceeded,
@@ -101,13 +102,7 @@ class Worker:
 
     def ready(self) -> None:
         """An idle client finds out by its next request that its daemon has ended."""
-        until(self._answers, "the daemon answers")
-
-    def _answers(self) -> bool:
-        try:
-            return bool(self._client.stats())
-        except Unavailable:
-            return False
+        _until(lambda: bool(self._client.stats()), "the daemon answers")
 
     def put(self, prompts: Iterable[int], count: int) -> None:
         """Until each is stored: this is no test of the put."""
@@ -115,10 +110,10 @@ class Worker:
 
             def stored(prompt: int = prompt) -> bool:
                 self._put(self._client, self._ns, prompt, range(count))
+                self._client.pin(self._ns, blocks.keys(prompt, count), "hard")
                 return self._holds(prompt, count)
 
-            until(stored, f"prompt {prompt} is stored")
-            self._client.pin(self._ns, blocks.keys(prompt, count), "hard")
+            _until(stored, f"prompt {prompt} is stored")
 
     def unpin(self, prompts: Iterable[int], count: int) -> None:
         """They may be evicted again."""
@@ -140,15 +135,16 @@ class Worker:
             }
             return len(here) == len(keys)
 
-        until(located, "the prompts are announced")
+        _until(located, "the prompts are announced")
 
     def held(self, prompts: Iterable[int], count: int) -> None:
         """In memory, all parts, by the node's word."""
         for prompt in prompts:
-            if self._holds(prompt, count):
-                self._write(
-                    Held(at=time.monotonic(), node=self._settings.node, prompt=prompt, blocks=count)
-                )
+            with contextlib.suppress(Unavailable):  # then it is not known
+                if self._holds(prompt, count):
+                    at = time.monotonic()
+                    node = self._settings.node
+                    self._write(Held(at=at, node=node, prompt=prompt, blocks=count))
 
     def connect(self, count: int) -> None:
         """For `read`: how long that takes is not what is measured."""
@@ -305,6 +301,18 @@ class Ending:
         self.answered = 0.0
         self.blocks = 0
         self.seen: list[tuple[int, int, str]] = []
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until it is so; on a busy machine daemon and directory may be late to say."""
+
+    def so() -> bool:
+        try:
+            return condition()
+        except (ClusterUnavailable, Unavailable):
+            return False
+
+    until(so, what)
 
 
 def _copied(lease: Lease) -> list[tuple[int, int, str]]:

@@ -164,14 +164,9 @@ class _Course:
         first = WITNESSES_FROM + death.number * WITNESSES
         words = f"{first} {WITNESSES} {WITNESS_BLOCKS}"
         holders = [witnesses[death.victim], witnesses[death.holder]]
-        for one in witnesses.values():
-            one.say("ready")
-        for one in holders:
-            one.say(f"put {words}")
-        for one in holders:
-            one.say(f"announced {words}")
-        for one in holders:
-            one.say(f"held {words}")
+        _all_say(list(witnesses.values()), "ready")
+        for word in ("put", "announced", "held"):
+            _all_say(holders, f"{word} {words}")
         reader = witnesses[death.reader]
         reader.say(f"connect {WITNESSES}")
         reader.tell(f"read {words}")
@@ -179,6 +174,13 @@ class _Course:
         with faults.FAULTS[death.how](world, death.victim, number):
             reader.hear()
         witnesses[death.holder].say(f"held {words}")
-        for one in holders:
-            one.say(f"unpin {words}")
+        _all_say(holders, f"unpin {words}")
         world.until_well()
+
+
+def _all_say(clients: Sequence[Clients], line: str) -> None:
+    """At a time."""
+    for one in clients:
+        one.tell(line)
+    for one in clients:
+        one.hear()
