@@ -131,7 +131,11 @@ def without_memory(world: World, target: str, number: int) -> Iterator[None]:
 @contextlib.contextmanager
 def cramped(_world: World, _node: str, pid: int) -> Iterator[None]:
     """A process may map about as much as it has."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        yield
+        return
     with limited(pid, resource.RLIMIT_AS, pages * resource.getpagesize() + SPARE_BYTES):
         yield
 
@@ -139,8 +143,12 @@ def cramped(_world: World, _node: str, pid: int) -> Iterator[None]:
 @contextlib.contextmanager
 def limited(pid: int, what: int, most: int) -> Iterator[None]:
     """A process may have no more of something."""
-    usual = resource.prlimit(pid, what)
-    resource.prlimit(pid, what, (most, usual[1]))
+    try:
+        usual = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (most, usual[1]))
+    except ProcessLookupError:  # it has just ended
+        yield
+        return
     try:
         yield
     finally:
