@@ -544,7 +544,7 @@ class Adaptive2Q:
             elif 0 < entry.freq < settled:
                 entry.freq = self._PROVEN
         if newly:
-            self._probation.lend(self._proven, newly)
+            self._probation.give(self._proven, newly)
         self._proven.renew(proven)
         self._probation.renew(on_probation)
 

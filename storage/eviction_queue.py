@@ -35,10 +35,10 @@ class EntryQueue(Protocol):
     def renew(self, entries: Sequence[Any]) -> None:
         """Make entries the youngest, the last of them the very youngest.
 
-        They may come from another queue of the same kind: see `lend`.
+        They may come from another queue of the same kind: see `give`.
         """
 
-    def lend(self, other: Any, count: int) -> None:
+    def give(self, other: Any, count: int) -> None:
         """This many of the entries that the other queue is about to `renew` are of this one."""
 
     def pop(self) -> Any:
@@ -131,7 +131,7 @@ class EvictionQueue:
             last.newer = end
             end.older = last
 
-    def lend(self, other: EvictionQueue, count: int) -> None:
+    def give(self, other: EvictionQueue, count: int) -> None:
         self.length -= count
         other.length += count
 

@@ -662,7 +662,7 @@ class PackedQueue:
             self._unlink(entry.row)
             self._link(entry.row)
 
-    def lend(self, other: Any, count: int) -> None:
+    def give(self, other: Any, count: int) -> None:
         self.length -= count
         other.length += count
 

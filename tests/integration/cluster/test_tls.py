@@ -174,11 +174,11 @@ def test_off_loopback_takes_certificates_or_trust(fleet):
     assert "kvpool certs init" in plain.said
     assert "--plaintext" in plain.said
     trusting = fleet.world.make("q", "--plaintext", host="0.0.0.0")
-    trusting._environ["KVPOOL_ADVERTISE"] = trusting.url.replace("0.0.0.0", "127.0.0.1")
+    trusting.environ["KVPOOL_ADVERTISE"] = trusting.url.replace("0.0.0.0", "127.0.0.1")
     trusting.start()
     machine = Machine(fleet.folder / "r", fleet.pki, "r")
     guarded = fleet.world.make("r", environ=machine.environ, host="0.0.0.0")
-    guarded._environ["KVPOOL_ADVERTISE"] = guarded.url.replace("0.0.0.0", "127.0.0.1")
+    guarded.environ["KVPOOL_ADVERTISE"] = guarded.url.replace("0.0.0.0", "127.0.0.1")
     guarded.start()
 
 

@@ -270,7 +270,7 @@ class _Entry:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["append", "first", "remove", "renew", "pop", "take", "lend"]),
+        st.sampled_from(["append", "first", "remove", "renew", "pop", "take", "give"]),
         st.integers(0, 1),
         st.lists(st.integers(0, 19), unique=True, min_size=1, max_size=6),
     ),
@@ -312,9 +312,9 @@ def test_a_queue_of_rows_is_a_queue_of_entries(
             case "renew":
                 ours.renew([blocks[row] for row in mine])
                 theirs.renew([entries[row] for row in mine])
-            case "lend":
-                packed[1 - at].lend(ours, len(foreign))
-                linked[1 - at].lend(theirs, len(foreign))
+            case "give":
+                packed[1 - at].give(ours, len(foreign))
+                linked[1 - at].give(theirs, len(foreign))
                 ours.renew([blocks[row] for row in foreign])
                 theirs.renew([entries[row] for row in foreign])
                 held.update(dict.fromkeys(foreign, at))

@@ -709,7 +709,7 @@ def test_queues_against_lists(steps: list[tuple[str, list[int]]]) -> None:
             model[:] = [block for block in model if block not in held] + held
         elif step == "move over":
             queues[1 - at].renew([known[block] for block in held])
-            queue.lend(queues[1 - at], len(held))
+            queue.give(queues[1 - at], len(held))
             model[:] = [block for block in model if block not in held]
             other += held
         elif step == "take":
