@@ -347,6 +347,9 @@ class SsdWriter:
 
     def _failed(self, error: str) -> None:
         """A write failed: do not write to the disk for a while."""
+        now = self._books.clock()
+        if self._books.state is TierState.READ_ONLY and not self._retry.due(now):
+            return  # it began before the first one failed: the wait is as long however many there were
         if self._books.state is TierState.SERVING:
             log.error(
                 "writes to the disk at %s fail: %s",
@@ -357,7 +360,7 @@ class SsdWriter:
             self._retry.succeeded()
         if self._books.state in {TierState.SERVING, TierState.READ_ONLY}:
             self._books.state, self._books.error = TierState.READ_ONLY, error
-            self._retry.failed(self._books.clock())
+            self._retry.failed(now)
 
     def _make_entries(self, n: int) -> None:
         """Make room in the index for this many more: small blocks can fill it before the segment."""

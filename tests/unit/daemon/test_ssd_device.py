@@ -452,6 +452,30 @@ def test_a_disk_that_fails_is_left_alone_for_longer_and_longer_until_it_takes_wr
     run(main())
 
 
+def test_writes_that_fail_together_are_one_failure() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        device, disk = bench.device, bench.disk
+        disk.statuses["write"] = deque([bytes([BlockStatus.FAILED])] * 6)
+        pauses = []
+        for first in (0, 3):
+            disk.held.add("write")
+            writes = [asyncio.create_task(bench.write([first + at])) for at in range(3)]
+            while len(disk.of_kind("write")) < first + 3:
+                await asyncio.sleep(0)
+            disk.go_on()
+            assert await asyncio.gather(*writes) == [0] * 3
+            began = bench.now
+            while not device.may_write():
+                bench.now += 0.25
+            pauses.append(bench.now - began)
+        assert pauses == [1.0, 2.0]
+        assert device.counted.write_errors == 6
+
+    run(main())
+
+
 def test_nothing_is_ordered_while_a_disk_is_left_alone() -> None:
     async def main() -> None:
         bench = Bench()
