@@ -586,8 +586,8 @@ def test_a_hundred_thousand_puts_into_a_full_pool(policy: str) -> None:
     assert len(namespace.tables[0].blocks) == slots
 
 
-def _work_of_a_put(resident: int) -> tuple[int, int]:
-    """(lines of Python run, blocks evicted) by a put of 8 into a full pool."""
+def _work_of_puts(resident: int) -> list[int]:
+    """Lines of Python run by each put of 8 into a full pool, which evicts 8."""
     slab_bytes = 1 << 16
     pool = Pool(slabs=resident * 64 // slab_bytes, parts=(PartSpec(64),), slab_bytes=slab_bytes)
     for n in range(0, resident, 512):
@@ -595,7 +595,6 @@ def _work_of_a_put(resident: int) -> tuple[int, int]:
     pool.put([resident])
     pool.put(range(3 * resident, 3 * resident + 8))  # what is made at the first put of so many
     pool.node.settle()
-    evicted = pool.node.counters.evicted
     lines = 0
 
     def count(frame: Any, event: str, _: Any) -> Any:
@@ -603,27 +602,33 @@ def _work_of_a_put(resident: int) -> tuple[int, int]:
         lines += event == "line"
         return count
 
-    work = keys(range(2 * resident, 2 * resident + 8))
-    gc.disable()
-    previous = sys.gettrace()
-    sys.settrace(count)
-    try:
-        pool.node.puts.reserve(pool.holder, pool.namespace, 0, 77, split_keys(work))
-        pool.node.puts.commit(pool.holder, 77, bytes(16 * 8))
-        pool.node.settle()
-    finally:
-        sys.settrace(previous)
-        gc.enable()
-    return lines, pool.node.counters.evicted - evicted
+    puts: list[int] = []
+    for ticket in range(5):
+        work = keys(range(2 * resident + 8 * ticket, 2 * resident + 8 * ticket + 8))
+        evicted = pool.node.counters.evicted
+        lines = 0
+        gc.disable()
+        previous = sys.gettrace()
+        sys.settrace(count)
+        try:
+            pool.node.puts.reserve(pool.holder, pool.namespace, 0, ticket + 77, split_keys(work))
+            pool.node.puts.commit(pool.holder, ticket + 77, bytes(16 * 8))
+            pool.node.settle()
+        finally:
+            sys.settrace(previous)
+            gc.enable()
+        puts.append(lines)
+        assert pool.node.counters.evicted - evicted == 8
+    return puts
 
 
 def test_the_work_of_a_put_does_not_grow_with_what_is_resident() -> None:
-    few, evicted = _work_of_a_put(48 << 10)
-    many, evicted_of_many = _work_of_a_put(96 << 10)
-    assert evicted == evicted_of_many == 8
-    # Packed, a block may have to be told from some others by its key: where the hashes lead is chance.
-    assert abs(few - many) <= (40 if Pool.packed else 0)
-    assert few < (2000 if Pool.packed else 1000)
+    few, many = _work_of_puts(48 << 10), _work_of_puts(96 << 10)
+    # Packed, a block may have to be told from some others by its key: where the hashes lead is chance. So is which
+    # put has to clear or divide a page of 512 places, which is once in hundreds of blocks.
+    assert abs(min(few) - min(many)) <= (40 if Pool.packed else 0)
+    assert min(few) < (2000 if Pool.packed else 1000)
+    assert max(few + many) < (40_000 if Pool.packed else 1000)
 
 
 def test_the_time_of_a_put_does_not_grow_with_what_is_resident() -> None:
