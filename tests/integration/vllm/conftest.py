@@ -275,10 +275,12 @@ def run_engine(
             kv_connector_extra_config={"socket": path, "lookup_timeout_s": 5.0, **(extra or {})},
         )
     defaults = {
-        "dtype": "bfloat16",
+        # Which tokens are computed together depends on hits and on when loads arrive, and the last bits of the KV on
+        # that. In bfloat16 these decide between two tokens on some processors, without a pool too.
+        "dtype": "float32",
         "block_size": BLOCK,
         "enforce_eager": True,
-        "kv_cache_memory_bytes": 64 << 20,
+        "kv_cache_memory_bytes": 128 << 20,
         "max_model_len": 2048,
         "max_num_batched_tokens": 512,
         "disable_log_stats": False,

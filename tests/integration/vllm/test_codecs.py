@@ -96,7 +96,7 @@ def test_what_is_loaded_is_near_what_was_computed(
 ) -> None:
     before = daemon.counters().committed
     extra = {"codec": codec}
-    with kit.run_engine(llama, daemon, extra) as engine:
+    with kit.run_engine(llama, daemon, extra, dtype="bfloat16") as engine:
         assert [output.cached for output in engine.generate(asked)] == [0, 0, 0]
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
@@ -110,7 +110,10 @@ def test_what_is_loaded_is_near_what_was_computed(
         assert MEAN_LOSS[codec][0] < mean < MEAN_LOSS[codec][1]
         assert engine.metric("nonfinite_blocks") == 0
         computed = cached(engine)
-    with kit.run_engine(llama, daemon, extra) as engine, loads_noted(engine) as filled:
+    with (
+        kit.run_engine(llama, daemon, extra, dtype="bfloat16") as engine,
+        loads_noted(engine) as filled,
+    ):
         outputs = engine.generate(asked)
         hits = [kit.hit(len(each)) for each in asked]
         assert [output.cached for output in outputs] == hits

@@ -11,11 +11,6 @@ import pytest
 Oracle = Callable[..., list[list[int]]]
 
 
-# Where a prompt's beginning is not computed, its end is computed in other company. In bfloat16 the last bits of that
-# may decide on a token: on some processors they do, without a pool too.
-EXACT = {"dtype": "float32"}
-
-
 @pytest.fixture(scope="module")
 def asked(kit: Any) -> list[list[int]]:
     return kit.prompts(2)
@@ -26,8 +21,8 @@ def saved(
     kit: Any, llama: Path, daemon: Any, oracle: Oracle, asked: list[list[int]]
 ) -> list[list[int]]:
     """Tokens of an engine without a pool, and an engine's blocks in the pool, checked."""
-    expected = oracle("llama", asked, **EXACT)
-    with kit.run_engine(llama, daemon, **EXACT) as engine:
+    expected = oracle("llama", asked)
+    with kit.run_engine(llama, daemon) as engine:
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         assert [output.cached for output in outputs] == [0, 0, 0]
@@ -50,7 +45,7 @@ def test_a_fresh_engine_loads_what_another_saved(
     kit: Any, llama: Path, daemon: Any, saved: list[list[int]], asked: list[list[int]], mode: str
 ) -> None:
     before = daemon.counters().committed
-    with kit.run_engine(llama, daemon, {"load_mode": mode}, **EXACT) as engine:
+    with kit.run_engine(llama, daemon, {"load_mode": mode}) as engine:
         if mode == "async":
             # One by one: which loads end in time for one step is chance, and what is computed together with
             # what shows in the last bits.
@@ -83,10 +78,10 @@ def test_generated_blocks_are_there_for_the_next_turn(
     turn = [before + said for before, said in zip(asked, saved, strict=True)]
     longer = [each + kit.TINY.prompt(900 + i, 40) for i, each in enumerate(turn)]
     # Its own first turn, too: KV from a decode step differs in its last bits from that of a prefill.
-    with kit.run_engine(llama, **EXACT) as alone:
+    with kit.run_engine(llama) as alone:
         alone.generate(asked)
         expected = [output.tokens for output in alone.generate(longer)]
-    with kit.run_engine(llama, daemon, **EXACT) as engine:
+    with kit.run_engine(llama, daemon) as engine:
         outputs = engine.generate(longer)
     assert [output.tokens for output in outputs] == expected
     # All but the last generated token had its KV computed.
@@ -99,7 +94,7 @@ def test_the_oracle_sees_what_is_loaded(
     kit: Any, llama: Path, daemon: Any, saved: list[list[int]], asked: list[list[int]]
 ) -> None:
     """The control: with the store overwritten the answers must change."""
-    with kit.run_engine(llama, daemon, **EXACT) as engine:
+    with kit.run_engine(llama, daemon) as engine:
         with kit.zeroed_store(engine):
             outputs = engine.generate(asked)
         assert [output.cached for output in outputs] == [kit.hit(len(each)) for each in asked]

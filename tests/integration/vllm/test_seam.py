@@ -158,8 +158,8 @@ def test_the_namespace_is_complete_and_loads_by_module_path(
         assert fields["groups"][0]["type"] == "FullAttentionSpec"
         assert fields["tp"] == fields["pp"] == fields["dcp"] == fields["pcp"] == 1
         (part,) = engine.connector._scheduler._namespace.parts
-        # Four layers of K and V: two heads of 64, two bytes each.
-        assert part.nbytes == 4 * 2 * kit.BLOCK * 2 * 64 * 2
+        # Four layers of K and V: two heads of 64, four bytes each.
+        assert part.nbytes == 4 * 2 * kit.BLOCK * 2 * 64 * 4
 
 
 # --- memory
