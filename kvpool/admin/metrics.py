@@ -934,11 +934,6 @@ METRICS: tuple[Metric, ...] = (
         "Age of the oldest unpublished change, in seconds.",
         "cluster.directory.lag_s",
     ),
-    _gauge(
-        "announcer_blocks",
-        "Blocks of this node that the directory may list.",
-        "cluster.directory.announced",
-    ),
     _counter(
         "announcer_changes",
         "Changes published to the directory, by kind.",
@@ -948,7 +943,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("announcer_failures", "Failed publications.", "cluster.directory.failures"),
     _counter(
         "announcer_overflows",
-        "Overflows of the queue of changes. Each one starts a scan of all blocks.",
+        "How often the changes of a group of blocks found no room in the queue. The group is scanned when there is.",
         "cluster.directory.overflows",
     ),
     _gauge(

@@ -505,8 +505,8 @@ class NixlStats(Branch):
 class AnnouncerStats(Branch):
     """What the directory is told. lag_s: age of the oldest change that is not published, in seconds.
 
-    repairing: keys found by a walk and not sent. announced: keys that the directory may have from us. settled:
-    nothing is left to do, as far as is known.
+    repairing: keys found by a walk and not sent. overflows: how often the changes of a group of keys found no room.
+    settled: nothing is left to do, as far as is known.
     """
 
     connected: bool = False
@@ -516,7 +516,6 @@ class AnnouncerStats(Branch):
     repairing: int = 0
     stale_groups: int = 0
     blocked_groups: int = 0
-    announced: int = 0
     overflows: int = 0
     published: int = 0
     withdrawn: int = 0

@@ -51,7 +51,6 @@ DIRECTORY = {
     "queued": 12,
     "lag_s": 0.25,
     "repairing": 0,
-    "announced": 1400,
     "failures": 0,
 }
 

@@ -212,7 +212,7 @@ class ClusterMember:
                 here = here or [0] * len(keys)  # the namespace is no longer known
                 doubtful = [key for key, mask in zip(keys, here, strict=True) if mask != entry.mask]
                 if doubtful:
-                    announcer.doubt(namespace.directory_digest, doubtful)
+                    announcer.changed(namespace.directory_digest, doubtful)
             return
         self._dead.met([entry.incarnation])
         announcer = announcer or self.announcers.get(TIERS["dram"])
@@ -234,7 +234,7 @@ class ClusterMember:
     def stale(self, namespace: NamespaceState, keys: list[bytes]) -> None:
         """A peer expected these blocks here. The directory is corrected."""
         for announcer in self.announcers.values():
-            announcer.doubt(namespace.directory_digest, keys)
+            announcer.changed(namespace.directory_digest, keys)
 
     # ---- the others ----------------------------------------------------------------------------------
 

@@ -1,19 +1,25 @@
-"""Announcements to the directory: keys by group, changed or found by a walk. No I/O, no clock, no tasks."""
+"""Announcements to the directory: keys by group, changed or found by a walk. No I/O, no clock, no tasks.
+
+Nothing is remembered of what was announced: an absent key is withdrawn whenever its turn comes.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Protocol
 
+from kvpool.placement.directory.checks import DIGEST_BYTES
 from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.retry import Backoff
 from kvpool.telemetry.node_stats import AnnouncerStats
+from kvpool.types import KEY_BYTES
 
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 2.0
 SORT_KEYS = 1024  # at a time, before other tasks have their turn
+ARRIVED_SEEN = 16 << 10  # arrived keys among which one is looked for
+RECORD_BYTES = DIGEST_BYTES + KEY_BYTES
 NAMESPACES_MAX = 4096  # namespaces whose number of parts is remembered, to withdraw their blocks when they are gone
 
 Keys = dict[bytes, set[bytes]]  # by digest
@@ -43,10 +49,11 @@ class Group:
 
     __slots__ = (
         "backoff",
+        "changed",
         "changes",
+        "later",
         "mark",
-        "published",
-        "recount",
+        "overflowed",
         "repairing",
         "repairs",
         "since",
@@ -56,13 +63,14 @@ class Group:
 
     def __init__(self) -> None:
         self.changes: Keys = {}
+        self.changed = 0  # how many
+        self.later = bytearray()  # changes that found no room there, a digest and a key each
+        self.overflowed = False  # nor there
         self.since: float | None = None  # not later than the oldest of the changes
         self.repairs: Keys = {}
         self.repairing = 0  # how many
-        self.published: Keys = {}  # the directory has no others from this node
         self.mark: bytes | None = None  # under which it is announced; None: not read yet
         self.stale = False  # to be walked
-        self.recount = False  # and published keys to be compared with held ones
         self.backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
         self.trying = False
 
@@ -86,24 +94,28 @@ class Batch:
     since: float | None = None
     shares: list[tuple[Group, list[bytes]]] = field(default_factory=list)
     size: int = 0
-    withdrawn: list[bytes] = field(default_factory=list)
+    withdrawn: int = 0
 
 
 class AnnouncementQueue:
-    """The groups of keys, with the queue of each and the keys that the directory may have from this node.
+    """The groups of keys, and the queue of each.
 
-    held: asked for the current state at a key's turn. queue_max: changes, in keys. overflowed: changes were not
-    queued since the last `clear_overflow`.
+    held: asked for the current state at a key's turn. queue_max: changes, in keys, of all groups; each has its
+    share, so that those that cannot be sent leave the others room. later_max: the same for changes beyond that, which
+    take 32 bytes each. Those beyond both are dropped: all held blocks of the group are walked when there is room
+    again, and the directory's entries of evicted ones are withdrawn when somebody meets them.
     """
 
-    def __init__(self, held: Held, queue_max: int) -> None:
+    def __init__(self, held: Held, queue_max: int, later_max: int) -> None:
         self.groups = [Group() for _ in range(TAGS)]
-        self.queued = 0  # changes: arrived, or in a group; not those under way
-        self.overflowed = False
+        self.under_way: list[Batch] = []  # taken, and neither sent nor put back
         self.overflows = 0
         self._held = held
         self._queue_max = queue_max
+        self._group_max = max(1, queue_max // TAGS)
+        self._later_max = max(1, later_max // TAGS) * RECORD_BYTES
         self._arrived: deque[tuple[float, bytes, tuple[bytes, ...]]] = deque()
+        self._arriving = 0  # keys
         self._parts: OrderedDict[bytes, int] = OrderedDict()
 
     @property
@@ -111,44 +123,44 @@ class AnnouncementQueue:
         """Whether `sort` has anything to do."""
         return bool(self._arrived)
 
-    def changed(self, digest: bytes, keys: tuple[bytes, ...], now: float) -> bool:
-        """Queue them; False: no room."""
-        if self.queued + len(keys) > self._queue_max:
-            self.overflowed = True
-            self.overflows += 1
-            return False
+    @property
+    def overflowed(self) -> bool:
+        """Whether changes were dropped, and there was no room since."""
+        return any(group.overflowed for group in self.groups)
+
+    def changed(self, digest: bytes, keys: tuple[bytes, ...], now: float) -> None:
+        """Queue them."""
+        if self._arriving + len(keys) > self._queue_max:
+            self._add_changes(digest, keys, now)
+            return
         self._arrived.append((now, digest, keys))
-        self.queued += len(keys)
-        return True
+        self._arriving += len(keys)
 
-    def doubt(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """The directory may have these from this node, announced or not."""
-        for key in keys:
-            self.groups[tag_of(key)].published.setdefault(digest, set()).add(key)
-
-    def clear_overflow(self) -> bool:
-        """Whether to start recovering overflowed changes now: half the queue is free.
+    def clear_overflow(self) -> None:
+        """Groups that dropped changes are to be walked, once half of their room is free.
 
         Not before, or a node that changes faster than it can announce would walk all the time.
         """
-        if not self.overflowed or self.queued > self._queue_max // 2:
-            return False
-        self.overflowed = False
         for group in self.groups:
-            group.stale = group.recount = True
-        return True
+            if group.overflowed and len(group.later) <= self._later_max // 2:
+                group.overflowed = False
+                group.stale = True
 
-    def announce_anew(self, *, forget: bool) -> list[Keys]:
-        """Everything is to be walked. forget: nothing was announced; returns the previous record, to be freed."""
-        forgotten: list[Keys] = []
+    def announce_anew(self, *, forget: bool) -> list[object]:
+        """Everything is to be walked. forget: nothing was announced; returns what was queued, to be freed."""
+        forgotten: list[object] = []
         for group in self.groups:
             group.stale = True
             if forget:
-                forgotten.append(group.published)
-                group.published = {}
-                group.recount = False
+                forgotten += group.changes, group.repairs
+                group.changes, group.changed, group.later = {}, 0, bytearray()
+                group.repairs, group.repairing = {}, 0
+                group.since, group.overflowed = None, False
         if forget:
-            self.overflowed = False  # nothing wrong can have been published yet
+            arrived = list(self._arrived)
+            forgotten += (arrived[at : at + SORT_KEYS] for at in range(0, len(arrived), SORT_KEYS))
+            self._arrived.clear()
+            self._arriving = 0
         return forgotten
 
     def sort(self) -> None:
@@ -160,28 +172,50 @@ class AnnouncementQueue:
                 self._arrived.appendleft((since, digest, keys[room:]))
                 keys = keys[:room]
             room -= len(keys)
-            self.queued += self._add_changes(digest, keys, since) - len(keys)
+            self._arriving -= len(keys)
+            self._add_changes(digest, keys, since)
 
-    def _add_changes(self, digest: bytes, keys: Iterable[bytes], since: float | None) -> int:
-        """How many of them were not queued yet."""
-        groups = self.groups
-        fresh = 0
+    def _add_changes(self, digest: bytes, keys: Iterable[bytes], since: float | None) -> None:
+        groups, most = self.groups, self._group_max
         for key in keys:
             group = groups[tag_of(key)]
             queue = group.changes.get(digest)
+            if queue is not None and key in queue:
+                continue
+            if group.since is None:
+                group.since = since
+            if group.changed >= most:
+                self._add_later(group, digest + key)
+                continue
             if queue is None:
                 queue = group.changes[digest] = set()
-                if group.since is None:
-                    group.since = since
-            if key not in queue:
-                queue.add(key)
-                fresh += 1
-        return fresh
+            queue.add(key)
+            group.changed += 1
+
+    def _add_later(self, group: Group, record: bytes) -> None:
+        if len(group.later) < self._later_max:
+            group.later += record
+        elif not group.overflowed:
+            group.overflowed = True
+            self.overflows += 1
+
+    def _take_later(self, group: Group) -> None:
+        """Some of the later changes are due now."""
+        end = min(SORT_KEYS, self._group_max) * RECORD_BYTES
+        records = bytes(group.later[:end])
+        del group.later[:end]
+        for at in range(0, len(records), RECORD_BYTES):
+            digest, key = records[at : at + DIGEST_BYTES], records[at + DIGEST_BYTES : at + RECORD_BYTES]
+            queue = group.changes.setdefault(digest, set())
+            group.changed += key not in queue
+            queue.add(key)
 
     def take(self, groups: Iterable[Group], urgent: bool, limit: int) -> Batch | None:
         """Up to `limit` keys of one namespace out of these groups; None if there are none."""
         batch: Batch | None = None
         for group in groups:
+            if urgent and group.later and not group.changes:
+                self._take_later(group)
             queues = group.changes if urgent else group.repairs
             if not queues:
                 continue
@@ -200,10 +234,10 @@ class AnnouncementQueue:
             batch.shares.append((group, share))
             batch.size += len(share)
             if urgent:
-                self.queued -= len(share)
+                group.changed -= len(share)
                 if group.since is not None and (batch.since is None or group.since < batch.since):
                     batch.since = group.since
-                if not queues:
+                if not queues and not group.later:
                     group.since = None
             else:
                 group.repairing -= len(share)
@@ -212,7 +246,7 @@ class AnnouncementQueue:
         return batch
 
     def ask(self, batch: Batch) -> tuple[int, list[bytes], list[int]]:
-        """The values to publish for a batch: parts, keys, masks. Records which keys the directory may have then."""
+        """The values to publish for a batch: parts, keys, masks."""
         digest = batch.digest
         asked = [key for _, share in batch.shares for key in share]
         parts, masks = self._held.masks(digest, asked)
@@ -223,26 +257,8 @@ class AnnouncementQueue:
             masks = [0] * len(asked)
             if not parts:
                 return 0, [], []  # never announced
-        keys: list[bytes] = []
-        at = 0
-        for group, share in batch.shares:
-            theirs = masks[at : at + len(share)]
-            at += len(share)
-            here = list(compress(share, theirs)) if 0 in theirs else share
-            known = group.published.get(digest)
-            if len(here) < len(share) and known:
-                batch.withdrawn += [
-                    key
-                    for key, mask in zip(share, theirs, strict=True)
-                    if not mask and key in known
-                ]
-            if here:
-                keys += here
-                if known is None:
-                    known = group.published[digest] = set()
-                known.update(here)
-        keys += batch.withdrawn
-        return parts, keys, [mask for mask in masks if mask] + [0] * len(batch.withdrawn)
+        batch.withdrawn = masks.count(0)
+        return parts, asked, masks
 
     def _note_parts(self, digest: bytes, parts: int) -> None:
         self._parts[digest] = parts
@@ -250,24 +266,13 @@ class AnnouncementQueue:
         if len(self._parts) > NAMESPACES_MAX:
             self._parts.popitem(last=False)
 
-    def forget_withdrawn(self, batch: Batch) -> None:
-        """The directory no longer has these from this node."""
-        for key in batch.withdrawn:
-            published = self.groups[tag_of(key)].published
-            known = published.get(batch.digest)
-            if known is not None:
-                known.discard(key)
-                if not known:
-                    del published[batch.digest]
-
     def put_back(self, batch: Batch) -> None:
         """It was not sent."""
-        batch.withdrawn.clear()
         for group, share in batch.shares:
             if batch.urgent:
                 if group.since is None or (batch.since is not None and batch.since < group.since):
                     group.since = batch.since
-                self.queued += self._add_changes(batch.digest, share, batch.since)
+                self._add_changes(batch.digest, share, batch.since)
             else:
                 self.add_repairs(group, batch.digest, share)
 
@@ -302,18 +307,22 @@ class AnnouncementQueue:
         """See `Held.masks`."""
         return self._held.masks(digest, keys)
 
-    def waits(self, digest: bytes, key: bytes) -> bool:
-        """Whether it is still to be published, or was never."""
-        group = self.groups[tag_of(key)]
-        queued = key in group.changes.get(digest, ()) or key in group.repairs.get(digest, ())
-        return queued or key not in group.published.get(digest, ())
+    def settled(self, digest: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys of which the directory was told the current state, if that can be seen quickly."""
+        if not keys or self._arriving > ARRIVED_SEEN:
+            return []
+        shares = [s for b in self.under_way if b.digest == digest for _, s in b.shares]
+        shares += [list(some) for _, of, some in self._arrived if of == digest]
+        unsettled = {key for share in shares for key in share}
+        return [key for key in keys if key not in unsettled and not self._queued(digest, key)]
 
-    def missing(self, digest: bytes, keys: Sequence[bytes]) -> list[bytes]:
-        """Which of them are not here."""
-        parts, masks = self._held.masks(digest, keys)
-        if not parts:
-            return list(keys)
-        return [key for key, mask in zip(keys, masks, strict=True) if not mask]
+    def _queued(self, digest: bytes, key: bytes) -> bool:
+        group = self.groups[tag_of(key)]
+        return bool(
+            group.later
+            or key in group.changes.get(digest, ())
+            or key in group.repairs.get(digest, ())
+        )
 
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
         """See `Held.walk`."""
@@ -324,17 +333,17 @@ class AnnouncementQueue:
         """Keys found by a walk that can be sent soon: without those of groups that are given up."""
         return sum(group.repairing for group in self.groups if not group.given_up)
 
-    def stats(self, now: float, under_way: Iterable[Batch], *, walking: bool) -> AnnouncerStats:
-        """What is queued. under_way: taken, and neither sent nor put back."""
-        batches = list(under_way)
-        urgent = [batch for batch in batches if batch.urgent]
+    def stats(self, now: float, *, walking: bool) -> AnnouncerStats:
+        """How much is queued."""
+        urgent = [batch for batch in self.under_way if batch.urgent]
         times = [group.since for group in self.groups if group.since is not None]
         times += [batch.since for batch in urgent if batch.since is not None]
         if self._arrived:
             times.append(self._arrived[0][0])
-        queued = self.queued + sum(batch.size for batch in urgent)
+        queued = self._arriving + sum(batch.size for batch in urgent)
+        queued += sum(g.changed + len(g.later) // RECORD_BYTES for g in self.groups)
         repairing = sum(group.repairing for group in self.groups)
-        repairing += sum(batch.size for batch in batches if not batch.urgent)
+        repairing += sum(batch.size for batch in self.under_way if not batch.urgent)
         stale = sum(group.stale for group in self.groups)
         return AnnouncerStats(
             settled=not (queued or repairing or stale or walking or self.overflowed),
@@ -343,6 +352,5 @@ class AnnouncementQueue:
             repairing=repairing,
             stale_groups=stale,
             blocked_groups=sum(group.blocked for group in self.groups),
-            announced=sum(len(keys) for g in self.groups for keys in g.published.values()),
             overflows=self.overflows,
         )

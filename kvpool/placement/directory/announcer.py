@@ -19,11 +19,10 @@ them are *blocked*: each is tried alone with a few keys, with growing back-off, 
 failed shard does not delay other shards' changes for long. A blocked group's repairs are not kept: it is
 walked again when it is free.
 
-For each group the keys that the directory may have from this node are remembered (some 40 bytes a key): a key
-that was never announced needs no withdrawal, and blocks evicted while the queue overflowed can be found.
+What was announced is not remembered: that would take more memory than the blocks' own records.
 
-Limits: `queue_max` changes, beyond which everything is walked again; `LANES + TRIALS` calls under way, of `batch`
-keys; a few batches of repairs. No step blocks the event loop for longer than the rules and the directory
+Limits: `queue_max` changes, and `later_max` more in a compact form (see `AnnouncementQueue`); `LANES + TRIALS`
+calls under way, of `batch` keys; a few batches of repairs. No step blocks the event loop for longer than the rules and the directory
 take for one batch. Event loop only.
 """
 
@@ -50,9 +49,8 @@ RETRACTS_MAX = 64 << 10
 class Announcer:
     """See the module. Silent until `act_as`; does nothing while `run` does not run.
 
-    clock: seconds, as monotonic as the event loop's. queue_max, batch: in keys. check_s: how often to check
-    whether the directory has lost data. refresh_s: between two
-    verifications of all blocks, at least.
+    clock: seconds, as monotonic as the event loop's. queue_max, later_max, batch: in keys. check_s: how often to
+    check whether the directory has lost data. refresh_s: between two verifications of all blocks, at least.
     """
 
     def __init__(
@@ -61,7 +59,8 @@ class Announcer:
         held: Held,
         *,
         clock: Callable[[], float],
-        queue_max: int = 1 << 20,
+        queue_max: int = 1 << 18,
+        later_max: int = 1 << 22,
         batch: int = 1024,
         tier: int = TIERS["dram"],
         check_s: float = 1.0,
@@ -71,7 +70,7 @@ class Announcer:
         self._directory = directory
         self._batch = batch
         self._tier = tier
-        self._queue = AnnouncementQueue(held, queue_max)
+        self._queue = AnnouncementQueue(held, queue_max, later_max)
         groups = self._queue.groups
         self._state = AnnouncerState([Lane(groups[first::LANES]) for first in range(LANES)], clock)
         self._repairs = Repairs(
@@ -83,7 +82,6 @@ class Announcer:
             tier=tier,
         )
         self._last_incarnation: bytes | None = None
-        self._sending: list[Batch] = []
         self._retracts: dict[tuple[bytes, int, bytes, int], dict[bytes, None]] = {}
         self._retracting = 0
         self._running = False
@@ -97,25 +95,12 @@ class Announcer:
     # ---- told by the rules' caller -------------------------------------------------------------------
 
     def changed(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """These blocks have changed: put, evicted, dropped. Call it after the fact.
+        """These blocks have changed: put, evicted, dropped; or an entry of this node was seen to be wrong.
 
-        O(keys), a copy of them, and never blocks. Beyond the queue's limit they are not queued, and all
-        held and announced blocks are checked again as soon as there is room.
+        Call it after the fact. O(keys), a copy of them, and never blocks.
         """
-        if self._queue.changed(digest, tuple(keys), self._state.clock()):
-            self._has_arrived.set()
-        else:
-            self._state.walk.set()
-
-    def doubt(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """The directory was seen to have a wrong entry of this node for these. See `changed`.
-
-        Unlike after `changed`, absent blocks are withdrawn even if none is known to be announced: a call
-        that timed out may have been carried out later than the withdrawal that followed it.
-        """
-        listed = tuple(keys)
-        self._queue.doubt(digest, listed)
-        self.changed(digest, listed)
+        self._queue.changed(digest, tuple(keys), self._state.clock())
+        self._has_arrived.set()
 
     def retract(
         self, digest: bytes, parts: int, incarnation: bytes, tier: int, keys: Iterable[bytes]
@@ -127,7 +112,7 @@ class Announcer:
         is looked up.
         """
         if incarnation == self._state.incarnation and tier == self._tier:
-            self.doubt(digest, keys)
+            self.changed(digest, keys)
             return
         queue = self._retracts.setdefault((digest, parts, incarnation, tier), {})
         for key in keys:
@@ -153,7 +138,7 @@ class Announcer:
     def stats(self) -> AnnouncerStats:
         """How much is published, and how much is not yet."""
         state, repairs = self._state, self._repairs
-        stats = self._queue.stats(state.clock(), self._sending, walking=repairs.walking)
+        stats = self._queue.stats(state.clock(), walking=repairs.walking)
         stats.connected = state.connected
         stats.published, stats.withdrawn = self._published, self._withdrawn
         stats.retracted, stats.retracts_dropped = self._retracted, self._retracts_dropped
@@ -184,6 +169,7 @@ class Announcer:
             await self._has_arrived.wait()
             self._has_arrived.clear()
             await asyncio.sleep(LINGER_S)
+            self._state.wake_lanes()  # changes that did not find room are in their groups at once
             while self._queue.arrived:
                 await self._state.step()
                 self._queue.sort()
@@ -230,21 +216,20 @@ class Announcer:
         if not keys:
             return True
         sent = False
-        self._sending.append(batch)
+        self._queue.under_way.append(batch)
         try:
             await self._directory.publish(batch.digest, parts, incarnation, self._tier, keys, masks)
             sent = True
         except Unavailable as error:
             self._state.failed(error)
         finally:
-            self._sending.remove(batch)
+            self._queue.under_way.remove(batch)
             if not sent:
                 self._queue.put_back(batch)
         if sent:
             self._state.connected = True
-            self._published += len(keys) - len(batch.withdrawn)
-            self._withdrawn += len(batch.withdrawn)
-            self._queue.forget_withdrawn(batch)
+            self._published += len(keys) - batch.withdrawn
+            self._withdrawn += batch.withdrawn
         return sent
 
     # ---- failures ------------------------------------------------------------------------------------

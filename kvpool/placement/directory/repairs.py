@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvpool.errors import Unavailable
-from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Group, Keys
+from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Group
 from kvpool.placement.directory.announcer_state import AnnouncerState, wait_for
 from kvpool.placement.directory.base import BATCH_MAX, Directory
 from kvpool.placement.key_groups import tag_of
@@ -49,15 +49,15 @@ class Repairs:
         self._check_s = check_s
         self._refresh_s = refresh_s
         self._tier = tier
-        self._trash: list[Keys] = []
+        self._trash: list[object] = []
         self._silent: set[Group] = set()  # their shard did not answer: what it has is not known
         self._cursor = 0  # of the verification
         self._began_at = 0.0
         self._share_missing = 0.0
 
-    def throw_away(self, keys: Iterable[Keys]) -> None:
-        """Free them a few at a time: a million keys take a while."""
-        self._trash += keys
+    def throw_away(self, queued: Iterable[object]) -> None:
+        """Free these one at a time: a million keys take a while."""
+        self._trash += queued
 
     async def watch_marks(self) -> None:
         """Detect that the directory has lost data."""
@@ -96,7 +96,7 @@ class Repairs:
             self._state.walk.clear()
             while self._trash:
                 self._trash.pop()
-                await self._state.step()  # a million keys take a while to be freed
+                await self._state.step()
             if self._state.incarnation is None:
                 await self._state.walk.wait()
                 continue
@@ -166,7 +166,7 @@ class Repairs:
                 silent = self._queue.groups[tag_of(key)] in self._silent
                 if mask and next(known, 0) != mask and not silent:
                     wrong.append(key)
-        return [key for key in wrong if not self._queue.waits(digest, key)]
+        return self._queue.settled(digest, wrong)
 
     async def _walk_through(self, groups: Sequence[Group]) -> None:
         """Queue all held blocks of these groups, unless that becomes futile."""
@@ -181,27 +181,7 @@ class Repairs:
             await self._make_way()
             if self._state.lives != life:
                 return
-        for group in groups:
-            if group.recount:
-                group.recount = False
-                await self._recount(group)
         self.rounds += 1
-
-    async def _recount(self, group: Group) -> None:
-        """Queue published keys of a group that are no longer here."""
-        for digest, published in list(group.published.items()):
-            keys = list(published)
-            for at in range(0, len(keys), WALK_KEYS):
-                piece = self._queue.missing(digest, keys[at : at + WALK_KEYS])
-                if group.given_up:
-                    group.stale = group.recount = True
-                    return
-                if piece:
-                    self._queue.add_repairs(group, digest, piece)
-                life = self._state.lives
-                await self._make_way()
-                if self._state.lives != life:
-                    return
 
     async def _make_way(self) -> None:
         """Let the lanes send, and wait until few repairs are left, not counting groups that are given up."""
