@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,7 +48,7 @@ class ScriptedDisk:
         self.sizes: deque[list[int]] = deque()
         self.packs: dict[int, list[int]] = {}
         self._free = asyncio.Event()
-        self._waiting: set[str] = set()
+        self._waiting: Counter[str] = Counter()
         self._came = asyncio.Event()
         self._dead = False
         self._scanned = False
@@ -64,10 +64,10 @@ class ScriptedDisk:
     def of_kind(self, kind: str) -> list[Any]:
         return [order for name, order in self.orders if name == kind]
 
-    async def waits(self, kind: str) -> None:
-        """Returns when an order of this kind, one of those that are held, waits."""
+    async def waits(self, kind: str, count: int = 1) -> None:
+        """Returns when so many orders of this kind, one of those that are held, wait."""
         async with asyncio.timeout(PATIENCE_S):
-            while kind not in self._waiting:
+            while self._waiting[kind] < count:
                 self._came.clear()
                 await self._came.wait()
 
@@ -85,7 +85,7 @@ class ScriptedDisk:
     async def _come(self, kind: str, order: Any) -> None:
         self.orders.append((kind, order))
         while kind in self.held and not self._dead:
-            self._waiting.add(kind)
+            self._waiting[kind] += 1
             self._came.set()
             self._free.clear()
             await self._free.wait()

@@ -205,7 +205,10 @@ class AnnouncementQueue:
         records = bytes(group.later[:end])
         del group.later[:end]
         for at in range(0, len(records), RECORD_BYTES):
-            digest, key = records[at : at + DIGEST_BYTES], records[at + DIGEST_BYTES : at + RECORD_BYTES]
+            digest, key = (
+                records[at : at + DIGEST_BYTES],
+                records[at + DIGEST_BYTES : at + RECORD_BYTES],
+            )
             queue = group.changes.setdefault(digest, set())
             group.changed += key not in queue
             queue.add(key)

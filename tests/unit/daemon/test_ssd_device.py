@@ -462,8 +462,7 @@ def test_writes_that_fail_together_are_one_failure() -> None:
         for first in (0, 3):
             disk.held.add("write")
             writes = [asyncio.create_task(bench.write([first + at])) for at in range(3)]
-            while len(disk.of_kind("write")) < first + 3:
-                await asyncio.sleep(0)
+            await disk.waits("write", 3)
             disk.go_on()
             assert await asyncio.gather(*writes) == [0] * 3
             began = bench.now
