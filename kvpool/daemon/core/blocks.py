@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from kvpool.daemon.core.block_index import BlockIndex, RowIndex
 from kvpool.daemon.core.checksums import Checksums
 from kvpool.daemon.core.quota_eviction import QuotaEviction
+from kvpool.daemon.core.soft_pins import SoftPins
 from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru, MakePolicy
@@ -125,7 +126,6 @@ class PartTable:
     slots: those of its stride; set with its first block.
     garbage: the former `blocks` of an ended epoch: cannot be found, not freed yet.
     hard_bytes, soft_bytes: of both, under a pin.
-    soft: evictable soft pins among them, oldest first.
     reserved: slots that are reserved for keys of this table and not settled.
     writing: of these, those whose beginning peers may read, with their rows.
     """
@@ -139,7 +139,6 @@ class PartTable:
         "part",
         "reserved",
         "slots",
-        "soft",
         "soft_bytes",
         "spec",
         "stride",
@@ -166,7 +165,6 @@ class PartTable:
         self.garbage: BlockIndex[Block] = BlockIndex()
         self.hard_bytes = 0
         self.soft_bytes = 0
-        self.soft: OrderedDict[Block, None] = OrderedDict()
         self.reserved = 0
         self.writing: dict[bytes, tuple[Reservation, int]] = {}
 
@@ -341,7 +339,7 @@ class SlotClass:
         self.policy = policy
         # Its capacity bounds nothing.
         self.secondary: EvictionPolicy = Lru(1, new_queue=by_row.new_queue)
-        self.soft: OrderedDict[Block, None] = OrderedDict()  # soft pins, oldest first
+        self.soft: SoftPins[Block] = SoftPins(by_row.new_queue)
         # Those that came up as victims while leased, and are in no policy: their `used` at that time.
         self.parked: dict[Block, int] = {}
         self.stuck_at: dict[
@@ -350,25 +348,17 @@ class SlotClass:
         self.by_row = by_row
         self.checksums = Checksums(rows)
 
-    def divides(self, base: bytes) -> bool:
-        """Whether a namespace has its own eviction order: then `divide` needs no blocks."""
-        return isinstance(self.policy, QuotaEviction) and base in self.policy
-
-    def divide(
-        self,
-        base: bytes,
-        capacity: int,
-        blocks: Sequence[Block],
-        make_policy: MakePolicy,
-    ) -> None:
-        """Give a namespace with these blocks its own eviction order: see `QuotaEviction.divide`."""
+    def divide(self, base: bytes, capacity: int, make_policy: MakePolicy, *, empty: bool) -> None:
+        """Give a namespace its own eviction order: see `QuotaEviction.divide`."""
         if not isinstance(self.policy, QuotaEviction):
-            new_queue = self.by_row.new_queue
-            self.policy = QuotaEviction(self.policy, lambda size: make_policy(size, new_queue))
-            self.secondary = QuotaEviction(self.secondary, partial(Lru, new_queue=new_queue))
+            rows, new_queue = self.by_row, self.by_row.new_queue
+            self.policy = QuotaEviction(
+                self.policy, lambda size: make_policy(size, new_queue), rows
+            )
+            lru = partial(Lru, new_queue=new_queue)
+            self.secondary = QuotaEviction(self.secondary, lru, rows, secondary=True)
         for policy in self.orders:
-            copies = policy is self.secondary
-            policy.divide(base, capacity, [one for one in blocks if one.secondary is copies])
+            policy.divide(base, capacity, empty=empty)
 
     @property
     def orders(self) -> tuple[QuotaEviction, ...]:
@@ -376,18 +366,6 @@ class SlotClass:
         if isinstance(self.policy, QuotaEviction) and isinstance(self.secondary, QuotaEviction):
             return self.secondary, self.policy
         return ()
-
-    def add_soft(self, block: Block, *, first: bool = False) -> None:
-        """A soft pin that may be evicted if nothing else can. first: before all other soft pins."""
-        for soft in (self.soft, block.table.soft):
-            soft[block] = None
-            if first:
-                soft.move_to_end(block, last=False)
-
-    def drop_soft(self, block: Block) -> None:
-        """It may no longer be evicted, or is gone."""
-        del self.soft[block]
-        del block.table.soft[block]
 
     def insert(self, blocks: Sequence[Block]) -> None:
         """Make blocks without a pin candidates."""
@@ -454,10 +432,10 @@ class Tenant:
         "epochs",
         "fences",
         "granted_bytes",
-        "hard",
         "holders",
         "name",
         "namespaces",
+        "pinned",
         "segment",
         "traffic",
     )
@@ -473,9 +451,18 @@ class Tenant:
             bytes, int
         ] = {}  # by base: namespaces opened in an epoch below it are fenced out
         self.holders: dict[int, Holder] = {}  # by id()
-        self.hard: dict[Block, None] = {}  # hard pins, of all classes
+        # How many blocks under each kind of pin are in a slab, of the slabs that have any.
+        self.pinned: dict[int, Counter[int]] = {PIN_HARD: Counter(), PIN_SOFT: Counter()}
         self.granted_bytes = 0
         self.traffic = Traffic()
+
+    def count_pin(self, block: Block, change: int) -> None:
+        """A block has got, or lost, its pin."""
+        counts = self.pinned[block.pin]
+        slab = self.allocator.slab_of(block.table.stride, block.row)
+        counts[slab] += change
+        if not counts[slab]:
+            del counts[slab]
 
     @property
     def hard_bytes(self) -> int:

@@ -10,7 +10,7 @@ from kvpool.daemon.core.slots import Slots
 from kvpool.telemetry.node_stats import Counters
 
 RECLAIMED_PER_PUT = 1024  # blocks: about 4 ms
-GARBAGE_BLOCKS = 500  # freed in one go beside requests: about a millisecond
+GARBAGE_BLOCKS = 128  # freed in one go beside requests: about a millisecond
 
 
 class EndedEpochs:

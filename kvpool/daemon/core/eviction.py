@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvpool.daemon.core.blocks import Block, SlotClass, Tenant
+from kvpool.daemon.core.blocks import Block, PartTable, SlotClass, Tenant
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
@@ -104,20 +103,22 @@ class Eviction:
         return evicted
 
     def evict_soft(
-        self, tenant: Tenant, slot_class: SlotClass, soft: OrderedDict[Block, None], n: int
+        self, tenant: Tenant, slot_class: SlotClass, table: PartTable | None, n: int
     ) -> int:
-        """Evict up to n of the oldest soft pins; returns how many. Leased ones are set aside."""
+        """Evict up to n of the oldest soft pins, of a table or of all; returns how many. Leased ones are set aside."""
         rows: list[int] = []
-        while len(rows) < n and soft:
-            block = next(iter(soft))
-            slot_class.drop_soft(block)
-            if block.leases:
-                slot_class.parked[block] = block.used
-                continue
-            block.table.soft_bytes -= block.table.stride
-            self.forget([block])
-            rows.append(block.row)
-            self._counters.evicted_secondary += block.secondary
+        while len(rows) < n and (oldest := slot_class.soft.take(n - len(rows), table)):
+            going = []
+            for block in oldest:
+                if block.leases:
+                    slot_class.parked[block] = block.used
+                    continue
+                going.append(block)
+                rows.append(block.row)
+                block.table.soft_bytes -= block.table.stride
+                tenant.count_pin(block, -1)
+                self._counters.evicted_secondary += block.secondary
+            self.forget(going)
         self._counters.evicted += len(rows)
         self._counters.evicted_soft_pins += len(rows)
         if rows:

@@ -8,7 +8,6 @@ from kvpool.daemon.core.blocks import (
     PIN_HARD,
     PIN_KINDS,
     PIN_NONE,
-    PIN_SOFT,
     Block,
     NamespaceState,
     PartTable,
@@ -43,16 +42,20 @@ class Pins:
         tables = namespace.tables if tables is None else tables
         changed = self.check(namespace, keys, kind, tables)
         level = PIN_KINDS[kind]
-        tenant = namespace.tenant
+        by_table: dict[PartTable, list[Block]] = {}
         for block in changed:
-            self._slots.take_out(block)
-            block.pin = level
-            if level == PIN_HARD:
-                tenant.hard[block] = None
-                block.table.hard_bytes += block.table.stride
-            elif level == PIN_SOFT:
-                block.table.soft_bytes += block.table.stride
-            self._slots.put_in([block])
+            by_table.setdefault(block.table, []).append(block)
+        for table, blocks in by_table.items():
+            self._slots.take_all_out(blocks)
+            if level != PIN_NONE:
+                for block in blocks:
+                    block.pin = level
+                    namespace.tenant.count_pin(block, 1)
+                if level == PIN_HARD:
+                    table.hard_bytes += table.stride * len(blocks)
+                else:
+                    table.soft_bytes += table.stride * len(blocks)
+            self._slots.put_in(blocks)
         return {key for table in tables for key in keys if key in table.blocks}
 
     def check(

@@ -9,58 +9,169 @@ Each list of blocks is of one table, as in `SlotClass`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from heapq import merge
+from heapq import heappop, heappush, merge
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Any, Protocol
 
+from kvpool.memory.private_pages import private_pages
 from kvpool.storage.eviction import Evictable, EvictionPolicy
 
 _used, _base = attrgetter("used"), attrgetter("base")
 
+ROWS = 1024  # examined together, while victims are looked for
+ROWS_PER_MOVE = 4  # or in the time that it takes to move one entry over
+SAMPLE = 64  # and four for each victim: the coldest of these go, until all have moved over
+_ROW_BITS, _DEPTH_BITS = 40, 24
+_USED_MAX = 1 << 62
+
 
 class Used(Evictable, Protocol):
-    """An entry that records its last use. base: the digest by which its namespace is opened."""
+    """An entry that records its last use. base: the digest by which its namespace is opened. row: of its slot."""
 
     used: int
 
     @property
     def base(self) -> bytes: ...
 
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def secondary(self) -> bool: ...
+
+
+class Rows(Protocol):
+    """Entries by their rows: see `BlockRecords`."""
+
+    def between(self, first: int, end: int) -> Sequence[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+class _Moving:
+    """A namespace's entries that were here before its policy: they are in the common one until they move over.
+
+    A walk through all rows finds them, in pieces. Entries that are used or inserted meanwhile move over at once, and
+    the row is marked. Those found wait in a heap, the youngest first, as numbers, which the collector of cycles
+    does not visit.
+    """
+
+    __slots__ = ("_base", "_end", "_found", "_moved", "_next", "_rows", "_secondary")
+
+    def __init__(self, base: bytes, rows: Rows, *, secondary: bool) -> None:
+        self._base = base
+        self._rows = rows
+        self._secondary = secondary
+        self._next = 0  # the row to examine next
+        self._end = len(rows)  # higher ones get entries that are inserted from now on
+        self._moved = private_pages(max(1, self._end))  # 1: an entry of this row is in the policy
+        self._found: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Whether there may be any left."""
+        return self._next < self._end or bool(self._found)
+
+    @property
+    def examined(self) -> bool:
+        """Whether all rows were."""
+        return self._next == self._end
+
+    def holds(self, entry: Used) -> bool:
+        """Whether this entry of the namespace has yet to move over."""
+        return bool(entry.queue and entry.row < self._end and not self._moved[entry.row])
+
+    def take(self, entries: Iterable[Used]) -> list[Used]:
+        """Those of the namespace's entries that have yet to move over. All of them are in the policy from now on."""
+        late: list[Used] = []
+        for entry in entries:
+            if self.holds(entry):
+                late.append(entry)
+            if entry.row < self._end:
+                self._moved[entry.row] = 1
+        return late
+
+    def examine(self, rows: int) -> int:
+        """Look for entries in the next rows; returns how many there were."""
+        first, end = self._next, min(self._next + rows, self._end)
+        if first == end:
+            return 0
+        for entry in self._rows.between(first, end):
+            if entry.queue and entry.base == self._base and entry.secondary == self._secondary:
+                # Of blocks used together, the tail of the chain goes first, as in every policy.
+                depth = min(entry.depth, (1 << _DEPTH_BITS) - 1)
+                age = (_USED_MAX - entry.used) << _DEPTH_BITS | depth
+                heappush(self._found, age << _ROW_BITS | entry.row)
+        self._next = end
+        return end - first
+
+    def youngest(self, n: int) -> list[Used]:
+        """The n youngest of those found, at most: they move over."""
+        found: list[Used] = []
+        for _ in range(min(n, len(self._found))):
+            found += self.take(self._entry(heappop(self._found)))
+        return found
+
+    def coldest(self, n: int) -> list[Used]:
+        """About the n coldest of those found, at most: they leave. Exact if all are but a few."""
+        some: list[tuple[int, Used]] = []
+        while self._found and len(some) < 4 * n + SAMPLE:
+            number = self._found.pop()  # a leaf, so the rest is still a heap
+            some += ((number, entry) for entry in self._entry(number))
+        some.sort(key=lambda one: one[0], reverse=True)
+        for number, _ in some[n:]:
+            heappush(self._found, number)
+        return [entry for _, entry in some[:n]]
+
+    def _entry(self, number: int) -> list[Used]:
+        """The entry, if it is still one that has yet to move over."""
+        row = number & (1 << _ROW_BITS) - 1
+        return [
+            entry
+            for entry in self._rows.between(row, row + 1)
+            if entry.queue
+            and entry.base == self._base
+            and entry.secondary == self._secondary
+            and not self._moved[row]
+        ]
+
 
 class QuotaEviction:
     """An `EvictionPolicy`. Not thread-safe. `pop` and `peek` are O(namespaces with a policy of their own)."""
 
-    __slots__ = ("_common", "_make_policy", "_moving", "_parts")
+    __slots__ = ("_common", "_make_policy", "_moving", "_parts", "_rows", "_secondary")
 
     def __init__(
-        self, common: EvictionPolicy, make_policy: Callable[[int], EvictionPolicy]
+        self,
+        common: EvictionPolicy,
+        make_policy: Callable[[int], EvictionPolicy],
+        rows: Rows,
+        *,
+        secondary: bool = False,
     ) -> None:
-        """common: the policy of all other namespaces. make_policy: given a capacity."""
+        """common: the policy of all other namespaces. make_policy: given a capacity. rows: of the entries; those that
+        are `secondary`, or the others.
+        """
         self._common = common
         self._make_policy = make_policy
+        self._rows = rows
+        self._secondary = secondary
         self._parts: dict[bytes, EvictionPolicy] = {}  # by the digest that a namespace is opened by
-        # Blocks that were here before and are still in the common policy, least recently used last: they move over
-        # a few at a time.
-        self._moving: dict[bytes, OrderedDict[Used, None]] = {}
+        self._moving: dict[bytes, _Moving] = {}  # those that not all entries have moved over of
 
-    def divide(self, base: bytes, capacity: int, blocks: Iterable[Used]) -> None:
+    def divide(self, base: bytes, capacity: int, *, empty: bool) -> None:
         """Give a namespace a policy of its own, or change its capacity.
 
-        blocks: its blocks here. O(blocks) to sort them, the first time; they move over
-        when they are used or evicted, and by `move`.
+        Its entries here, unless it is `empty`, move over when they are used or evicted, and by `move`.
         """
         part = self._parts.get(base)
         if part is not None:
             part.resize(capacity)
             return
         self._parts[base] = self._make_policy(capacity)
-        # Of blocks used together, the tail of the chain goes first, as in every policy.
-        held = [block for block in blocks if block.queue]
-        held.sort(key=lambda block: (-block.used, block.depth))
-        self._moving[base] = OrderedDict.fromkeys(held)
+        if not empty:
+            self._moving[base] = _Moving(base, self._rows, secondary=self._secondary)
 
     def __contains__(self, base: bytes) -> bool:
         """Whether a namespace has a policy of its own."""
@@ -71,34 +182,36 @@ class QuotaEviction:
         return self._parts[base]
 
     def take_of(self, base: bytes, n: int) -> Sequence[Any]:
-        """The next n victims among such a namespace's blocks, removed from the policy."""
+        """The next n victims among such a namespace's blocks, removed from the policy.
+
+        Until all have moved over, about the coldest of those found so far, and maybe fewer.
+        """
         moving = self._moving.get(base)
-        if not moving:
+        if moving is None:
             return self._parts[base].take(n)
-        victims = [moving.popitem()[0] for _ in range(min(n, len(moving)))]
+        victims: list[Used] = []
+        while not victims and moving:
+            moving.examine(ROWS)
+            victims = moving.coldest(n)
         self._common.discard(victims)
-        return victims
+        if moving:
+            return victims
+        return [*victims, *self._parts[base].take(n - len(victims))]
 
     def move(self, base: bytes, n: int) -> int:
-        """Move up to n of the older blocks over; returns how many were examined."""
+        """Move up to n of the older blocks over, once all are found; returns how many were, or could have been."""
         moving = self._moving.get(base)
         if moving is None:
             return 0
-        youngest = [moving.popitem(last=False)[0] for _ in range(min(n, len(moving)))]
+        examined = moving.examine(ROWS_PER_MOVE * n)
+        left = n - -(-examined // ROWS_PER_MOVE)
+        youngest = moving.youngest(left) if moving.examined else []
         if not moving:
             del self._moving[base]
         self._common.discard(youngest)
         # The youngest first, each batch before the previous one: so the order is preserved.
         self._parts[base].put_back(youngest)
-        return len(youngest)
-
-    def _take(self, blocks: Iterable[Used], moving: OrderedDict[Used, None]) -> list[Used]:
-        """Those of the blocks that have not moved over, removed from the common policy."""
-        late = [block for block in dict.fromkeys(blocks) if block in moving]
-        for block in late:
-            del moving[block]
-        self._common.discard(late)
-        return late
+        return n - left + len(youngest)
 
     def _policy_of(self, blocks: Sequence[Used]) -> EvictionPolicy:
         base = blocks[0].base
@@ -107,7 +220,9 @@ class QuotaEviction:
             return self._common
         moving = self._moving.get(base)
         if moving is not None:
-            part.insert(self._take(blocks, moving))
+            late = moving.take(dict.fromkeys(blocks))
+            self._common.discard(late)
+            part.insert(late)
         return part
 
     # ---- the policy ----------------------------------------------------------------------------------
@@ -142,10 +257,7 @@ class QuotaEviction:
         return found
 
     def pop(self) -> Any:
-        block: Any = self._next().pop()
-        if block is not None and self._moving and (moving := self._moving.get(block.base)):
-            moving.pop(block, None)
-        return block
+        return self._next().pop()
 
     def take(self, n: int) -> list[Any]:
         return list(islice(iter(self.pop, None), n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
@@ -59,12 +59,8 @@ class Quotas:
         for stride, those in by_stride.items():
             slot_class = self._slots.class_of(namespace.tenant, stride)
             capacity = max(1, namespace.quota // stride)
-            held: list[Block] = []
-            if not slot_class.divides(namespace.base):
-                for table in those:
-                    held += table.garbage.values()
-                    held += table.blocks.values()
-            slot_class.divide(namespace.base, capacity, held, self._slots.make_policy)
+            empty = not any(table.blocks or table.garbage for table in those)
+            slot_class.divide(namespace.base, capacity, self._slots.make_policy, empty=empty)
 
     def pass_on(self, old: NamespaceState, new: NamespaceState) -> None:
         """A namespace enters a new epoch: the quota carries over."""
@@ -140,7 +136,7 @@ class Quotas:
         ways += [
             (
                 table.stride,
-                partial(self._eviction.evict_soft, tenant, classes[table.stride], table.soft),
+                partial(self._eviction.evict_soft, tenant, classes[table.stride], table),
             )
             for table in tables
         ]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvpool.daemon.core.blocks import PIN_NONE, PIN_SOFT, Block, PartTable, SlotClass, Tenant
+from kvpool.daemon.core.blocks import (
+    PIN_HARD,
+    PIN_NONE,
+    PIN_SOFT,
+    Block,
+    PartTable,
+    SlotClass,
+    Tenant,
+)
 from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
@@ -85,7 +93,7 @@ class Reclaimer:
             return True
         if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=True):
             return True
-        if self._eviction.evict_soft(tenant, slot_class, slot_class.soft, n):
+        if self._eviction.evict_soft(tenant, slot_class, None, n):
             return True
         if several and self._steal_any_slab(tenant, slot_class, spare_soft_pins=False):
             return True
@@ -160,11 +168,9 @@ class Reclaimer:
                 for reservation in lease.reading:
                     stride = reservation.table.stride
                     busy.update(allocator.slab_of(stride, row) for row in reservation.orphans)
-        kept: list[Iterable[Block]] = [tenant.hard]
+        busy.update(tenant.pinned[PIN_HARD])
         if spare_soft_pins:
-            kept += [other.soft for other in tenant.classes.values()]
-        for pinned in kept:
-            busy.update(allocator.slab_of(block.table.stride, block.row) for block in pinned)
+            busy.update(tenant.pinned[PIN_SOFT])
         for run in allocator.victims(slot_class.stride):
             if busy.isdisjoint(run):
                 self._empty_run(tenant, run)

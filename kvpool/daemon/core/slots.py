@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvpool.daemon.core.blocks import (
-    PIN_HARD,
     PIN_NONE,
     PIN_SOFT,
     Block,
@@ -60,14 +59,12 @@ class Slots:
         self._ledger.settle()
         plain = [block for block in blocks if block.pin == PIN_NONE]
         if plain:
-            table = plain[0].table
-            slot_class = table.namespace.tenant.classes[table.stride]
+            slot_class = plain[0].table.slots
             (slot_class.put_back if first else slot_class.insert)(plain)
         if len(plain) != len(blocks):
-            for block in reversed(blocks) if first else blocks:
-                if block.pin == PIN_SOFT:
-                    classes = block.table.namespace.tenant.classes
-                    classes[block.table.stride].add_soft(block, first=first)
+            soft = [block for block in blocks if block.pin == PIN_SOFT]
+            if soft:
+                soft[0].table.slots.soft.add(soft, first=first)
 
     def take_out(self, block: Block) -> None:
         """The reverse: remove a block from candidates, pins and quota."""
@@ -81,13 +78,21 @@ class Slots:
         elif block.pin == PIN_NONE:
             slot_class.discard(block)
         elif block.pin == PIN_SOFT:
-            slot_class.drop_soft(block)
-        if block.pin == PIN_SOFT:
-            table.soft_bytes -= table.stride
-        elif block.pin == PIN_HARD:
-            del tenant.hard[block]
-            table.hard_bytes -= table.stride
-        block.pin = PIN_NONE
+            slot_class.soft.remove([block])
+        if block.pin != PIN_NONE:
+            if block.pin == PIN_SOFT:
+                table.soft_bytes -= table.stride
+            else:
+                table.hard_bytes -= table.stride
+            tenant.count_pin(block, -1)
+            block.pin = PIN_NONE
+
+    def take_all_out(self, blocks: Sequence[Block]) -> None:
+        """The same for blocks of one table."""
+        self.releases += 1
+        self._ledger.settle()
+        for block in blocks[0].table.slots.discard_all(blocks):
+            self.take_out(block)
 
     def drop(self, block: Block) -> None:
         """Remove a block from its table, and drop it."""

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvpool.daemon.core import reclaimer
-from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.blocks import PIN_HARD, PIN_SOFT, NamespaceState
 from kvpool.daemon.core.namespaces import EPOCHS_KEPT
 from kvpool.errors import InvalidRequest, LimitExceeded, NamespaceMismatch, PoolFull, StaleEpoch
 from kvpool.placement.records import NamespaceSettings
@@ -416,7 +416,7 @@ def test_pins_of_ended_epochs_are_in_no_quota(make_pool) -> None:
     pool.node.ended_epochs.reclaim(100)
     assert (pool.tenant.hard_bytes, pool.tenant.soft_bytes) == (2 * 1024, 1024)
     assert pool.bytes_used == 3 * 1024, "their slots came back like others"
-    assert set(pool.tenant.hard) == set(pool.blocks([0, 1]))
+    assert [pool.tenant.pinned[kind].total() for kind in (PIN_HARD, PIN_SOFT)] == [2, 1]
     assert pool.put(range(20, 25)) == 5
 
 

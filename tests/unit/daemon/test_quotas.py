@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
-from kvpool.storage.eviction import Lru
+from kvpool.storage.eviction import Lru, make_policy
 from kvpool.telemetry.node_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
@@ -350,18 +354,153 @@ class Held:
     queue: int = 0
     older: Any = None
     newer: Any = None
+    secondary: bool = False
+
+    @property
+    def row(self) -> int:
+        return self.ident
+
+
+class HeldRows:
+    """Entries by their rows; counts those examined."""
+
+    def __init__(self, entries: Sequence[Held]) -> None:
+        self.entries = list(entries)
+        self.examined = 0
+
+    def between(self, first: int, end: int) -> list[Held]:
+        self.examined += end - first
+        return self.entries[first:end]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def divided(policy: str, mine: int, others: int) -> tuple[QuotaEviction, HeldRows]:
+    """Entries of two namespaces, mixed, used one after the other by row; the first has just got a policy."""
+    owners = [b"mine"] * mine + [b"others"] * others
+    random.Random(1).shuffle(owners)
+    rows = HeldRows([Held(n, owner, used=n + 1) for n, owner in enumerate(owners)])
+    order = QuotaEviction(make_policy(policy, len(owners)), partial(make_policy, policy), rows)
+    for one in rows.entries:
+        order.insert([one])
+    order.divide(b"mine", 100_000, empty=False)
+    return order, rows
 
 
 def test_entries_of_several_orders_are_discarded_together() -> None:
-    order = QuotaEviction(Lru(1), Lru)
     mine = [Held(n, b"mine") for n in range(6)]
     others = [Held(n, b"others") for n in range(6, 12)]
+    order = QuotaEviction(Lru(1), Lru, HeldRows([*mine, *others]))
     order.insert(mine)
     order.insert(others)
-    order.divide(b"mine", 100, mine)  # all of them have yet to move over
+    order.divide(b"mine", 100, empty=False)  # all of them have yet to move over
+    order.move(b"mine", 12)
     order.move(b"mine", 2)
     order.discard([*mine[:4], *others[:4]])
     assert not any(one.queue for one in (*mine[:4], *others[:4]))
     assert len(order) == 4
     assert {one.ident for one in order.take(9)} == {4, 5, 10, 11}
     assert order.take_of(b"mine", 9) == []
+
+
+@policies
+def test_no_step_of_a_division_grows_with_what_is_held(policy: str) -> None:
+    order, rows = divided(policy, 20_000, 20_000)
+    assert rows.examined == 0
+    for step in (
+        lambda: order.take_of(b"mine", 3),
+        lambda: order.move(b"mine", 500),
+        order.pop,
+        lambda: order.touch(rows.entries[30_000:30_005]),
+        lambda: order.insert([Held(40_000, b"mine")]),
+    ):
+        before = rows.examined
+        step()
+        assert rows.examined - before <= 2 * 1024
+
+
+@policies
+def test_what_has_moved_over_is_in_the_order_of_its_use(policy: str) -> None:
+    order, rows = divided(policy, 3000, 1000)
+    mine = [one for one in rows.entries if one.base == b"mine"]
+    while order.move(b"mine", 700):
+        pass
+    went = [one for _ in range(300) for one in order.take_of(b"mine", 10)]
+    assert went == mine
+    assert all(one.queue for one in rows.entries if one.base == b"others")
+
+
+@policies
+def test_victims_while_entries_move_over_are_old_and_used_ones_stay(policy: str) -> None:
+    order, rows = divided(policy, 10_000, 10_000)
+    mine = [one for one in rows.entries if one.base == b"mine"]
+    read = mine[:500]  # the coldest
+    for one in read:
+        order.touch([one])
+    went: list[Held] = []
+    for _ in range(100):
+        order.move(b"mine", 100)
+        victims = list(order.take_of(b"mine", 20))
+        while len(victims) < 20:
+            more = order.take_of(b"mine", 20 - len(victims))
+            assert more
+            victims += more
+        went += victims
+    assert len({one.ident for one in went}) == 2000 and not any(one.queue for one in went)
+    assert all(one.base == b"mine" for one in went)
+    assert not {one.ident for one in went} & {one.ident for one in read}
+    while order.move(b"mine", 700):
+        pass
+    left = [one for one in mine if one.queue]
+    assert len(left) == 8000
+    assert len(order.part(b"mine")) == 8000
+
+
+@given(st.data())
+def test_a_divided_order_holds_each_entry_once(data: st.DataObject) -> None:
+    """Whatever happens while entries move over: as a model of sets has it."""
+    order, rows = divided("lru", 40, 40)
+    held = {b"mine": set(range(80)), b"others": set()}
+    for one in rows.entries:
+        if one.base == b"others":
+            held[b"mine"].discard(one.ident)
+            held[b"others"].add(one.ident)
+    out: list[Held] = []  # leased, or victims that could not go
+
+    def gone(victims: Iterable[Any]) -> None:
+        for one in victims:
+            held[one.base].remove(one.ident)
+            out.append(one)
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        some = data.draw(st.lists(st.sampled_from(rows.entries), max_size=5, unique_by=id))
+        of_one = [one for one in some if one.base == some[0].base]
+        match data.draw(
+            st.sampled_from(["take_of", "pop", "move", "touch", "discard", "insert", "back"])
+        ):
+            case "take_of":
+                n = data.draw(st.integers(1, 50))
+                victims = order.take_of(b"mine", n)
+                assert bool(victims) == bool(held[b"mine"])
+                gone(victims)
+            case "pop":
+                victim = order.pop()
+                assert (victim is None) == (not held[b"mine"] and not held[b"others"])
+                gone([victim] if victim else [])
+            case "move":
+                order.move(b"mine", data.draw(st.integers(1, 60)))
+            case "touch":
+                order.touch(of_one)
+            case "discard":
+                gone([one for one in some if one.queue])
+                order.discard(some)
+            case "insert" | "back" as how:
+                back = [one for one in out if out and one.base == out[0].base]
+                out = [one for one in out if one not in back]
+                held_now = held[back[0].base] if back else set()
+                held_now.update(one.ident for one in back)
+                (order.insert if how == "insert" else order.put_back)(back)
+        for one in rows.entries:
+            assert bool(one.queue) == (one.ident in held[one.base])
+        assert len(order) == sum(map(len, held.values()))
