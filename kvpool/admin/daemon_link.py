@@ -13,8 +13,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import msgspec
-
+from kvpool.decoding import decode_json
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -84,12 +83,9 @@ class Daemon:
         answer = await self.ask(message, **more)
         if not isinstance(answer, frame.Bytes):
             raise ProtocolError(f"the answer to a {type(message).__name__} is a number")
-        try:
-            return msgspec.json.decode(answer.data, type=kind)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(
-                f"this version cannot decode the answer to a {type(message).__name__}: {error}"
-            ) from None
+        return decode_json(
+            answer.data, kind, f"an answer to a {type(message).__name__} of this version"
+        )
 
     async def number(self, message: frame.Message, **more: Any) -> int:
         """An answer that counts something."""

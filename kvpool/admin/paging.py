@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from kvpool.admin.problems import Refused
+from kvpool.decoding import decode_json
+from kvpool.errors import ProtocolError
 
 T = TypeVar("T")
 
@@ -23,8 +24,8 @@ def unpack_cursor(cursor: str, kind: Any) -> Any:
     """The place, of type `kind`. Raises `Refused` for what was never a cursor of this list."""
     try:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
-        return msgspec.json.decode(raw, type=kind)
-    except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
+        return decode_json(raw, kind, "a cursor")
+    except (ValueError, ProtocolError):  # also for letters that are no ASCII
         raise Refused(400, "invalid", "cursor: this cursor does not belong to this list") from None
 
 

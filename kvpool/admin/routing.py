@@ -13,6 +13,8 @@ import msgspec
 from kvpool.admin.problems import Refused
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import Nothing, Role
+from kvpool.decoding import decode_json
+from kvpool.errors import ProtocolError
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -95,8 +97,8 @@ def parse_body(route: Route, raw: bytes) -> msgspec.Struct:
     if not raw.strip() and route.body_optional:
         return route.body()
     try:
-        return msgspec.json.decode(raw, type=route.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decode_json(raw, route.body, "a valid body")
+    except ProtocolError as error:
         raise Refused(400, "invalid", _in_words(error)) from None
 
 

@@ -34,6 +34,7 @@ from kvpool.client.namespaces import OpenNamespaces
 from kvpool.client.puts import GrantedPuts, Reservations
 from kvpool.client.slots import Lease, Reservation, lease_of
 from kvpool.config import default_socket_path
+from kvpool.decoding import finite
 from kvpool.errors import InvalidRequest, PoolFull, SegmentError, StaleEpoch, Unavailable
 from kvpool.memory.buffers import Source, row_checksums
 from kvpool.telemetry import node_stats
@@ -173,7 +174,7 @@ class Client:
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
         namespace = Namespace(
-            record, record.digest(), replicas, write, ttl_s, ssd_codec, write_remote
+            record, record.digest(), replicas, write, finite(ttl_s), ssd_codec, write_remote
         )
         self._namespaces.generations[namespace.digest] = generation
         try:
@@ -252,7 +253,7 @@ class Client:
         return self._acquire(
             ns,
             lambda number: client_wire.Acquire(
-                number, packed, chosen, lease_s, wait_s, False, price, life, trace
+                number, packed, chosen, finite(lease_s), finite(wait_s), False, price, life, trace
             ),
             wait_s,
             device=device,
@@ -332,7 +333,9 @@ class Client:
             return nothing
         lease = self._acquire(
             ns,
-            lambda number: client_wire.Acquire(number, packed, [part], lease_s, wait_s, True),
+            lambda number: client_wire.Acquire(
+                number, packed, [part], finite(lease_s), finite(wait_s), True
+            ),
             wait_s,
             n * nbytes,
         )
@@ -505,7 +508,7 @@ class Client:
         return int(
             self._ask_ns(
                 ns,
-                lambda number: client_wire.Pull(number, packed, wait_s, price, life, trace),
+                lambda number: client_wire.Pull(number, packed, finite(wait_s), price, life, trace),
                 wait_s,
             ).value
         )
@@ -543,7 +546,7 @@ class Client:
                 ns,
                 lambda number: self._connections.ask_long(
                     connection,
-                    client_wire.Follow(number, packed, wait_s, source, listed, trace),
+                    client_wire.Follow(number, packed, finite(wait_s), source, listed, trace),
                     limit_s,
                 ),
             )
@@ -647,7 +650,7 @@ class Client:
         open here. wait_s: other nodes are left out when the directory takes longer. Nodes without blocks
         are left out. A hint: blocks come and go. Raises `Unavailable`.
         """
-        message = client_wire.Prefixes(digest, pack_keys(keys), wait_s)
+        message = client_wire.Prefixes(digest, pack_keys(keys), finite(wait_s))
         with self._connections.request() as connection:
             answer = connection.ask(message, self.timeout_s + wait_s)
         return {node: (first, last) for node, (first, last) in json.loads(answer.data).items()}

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kvpool.client.client import RESET_S, Client
+from kvpool.decoding import finite
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import Keys, pack_keys
@@ -128,6 +129,6 @@ class OperatorClient(Client):
         wait_s: float = 0.0,
     ) -> Any:
         payload = frame.encode(message, 0)[frame.HEADER.size :]
-        order = operator_wire.OnNode(node, payload, wait_s, tenant, by)
+        order = operator_wire.OnNode(node, payload, finite(wait_s), tenant, by)
         with self._connections.request() as connection:
             return connection.ask(order, wait_s + self.timeout_s + RESET_S)

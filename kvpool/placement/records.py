@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from kvpool.config import OBJECT_WRITE_MODES, WRITE_MODES
+from kvpool.decoding import decode_json
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.types import EngineRecord
 
@@ -353,13 +354,9 @@ def decode_record(data: bytes, kind: type[R], where: str) -> R:
     if len(data) > RECORD_BYTES_MAX:
         raise ProtocolError(f"{where} has {len(data)} bytes: the limit is {RECORD_BYTES_MAX}")
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:  # the last one: nested
-        raise ProtocolError(f"{where} is not a valid {kind.__name__}: {error}") from None
+        return decode_json(data, kind, f"a valid {kind.__name__}")
+    except ProtocolError as error:
+        raise ProtocolError(f"{where} is {error}") from None
 
 
 def plain(record: msgspec.Struct) -> Any:

@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 
+from kvpool.decoding import decode_json
+from kvpool.errors import ProtocolError
 from kvpool.net import names_loopback
 from kvpool.router.bodies import BadRequest, Kind, error_body
 from kvpool.router.calls import ClientGone
@@ -308,8 +310,8 @@ class Api:
     async def _weigh(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
         try:
-            weight = msgspec.json.decode(await self._body(request), type=_Weight).weight
-        except msgspec.DecodeError as error:
+            weight = decode_json(await self._body(request), _Weight, "a weight").weight
+        except ProtocolError as error:
             raise BadRequest(400, f'the body must be {{"weight": 0.5}}: {error}') from None
         self._roster.weigh(request.match_info["name"], weight)
         return _json({"engines": self._roster.engines()})

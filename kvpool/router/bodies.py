@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvpool.errors import KvpoolError
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import KvpoolError, ProtocolError
 
 BYTES_A_TOKEN = 4
 """Characters per token of text, if its tokens are unknown: a guess."""
@@ -114,15 +115,18 @@ _OF_ANSWERS = frozenset(
 """Fields about the answer that would only make a prompt's computation larger."""
 
 
+_decode_body = JsonDecoder[Any](Any, "JSON")
+
+
 def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
     """Parse a body. models: those that engines serve; a body without one means the only one.
 
     Raises `BadRequest`.
     """
     try:
-        value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(400, f"the body is not JSON: {error}") from None
+        value = _decode_body(raw)
+    except ProtocolError as error:
+        raise BadRequest(400, f"the body is {error}") from None
     if not isinstance(value, dict):
         raise BadRequest(400, "the body is not a JSON object")
     completion = kind is Kind.COMPLETIONS

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvpool.errors import KvpoolError
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.router.bodies import Body, prompt_only, segment
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
@@ -266,8 +267,8 @@ def _error_in(data: bytes) -> tuple[int, str]:
     """Status of an answer's first event: below 500 it is about the request, and is forwarded."""
     line = data.partition(b"\n")[0].removeprefix(b"data:")
     try:
-        error = msgspec.json.decode(line, type=_ErrorEvent).error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        error = _decode_error(line).error
+    except ProtocolError:
         return 500, "it answered with an error"
     return error.code, error.message[:500]
 
@@ -279,3 +280,6 @@ class _Error(msgspec.Struct):
 
 class _ErrorEvent(msgspec.Struct):
     error: _Error
+
+
+_decode_error = JsonDecoder[_ErrorEvent](_ErrorEvent, "an error")

@@ -29,7 +29,8 @@ from typing import Any, cast
 import aiohttp
 import msgspec
 
-from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
 from kvpool.router.caches import Caches
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_calls import bearer, read
@@ -67,7 +68,7 @@ class _Models(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-_decode_models = msgspec.json.Decoder(_Models).decode
+_decode_models = JsonDecoder[_Models](_Models, "a list of models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,7 @@ class EngineCatalog:
                 cards = _decode_models(body).data
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except ProtocolError:
             return False
         if cards != known.cards:
             known.cards = cards

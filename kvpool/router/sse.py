@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvpool.errors import KvpoolError
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import KvpoolError, ProtocolError
 
 EVENT_BYTES_MAX = 16 << 20
 ENDS = (b"\n\n", b"\r\n\r\n")
@@ -71,14 +72,14 @@ class Said(msgspec.Struct):
     usage: dict[str, Any] | None = None
 
 
-_DECODER = msgspec.json.Decoder(Said)
+_decode_said = JsonDecoder[Said](Said, "an answer with its usage")
 
 
 def usage_of(answer: bytes) -> dict[str, Any]:
     """The usage in an answer, or in one event of it; empty if there is none."""
     try:
-        return _DECODER.decode(answer).usage or {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_said(answer).usage or {}
+    except ProtocolError:
         return {}
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.router.engine_calls import bearer, post_json
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class _Refusal(msgspec.Struct):
     message: Any = None
 
 
-_decode_answer = msgspec.json.Decoder(_Answer).decode
-_decode_refusal = msgspec.json.Decoder(_Refusal).decode
+_decode_answer = JsonDecoder[_Answer](_Answer, "an answer of /tokenize")
+_decode_refusal = JsonDecoder[_Refusal](_Refusal, "a refusal")
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -186,13 +187,13 @@ def tokens_of(url: str, body: bytes) -> list[int]:
     """The answer of an engine's `/tokenize`. Raises `Unavailable`."""
     try:
         return _decode_answer(body).tokens
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ProtocolError:
         raise Unavailable(f"{url} answered /tokenize without tokens") from None
 
 
 def _is_refusal(body: bytes) -> bool:
     try:
         found = _decode_refusal(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ProtocolError:
         return False
     return found.error is not None or found.message is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool.errors import ProtocolError
+from kvpool.decoding import JsonDecoder
 from kvpool.telemetry.histogram import RATIOS, Histogram
 
 PEERS_MAX = 256  # that are counted by name
@@ -626,9 +626,9 @@ class NodeStats(Branch):
     hot: list[HotPrefix] = []
 
 
+_decode = JsonDecoder[NodeStats](NodeStats, "the statistics of a node")
+
+
 def decode(data: bytes) -> NodeStats:
     """From JSON. Raises `ProtocolError` if it is invalid."""
-    try:
-        return msgspec.json.decode(data, type=NodeStats)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"the statistics of a node cannot be decoded: {error}") from None
+    return _decode(data)

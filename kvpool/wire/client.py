@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpool.decoding import Finite
 from kvpool.types import EngineRecord
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 from kvpool.wire.operator import OperatorMessage
@@ -91,7 +92,7 @@ class OpenNamespace(Message, tag=10):
     replicas: int = 0
     generation: int = -1
     write: str = ""
-    ttl_s: float = 0.0
+    ttl_s: Finite = 0.0
     ssd_codec: str = ""
     write_remote: str = ""
 
@@ -167,10 +168,10 @@ class Acquire(Message, tag=15):
     ns: int
     keys: bytes
     parts: list[int]
-    lease_s: float
-    wait_s: float = 0.0
+    lease_s: Finite
+    wait_s: Finite = 0.0
     scattered: bool = False
-    recompute: tuple[float, float] | None = None
+    recompute: tuple[Finite, Finite] | None = None
     life: int = 0
     trace: str = ""
 
@@ -200,7 +201,7 @@ class Leased(Message, tag=16):
 
     token: str
     blocks: int
-    lease_s: float
+    lease_s: Finite
     parts: list[LeasedPart]
     life: int = 0
 
@@ -263,8 +264,8 @@ class Pull(Message, tag=25):
 
     ns: int
     keys: bytes
-    wait_s: float
-    recompute: tuple[float, float] | None = None
+    wait_s: Finite
+    recompute: tuple[Finite, Finite] | None = None
     life: int = 0
     trace: str = ""
 
@@ -348,7 +349,7 @@ class Follow(Message, tag=51):
 
     ns: int
     keys: bytes
-    wait_s: float
+    wait_s: Finite
     source: str = ""
     parts: list[int] = msgspec.field(default_factory=list)
     trace: str = ""
@@ -380,7 +381,7 @@ class Prefixes(Message, tag=58):
 
     digest: bytes
     keys: bytes
-    wait_s: float
+    wait_s: Finite
 
 
 ClientMessage = (

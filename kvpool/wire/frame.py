@@ -37,6 +37,7 @@ from typing import Any
 
 import msgspec
 
+from kvpool.decoding import MsgpackDecoder
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 
 PROTOCOL_VERSION = 7
@@ -95,17 +96,11 @@ class Bytes(Message, tag=21):
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Decoder:
+class Decoder(MsgpackDecoder[Any]):
     """Bytes of one payload to a message of the given union; anything else is a `ProtocolError`."""
 
     def __init__(self, union: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
-
-    def __call__(self, payload: bytes | bytearray | memoryview) -> Any:
-        try:
-            return self._decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"not a message of this protocol: {error}") from None
+        super().__init__(union, "a message of this protocol")
 
 
 def encode(message: Message, request: int) -> bytes:

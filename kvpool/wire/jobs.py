@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvpool.errors import InvalidRequest
+from kvpool.decoding import Finite, JsonDecoder
+from kvpool.errors import InvalidRequest, ProtocolError
 
 JOB_KEYS_MAX = 1 << 16
 """Blocks that one job may name."""
@@ -101,17 +102,20 @@ class JobView(msgspec.Struct, frozen=True):
     blocks: int
     nbytes: int
     kept: int
-    age_s: float
-    took_s: float
+    age_s: Finite
+    took_s: Finite
     error: str = ""
+
+
+_decode_job: JsonDecoder[JobSpec] = JsonDecoder(JobSpec, "a valid job")
 
 
 def parse_job(raw: bytes) -> JobSpec:
     """Raises `InvalidRequest`."""
     try:
-        spec: JobSpec = msgspec.json.decode(raw, type=JobSpec)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"not a valid job: {error}") from None
+        spec = _decode_job(raw)
+    except ProtocolError as error:
+        raise InvalidRequest(str(error)) from None
     match spec:
         case EvictJob(least_bytes=least) if least and (
             spec.namespace or spec.keys or spec.unused_s

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpool.decoding import Finite
 from kvpool.wire.frame import Message
 
 
@@ -68,10 +69,10 @@ class Configure(Message, tag=35):
     digest: bytes
     replicas: int | None = None
     write: str | None = None
-    ttl_s: float | None = None
+    ttl_s: Finite | None = None
     ssd_codec: str | None = None
-    dram_quota: int | float | None = None
-    ssd_quota: int | float | None = None
+    dram_quota: int | Finite | None = None
+    ssd_quota: int | Finite | None = None
     write_remote: str | None = None
 
 
@@ -117,7 +118,7 @@ class OnNode(Message, tag=100):
 
     node: str
     request: bytes
-    wait_s: float
+    wait_s: Finite
     tenant: str = ""
     by: str = ""
 
@@ -178,7 +179,7 @@ class Events(Message, tag=107):
 
     after: int
     count: int
-    wait_s: float = 0.0
+    wait_s: Finite = 0.0
 
 
 class Settings(Message, tag=108):

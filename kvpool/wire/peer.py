@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import struct
 
+from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 
 BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
@@ -69,7 +70,7 @@ class Fetch(Message, tag=43):
     part: int
     nbytes: int
     keys: bytes
-    deadline_s: float
+    deadline_s: Finite
     background: bool = False
     start: int = 0
     stop: int = 0
@@ -132,8 +133,8 @@ class Offer(Message, tag=47):
     mask: bytes
     replicas: int
     hops: int
-    age_s: float
-    deadline_s: float
+    age_s: Finite
+    deadline_s: Finite
 
 
 class Await(Message, tag=48):
@@ -154,7 +155,7 @@ class Await(Message, tag=48):
     digest: bytes
     keys: bytes
     known: bytes
-    wait_s: float
+    wait_s: Finite
     heard: bytes | None = None
 
 
@@ -191,7 +192,7 @@ class Operate(Message, tag=59):
 
     node: str
     request: bytes
-    wait_s: float
+    wait_s: Finite
     tenant: str
     by: str
 

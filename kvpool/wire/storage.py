@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 from kvpool.wire.worker import AttachSegment, Pulled, StopOrder
 
@@ -82,7 +83,7 @@ class ReadEntries(Message, tag=81):
     """The entries of these slots (u64) in the index: a `Scanned`. Slots without one are left out."""
 
     slots: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class AddTable(Message, tag=74):
@@ -120,7 +121,7 @@ class WriteBlocks(Message, tag=76):
     stride: int
     rows: bytes
     forget: bytes
-    deadline_s: float
+    deadline_s: Finite
     pack: int = 0
 
 
@@ -128,7 +129,7 @@ class Written(Message, tag=77):
     """`status`: a `BlockStatus` a key: PRESENT, MISMATCH, FAILED, NO_SPACE."""
 
     status: bytes
-    seconds: float
+    seconds: Finite
 
 
 class ReadBlocks(Message, tag=78):
@@ -144,7 +145,7 @@ class ReadBlocks(Message, tag=78):
     segment: int
     stride: int
     rows: bytes
-    deadline_s: float
+    deadline_s: Finite
     lengths: bytes = b""
 
 
@@ -152,7 +153,7 @@ class ForgetSlots(Message, tag=79):
     """The blocks in these slots (u64) are gone. Answered when that is durable."""
 
     slots: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class ScrubBlocks(Message, tag=80):
@@ -161,7 +162,7 @@ class ScrubBlocks(Message, tag=80):
     nbytes: int
     checksums: bytes
     slots: bytes
-    deadline_s: float
+    deadline_s: Finite
     lengths: bytes = b""
 
 
@@ -170,7 +171,7 @@ class PinSlots(Message, tag=82):
 
     slots: bytes
     level: int
-    deadline_s: float
+    deadline_s: Finite
 
 
 class PackBlocks(Message, tag=83):
@@ -181,14 +182,14 @@ class PackBlocks(Message, tag=83):
     segment: int
     stride: int
     rows: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class Packed(Message, tag=84):
     """`stored`: u32, the bytes that each takes now; `nbytes`: not worth compressing."""
 
     stored: bytes
-    seconds: float
+    seconds: Finite
 
 
 class DropPack(Message, tag=85):
@@ -213,7 +214,7 @@ class ObjectStart(Message, tag=90):
 class CheckObjects(Message, tag=91):
     """List the store once, to check whether it can be used."""
 
-    deadline_s: float
+    deadline_s: Finite
 
 
 class PutObjects(Message, tag=92):
@@ -233,7 +234,7 @@ class PutObjects(Message, tag=92):
     segment: int
     stride: int
     rows: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class ObjectsPut(Message, tag=93):
@@ -260,7 +261,7 @@ class GetObjects(Message, tag=94):
     segment: int
     stride: int
     rows: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class ListPacks(Message, tag=95):
@@ -268,7 +269,7 @@ class ListPacks(Message, tag=95):
 
     first: bool
     own: bool
-    deadline_s: float
+    deadline_s: Finite
 
 
 class PackList(Message, tag=96):
@@ -276,7 +277,7 @@ class PackList(Message, tag=96):
     pieces. Empty: that was all.
     """
 
-    packs: list[tuple[bytes, int, bytes, float, bytes, bytes]]
+    packs: list[tuple[bytes, int, bytes, Finite, bytes, bytes]]
 
 
 class DropPacks(Message, tag=97):
@@ -284,13 +285,13 @@ class DropPacks(Message, tag=97):
 
     digest: bytes
     own: bool
-    deadline_s: float
+    deadline_s: Finite
 
 
 class ObjectStats(Message, tag=98):
     """The object worker's statistics: an `ObjectUsage`."""
 
-    deadline_s: float
+    deadline_s: Finite
 
 
 class ObjectUsage(msgspec.Struct):
@@ -301,7 +302,7 @@ class ObjectUsage(msgspec.Struct):
     used_bytes: int = 0
     attempts: int = 0
     faults: dict[str, int] = {}
-    suspended_s: float = 0.0
+    suspended_s: Finite = 0.0
 
 
 class ForgetBlocks(Message, tag=99):
@@ -312,7 +313,7 @@ class ForgetBlocks(Message, tag=99):
     digest: bytes
     part: int
     locations: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 DiskMessage = (

@@ -21,6 +21,7 @@ type  message          direction             answer
 
 from __future__ import annotations
 
+from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
 
@@ -73,7 +74,7 @@ class PullBlocks(Message, tag=63):
     segment: int
     stride: int
     rows: bytes
-    deadline_s: float
+    deadline_s: Finite
     background: bool = False
     start: int = 0
     stop: int = 0
@@ -91,7 +92,7 @@ class Pulled(Message, tag=64):
 
     status: bytes
     checksums: bytes
-    seconds: float
+    seconds: Finite
     error: str = ""
     refused: bool = False
 
@@ -104,7 +105,7 @@ class OpenLoan(Message, tag=65):
     part: int
     nbytes: int
     keys: bytes
-    deadline_s: float
+    deadline_s: Finite
     stop: int = 0
     trace: str = ""
 
@@ -133,7 +134,7 @@ class AskPeer(Message, tag=68):
 
     url: str
     question: Ask | Offer | Await | Operate
-    deadline_s: float
+    deadline_s: Finite
     background: bool = False
 
 
@@ -162,7 +163,7 @@ class PromoteBlocks(Message, tag=111):
     stride: int
     rows: bytes
     device_rows: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class DemoteBlocks(Message, tag=112):
@@ -177,7 +178,7 @@ class DemoteBlocks(Message, tag=112):
     rows: bytes
     device_rows: bytes
     checksums: bytes
-    deadline_s: float
+    deadline_s: Finite
 
 
 class ExportSegment(Message, tag=113):
@@ -202,7 +203,7 @@ class GatewayStart(Message, tag=120):
     operator_token: str
     tokens_file: str
     digest: str
-    rate: float
+    rate: Finite
     tls_cert: str
     tls_key: str
     routers: list[str]

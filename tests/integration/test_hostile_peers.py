@@ -313,6 +313,20 @@ def test_a_peer_that_talks_nonsense_is_answered_or_shown_out(pair: Pair, said: s
     pair.check_nobody_died()
 
 
+def test_no_first_word_ends_the_process_that_hears_it(pair: Pair) -> None:
+    """Before anybody is known: a surplus field that is nested too deep, and a name that is no text; many times."""
+    hello = peer_wire.PeerHello(frame.PROTOCOL_VERSION, "kvpool", "x", bytes(32))
+    right = frame.encode(hello, 1)[frame.HEADER.size :]
+    nested = bytes([right[0] + 1]) + right[1:] + b"\x91" * 2000 + b"\xc0"
+    for wrong in (nested, right.replace(b"kvpool", b"\xff" * 6)):
+        for _ in range(12):
+            with socket.create_connection(pair.address, PATIENCE_S) as sock:
+                sock.sendall(frame.HEADER.pack(len(wrong), 1) + wrong)
+                while sock.recv(4096):
+                    pass
+    pair.check_nobody_died()
+
+
 def test_what_operators_ask_comes_in_the_name_of_the_node_that_asks(pair: Pair) -> None:
     """The audit log tells that name: no other one can be put there."""
     request = frame.encode(operator_wire.PinBlocks(KEY, "soft"), 0)[frame.HEADER.size :]

@@ -77,9 +77,7 @@ class World:
         return self.lives[-1]
 
     def supervised(self, kind: type[HangingDisk] = HangingDisk) -> WorkerSupervisor[HangingDisk]:
-        return WorkerSupervisor(
-            lambda: self.make(kind), ended=self.errors.append, restarts_max=None
-        )
+        return WorkerSupervisor(lambda: self.make(kind), ended=self.errors.append)
 
 
 @pytest.fixture

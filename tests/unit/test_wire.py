@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
+from kvpool.decoding import Finite
 from kvpool.errors import KvpoolError, PoolFull, ProtocolError
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -75,6 +76,10 @@ def layout(message: type) -> str:
     for field in msgspec.structs.fields(message):
         plain = isinstance(field.type, type) and not typing.get_args(field.type)
         kind = field.type.__name__ if plain else re.sub(r"kvpool[.a-z_]*[.]", "", str(field.type))
+        kind = kind.replace(str(Finite), "float")
+        if optional := re.fullmatch(r"typing\.(?:Optional|Union)\[(.*)\]", kind):
+            members = optional[1] if "Union" not in kind else optional[1].replace(", ", " | ")
+            kind = members.replace("NoneType", "None") + (" | None" if "Optional" in kind else "")
         default = [] if field.default is msgspec.NODEFAULT else field.default
         fields.append(f"{field.name}: {kind}" + ("" if field.required else f" = {default!r}"))
     number = tag_of(message)
@@ -111,12 +116,12 @@ def drawn(field_type: object) -> st.SearchStrategy:
         return st.binary(max_size=40)
     if field_type is str:
         return st.text(max_size=20)
-    if field_type is float:
-        return st.floats(allow_nan=False)
+    if field_type is Finite:
+        return st.floats(-1e300, 1e300)
     if field_type is bool:
         return st.booleans()
-    if isinstance(field_type, types.UnionType) and types.NoneType in field_type.__args__:
-        some = [member for member in field_type.__args__ if member is not types.NoneType]
+    if types.NoneType in typing.get_args(field_type):
+        some = [member for member in typing.get_args(field_type) if member is not types.NoneType]
         return st.none() | st.one_of([drawn(member) for member in some])
     if isinstance(field_type, type) and issubclass(field_type, msgspec.Struct):
         return structs(field_type)

@@ -35,7 +35,8 @@ from kvpool.admin.types import (
     TenantPage,
     TierSum,
 )
-from kvpool.errors import KvpoolError, ProtocolError
+from kvpool.decoding import decode_json
+from kvpool.errors import KvpoolError
 from kvpool.placement.records import NamespaceSettings, NodeRecord
 from kvpool.telemetry.node_stats import NodeStats
 
@@ -285,7 +286,4 @@ def _sections(stats: NodeStats, who: Principal) -> dict[str, Any]:
 
 
 def _fields(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"the record of a namespace is not JSON: {error}") from None
+    return decode_json(text, dict[str, Any], "the record of a namespace")

@@ -32,6 +32,7 @@ from kvpool.admin.types import (
     TenantPage,
     WeightRequest,
 )
+from kvpool.decoding import decode_json
 from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 
 ROUTER_S = 3.0
@@ -254,8 +255,8 @@ def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
     if status == 404:
         raise NotThere(f"router {url} does not know this request or engine")
     try:
-        found = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError:
+        found = decode_json(raw, dict[str, Any], "an object")
+    except ProtocolError:
         raise ProtocolError(f"router {url} answered {status}, without a JSON object") from None
     if 400 <= status < 500:
         inner = found.get("error")

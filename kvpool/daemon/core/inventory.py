@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ from kvpool.daemon.core.change_feed import Change, ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.namespaces import Namespaces
 from kvpool.daemon.core.slots import Slots
+from kvpool.decoding import decode_json
 from kvpool.telemetry.node_stats import (
     NamespaceStats,
     NamespaceUsage,
@@ -203,7 +205,7 @@ class Inventory:
             space=tenant.allocator.stats(),
             namespaces={
                 namespace.base.hex(): NamespaceStats(
-                    fields=msgspec.json.decode(namespace.fields),
+                    fields=decode_json(namespace.fields, dict[str, Any], "a namespace's fields"),
                     epoch=namespace.epoch,
                     settings=msgspec.to_builtins(namespace.settings),
                     held_bytes=namespace.held_bytes,

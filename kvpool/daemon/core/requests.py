@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
+from typing import Any
 
-import msgspec
-
-from kvpool.errors import InvalidRequest
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
 from kvpool.types import PARTS_MAX, RECORD_BYTES_MAX, EngineRecord, PartKind, PartSpec
@@ -35,6 +35,9 @@ def rows(packed: bytes) -> array[int]:
     return array("I", packed)
 
 
+_decode_fields = JsonDecoder[dict[str, Any]](dict[str, Any], "a namespace's fields, a JSON object")
+
+
 def parse_parts(
     digest: bytes, fields: bytes, parts: list[tuple[int, str, int, int]]
 ) -> list[PartSpec]:
@@ -46,10 +49,10 @@ def parse_parts(
     if hashlib.sha256(fields).digest()[:16] != digest:
         raise InvalidRequest("the namespace's digest does not match its fields")
     try:
-        decoded = msgspec.json.decode(fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"a namespace's fields are not JSON: {error}") from None
-    if not isinstance(decoded, dict) or _deeper(decoded, FIELDS_DEPTH_MAX):
+        decoded = _decode_fields(fields)
+    except ProtocolError as error:
+        raise InvalidRequest(str(error)) from None
+    if _deeper(decoded, FIELDS_DEPTH_MAX):
         raise InvalidRequest(
             f"a namespace's fields must be a JSON object, nested at most {FIELDS_DEPTH_MAX} deep"
         )

@@ -35,6 +35,7 @@ from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.decoding import decode_hex, decode_json
 from kvpool.errors import (
     ClusterUnavailable,
     InvalidRequest,
@@ -464,9 +465,9 @@ class Operators:
         self, _tenant: Tenant, by: str, m: operator_wire.ChangeSettings
     ) -> frame.Done:
         try:
-            changes = msgspec.json.decode(m.changes, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"settings must be a JSON object: {error}") from None
+            changes = decode_json(m.changes, dict[str, Any], "a JSON object with settings")
+        except ProtocolError as error:
+            raise InvalidRequest(str(error)) from None
         self._follow(changed(self.config, changes))
         logs.set_level(self.config.log_level)
         self._changed(by, "settings", to=changes)
@@ -519,18 +520,13 @@ class Operators:
         answer = await self._on(node, namespace.tenant.name, "", ask, 0.0)
         if not isinstance(answer, frame.Bytes):
             raise ProtocolError(f"node {node} listed its blocks with a number")
-        try:
-            found = msgspec.json.decode(answer.data, type=_Listed)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(
-                f"the list of blocks from node {node} cannot be decoded: {error}"
-            ) from None
+        found = decode_json(answer.data, _Listed, f"a list of blocks, as node {node} should send")
         after = found.cursor
         if after is not None:
             after = f"{tier}:{after}"
         elif tier == "dram":
             after = "ssd:"
-        return [bytes.fromhex(each.key) for each in found.blocks], after
+        return [decode_hex(each.key, "a block's key") for each in found.blocks], after
 
     async def _evict_on(
         self, node: str, namespace: NamespaceState, taken: Mapping[bytes, int], by: str

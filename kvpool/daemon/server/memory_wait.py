@@ -21,6 +21,8 @@ from pathlib import Path
 import msgspec
 
 from kvpool.config.tables import TenantConfig
+from kvpool.decoding import decode_json
+from kvpool.errors import ProtocolError
 from kvpool.memory.mappers import Mapper, find_mappers
 from kvpool.memory.segment import Segment
 from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE
@@ -155,10 +157,9 @@ def shrunk(tenants: Sequence[TenantConfig], free: int, last: Last) -> dict[str, 
 def read_last(socket: str) -> Last:
     """What `write_last` has kept; nothing if that cannot be read."""
     try:
-        return msgspec.json.decode(
-            Path(f"{socket}.memory").read_bytes(), type=dict[str, LastSegment]
-        )
-    except (OSError, msgspec.DecodeError):
+        data = Path(f"{socket}.memory").read_bytes()
+        return decode_json(data, dict[str, LastSegment], "sizes of segments")
+    except (OSError, ProtocolError):
         return {}
 
 
@@ -185,8 +186,8 @@ def read_wait(socket: str) -> MemoryWait | None:
     try:
         if time.time() - path.stat().st_mtime > FORGOTTEN_S:
             return None
-        return msgspec.json.decode(path.read_bytes(), type=MemoryWait)
-    except (OSError, msgspec.DecodeError):
+        return decode_json(path.read_bytes(), MemoryWait, "what a daemon waits for")
+    except (OSError, ProtocolError):
         return None
 
 

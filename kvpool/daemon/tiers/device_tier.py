@@ -100,7 +100,7 @@ class DeviceTier(DeviceBooks):
 
     async def _run(self, order: worker_wire.DeviceStart, segments: Mapping[int, Segment]) -> None:
         supervisor = WorkerSupervisor(
-            lambda: DeviceWorkerProxy(order, segments), self.began, self.ended, None
+            lambda: DeviceWorkerProxy(order, segments), self.began, self.ended
         )
         self._supervisor = supervisor
         await supervisor.insist(f"memory of {self.config.device}")

@@ -9,8 +9,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-import msgspec
-
 from kvpool.daemon.core.blocks import (
     NamespaceState,
     directory_digest,
@@ -18,7 +16,8 @@ from kvpool.daemon.core.blocks import (
 from kvpool.daemon.tiers.object_books import ENTRY_S, ObjectBooks, PackRecord
 from kvpool.daemon.tiers.tier_state import ObjectTierState
 from kvpool.daemon.workers.object_proxy import ObjectStorage
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.decoding import MsgpackDecoder
+from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.placement.records import epoch_digest
 from kvpool.types import PARTS_MAX, split_keys
 from kvpool.wire import storage as storage_wire
@@ -32,6 +31,8 @@ SCAN_S, SCAN_ALONE_S = 86_400.0, 600.0  # between scans; if others use a separat
 SCAN_PAUSE_S = 60.0  # at least, even if the catalog is lost repeatedly
 GARBAGE_MAX = 1024  # ended epochs whose objects are to be deleted
 SCAN_CHORE = "store"
+
+_decode_record = MsgpackDecoder[PackRecord](PackRecord, "the record of a pack")
 
 
 class ObjectScan:
@@ -119,8 +120,8 @@ class ObjectScan:
     ) -> None:
         """A pack, or a piece of one, was found: record it, unless its epoch is over. Raises `Unavailable`."""
         try:
-            record = msgspec.msgpack.decode(data, type=PackRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            record = _decode_record(data)
+        except ProtocolError:
             return  # of another version
         if not 0 <= record.epoch < 1 << 64:
             return

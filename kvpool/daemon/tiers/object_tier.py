@@ -68,7 +68,7 @@ class ObjectTier(ObjectBooks):
             config.object_instance_credentials,
         )
         supervisor = WorkerSupervisor(
-            lambda: ObjectWorkerProxy(order, segments), self.serve, self.ended, None
+            lambda: ObjectWorkerProxy(order, segments), self.serve, self.ended
         )
         self._supervisor = supervisor
         await supervisor.start()

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvpool.daemon.core.blocks import PIN_KINDS, NamespaceState, PartTable
@@ -19,9 +18,11 @@ from kvpool.daemon.tiers.ssd_books import Slots, SsdBooks, TableRecord
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.daemon.workers.disk_proxy import Disk
+from kvpool.decoding import MsgpackDecoder
 from kvpool.errors import (
     KvpoolError,
     LimitExceeded,
+    ProtocolError,
     Unavailable,
 )
 from kvpool.storage.codecs import BLOSC2, RAW, Blosc2, slot_classes
@@ -32,6 +33,8 @@ from kvpool.types import plain_parts, split_keys
 log = logging.getLogger("kvpool.daemon")
 
 SCAN_ENTRIES = 4096  # restored at a time, a few milliseconds
+
+_decode_table = MsgpackDecoder[TableRecord](TableRecord, "a table of a disk")
 
 
 class SsdRestorer:
@@ -74,8 +77,8 @@ class SsdRestorer:
         records = []
         for number, data in disk.ready.tables:
             try:
-                records.append((number, msgspec.msgpack.decode(data, type=TableRecord)))
-            except msgspec.DecodeError as error:
+                records.append((number, _decode_table(data)))
+            except ProtocolError as error:
                 log.warning(
                     "the disk at %s has a table of another version: %s",
                     self._books.path,

@@ -119,7 +119,7 @@ class SsdTier:
             device.ended(error)
             self._opened.set()
 
-        supervisor = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended, None)
+        supervisor = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended)
         self._supervisors[device] = supervisor
         await supervisor.insist(f"the disk at {disk.path}")
 

@@ -14,10 +14,9 @@ import secrets
 import stat
 from pathlib import Path
 
-import msgspec
-
 from kvpool.config import HTTP_UNIX, DaemonConfig
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
+from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError, ProtocolError
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
@@ -44,7 +43,7 @@ class GatewayWorker(Worker):
         answer = await self._ask(self._start, START_S)
         if not isinstance(answer, frame.Bytes):
             raise ProtocolError(f"the gateway's first message is a {type(answer).__name__}")
-        urls = msgspec.json.decode(answer.data, type=list[str])
+        urls = decode_json(answer.data, list[str], "a list of addresses")
         log.info("the HTTP gateway listens at %s", ", ".join(urls))
 
     def on_worker_exit(self) -> None:
@@ -61,7 +60,7 @@ class Gateway:
         if config.http and not config.http_tokens:
             digest = hashlib.sha256(own_token(token_path(config)).encode()).hexdigest()
         self._start = _start_message(config, digest)
-        self._supervisor = WorkerSupervisor(lambda: GatewayWorker(self._start), restarts_max=None)
+        self._supervisor = WorkerSupervisor(lambda: GatewayWorker(self._start))
 
     async def run(self) -> None:
         """Start it, retrying until it succeeds, without making others wait."""

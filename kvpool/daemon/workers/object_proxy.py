@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import msgspec
-
 from kvpool.daemon.workers.supervisor import START_S, Worker
+from kvpool.decoding import decode_json
 from kvpool.memory.segment import Segment
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire
@@ -80,4 +79,4 @@ class ObjectWorkerProxy(Worker):
 
     async def usage(self) -> storage_wire.ObjectUsage:
         answer = await self.expect(frame.Bytes, storage_wire.ObjectStats(START_S), START_S)
-        return msgspec.json.decode(answer.data, type=storage_wire.ObjectUsage)
+        return decode_json(answer.data, storage_wire.ObjectUsage, "an object tier's usage")

@@ -35,8 +35,7 @@ KILL_S = 5.0  # for a killed process to end; then it hangs in the kernel
 QUARANTINED_MAX = 4  # processes of one supervisor that were killed and have not ended
 INSIST_S = 5.0  # wait before retrying a process that does not start
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 10.0
-RESTARTS_MAX = 10  # in a row, each before the worker had lived for STEADY_S
-STEADY_S = 60.0
+STEADY_S = 60.0  # of life, after which a death is the first one again
 READ_BYTES = 256 << 10
 
 M = TypeVar("M", bound=frame.Message)
@@ -359,8 +358,8 @@ W = TypeVar("W", bound=Worker)
 class WorkerSupervisor(Generic[W]):
     """Keeps one worker running: restarts it, with growing back-off, when it dies.
 
-    make: a new life of it, not started. began: called with each that serves; ended: when it has died, or
-    could not be restarted, with the reason. restarts_max: in a row; None: no limit.
+    It never gives up: who can end a worker must not be able to end its service. make: a new life of it, not started.
+    began: called with each that serves; ended: when it has died, or could not be restarted, with the reason.
     """
 
     def __init__(
@@ -368,12 +367,10 @@ class WorkerSupervisor(Generic[W]):
         make: Callable[[], W],
         began: Callable[[W], None] = lambda _: None,
         ended: Callable[[str], None] = lambda _: None,
-        restarts_max: int | None = RESTARTS_MAX,
     ) -> None:
         self._make = make
         self._began = began
         self._ended = ended
-        self._restarts_max = restarts_max
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -456,14 +453,6 @@ class WorkerSupervisor(Generic[W]):
             if self._stopping:
                 return
             failures = 0 if self._loop.time() - started > STEADY_S else failures + 1
-            if self._restarts_max is not None and failures > self._restarts_max:
-                log.error(
-                    "a %s process died %d times in a row: it is not restarted again",
-                    kind,
-                    failures,
-                    extra={"worker": kind},
-                )
-                return
             pause = backoff_s(BACKOFF_S, BACKOFF_S_MAX, failures - 1) if failures else 0.0
             log.error(
                 "a %s process died: restart in %.1f s",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.question_turns import QuestionTurns
-from kvpool.daemon.workers.supervisor import RESTARTS_MAX, START_S, Worker, WorkerSupervisor
+from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
@@ -281,12 +281,11 @@ class TransferWorkers:
         nixl = [at for at, url in enumerate(self.config.listen) if scheme_of(url) == "nixl"]
         others = [at for at in range(len(self.config.listen)) if at not in nixl]
         for number in range(count):
-            keeper = self._keeper(others[number::count], RESTARTS_MAX)
+            keeper = self._keeper(others[number::count])
             await self._start(keeper)
             self._keepers.append(keeper)
         if nixl:
-            # It ends itself when a peer is lost in the middle of a read, however often that happens.
-            self._nixl_keeper = self._keeper(nixl, None)
+            self._nixl_keeper = self._keeper(nixl)
             await self._start(self._nixl_keeper)
             pulls["nixl"] = self._pull_by_nixl
         clock = asyncio.get_running_loop().time
@@ -301,18 +300,14 @@ class TransferWorkers:
             await self.stop()
             raise
 
-    def _keeper(
-        self, indices: list[int], restarts_max: int | None
-    ) -> WorkerSupervisor[TransferWorkerProxy]:
+    def _keeper(self, indices: list[int]) -> WorkerSupervisor[TransferWorkerProxy]:
         listen = [self.config.listen[index] for index in indices]
 
         def began(worker: TransferWorkerProxy) -> None:
             # A later one takes the ports that this one was given, which peers know by now.
             listen[:] = worker.urls or listen
 
-        keeper = WorkerSupervisor(
-            lambda: TransferWorkerProxy(self, listen), began, restarts_max=restarts_max
-        )
+        keeper = WorkerSupervisor(lambda: TransferWorkerProxy(self, listen), began)
         self._listening.append((keeper, indices, listen))
         return keeper
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvpool.decoding import Finite, MsgpackDecoder
 from kvpool.errors import ProtocolError
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, short_hash
 
@@ -78,7 +79,7 @@ class _Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
 
 
 class _Payload(msgspec.Struct, array_like=True, gc=False):
-    ts: float
+    ts: Finite
     events: list[msgspec.Raw]
 
 
@@ -86,9 +87,11 @@ class _AnyEvent(msgspec.Struct, gc=False):
     type: str
 
 
-_payload = msgspec.msgpack.Decoder(_Payload)
-_event = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
-_any_event = msgspec.msgpack.Decoder(_AnyEvent)
+_decode_payload = MsgpackDecoder[_Payload](_Payload, "a batch of events")
+_decode_event = MsgpackDecoder[_Stored | _Removed | _Cleared](
+    _Stored | _Removed | _Cleared, "an event"
+)
+_decode_any_event = MsgpackDecoder[_AnyEvent](_AnyEvent, "an event")
 _KNOWN = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -118,8 +121,8 @@ def read_batch(frames: Sequence[bytes]) -> Batch | None:
     if nbytes > PAYLOAD_BYTES_MAX:
         return Batch(seq, UNREADABLE, (), nbytes)
     try:
-        payload = _payload.decode(frames[2])
-    except msgspec.DecodeError:
+        payload = _decode_payload(frames[2])
+    except ProtocolError:
         return Batch(seq, UNREADABLE, (), nbytes)
     return Batch(seq, payload.ts, payload.events, nbytes)
 
@@ -127,24 +130,24 @@ def read_batch(frames: Sequence[bytes]) -> Batch | None:
 def _read_event(raw: msgspec.Raw) -> _Stored | _Removed | _Cleared | None:
     """None for ignored events: unknown types, and other media (host memory, disks).
 
-    Raises `msgspec.DecodeError`.
+    Raises `ProtocolError`.
     """
     try:
-        event = _event.decode(raw)
-    except msgspec.ValidationError:
-        if _any_event.decode(raw).type in _KNOWN:
+        event = _decode_event(raw)
+    except ProtocolError:
+        if _decode_any_event(raw).type in _KNOWN:
             raise
         return None
     return event if isinstance(event, _Cleared) or event.medium in _DEVICE_MEDIA else None
 
 
 def _short(each: int | bytes) -> int:
-    """Raises `msgspec.ValidationError`."""
+    """Raises `ProtocolError`."""
     if isinstance(each, int):
         return each & _MASK
     low, high = _HASH_BYTES
     if not low <= len(each) <= high:
-        raise msgspec.ValidationError(f"a block hash has {len(each)} bytes")
+        raise ProtocolError(f"a block hash has {len(each)} bytes")
     return short_hash(each)
 
 
@@ -384,7 +387,7 @@ class Follower:
                 self._end_event()
                 return 0
             hashes = [*map(_short, event.block_hashes[self._told : self._told + limit])]
-        except msgspec.DecodeError:
+        except ProtocolError:
             self._unread()
             self._end_event()
             return 0

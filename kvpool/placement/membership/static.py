@@ -18,7 +18,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from kvpool.errors import ConfigError, InvalidRequest, Unavailable
+from kvpool.decoding import decode_json
+from kvpool.errors import ConfigError, InvalidRequest, ProtocolError, Unavailable
 from kvpool.placement.membership.admission import (
     bumped,
     check_config,
@@ -382,10 +383,10 @@ def _load(path: Path) -> dict[tuple[str, str], NamespaceEntry]:
     except OSError as error:
         raise ConfigError(f"the namespaces' epochs in {path} cannot be read: {error}") from None
     try:
-        stored = msgspec.json.decode(data, type=Stored)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        stored = decode_json(data, Stored, "the namespaces' epochs")
+    except ProtocolError as error:
         raise ConfigError(
-            f"{path} does not contain the namespaces' epochs: {error}. Restore it; or remove it together with all "
+            f"{path} is {error}. Restore it; or remove it together with all "
             "blocks on disk, because without epochs blocks from before a reset would be hits again"
         ) from None
     if stored.format > FORMAT_VERSION:

@@ -487,6 +487,11 @@ def test_payloads_that_cannot_be_read_clear(payload: bytes) -> None:
         pack([1.0, [stored([1] * (HASHES_MAX + 1))]]),
         pack([1.0, [["BlockStored", [1], None, [], 16, None]]]),  # an earlier format
         pack([1.0, [], bytes(PAYLOAD_BYTES_MAX)]),
+        b"\x92\x01\x91\x81\xa4type\xa2\xff\xfe",  # a type that is no text
+        b"\x92\x01\x91\x82\xa4type\xabBlockStored\xa5other" + b"\x91" * 3000 + b"\xc0",
+        b"\x93\x01\x90" + b"\x91" * 3000 + b"\xc0",
+        pack([float("nan"), [CLEARED]]),
+        pack([float("inf"), [CLEARED]]),
     ],
 )
 def test_malformed_batches_are_counted_and_clear(payload: bytes) -> None:
