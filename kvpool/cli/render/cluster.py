@@ -239,7 +239,6 @@ def directory_text(cluster: Mapping[str, Any]) -> Text:
     if cluster["state"] == "gone":
         return line.append(", and is told nothing of what a node holds that has left")
     line.append(f", lag {directory['lag_s']:.1f} s, {directory['queued']:,} queued")
-    line.append(f", {count(directory['announced'], 'block')} of this node announced")
     if directory["repairing"]:
         line.append(f", {directory['repairing']:,} to be announced again")
     if directory["failures"]:
