@@ -28,7 +28,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvpool.errors import ConfigError, ProtocolError
+from kvpool.errors import ConfigError, KvpoolError, ProtocolError
 from kvpool.placement.kv_events.engine_blocks import BLOCKS_MAX, EngineBlocks
 from kvpool.placement.kv_events.stream import END, PAYLOAD_BYTES_MAX, Batch, Follower, read_batch
 from kvpool.retry import Backoff
@@ -271,16 +271,21 @@ class EngineFeed:
     # ---- following -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            busy = self._listen()
-            busy |= self._take_replay()
-            await self._work()
-            due_at = self._keep_time()
-            if busy:
-                await asyncio.sleep(0)
-            else:
-                await self._sleep_until(due_at)
+        """Until cancelled. Raises `ConfigError` for a stream that cannot be followed any further."""
+        try:
+            while True:
+                busy = self._listen()
+                busy |= self._take_replay()
+                await self._work()
+                due_at = self._keep_time()
+                if busy:
+                    await asyncio.sleep(0)
+                else:
+                    await self._sleep_until(due_at)
+        except (KvpoolError, zmq.ZMQError) as error:
+            raise ConfigError(
+                f"the events of engine {self.source.name} are not followed any further: {error}"
+            ) from error
 
     def _listen(self) -> bool:
         """Process the stream's messages; returns whether there may be more."""
@@ -396,8 +401,8 @@ class EventSubscriber:
     changed: called with an engine's name after a message, while `blocks.take_changes` has
         changes; must be quick.
     clock: seconds, monotonic.
-    refused: called with the name of an engine that `run` finds impossible to follow, and the reason:
-        it is then removed. None: `run` ends instead.
+    refused: called with the name of an engine that `run` finds impossible to follow, at once or later, and the
+        reason: it is then removed. None: `run` ends instead.
     Raises `ConfigError`.
     """
 
@@ -467,8 +472,20 @@ class EventSubscriber:
         """In the task group of `run`."""
         name = feed.source.name
         self._feeds[name] = feed
-        self._running[name] = self._group.create_task(feed.run())
+        self._running[name] = self._group.create_task(self._follow(feed))
         self._running[name].add_done_callback(lambda _: feed.close())
+
+    async def _follow(self, feed: EngineFeed) -> None:
+        """One engine's end is no other's."""
+        try:
+            await feed.run()
+        except ConfigError as error:
+            if self._refused is None:
+                raise
+            log.warning("%s", error, extra={"engine": feed.source.name})
+            for table in (self._sources, self._feeds, self._running):
+                table.pop(feed.source.name)
+            self._refused(feed.source.name, error)
 
     async def run(self) -> None:
         """Follow all of them until cancelled; raises `ConfigError` for one that cannot be followed, without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import resource
@@ -548,6 +549,41 @@ def test_one_that_cannot_be_followed_ends_nothing_where_that_is_told(
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 assert (refused, list(subscriber.engines)) == (["bad"], ["e"])
+                task.cancel()
+
+    play(test)
+
+
+def test_a_stream_that_fails_later_ends_no_other(
+    folder: Path, play: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        refused: dict[str, str] = {}
+        with Publisher(folder) as engine:
+            source = engine.source()
+            subscriber = EventSubscriber(
+                [dataclasses.replace(source, name="bad"), source],
+                clock=time.monotonic,
+                changed=lambda _: None,
+                refused=lambda name, error: refused.setdefault(name, str(error)),
+            )
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(subscriber.run())
+                await until_async(lambda: len(subscriber.engines) == 2, "both are followed")
+                bad = subscriber.engines["bad"]
+
+                def fail() -> bool:
+                    raise zmq.ZMQError(errno.ENOTSOCK)
+
+                monkeypatch.setattr(bad, "_listen", fail)
+                engine.publish(stored(1))
+                await until_async(lambda: refused, "it is given up")
+                assert "bad are not followed any further" in refused["bad"]
+                engine.publish(stored(2))
+                await knows(subscriber, 1, 2)
+                assert list(subscriber.engines) == [source.name]
+                subscriber.add(dataclasses.replace(source, name="bad"))
+                assert len(subscriber.engines) == 2, "it may come again"
                 task.cancel()
 
     play(test)
