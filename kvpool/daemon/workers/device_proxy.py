@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Protocol
 
-from kvpool.daemon.workers.supervisor import START_S, Worker
+from kvpool.daemon.workers.supervisor import Worker
 from kvpool.errors import Unavailable
 from kvpool.memory.owner_liveness import OwnerLiveness
 from kvpool.memory.segment import Segment
@@ -47,6 +47,7 @@ class DeviceWorkerProxy(Worker):
     kind = "device"
     decode = worker_wire.decode_device
     fills = (worker_wire.DemoteBlocks,)
+    start_s = 300.0  # it loads torch: over a minute from a cold disk, or beside busy processes
 
     def __init__(self, start: worker_wire.DeviceStart, segments: Mapping[int, Segment]) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class DeviceWorkerProxy(Worker):
             ) from None
         for segment_id, segment in self._segments.items():
             await self.attach(segment_id, segment)
-        await self._ask(self._begin, START_S, page.fd)
+        await self._ask(self._begin, self.start_s, page.fd)
 
     def on_worker_exit(self) -> None:
         """Waiting orders fail; readers of its memory are notified."""

@@ -132,7 +132,8 @@ class Worker(ABC):
 
     module: run as `python -m MODULE FD PARENT`, where FD is its end of the control channel. kind:
     its name in messages. fills: the orders that have it write to rows of memory. alone: it owns what only one
-    process can have, so that no other one is started before it has ended.
+    process can have, so that no other one is started before it has ended. start_s: the longest that it may take to
+    start; if it dies sooner, that is noticed at once.
     """
 
     module: str
@@ -140,6 +141,7 @@ class Worker(ABC):
     decode: frame.Decoder
     fills: tuple[type[frame.Message], ...] = ()
     alone = True
+    start_s = START_S
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -196,7 +198,9 @@ class Worker(ABC):
         """Configure a new process. Raises its error."""
 
     async def attach(self, segment_id: int, segment: Segment) -> None:
-        await self._ask(worker_wire.AttachSegment(segment_id, segment.size), START_S, segment.fd)
+        await self._ask(
+            worker_wire.AttachSegment(segment_id, segment.size), self.start_s, segment.fd
+        )
 
     async def order(self, message: frame.Message, deadline_s: float) -> Any:
         """The answer to an order, at the latest `GRACE_S` after its deadline.

@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 32
 NEW = 40
 LENGTHS = (700, 333, 64)
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ from kvpool.placement.kv_events.engine_blocks import EngineBlocks, short_hash
 from kvpool.placement.kv_events.subscriber import EngineFeed, EngineSource, EventSubscriber
 from kvpool.types import PartKind, PartSpec
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 BLOCKS = {"llama": 50, "gemma": 90}
 
 

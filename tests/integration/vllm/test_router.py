@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 PROMPT_TOKENS, LONG_TOKENS, NEW, LONG_NEW = 600, 3600, 16, 400
 # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
 LOADING = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0, "prefill_tokens_per_s": 1.0}
