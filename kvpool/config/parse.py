@@ -99,11 +99,11 @@ def hidden(value: object, where: str) -> str:
     return value
 
 
-def cluster_secret(value: object, where: str) -> str:
-    """A secret of at least the minimum length. Raises `ConfigError`."""
+def secret(value: object, where: str) -> str:
+    """A secret of at least the minimum length; empty: none. Raises `ConfigError`."""
     found = hidden(value, where)
     if found and len(found) < SECRET_CHARACTERS_MIN:
-        # Anyone who connects sees a proof made with it, and can try guesses offline.
+        # Whoever connects may try as many as a connection takes; of a cluster's, which proves, even offline.
         raise ConfigError(
             f"{where}: must have at least {SECRET_CHARACTERS_MIN} random characters; `openssl rand -hex 32` creates "
             "one"

@@ -139,7 +139,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "kvpool"
     cluster_secret: Annotated[
         str,
-        kind(parse=parse.cluster_secret),
+        kind(parse=parse.secret),
         setting(
             "The shared secret with which peers authenticate, at least 16 random characters. Required to listen off "
             "loopback. No flag.",
@@ -283,13 +283,21 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = True
     operator_token: Annotated[
-        Secret,
+        str,
+        kind(parse=parse.secret),
         setting(
             "The token that operators' commands must present, besides running as the daemon's own user or as root. "
             "No flag.",
             secret=True,
         ),
     ] = ""
+    announce: Annotated[
+        bool,
+        setting(
+            "Clients of the default tenant may announce [engines to routers](router.md#announced-engines). Of other "
+            "tenants only those with `announce = true`."
+        ),
+    ] = True
     tenants: Annotated[
         tuple[TenantConfig, ...],
         kind(parse=tables.tenants),
@@ -418,7 +426,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     router_token: Annotated[
-        Secret, setting("The operator's token of these routers. No flag.", secret=True)
+        str,
+        kind(parse=parse.secret),
+        setting("The operator's token of these routers. No flag.", secret=True),
     ] = ""
     otlp: Annotated[
         str,
@@ -490,8 +500,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     def all_tenants(self) -> tuple[TenantConfig, ...]:
         """The default tenant, unless the file configures it, and the others."""
         if any(tenant.name == DEFAULT_TENANT for tenant in self.tenants):
-            return self.tenants
-        return (TenantConfig(DEFAULT_TENANT, self.memory), *self.tenants)
+            return tuple(
+                tenant
+                if tenant.name != DEFAULT_TENANT or self.announce
+                else msgspec.structs.replace(tenant, announce=False)
+                for tenant in self.tenants
+            )
+        default = TenantConfig(DEFAULT_TENANT, self.memory, announce=self.announce)
+        return (default, *self.tenants)
 
     def ssd_shares(self) -> dict[str, float]:
         """Each tenant's part of each disk, by name.

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.config.checks import check
 from kvpool.config.declare import convert_setting, settings_of
+from kvpool.config.secret_files import SECRET_FILE_BYTES_MAX, check_private
 from kvpool.config.settings import DaemonConfig, parse_setting
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     import msgspec
 
-SECRET_FILE_BYTES_MAX = 4096
 _SETTINGS = settings_of(DaemonConfig)
 
 
@@ -103,11 +103,30 @@ def gather(
 
 
 def from_file(struct: type[msgspec.Struct], path: str) -> dict[str, Given]:
-    """The values of this struct's settings in a TOML file. Raises `ConfigError`."""
+    """The values of this struct's settings in a TOML file.
+
+    Raises `ConfigError`, also if there are secrets in it and others than its owner can reach it.
+    """
+    known = settings_of(struct)
+    values = read_toml(path)
+    for name, value in values.items():
+        secret = name in known and known[name].secret and _is_secret(value)
+        if secret or (name == "tenants" and _has_token(value)):
+            check_private(path, f"{path}: {name}")
     return {
         name: Given(convert_setting(struct, name, value, f"{path}: {name}"), path)
-        for name, value in read_toml(path).items()
+        for name, value in values.items()
     }
+
+
+def _is_secret(value: object) -> bool:
+    """An address is one only with a password in it."""
+    return isinstance(value, str) and value != "" and ("://" not in value or "@" in value)
+
+
+def _has_token(tenants: object) -> bool:
+    tables = tenants.values() if isinstance(tenants, dict) else ()
+    return any(isinstance(table, dict) and "token" in table for table in tables)
 
 
 def from_flags(struct: type[msgspec.Struct], flags: Mapping[str, object]) -> dict[str, Given]:

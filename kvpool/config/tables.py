@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 
 import msgspec
 
 from kvpool.config import parse
+from kvpool.config.secret_files import read_secret_file
 from kvpool.errors import ConfigError
+from kvpool.types import DEFAULT_TENANT
 
 DISKS_MAX = 16
 DISK_BYTES_MIN = 4 << 20
 DEVICE_BYTES_MIN = 2 << 20
+_TENANT_SETTINGS = {"memory", "ssd", "token", "token_file", "announce"}
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 
 
@@ -21,16 +25,20 @@ class TenantConfig(msgspec.Struct, frozen=True):
 
     memory: bytes, or a share of the free memory. token: required from its clients; None: anyone who
     can open the socket is accepted. ssd: its part of all disks together, in bytes or as a share; None: an equal
-    part of the rest.
+    part of the rest. announce: its clients may announce engines to routers.
     """
 
     name: str
     memory: int | float
     token: str | None = None
     ssd: int | float | None = None
+    announce: bool = False
 
     def __repr__(self) -> str:
-        return f"TenantConfig({self.name!r}, memory={self.memory!r}, ssd={self.ssd!r})"
+        return (
+            f"TenantConfig({self.name!r}, memory={self.memory!r}, ssd={self.ssd!r}, "
+            f"announce={self.announce!r})"
+        )
 
 
 class DiskConfig(msgspec.Struct, frozen=True):
@@ -58,22 +66,40 @@ def tenants(value: object, where: str) -> tuple[TenantConfig, ...]:
     found = []
     for key, table in value.items():
         tenant = parse.word(key, f"{where}.{key}")
-        if not isinstance(table, dict) or not set(table) <= {"memory", "ssd", "token"}:
+        if not isinstance(table, dict) or not set(table) <= _TENANT_SETTINGS:
             raise ConfigError(
-                f"{where}.{key}: a tenant has only the settings memory, ssd and token"
+                f"{where}.{key}: a tenant has only the settings {', '.join(sorted(_TENANT_SETTINGS))}"
             )
         if "memory" not in table:
             raise ConfigError(f"{where}.{key}.memory is missing: each tenant has its own segment")
-        token = table.get("token")
+        announce = table.get("announce", tenant == DEFAULT_TENANT)
+        if not isinstance(announce, bool):
+            raise ConfigError(f"{where}.{key}.announce must be true or false")
         found.append(
             TenantConfig(
                 tenant,
                 parse.parse_size(table["memory"], f"{where}.{key}.memory"),
-                None if token is None else parse.hidden(token, f"{where}.{key}.token"),
+                _token(table, f"{where}.{key}"),
                 parse.parse_size(table["ssd"], f"{where}.{key}.ssd") if "ssd" in table else None,
+                announce,
             )
         )
     return tuple(found)
+
+
+def _token(table: Mapping[str, object], where: str) -> str | None:
+    """None: the tenant needs none."""
+    if "token_file" in table:
+        if "token" in table:
+            raise ConfigError(f"{where}: set token or token_file, not both")
+        path = parse.text(table["token_file"], f"{where}.token_file")
+        return parse.secret(read_secret_file(path, f"{where}.token_file"), f"{where}.token_file")
+    if "token" not in table:
+        return None
+    token = parse.secret(table["token"], f"{where}.token")
+    if not token:
+        raise ConfigError(f"{where}.token is empty: leave it out if the tenant needs none")
+    return token
 
 
 def disks(value: object, where: str) -> tuple[DiskConfig, ...]:

@@ -29,6 +29,7 @@ from kvpool.router.api import HEADER_BYTES_MAX, Api
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_catalog import EngineCatalog
+from kvpool.router.engine_hosts import EngineHosts
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.health import Health
@@ -101,6 +102,7 @@ class Router:
             changed=self._changed,
             clock=clock,
             api_key=api_key,
+            hosts=EngineHosts(config.announced_from),
             on_lag=metrics.engine_event_lag.observe,
         )
         self._prompts = Prompts(

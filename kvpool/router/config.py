@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -29,15 +28,16 @@ from kvpool.config import (
     settings_of,
 )
 from kvpool.config.parse import Seconds
+from kvpool.config.secret_files import read_secret_file
 from kvpool.errors import ConfigError
 from kvpool.net import is_loopback
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
+from kvpool.router.engine_hosts import LOOPBACK, parse_entries
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
 API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
-SECRET_FILE_BYTES_MAX = 4096
 FOLLOW_S_MAX = 600
 """Block hash algorithms that the vLLM plugin accepts."""
 
@@ -155,6 +155,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             option="--engine",
         ),
     ] = ()
+    announced_from: Annotated[
+        tuple[str, ...],
+        kind(parse=parse_entries, metavar="NETWORK"),
+        setting(
+            "Where [announced engines](router.md#engines) may be: networks (`10.0.0.0/8`), names, or ends of names "
+            "(`*.engines.local`). Others get no requests. Engines that are configured may be anywhere.",
+            option="--announced-from",
+        ),
+    ] = LOOPBACK
     daemon: Annotated[
         bool, setting("Ask this host's daemon for engines and for the pool's contents.")
     ] = True
@@ -342,19 +351,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Secrets(msgspec.Struct, frozen=True):
     """Secrets, never shown. token: the operator's; empty: none is required. tenants: names by token.
 
-    api_keys: by URL of the engine. api_key: for engines without one of their own.
+    api_keys: by URL, of configured engines. Announced ones get none: they may be anybody.
     """
 
     token: str
     tenants: Mapping[str, str]
-    api_key: str
     api_keys: Mapping[str, str]
 
     def __repr__(self) -> str:
         return "Secrets()"
 
     def api_key_of(self, url: str) -> str:
-        return self.api_keys.get(url.rstrip("/"), self.api_key)
+        """Of the engine at this URL; empty: none is sent."""
+        return self.api_keys.get(url.rstrip("/"), "")
 
 
 SETTINGS = tuple(settings_of(RouterConfig))
@@ -436,10 +445,10 @@ def _address(listen: str) -> tuple[str, int]:
 def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
     token = secret_of(TOKEN_ENVIRON, environ) or ""
     if config.token_file and not token:
-        token = _secret_file(config.token_file, "token_file")
+        token = read_secret_file(config.token_file, "token_file")
     tokens = {"": token} if token else {}
     for name, tenant in config.tenants.items():
-        tokens[name] = _secret_file(tenant.token_file, f"tenants.{name}.token_file")
+        tokens[name] = read_secret_file(tenant.token_file, f"tenants.{name}.token_file")
     for name, text in tokens.items():
         if len(text) < TOKEN_CHARACTERS_MIN:
             raise ConfigError(
@@ -449,27 +458,13 @@ def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
     tenants = {text: name for name, text in tokens.items() if name}
     if len(tenants) < len(config.tenants) or token in tenants:
         raise ConfigError("tokens: each tenant needs a token of its own")
+    common = secret_of(API_KEY_ENVIRON, environ) or ""
     keys = {
-        table.url.rstrip("/"): _secret_file(
+        table.url.rstrip("/"): read_secret_file(
             table.api_key_file, f"engines: {table.url}: api_key_file"
         )
-        for table in config.engines
         if table.api_key_file
+        else common
+        for table in config.engines
     }
-    return Secrets(token, tenants, secret_of(API_KEY_ENVIRON, environ) or "", keys)
-
-
-def _secret_file(path: str, name: str) -> str:
-    """The content of a file that only its owner may read."""
-    try:
-        with open(path, "rb") as file:
-            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                raise ConfigError(f"{name}: other users can access {path}: chmod 600 {path}")
-            text = file.read(SECRET_FILE_BYTES_MAX).decode().strip()
-    except OSError as error:
-        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: {path} is not text") from None
-    if not text or any(ord(character) < 33 or ord(character) > 126 for character in text):
-        raise ConfigError(f"{name}: {path}: must be one line of printable characters")
-    return text
+    return Secrets(token, tenants, keys)

@@ -34,6 +34,7 @@ from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
 from kvpool.router.caches import Caches
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_calls import bearer, read
+from kvpool.router.engine_hosts import LOOPBACK, EngineHosts
 from kvpool.router.engines import (
     EngineSpec,
     differs,
@@ -111,7 +112,8 @@ class EngineCatalog:
     and nodes are maintained here.
     joined, left, changed: called with new engines, with the names of removed ones, and with
     those whose scheduler properties have changed. on_lag: called with the seconds from an event to the
-    index, by the wall clocks of both machines. api_key: of an engine.
+    index, by the wall clocks of both machines. api_key: of an engine. hosts: where announced ones may be; None: on
+    this machine.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class EngineCatalog:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         api_key: Callable[[EngineSpec], str] = lambda _: "",
+        hosts: EngineHosts | None = None,
         on_lag: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._tables = {str(table["url"]).rstrip("/"): table for table in engines}
@@ -139,6 +142,7 @@ class EngineCatalog:
         self._joined, self._left, self._changed = joined, left, changed
         self._clock = clock
         self._api_key = api_key
+        self._hosts = EngineHosts(LOOPBACK) if hosts is None else hosts
         self._known: dict[str, _Known] = {}  # by URL
         self._specs: dict[str, EngineSpec] = {}  # by name
         self._served: dict[str, Served] = {}  # by model, until engines change
@@ -247,8 +251,11 @@ class EngineCatalog:
             known.vanished = False
             if known.announced == announced:
                 return
+        if announced is not None and table is None and (reason := self._hosts.refusal(url)):
+            self._refuse(url, reason)
+            return
         try:
-            spec = spec_of(url, announced=announced, table=table)
+            spec = self._spec_of(url, announced, table)
         except ConfigError as error:
             self._refuse(url, str(error))
             return
@@ -265,6 +272,24 @@ class EngineCatalog:
         else:
             known.announced = announced
             self._change(known, with_models(spec, known.cards))
+
+    def _spec_of(
+        self, url: str, announced: Mapping[str, Any] | None, table: Mapping[str, Any] | None
+    ) -> EngineSpec:
+        """As `spec_of`. Announced addresses of events, too, are connected to only where engines may be."""
+        spec = spec_of(url, announced=announced, table=table)
+        for name in ("events", "replay"):
+            endpoint = getattr(spec, name)
+            if not endpoint.startswith("tcp://") or (table is not None and table.get(name)):
+                continue
+            if reason := self._hosts.refusal(endpoint):
+                log.warning(
+                    "the events of engine %s are not read from %s: %s",
+                    *(spec.name, endpoint, reason),
+                    extra={"engine": spec.name},
+                )
+                return replace(spec, events="", replay="")
+        return spec
 
     def _refuse(self, url: str, reason: str) -> None:
         """An announcement is rejected; it is repeated every second."""
@@ -341,7 +366,7 @@ class EngineCatalog:
             return False
         if cards != known.cards:
             known.cards = cards
-            spec = spec_of(known.spec.url, announced=known.announced, table=known.table)
+            spec = self._spec_of(known.spec.url, known.announced, known.table)
             self._change(known, with_models(spec, cards))
         return True
 

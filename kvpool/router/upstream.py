@@ -16,6 +16,7 @@ import aiohttp
 
 from kvpool.errors import KvpoolError
 from kvpool.router.engine_calls import bearer
+from kvpool.router.engine_hosts import EngineResolver
 from kvpool.router.engines import EngineSpec
 
 IDLE_S = 3.0
@@ -152,7 +153,7 @@ _JSON = {"Content-Type": "application/json"}
 
 def open_session() -> aiohttp.ClientSession:
     """The one session of a router. The number of calls is bounded by the requests in flight."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, resolver=EngineResolver())
     return aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -80,6 +80,7 @@ class Daemon:
         self.log = folder / f"stderr-{secrets.token_hex(4)}"
         if config:
             (folder / "kvpool.toml").write_text(config)
+            (folder / "kvpool.toml").chmod(0o600)
             args = ("--config", str(folder / "kvpool.toml"), *args)
         if "--socket" not in args:
             args = ("--socket", self.socket, *args)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.errors import InvalidRequest, LimitExceeded
+from kvpool.errors import InvalidRequest, LimitExceeded, NotAuthenticated
 from kvpool.types import EngineRecord, NamespaceRecord
 from kvpool.wire import frame
 
@@ -84,7 +84,7 @@ def test_it_is_told_again_to_a_daemon_that_was_started_anew(start, until):
 
 def test_tenants_know_their_own_only(start):
     daemon = start(
-        config='[tenants.a]\ntoken = "token-of-a-123456"\nmemory = "8MiB"\n'
+        config='[tenants.a]\nannounce = true\ntoken = "token-of-a-123456"\nmemory = "8MiB"\n'
         '[tenants.b]\ntoken = "token-of-b-123456"\nmemory = "8MiB"\n'
     )
     with (
@@ -94,6 +94,10 @@ def test_tenants_know_their_own_only(start):
         ns = one.open(RECORD)
         assert one.announce_engine(ns, replace(ENGINE, tenant="b"))
         assert [engine["url"] for engine in one.engines()] == [ENGINE.url]
+        assert other.engines() == []
+        with pytest.raises(NotAuthenticated, match="announce = true"):
+            other.announce_engine(other.open(RECORD), ENGINE)
+        assert other.announce_engine(other.open(RECORD), None), "to withdraw is no right"
         assert other.engines() == []
         one.put(ns, [key(1)], [bytes(4096)])
         assert one.prefixes(ns.digest, [key(1)]) != {}
@@ -164,3 +168,9 @@ def test_prefixes_count_disks(start, folder, until):
         until(lambda: client.stats().tiers.ssd[0].written_blocks == 8)
         client.evict(keys[2:5], tier="dram")
         assert client.prefixes(ns.digest, keys) == {"n": (2, 8)}
+
+
+def test_the_default_tenant_may_be_told_not_to(start):
+    daemon = start("--no-announce")
+    with daemon.client() as client, pytest.raises(NotAuthenticated, match="may not announce"):
+        client.announce_engine(client.open(RECORD), ENGINE)

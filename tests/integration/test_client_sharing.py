@@ -325,10 +325,10 @@ TENANTS = """
 memory = "16MiB"
 [tenants.red]
 memory = "8MiB"
-token = "rot und geheim"
+token = "rot und sehr geheim"
 [tenants.blue]
 memory = "8MiB"
-token = "blåmes"
+token = "blåmes är en liten fågel"
 """
 
 
@@ -336,8 +336,8 @@ token = "blåmes"
 def two(start):
     daemon = start(config=TENANTS)
     with (
-        daemon.client(tenant="red", token="rot und geheim", connect=True) as red,
-        daemon.client(tenant="blue", token="blåmes", connect=True) as blue,
+        daemon.client(tenant="red", token="rot und sehr geheim", connect=True) as red,
+        daemon.client(tenant="blue", token="blåmes är en liten fågel", connect=True) as blue,
     ):
         yield daemon, red, blue
 
@@ -388,7 +388,9 @@ def test_a_tenant_cannot_join_another_s_lease(two):
     red.put(mine, [key(1)], block(1))
     with (
         red.acquire(mine, [key(1)], lease_s=60) as lease,
-        daemon.client(tenant="blue", token="blåmes", instance=red.instance) as thief,
+        daemon.client(
+            tenant="blue", token="blåmes är en liten fågel", instance=red.instance
+        ) as thief,
     ):
         assert thief.join(lease.token) is None
 
@@ -419,16 +421,16 @@ def test_a_full_tenant_takes_nothing_from_another(two):
     [
         ("red", None),
         ("red", ""),
-        ("red", "blåmes"),
+        ("red", "blåmes är en liten fågel"),
         ("red", "röt und geheim"),
-        ("green", "rot und geheim"),
+        ("green", "rot und sehr geheim"),
         ("", None),
-        ("red\0", "rot und geheim"),
+        ("red\0", "rot und sehr geheim"),
     ],
 )
 def test_the_wrong_tenant_or_token(two, tenant, token):
     daemon, red, _ = two
     with pytest.raises(NotAuthenticated, match="token") as caught:
         daemon.client(tenant=tenant, token=token, connect=True)
-    assert "rot und geheim" not in str(caught.value)
+    assert "rot und sehr geheim" not in str(caught.value)
     red.stats()

@@ -119,6 +119,8 @@ def test_the_help_loads_nothing_heavy() -> None:
 def test_a_configuration_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "kvpool.toml"
     file.write_text('memory = "1GiB"\ncluster_secret = "0123456789abcdef0123456789abcdef"\n')
+    file.chmod(0o600)
+    file.chmod(0o600)
     done = kvpool("config", "check", str(file), KVPOOL_TRANSFER_WORKERS="3")
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}

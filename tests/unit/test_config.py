@@ -29,6 +29,7 @@ SECRETS = (
 def from_file(tmp_path, text: str, **flags) -> DaemonConfig:
     path = tmp_path / "kvpool.toml"
     path.write_text(text)
+    path.chmod(0o600)
     return load(file=str(path), flags=flags, environ={})
 
 
@@ -38,7 +39,7 @@ def test_no_configuration_at_all():
     assert config.memory == 0.25
     assert config.listen == config.peers == ()
     assert config.node
-    assert config.all_tenants() == (TenantConfig("default", 0.25),)
+    assert config.all_tenants() == (TenantConfig("default", 0.25, announce=True),)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,8 @@ labels = { zone = "a", rack = "7" }
 replicas_max = 3
 replication_bandwidth = "1MiB"
 forward = false
-operator_token = "ot"
+operator_token = "ot ot ot ot ot ot"
+announce = false
 ssd = ["/e=8MiB", "/f=1GiB"]
 ssd_write = "through"
 ssd_bytes_per_day = "1TiB"
@@ -144,10 +146,11 @@ otlp = "https://collector:4318/tenant/"
 http = ["127.0.0.1:7071", "10.0.0.5:7071", "unix:/h"]
 http_rate = 7
 routers = ["http://r:8080/"]
-router_token = "rt"
+router_token = "rt rt rt rt rt rt"
 [tenants.red]
 memory = 4096
-token = "t"
+token = "t t t t t t t t t"
+announce = true
 [tenants.default]
 memory = "50%"
 """,
@@ -184,8 +187,12 @@ memory = "50%"
         replicas_max=3,
         replication_bandwidth=1 << 20,
         forward=False,
-        operator_token="ot",
-        tenants=(TenantConfig("red", 4096, "t"), TenantConfig("default", 0.5)),
+        operator_token="ot ot ot ot ot ot",
+        announce=False,
+        tenants=(
+            TenantConfig("red", 4096, "t t t t t t t t t", announce=True),
+            TenantConfig("default", 0.5, announce=True),
+        ),
         ssd=(DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30)),
         ssd_write="through",
         ssd_bytes_per_day=1 << 40,
@@ -211,9 +218,11 @@ memory = "50%"
         http_tokens=tls_files["tls_key"],
         http_rate=7.0,
         routers=("http://r:8080",),
-        router_token="rt",
+        router_token="rt rt rt rt rt rt",
     )
-    assert config.all_tenants() == config.tenants, "the file has said what the default one gets"
+    red, default = config.all_tenants()
+    assert red == config.tenants[0]
+    assert default == TenantConfig("default", 0.5), "the file has said what the default one gets"
     unset = DaemonConfig(socket="")
     same = [name for name in SETTINGS if getattr(config, name) == getattr(unset, name)]
     assert same == [], "a setting that this test does not change"
@@ -252,7 +261,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "replicas_max": "3",
         "replication_bandwidth": "64k",
         "forward": "false",
-        "operator_token": "ot",
+        "operator_token": "ot ot ot ot ot ot",
+        "announce": "false",
         "ssd": "/e=8MiB, /f=1GiB",
         "ssd_write": "none",
         "ssd_bytes_per_day": "0",
@@ -278,7 +288,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "http_tokens": tls_files["tls_key"],
         "http_rate": ".5",
         "routers": "http://r:8080,https://s:1/",
-        "router_token": "rt",
+        "router_token": "rt rt rt rt rt rt",
     }
     assert values.keys() | {"tenants"} == set(SETTINGS)
     config = load(environ={f"KVPOOL_{name.upper()}": value for name, value in values.items()})
@@ -304,7 +314,10 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert config.otlp == "http://127.0.0.1:4318"
     assert (config.http, config.http_rate) == (("[::1]:7071", "unix:/h"), 0.5)
     assert config.routers == ("http://r:8080", "https://s:1")
-    assert (config.http_tokens, config.router_token) == (values["http_tokens"], "rt")
+    assert (config.http_tokens, config.router_token) == (
+        values["http_tokens"],
+        values["router_token"],
+    )
     assert config.plaintext is True
     assert {name: getattr(config, name) for name in tls_files} == tls_files
     texts = [name for name in values if name.startswith(("join", "operator", "directory"))]
@@ -493,7 +506,11 @@ def test_a_table_of_labels_from_the_file_gives_way_to_flags(tmp_path):
 def test_the_documented_file_is_right(tmp_path, repo_root):
     text = (repo_root / "docs" / "config.md").read_text()
     (example,) = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    config = from_file(tmp_path, example)
+    token = tmp_path / "research.token"
+    token.write_text("a" * 32)
+    token.chmod(0o600)
+    config = from_file(tmp_path, example.replace("/etc/kvpool/research.token", str(token)))
+    assert config.all_tenants()[1].announce and config.all_tenants()[1].token == "a" * 32
     assert config.memory == 64 << 30
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.join.startswith("etcds://")
@@ -582,9 +599,9 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("listen = [1]", "text"),
         ("listen = 7", "list"),
         ("tenants = 7", r"\[tenants.NAME\]"),
-        ("tenants.red = 7", "memory, ssd and token"),
+        ("tenants.red = 7", "announce, memory, ssd, token, token_file"),
         ("[tenants.red]", "tenants.red.memory is missing"),
-        ('[tenants.red]\nmemory = 1\ntokn = "x"', "memory, ssd and token"),
+        ('[tenants.red]\nmemory = 1\ntokn = "x"', "announce, memory, ssd, token, token_file"),
         ("[tenants.red]\nmemory = 1\ntoken = 7", "tenants.red.token"),
         ("[tenants.red]\nmemory = 0", "tenants.red.memory"),
         ('[tenants."a b"]\nmemory = 1', "letters"),
@@ -790,3 +807,82 @@ def test_a_gateway_off_loopback_takes_tokens_and_tls(address, tls_files):
     assert load(flags={**tokens, "plaintext": True}, environ={}).http == (address,)
     for local in ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/h"):
         assert load(flags={"http": [local]}, environ={}).http == (local,)
+
+
+# ---- files with secrets --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'cluster_secret = "hush hush hush hush"',
+        'operator_token = "hush hush hush hush"',
+        'directory = "redis://user:hush@127.0.0.1:6379"',
+        'join_password = "hush"',
+        '[tenants.red]\nmemory = "8MiB"\ntoken = "hush hush hush hush"',
+    ],
+)
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660, 0o602])
+def test_a_file_with_secrets_that_others_can_reach_is_refused(tmp_path, line, mode):
+    path = tmp_path / "kvpool.toml"
+    path.write_text(line)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600") as caught:
+        load(file=str(path), environ={})
+    assert "hush" not in str(caught.value)
+    path.chmod(0o600)
+    load(file=str(path), environ={})
+
+
+def test_a_file_without_secrets_may_be_read_by_others(tmp_path):
+    path = tmp_path / "kvpool.toml"
+    path.write_text(
+        'memory = "8MiB"\ndirectory = "redis://127.0.0.1:6379"\noperator_token = ""\n'
+        '[tenants.red]\nmemory = "8MiB"\n'
+    )
+    path.chmod(0o644)
+    assert load(file=str(path), environ={}).memory == 8 << 20
+
+
+def test_a_tenants_token_may_be_in_a_file_of_its_own(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("red-token-red-token\n")
+    token.chmod(0o600)
+    table = f'[tenants.red]\nmemory = "8MiB"\ntoken_file = "{token}"\n'
+    (_, red) = from_file(tmp_path, table).all_tenants()
+    assert red == TenantConfig("red", 8 << 20, "red-token-red-token")
+    assert "red-token" not in repr(red)
+    with pytest.raises(ConfigError, match="not both"):
+        from_file(tmp_path, table + 'token = "red-token-red-token"')
+    token.chmod(0o640)
+    with pytest.raises(ConfigError, match="other users can access"):
+        from_file(tmp_path, table)
+    token.chmod(0o600)
+    for wrong in ("short", "", "two words and more than that"):
+        token.write_text(wrong)
+        with pytest.raises(ConfigError):
+            from_file(tmp_path, table)
+
+
+@pytest.mark.parametrize("token", ["", "short", "fifteen letters"])
+def test_tokens_have_a_minimum_length(tmp_path, token):
+    with pytest.raises(ConfigError, match=r"tenants\.red\.token"):
+        from_file(tmp_path, f'[tenants.red]\nmemory = "8MiB"\ntoken = "{token}"')
+    if token:
+        with pytest.raises(ConfigError, match="operator_token"):
+            from_file(tmp_path, f'operator_token = "{token}"')
+
+
+def test_who_may_announce_engines(tmp_path):
+    def may(text: str) -> dict[str, bool]:
+        return {each.name: each.announce for each in from_file(tmp_path, text).all_tenants()}
+
+    red, default = '[tenants.red]\nmemory = "8MiB"\n', '[tenants.default]\nmemory = "8MiB"\n'
+    assert may(red) == {"default": True, "red": False}
+    assert may(red + "announce = true\n") == {"default": True, "red": True}
+    assert may("announce = false\n" + red) == {"default": False, "red": False}
+    assert may(default + red) == {"default": True, "red": False}
+    assert may("announce = false\n" + default) == {"default": False}
+    assert may(default + "announce = false\n") == {"default": False}
+    with pytest.raises(ConfigError, match="true or false"):
+        may(red + "announce = 1\n")

@@ -463,8 +463,12 @@ def stand_ins(tmp_path: Path, given: dict[str, str]) -> dict[str, str]:
 
 def test_the_routers_command_line_in_compose(compose: dict[str, Any]) -> None:
     command, *words = compose["services"]["router"]["command"]
-    assert command == "router" and words[0] == "--listen"
-    load_router(flags={"listen": words[1]}, environ={"KVPOOL_ROUTER_TOKEN": "x" * 16})
+    assert command == "router"
+    given = [word.removeprefix("--").split("=") for word in words]
+    networks = [value for name, value in given if name == "announced-from"]
+    flags = {"listen": dict(given)["listen"], "announced_from": networks}
+    config, _ = load_router(flags=flags, environ={"KVPOOL_ROUTER_TOKEN": "x" * 16})
+    assert len(config.announced_from) == 2
 
 
 def test_prometheus_asks_where_compose_answers(compose: dict[str, Any]) -> None:
@@ -583,6 +587,16 @@ def test_what_a_daemon_keeps_for_the_next_one_outlives_a_restart() -> None:
     assert ("RuntimeDirectoryPreserve", "restart") in unit_lines(
         DEPLOY / "systemd" / "kvpool.service"
     )
+
+
+def test_clients_reach_the_socket_and_no_file_of_the_daemon() -> None:
+    unit = dict(unit_lines(DEPLOY / "systemd" / "kvpool.service"))
+    assert (unit["User"], unit["Group"]) == ("kvpool", "kvpool-clients")
+    assert unit["RuntimeDirectoryMode"] == "0750"
+    assert (unit["StateDirectoryMode"], unit["UMask"]) == ("0700", "0077")
+    users = (DEPLOY / "systemd" / "kvpool.sysusers.conf").read_text()
+    assert "g kvpool-clients -" in users.splitlines()
+    assert "install -D -m 0600 -o kvpool" in (DEPLOY / "README.md").read_text()
 
 
 needs_systemd = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import pytest
 
 from kvpool.cli.base import client_of
 from kvpool.config import SECRETS, SETTINGS, load, secret_of
-from kvpool.config.sources import SECRET_FILE_BYTES_MAX
+from kvpool.config.secret_files import SECRET_FILE_BYTES_MAX
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.router import config as router_config
 
@@ -19,6 +19,7 @@ def a_file(tmp_path: Path):
     def write(content: bytes, name: str = "secret") -> str:
         path = tmp_path / name
         path.write_bytes(content)
+        path.chmod(0o600)
         return str(path)
 
     return write
@@ -93,8 +94,9 @@ def test_other_settings_take_no_file(a_file):
 def test_the_routers_secrets(a_file):
     token, key = a_file(f"{LONG}\n".encode(), "token"), a_file(b"key\n", "key")
     environ = {"KVPOOL_ROUTER_TOKEN_FILE": token, "KVPOOL_ENGINE_API_KEY_FILE": key}
-    _, secrets = router_config.load(flags={"listen": "0.0.0.0:0"}, environ=environ)
-    assert (secrets.token, secrets.api_key) == (LONG, "key")
+    flags = {"listen": "0.0.0.0:0", "engines": ["http://a:1"]}
+    _, secrets = router_config.load(flags=flags, environ=environ)
+    assert (secrets.token, secrets.api_key_of("http://a:1")) == (LONG, "key")
 
 
 def test_commands_read_their_tokens_from_files(a_file, tmp_path, monkeypatch):

@@ -305,8 +305,9 @@ def test_where_each_setting_comes_from(tmp_path):
     file = tmp_path / "kvpool.toml"
     file.write_text(
         'memory = "1GiB"\ntransfer_workers = 3\nlabels = { zone = "z" }\n'
-        '[tenants.red]\ntoken = "a secret of red"\nmemory = "25%"\n'
+        '[tenants.red]\ntoken = "a long secret of red"\nmemory = "25%"\n'
     )
+    file.chmod(0o600)
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
     environ = {

@@ -6,7 +6,7 @@ ends, as leases do. No I/O; event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,17 @@ import msgspec
 
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.requests import check_engine
-from kvpool.errors import LimitExceeded
+from kvpool.errors import LimitExceeded, NotAuthenticated
 from kvpool.placement.records import NodeRecord
 from kvpool.types import EngineRecord
 
 
 class EngineRegistry:
-    """See the module. most: maximum number of engines."""
+    """See the module. most: maximum number of engines. tenants: whose clients may announce any."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, tenants: Collection[str]) -> None:
         self._most = most
+        self._tenants = frozenset(tenants)
         self._engines: dict[int, EngineRecord] = {}  # by id() of their holder
 
     def announce(
@@ -31,11 +32,17 @@ class EngineRegistry:
     ) -> None:
         """Set a client's announcement; None: withdraw it.
 
-        Raises `InvalidRequest` for invalid values, `LimitExceeded` for one too many.
+        Raises `NotAuthenticated` for a tenant whose clients may not, `InvalidRequest` for invalid values,
+        `LimitExceeded` for one too many.
         """
         if engine is None:
             self.forget(holder)
             return
+        if holder.tenant.name not in self._tenants:
+            raise NotAuthenticated(
+                f"clients of tenant {holder.tenant.name} may not announce engines: set announce = true in "
+                f"[tenants.{holder.tenant.name}] if routers should send them prompts"
+            )
         check_engine(engine)
         if id(holder) not in self._engines and len(self._engines) >= self._most:
             raise LimitExceeded(

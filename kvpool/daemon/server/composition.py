@@ -188,7 +188,9 @@ def compose(
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
-    registry = EngineRegistry(config.engines_max)
+    registry = EngineRegistry(
+        config.engines_max, [each.name for each in config.all_tenants() if each.announce]
+    )
     events = EventLog(config.node, clocks.wall)
     rules = TierRules(node, ssd, device)
 

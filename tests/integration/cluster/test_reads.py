@@ -168,10 +168,10 @@ def test_a_block_that_was_evicted_or_removed_is_a_miss_elsewhere(seats, numbers,
 TENANTS = """
 [tenants.red]
 memory = "16MiB"
-token = "red's own token"
+token = "red's very own token"
 [tenants.blue]
 memory = "16MiB"
-token = "blue's own token"
+token = "blue's very own token"
 """
 
 

@@ -376,6 +376,29 @@ async def test_an_announcement_that_makes_no_sense_is_passed_over(folder: Any, c
             assert prompt.spec == know.engines[know._known[engine.url].spec.name].hashing
 
 
+async def test_engines_are_not_announced_from_anywhere(folder: Any, caplog: Any) -> None:
+    """Nor are their events read from anywhere."""
+    async with StubEngine(settings(folder)) as engine:
+        good = said_of(engine, folder, events="tcp://10.9.8.7:5557", replay="tcp://10.9.8.7:5558")
+        urls = (
+            "http://10.9.8.7:8000",
+            "http://169.254.169.254",
+            "http://evil.example",
+            "http://u:p@127.0.0.1:1",
+        )
+        client: Any = Said(*({**good, "url": url} for url in urls), good)
+        async with learning(client) as learner:
+            know = learner.knowledge
+            (spec,) = know.engines.values()
+            assert spec.url == engine.url
+            assert (spec.events, spec.replay) == ("", "")
+            asked = client.asked
+            await until_async(lambda: client.asked > asked + 2, "it is asked on")
+            for url in urls:
+                assert caplog.text.count(f"engine {url} is ignored") == 1
+            assert "10.9.8.7 is in no network of announced_from" in caplog.text
+
+
 async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: Any) -> None:
     """Its node's daemon begins anew, and knows nothing of it for a while."""
     async with StubEngine(settings(folder)) as engine:

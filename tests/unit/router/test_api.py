@@ -23,8 +23,8 @@ from tests.support.waiting import PATIENCE_S, until_async
 OPERATOR, ALICE, BOB = "operator-operator", "alice-alice-alice", "bob-bob-bob-bob-bob"
 STREAM = {"model": MODEL, "prompt": "a question of some length", "stream": True}
 WHOLE = {"model": MODEL, "prompt": "a question of some length"}
-OPEN = Secrets("", {}, "", {})
-CLOSED = Secrets(OPERATOR, {ALICE: "alice", BOB: "bob"}, "", {})
+OPEN = Secrets("", {}, {})
+CLOSED = Secrets(OPERATOR, {ALICE: "alice", BOB: "bob"}, {})
 
 
 class Site:

@@ -112,6 +112,7 @@ def test_tokens_and_keys_are_in_files_that_others_cannot_read(tmp_path: Path) ->
     assert secrets.token == TOKEN and secrets.tenants == {"alice-0123456789": "alice"}
     assert [secrets.api_key_of(e.url) for e in config.engines] == ["engine-key", "common"]
     assert secrets.api_key_of("http://a") == "engine-key"
+    assert secrets.api_key_of("http://announced:8000") == "", "it may be anybody"
     for hidden in (TOKEN, "alice-0123456789", "engine-key", "common"):
         assert hidden not in repr(secrets) + repr(config)
 
