@@ -80,7 +80,15 @@ class SsdReader:
                     lengths=self._books.lengths(blocks),
                 )
             )
-        finally:
+            came = [
+                block
+                for block, one in zip(blocks, pulled.status, strict=True)
+                if one == BlockStatus.PRESENT
+            ]
+            self._books.counted.read_blocks += len(came)
+            self._books.counted.read_bytes += sum(block.table.spec.nbytes for block in came)
+            self._books.drop_bad(node, blocks, pulled.status)
+        finally:  # what was evicted meanwhile loses its slot with the lease
             for lease in leases:
                 self._books.release(node, own, lease)
         present = int(BlockStatus.PRESENT)
@@ -89,14 +97,6 @@ class SsdReader:
             status[index] = one
             if one == present:
                 checksums[index] = checksum
-        came = [
-            block
-            for block, one in zip(blocks, pulled.status, strict=True)
-            if one == BlockStatus.PRESENT
-        ]
-        self._books.counted.read_blocks += len(came)
-        self._books.counted.read_bytes += sum(block.table.spec.nbytes for block in came)
-        self._books.drop_bad(node, blocks, pulled.status)
         return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
 
     async def parents(self, blocks: Sequence[Block]) -> list[bytes]:
@@ -157,6 +157,6 @@ class SsdReader:
                     lengths=self._books.lengths(blocks),
                 )
             )
+            return self._books.drop_bad(node, blocks, written.status)
         finally:
             self._books.release(node, own, lease)
-        return self._books.drop_bad(node, blocks, written.status)

@@ -507,6 +507,38 @@ def test_where_all_slots_are_being_read_nothing_is_written() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("how", ["read", "scrub"])
+@pytest.mark.parametrize("status", [BlockStatus.PRESENT, BlockStatus.MISMATCH, BlockStatus.FAILED])
+def test_what_is_removed_while_it_is_read_loses_its_slot_afterwards(
+    how: str, status: BlockStatus
+) -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        await bench.write([1, 2, 3])
+        bench.disk.held.add(how)
+        bench.disk.statuses[how] = deque([bytes([status, status, BlockStatus.PRESENT])])
+        work = bench.read([1, 2, 3]) if how == "read" else bench.device.scrub(0, 10)
+        task = asyncio.ensure_future(work)
+        await bench.disk.waits(how)
+        own = bench.device.table(bench.namespace.tables[0])
+        assert own is not None
+        bench.device.node.removal.remove(own.namespace, split_keys(key(1) + key(3)))
+        bench.disk.go_on()
+        found = await task
+        good = status is BlockStatus.PRESENT
+        assert bench.here() == ({2} if good else set())
+        if isinstance(found, worker_wire.Pulled):
+            assert found.status[2] == BlockStatus.PRESENT
+        else:
+            assert found[:2] == (3, 0 if good else 2)
+        await bench.device.tidy()
+        assert bench.agrees()
+        assert bench.device.node.inventory.block_count() == len(bench.here())
+
+    run(main())
+
+
 def test_what_is_removed_while_it_is_written_is_not_found_again() -> None:
     async def main() -> None:
         bench = Bench()
