@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from kvpool.client import Client
+from kvpool.net import operator_socket_of
 from kvpool.types import NamespaceRecord
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -196,7 +197,7 @@ class Rest:
 
 
 class Wire:
-    """Frames to the control socket."""
+    """Frames to the operators' socket."""
 
     def __init__(self, path: str, rng: random.Random) -> None:
         self._path = path
@@ -361,7 +362,7 @@ def _attack(
             break
         assert time.monotonic() < deadline, node.said
         time.sleep(0.05)
-    rest, frames = Rest(port, token, rng), Wire(node.socket, rng)
+    rest, frames = Rest(port, token, rng), Wire(operator_socket_of(node.socket), rng)
     gateway, daemon = _gateway(node), node.pid
     statuses: Counter[int] = Counter()
     unanswered = deaths = 0

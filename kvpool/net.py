@@ -1,4 +1,4 @@
-"""Host networking: which addresses are loopback, and the limit of descriptors of a process.
+"""Host networking: which addresses are loopback, sockets' paths, and the limit of descriptors of a process.
 
 Only on loopback may anything listen without credentials.
 """
@@ -27,6 +27,11 @@ def names_loopback(host: str) -> bool:
     if not port.isdecimal():
         name = host
     return is_loopback(name.removeprefix("[").removesuffix("]"))
+
+
+def operator_socket_of(socket: str) -> str:
+    """The path of the operators' socket of the daemon whose clients connect to this one, unless it is set."""
+    return f"{socket}.operator"
 
 
 def raise_descriptor_limit() -> None:

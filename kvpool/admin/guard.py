@@ -30,7 +30,7 @@ _HOST = re.compile(r"[A-Za-z0-9._\[\]:-]{0,255}")
 class Guard:
     """Decides about requests before anything is done for them. Event loop only.
 
-    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket accepts, like root's.
+    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket accepts.
     """
 
     def __init__(self, tokens: Tokens, rate: float, uid: int, clock: Callable[[], float]) -> None:
@@ -44,7 +44,7 @@ class Guard:
 
     def admit(self, address: str, uid: int | None, authorization: str) -> Principal:
         """address: of the client; of a unix socket's, whose user is `uid`, empty. Raises `Refused`."""
-        if uid is not None and not authorization and uid in {0, self._uid}:
+        if uid is not None and not authorization and uid == self._uid:
             who = LOCAL
         else:
             who = self._by_token(address, authorization)

@@ -95,6 +95,7 @@ class Client:
             token=token,
             instance=self.instance,
             operator_token=operator_token,
+            operator_socket=self._operators_at(socket_path or default_socket_path()),
             timeout_s=timeout_s,
             connections_max=connections_max,
         )
@@ -104,6 +105,10 @@ class Client:
         self._granted_puts = GrantedPuts(self._connections, self._namespaces, self._copy_in)
         if connect:
             self._connections.connect()
+
+    def _operators_at(self, socket_path: str) -> str | None:
+        """The operators' socket, for a client that needs it."""
+        return None
 
     # ---- life ----------------------------------------------------------------------------------------
 

@@ -16,8 +16,16 @@ from typing import Any
 
 from kvpool.client.connection import Connection, DaemonState, timeval
 from kvpool.client.daemon_watch import DaemonWatch
-from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.errors import (
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolError,
+    Unavailable,
+)
 from kvpool.memory.owner_liveness import LifeView
+from kvpool.memory.peer_process import check_owner
 from kvpool.retry import Backoff
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -48,10 +56,12 @@ class Connections:
         token: str | None,
         instance: str,
         operator_token: str,
+        operator_socket: str | None,
         timeout_s: float,
         connections_max: int,
     ) -> None:
         self.socket_path = socket_path
+        self._operator_socket = operator_socket
         self.tenant = tenant
         self.timeout_s = timeout_s
         self.instance = instance
@@ -278,6 +288,46 @@ class Connections:
             if probe:
                 self._probing = False
 
+    def _dial(self, sock: socket.socket) -> None:
+        """An operator's connection goes to the operators' socket, where this process can open one."""
+        if self._operator_socket is not None:
+            try:
+                sock.connect(self._operator_socket)
+            except (FileNotFoundError, ConnectionRefusedError, PermissionError):
+                pass  # an older daemon, or a caller who is no operator: the daemon says so when it matters
+            else:
+                check_owner(sock, self._operator_socket)
+                return
+        sock.connect(self.socket_path)
+        check_owner(sock, self.socket_path)
+
+    def _say_hello(self, sock: socket.socket, *, device: bool) -> tuple[bytes, list[int]]:
+        """The daemon's answer, and the descriptors that came with it. Raises `OSError`, and `NotAuthenticated` for
+        somebody else who listens there.
+        """
+        limit = timeval(self.timeout_s)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._dial(sock)
+        hello = client_wire.Hello(
+            frame.PROTOCOL_VERSION,
+            self.tenant,
+            self.instance,
+            self.client_id,
+            self._token,
+            self._operator_token,
+            device,
+            frame.PROTOCOL_OLDEST,
+        )
+        try:
+            sock.sendall(frame.encode(hello, 1))
+        except BrokenPipeError:
+            pass  # refused; the reason can be read
+        data, fds, _, _ = socket.recv_fds(sock, frame.HELLO_BYTES_MAX, 2)
+        for fd in fds:
+            os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would set it
+        return data, fds
+
     def _introduce(
         self, *, device: bool = False
     ) -> tuple[Connection, client_wire.Welcome, LifeView | None]:
@@ -286,27 +336,10 @@ class Connections:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            limit = timeval(self.timeout_s)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            sock.connect(self.socket_path)
-            hello = client_wire.Hello(
-                frame.PROTOCOL_VERSION,
-                self.tenant,
-                self.instance,
-                self.client_id,
-                self._token,
-                self._operator_token,
-                device,
-                frame.PROTOCOL_OLDEST,
-            )
-            try:
-                sock.sendall(frame.encode(hello, 1))
-            except BrokenPipeError:
-                pass  # refused; the reason can be read
-            data, fds, _, _ = socket.recv_fds(sock, frame.HELLO_BYTES_MAX, 2)
-            for fd in fds:
-                os.set_inheritable(fd, False)  # `recv_fds` drops the flag that would set it
+            data, fds = self._say_hello(sock, device=device)
+        except NotAuthenticated:
+            sock.close()
+            raise
         except OSError as error:
             sock.close()
             if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kvpool.client.client import RESET_S, Client
+from kvpool.config import default_operator_socket
 from kvpool.decoding import finite
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
@@ -20,9 +21,14 @@ SCRUB_S = 60.0
 class OperatorClient(Client):
     """A client that also sends operators' requests. A daemon may require the operator token for them.
 
-    Failures and threads are those of `Client`: every method here raises `Unavailable` when the daemon is
-    unreachable, and `NotAuthenticated` if it does not accept the caller as an operator.
+    It connects to the operators' socket (`KVPOOL_OPERATOR_SOCKET`, else beside the daemon's) if it may, else to the
+    clients' one, where only the operator token makes it an operator. Failures and threads are those of `Client`: every
+    method here raises `Unavailable` when the daemon is unreachable, and `NotAuthenticated` if it does not accept the
+    caller as an operator.
     """
+
+    def _operators_at(self, socket_path: str) -> str | None:
+        return default_operator_socket(socket_path)
 
     def cluster(self) -> dict[str, Any]:
         """The cluster as this node sees it: nodes, namespaces, directory."""

@@ -30,6 +30,7 @@ from kvpool.config.settings import (
 )
 from kvpool.config.sources import (
     config_of,
+    default_operator_socket,
     default_socket_path,
     from_file,
     from_flags,
@@ -53,6 +54,7 @@ __all__ = [
     "Setting",
     "TenantConfig",
     "config_of",
+    "default_operator_socket",
     "default_socket_path",
     "from_file",
     "from_flags",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvpool.config.parse import HTTP_UNIX, host_and_port
+from kvpool.config.parse import HTTP_UNIX, SOCKET_PATH_MAX, host_and_port
 from kvpool.config.settings import DaemonConfig
 from kvpool.errors import ConfigError
 from kvpool.net import is_loopback
@@ -22,6 +22,12 @@ def check(config: DaemonConfig) -> None:
             "object_store: without join, the node must store the epochs of its namespaces itself, to recognise old "
             "blocks after a restart: set --data-dir FOLDER"
         )
+    if len(os.fsencode(config.operators_at())) > SOCKET_PATH_MAX:
+        raise ConfigError(
+            f"operator_socket: {config.operators_at()} is longer than {SOCKET_PATH_MAX} bytes: set a shorter path"
+        )
+    if config.operators_at() == config.socket:
+        raise ConfigError("operator_socket: must be another path than socket")
     _check_nixl(config)
     _check_tls(config)
     _check_http(config)

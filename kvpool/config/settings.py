@@ -25,6 +25,7 @@ from kvpool.config.parse import (
 )
 from kvpool.config.tables import DeviceConfig, DiskConfig, TenantConfig
 from kvpool.errors import ConfigError
+from kvpool.net import operator_socket_of
 from kvpool.types import DEFAULT_TENANT
 
 WRITE_MODES = ("back", "through", "none")
@@ -58,6 +59,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             default="600",
         ),
     ] = 0o600
+    operator_socket: Annotated[
+        str,
+        kind(parse=parse.socket_path, metavar="PATH"),
+        setting(
+            "Path of the operators' socket, of mode 0600: whoever can open it is an operator. Put it into another "
+            "folder where containers mount the folder of `socket`. The commands use the same default, or "
+            "`KVPOOL_OPERATOR_SOCKET`.",
+            default="`socket`.operator",
+        ),
+    ] = ""
     memory: Annotated[
         Size,
         setting(
@@ -286,8 +297,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(parse=parse.secret),
         setting(
-            "The token that operators' commands must present, besides running as the daemon's own user or as root. "
-            "No flag.",
+            "The token that makes its holder an operator, by either socket; then the operators' socket alone does "
+            "not. At least 16 characters. No flag.",
             secret=True,
         ),
     ] = ""
@@ -496,6 +507,10 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not each.secret
         )
         return f"DaemonConfig({', '.join(shown)})"
+
+    def operators_at(self) -> str:
+        """The path of the operators' socket."""
+        return self.operator_socket or operator_socket_of(self.socket)
 
     def all_tenants(self) -> tuple[TenantConfig, ...]:
         """The default tenant, unless the file configures it, and the others."""

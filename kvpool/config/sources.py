@@ -16,6 +16,7 @@ from kvpool.config.declare import convert_setting, settings_of
 from kvpool.config.secret_files import SECRET_FILE_BYTES_MAX, check_private
 from kvpool.config.settings import DaemonConfig, parse_setting
 from kvpool.errors import ConfigError
+from kvpool.net import operator_socket_of
 
 if TYPE_CHECKING:
     import msgspec
@@ -50,6 +51,11 @@ def default_socket_path(environ: Mapping[str, str] = os.environ) -> str:
                 "XDG_RUNTIME_DIR"
             )
     return f"{folder}/kvpool.sock"
+
+
+def default_operator_socket(socket: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Where the operators of the daemon at this socket connect."""
+    return environ.get("KVPOOL_OPERATOR_SOCKET") or operator_socket_of(socket)
 
 
 def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:

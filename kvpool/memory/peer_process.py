@@ -6,8 +6,9 @@ import errno
 import os
 import socket
 import struct
+from collections.abc import Mapping
 
-from kvpool.errors import LimitExceeded
+from kvpool.errors import LimitExceeded, NotAuthenticated
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 _UCRED = struct.Struct("3i")
@@ -23,6 +24,24 @@ def peer_uid(sock: socket.socket) -> int:
     """The connected user, from the kernel."""
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return int(uid)
+
+
+def check_owner(sock: socket.socket, path: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises `NotAuthenticated` unless a trusted user listens at this path, to which the socket is connected.
+
+    That is this process's own user, root, or the owner of the folder; with `KVPOOL_DAEMON_UID` only that user.
+    Others could have replaced the socket where they may write to its folder, and would be given blocks and tokens.
+    """
+    uid = peer_uid(sock)
+    if wanted := environ.get("KVPOOL_DAEMON_UID"):
+        trusted = {int(wanted)} if wanted.isdecimal() else set()
+    else:
+        trusted = {os.getuid(), 0, os.stat(os.path.dirname(os.path.abspath(path))).st_uid}
+    if uid not in trusted:
+        raise NotAuthenticated(
+            f"user {uid} listens at {path}, who is neither this user, nor root, nor the owner of the folder: if that is "
+            "the daemon's user, set KVPOOL_DAEMON_UID"
+        )
 
 
 def peer_pidfd(sock: socket.socket) -> int | None:

@@ -91,6 +91,7 @@ def test_every_setting_can_come_from_the_file(tmp_path, tls_files):
         + f'http_tokens = "{tls_files["tls_key"]}"\n'
         + """
 plaintext = true
+operator_socket = "/o"
 socket = "/s"
 socket_mode = 0o660
 memory = "40%"
@@ -157,6 +158,7 @@ memory = "50%"
     )
     assert config == DaemonConfig(
         socket="/s",
+        operator_socket="/o",
         socket_mode=0o660,
         memory=0.4,
         policy="lru",
@@ -233,6 +235,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         **tls_files,
         "plaintext": "true",
         "socket": "/s",
+        "operator_socket": "/o",
         "socket_mode": "660",
         "memory": "1g",
         "policy": "lru",
@@ -886,3 +889,15 @@ def test_who_may_announce_engines(tmp_path):
     assert may(default + "announce = false\n") == {"default": False}
     with pytest.raises(ConfigError, match="true or false"):
         may(red + "announce = 1\n")
+
+
+def test_the_operators_socket_is_beside_the_clients_unless_set(tmp_path):
+    assert from_file(tmp_path, 'socket = "/run/a.sock"').operators_at() == "/run/a.sock.operator"
+    set_apart = 'socket = "/run/a.sock"\noperator_socket = "/run/o/a.sock"'
+    assert from_file(tmp_path, set_apart).operators_at() == "/run/o/a.sock"
+    with pytest.raises(ConfigError, match="another path"):
+        from_file(tmp_path, 'socket = "/run/a.sock"\noperator_socket = "/run/a.sock"')
+    long = "/" + "x" * (SOCKET_PATH_MAX - 5)
+    with pytest.raises(ConfigError, match="operator_socket"):
+        from_file(tmp_path, f'socket = "{long}"')
+    assert from_file(tmp_path, f'socket = "{long}"\noperator_socket = "/o"').operators_at() == "/o"

@@ -562,8 +562,8 @@ def check_operator(holder: Holder) -> None:
     """Only operators see and change other tenants' state. Raises `NotAuthenticated`."""
     if not holder.operator:
         raise NotAuthenticated(
-            "this is reserved for operators: processes of the daemon's own user or root, with the operator_token if "
-            "one is set (KVPOOL_OPERATOR_TOKEN)"
+            "this is reserved for operators: those who can open the operators' socket (operator_socket), as the daemon's "
+            "own user, or have the operator_token if one is set (KVPOOL_OPERATOR_TOKEN)"
         )
 
 

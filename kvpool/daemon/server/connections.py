@@ -79,12 +79,14 @@ class ClientConnections:
         self.counts = counts
         self._incarnation = node.incarnation
         self._tokens = {tenant.name: tenant.token for tenant in operators.config.all_tenants()}
-        self._clients: dict[tuple[str, str], ClientHandle] = {}
+        # By tenant, the client's own id, and whether it is an operator.
+        self._clients: dict[tuple[str, str, bool], ClientHandle] = {}
         self._tasks = Tasks()
 
-    def listen(self, listener: socket.socket) -> None:
-        """Accept clients there until `ignore`."""
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+    def listen(self, listener: socket.socket, *, operators: bool) -> None:
+        """Accept clients there until `ignore`. operators: whoever can open that socket is one."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener.fileno(), self._accept, listener, operators)
 
     def ignore(self, listener: socket.socket) -> None:
         """Stop accepting there."""
@@ -98,7 +100,7 @@ class ClientConnections:
                 connection.close()
             self._forget(handle)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, operators: bool) -> None:
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
@@ -107,8 +109,9 @@ class ClientConnections:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ECONNABORTED):
                 self.counts.refused += 1
                 # It stays in the queue, and the listener readable: retry a little later.
-                asyncio.get_running_loop().remove_reader(listener.fileno())
-                asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._accept_again, listener)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listener.fileno())
+                loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listener, operators)
                 return
             raise
         if self.counts.connections >= self._operators.config.clients_max:
@@ -121,13 +124,13 @@ class ClientConnections:
             return
         sock.setblocking(False)
         self.counts.connections += 1
-        self._tasks.begin(self._introduce(sock))
+        self._tasks.begin(self._introduce(sock, operators=operators))
 
-    def _accept_again(self, listener: socket.socket) -> None:
+    def _accept_again(self, listener: socket.socket, operators: bool) -> None:
         if listener.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
+            self.listen(listener, operators=operators)
 
-    async def _introduce(self, sock: socket.socket) -> None:
+    async def _introduce(self, sock: socket.socket, *, operators: bool) -> None:
         """Hello, Welcome; from there on the connection is a `ClientConnection`'s."""
         reader = frame.FrameReader(frame.HELLO_BYTES_MAX)
         request = 0
@@ -145,7 +148,7 @@ class ClientConnections:
                 raise ProtocolError(
                     "the first frame must be a Hello, and the client must wait for its answer"
                 )
-            handle = self._admit(hello, sock)
+            handle = self._admit(hello, sock, operators=operators)
             connection = ClientConnection(self, self._requests, handle)
             handle.connections.add(connection)
         except (TimeoutError, OSError):
@@ -190,7 +193,9 @@ class ClientConnections:
             return
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
 
-    def _admit(self, hello: client_wire.Hello, sock: socket.socket) -> ClientHandle:
+    def _admit(
+        self, hello: client_wire.Hello, sock: socket.socket, *, operators: bool
+    ) -> ClientHandle:
         frame.agree(hello.version, hello.oldest, "the client")
         expected = self._tokens.get(hello.tenant)
         if hello.tenant not in self._tokens or (
@@ -205,7 +210,8 @@ class ClientConnections:
                 "a client's id must have 1 to 64 characters, an instance's at most 256"
             )
         pid = peer_pid(sock)
-        handle = self._clients.get((hello.tenant, hello.client))
+        operator = self._is_operator(hello, operators=operators)
+        handle = self._clients.get((hello.tenant, hello.client, operator))
         if handle is not None:
             if handle.pid != pid or handle.holder.instance != hello.instance:
                 raise NotAuthenticated("this client id belongs to another process or instance")
@@ -219,18 +225,19 @@ class ClientConnections:
             raise ProtocolError("the client's process has ended")
         holder = self._node.holders.add(hello.tenant, hello.instance, hello.client)
         holder.uid = peer_uid(sock)
-        holder.operator = self._is_operator(hello, holder.uid)
+        holder.operator = operator
         handle = ClientHandle(holder, pid, pidfd)
-        self._clients[hello.tenant, hello.client] = handle
+        self._clients[hello.tenant, hello.client, operator] = handle
         self.counts.clients = len(self._clients)
         asyncio.get_running_loop().add_reader(pidfd, self._process_died, handle)
         return handle
 
-    def _is_operator(self, hello: client_wire.Hello, uid: int) -> bool:
-        if uid not in {0, os.getuid()}:
-            return False
+    def _is_operator(self, hello: client_wire.Hello, *, operators: bool) -> bool:
+        """With a token whoever has it; else who came by the operators' socket, root of a container or not."""
         expected = self._operators.config.operator_token.encode()
-        return not expected or secrets.compare_digest(hello.operator.encode(), expected)
+        if not expected:
+            return operators
+        return secrets.compare_digest(hello.operator.encode(), expected)
 
     def _process_died(self, handle: ClientHandle) -> None:
         for connection in list(handle.connections):
@@ -238,7 +245,9 @@ class ClientConnections:
         self._forget(handle)
 
     def _forget(self, handle: ClientHandle) -> None:
-        if self._clients.pop((handle.holder.tenant.name, handle.holder.name), None) is None:
+        holder = handle.holder
+        key = (holder.tenant.name, holder.name, holder.operator)
+        if self._clients.pop(key, None) is None:
             return
         self.counts.clients = len(self._clients)
         asyncio.get_running_loop().remove_reader(handle.pidfd)

@@ -124,9 +124,13 @@ class Server:
                 daemon.device.start(segments)
             await daemon.objects.start(segments)
             await daemon.ssd.start(segments)
-            listener = _listen(self.config.socket, self.config.socket_mode)
-            stack.callback(self._stop_listening, daemon.connections, listener)
-            daemon.connections.listen(listener)
+            for path, mode, operators in (
+                (self.config.operators_at(), 0o600, True),
+                (self.config.socket, self.config.socket_mode, False),
+            ):
+                listener = _listen(path, mode)
+                stack.callback(_stop_listening, daemon.connections, listener, path)
+                daemon.connections.listen(listener, operators=operators)
             tasks.begin(gateway.run())
             _tune_gc()
             if ready is not None:
@@ -195,10 +199,11 @@ class Server:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
 
-    def _stop_listening(self, connections: ClientConnections, listener: socket.socket) -> None:
-        connections.ignore(listener)
-        listener.close()
-        _unlink_socket(self.config.socket)
+
+def _stop_listening(connections: ClientConnections, listener: socket.socket, path: str) -> None:
+    connections.ignore(listener)
+    listener.close()
+    _unlink_socket(path)
 
 
 async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) -> None:
@@ -306,7 +311,7 @@ def _lock_data_dir(path: str) -> int:
 
 
 def _listen(path: str, mode: int) -> socket.socket:
-    """Bind the control socket. The caller holds its lock, so an existing socket is a dead daemon's."""
+    """Bind a control socket. The caller holds its lock, so an existing socket is a dead daemon's."""
     try:
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)

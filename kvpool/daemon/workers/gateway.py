@@ -128,7 +128,7 @@ def _start_message(config: DaemonConfig, digest: str) -> worker_wire.GatewayStar
             else address
             for address in config.http
         ],
-        socket=os.path.abspath(config.socket),
+        socket=os.path.abspath(config.operators_at()),
         socket_mode=config.socket_mode,
         tenant=tenant.name,
         token=tenant.token,
