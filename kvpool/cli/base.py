@@ -11,6 +11,7 @@ import typer
 
 from kvpool import __version__
 from kvpool.errors import ClusterUnavailable, KvpoolError, NotAuthenticated, Unavailable
+from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
     from kvpool.client import OperatorClient
@@ -160,4 +161,4 @@ def in_foreground() -> Iterator[None]:
 
 def complain(text: str) -> None:
     """Print a line for the user on stderr."""
-    print(f"kvpool: {text}", file=sys.stderr)
+    print(f"kvpool: {plain(text)}", file=sys.stderr)

@@ -61,8 +61,7 @@ def plan(
 
     Example: kvpool plan trace.jsonl --ttft 3 --tpot 0.1 --plot plan.png
     """
-    from rich.console import Console
-
+    from kvpool.cli.render.text import make_console
     from kvpool.planner.command import Room, requests_of, run, write
     from kvpool.planner.plot import draw
     from kvpool.planner.trials import Targets
@@ -82,7 +81,7 @@ def plan(
     described = Workload(rate or 4.0, prompt, output, shared)
     requests = requests_of(trace, described, rate, shape, limit)
     room = Room(engines_max, dram_max * 1e9, ssd_max * 1e9)
-    found = run(requests, shape, targets, room, Console())
+    found = run(requests, shape, targets, room, make_console())
     if json_path is not None:
         write(found, targets, json_path)
     if plot is not None:

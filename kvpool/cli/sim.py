@@ -75,8 +75,7 @@ def sim(
     """
     import math
 
-    from rich.console import Console
-
+    from kvpool.cli.render.text import make_console
     from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
     from kvpool.scheduler.scheduler import Settings
     from kvpool.simulator.command import requests_of, run, write_rows
@@ -106,7 +105,7 @@ def sim(
     )
     chosen = list(POLICIES) if policy == ["all"] else policy or [DEFAULT_POLICY]
     requests = requests_of(trace, shape, load=load, limit=limit, rate=rate)
-    console = Console()
+    console = make_console()
     rows = run(requests, shape, chosen, console, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
     if json_path is not None:
         write_rows(rows, json_path)

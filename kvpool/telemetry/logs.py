@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from kvpool.plain_text import plain
+
 LEVEL_VARIABLE = "KVPOOL_LOG_LEVEL"
 FORMAT_VARIABLE = "KVPOOL_LOG_FORMAT"
 FIELD_CHARACTERS_MAX = 2000
@@ -91,7 +93,7 @@ class TextFormatter(LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         parts = [_time(record), record.levelname, f"{record.name}:", _message(record)]
         parts += [f"{name}={_word(value)}" for name, value in self._all_fields(record)]
-        return " ".join(parts).replace("\n", "\\n").replace("\r", "\\r")
+        return plain(" ".join(parts).replace("\n", "\\n").replace("\r", "\\r"))
 
 
 class JsonFormatter(LineFormatter):

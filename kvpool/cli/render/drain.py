@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvpool.cli.render.cluster import drain_text
-from kvpool.cli.render.text import count, size_text
+from kvpool.cli.render.text import count, make_console, size_text
 from kvpool.client import OperatorClient
 from kvpool.errors import ClusterUnavailable, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOOK_S = 0.2
 PATIENCE_S = 15.0  # so long the daemon of this node may fail to answer
@@ -136,7 +138,7 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
 
 def carry_out(client: OperatorClient, node: str, timeout_s: float) -> tuple[str, bool]:
     """Follow the drain that was asked for, with a bar on a terminal, else with a line now and then."""
-    console = Console(file=sys.stderr, highlight=False)
+    console = make_console(sys.stderr)
     bar = _bar(console) if console.is_terminal else None
     shower: AbstractContextManager[Any] = bar if bar is not None else nullcontext()
     with shower:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -22,6 +21,7 @@ from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobState
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 LOOK_S = 0.2
@@ -168,7 +168,7 @@ def follow(
 
 def carry_out(job: Job, *, quiet: bool = False) -> None:
     """Follow it, with a bar on a terminal, else with a line when it has begun. quiet: with neither."""
-    console = Console(file=sys.stderr, highlight=False, quiet=quiet)
+    console = make_console(sys.stderr, quiet=quiet)
     bar = _bar(console) if console.is_terminal and not quiet else None
     shower: AbstractContextManager[Any] = bar if bar is not None else nullcontext()
     if bar is None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
+
+from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -21,17 +24,31 @@ DIGEST_SHOWN = 12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def make_console() -> Console:
-    """Standard output: as wide as the terminal, or wide enough for a row where there is none."""
-    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if narrow else PIPED_WIDTH)
+class PlainConsole(Console):
+    """A console that passes no escape sequence of others on: see `kvpool.plain_text`. Its own are none of its text."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(plain(segment.text), segment.style)
+
+
+def make_console(file: IO[str] | None = None, *, quiet: bool = False) -> Console:
+    """Standard output, or a file: as wide as the terminal, or wide enough for a row where there is none."""
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ or file is not None
+    width = None if narrow else PIPED_WIDTH
+    return PlainConsole(file=file, highlight=False, width=width, quiet=quiet)
 
 
 def make_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
     """For `with`: progress on standard error, gone when it ends; nothing where there is no terminal."""
     from rich.progress import Progress
 
-    console = console or Console(file=sys.stderr, highlight=False)
+    console = console or make_console(sys.stderr)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

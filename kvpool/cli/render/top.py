@@ -274,7 +274,7 @@ def show_once(watch: Watch, console: Console | None = None) -> None:
 def run(client: OperatorClient, every_s: float) -> None:
     """Until q or Ctrl-C, on a terminal."""
     watch = Watch(client)
-    console = Console(highlight=False)
+    console = make_console()
     try:
         watch.turn(FIRST_LOOK_S)
         with (
