@@ -114,7 +114,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         )
         namespace.check_codec(kv_cache_config, self._rules, self._config.codec)
         self._by_version = namespace.check_hashes(
-            vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
+            vllm_config.cache_config.prefix_caching_hash_algo,
+            os.environ.get("PYTHONHASHSEED"),
+            accept_weak=self._config.accept_weak_hashes,
         )
         # With a window, the blocks before the first failed one may never have been there.
         full = [rule.kind is PartKind.FULL for rule in self._rules]

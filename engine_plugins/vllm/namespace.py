@@ -35,18 +35,25 @@ HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSp
 HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
-def check_hashes(algorithm: str, hash_seed: str | None) -> bool:
+def check_hashes(algorithm: str, hash_seed: str | None, *, accept_weak: bool = False) -> bool:
     """Whether block hashes also depend on the Python and engine versions.
 
-    hash_seed: PYTHONHASHSEED of the engine's process.
-    Raises `ConfigError` where the hashes of two processes would differ for the same tokens: their
-    engines would fill the pool and never find anything.
+    hash_seed: PYTHONHASHSEED of the engine's process. accept_weak: also hashes for which whoever sends prompts can
+    make two that are equal, and so have another's prompt answered with the KV of his own.
+    Raises `ConfigError` for those otherwise, and where the hashes of two processes would differ for the same tokens:
+    their engines would fill the pool and never find anything.
     """
     if algorithm in SEEDED and hash_seed in (None, "random"):
         raise ConfigError(
             f"--prefix-caching-hash-algo {algorithm} uses a random seed in every process, so other engines could not "
             "find this engine's blocks: use sha256_cbor, or set PYTHONHASHSEED to the same number for all engines "
             "that share the pool"
+        )
+    if algorithm in SEEDED and not accept_weak:
+        raise ConfigError(
+            f"--prefix-caching-hash-algo {algorithm} is no cryptographic hash: prompts can be made whose blocks have the "
+            "hashes of others, and a pool spreads what they are mistaken for. Use sha256_cbor; or, if everybody who "
+            "sends prompts is trusted, set accept_weak_hashes in kv_connector_extra_config"
         )
     if algorithm in STABLE or SEEDED.get(algorithm) is STABLE:
         return False

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvpool.config.parse import HTTP_UNIX, SOCKET_PATH_MAX, host_and_port
 from kvpool.config.settings import DaemonConfig
 from kvpool.errors import ConfigError
-from kvpool.net import is_loopback
+from kvpool.net import is_loopback, names_loopback
 
 
 def check(config: DaemonConfig) -> None:
@@ -29,6 +30,7 @@ def check(config: DaemonConfig) -> None:
     if config.operators_at() == config.socket:
         raise ConfigError("operator_socket: must be another path than socket")
     _check_nixl(config)
+    _check_passwords(config)
     _check_tls(config)
     _check_http(config)
     if config.join and not config.listen:
@@ -36,6 +38,26 @@ def check(config: DaemonConfig) -> None:
             "join: other nodes pull from this one, so it must listen: set --listen tcp://HOST:PORT"
         )
     config.ssd_shares()  # raises if the parts exceed the disks
+
+
+def _check_passwords(config: DaemonConfig) -> None:
+    """Checks that nobody on the network reads the passwords of etcd and Redis."""
+    if config.plaintext_passwords:
+        return
+    login = urlsplit(config.directory).netloc.rpartition("@")[0]
+    for name, url, password in (
+        ("join", config.join, config.join_password),
+        ("directory", config.directory, config.directory_password or ":" in login),
+    ):
+        scheme, _, rest = url.partition("://")
+        hosts = rest.rpartition("@")[2].partition("/")[0].split(",")
+        away = [host for host in hosts if not names_loopback(host)]
+        if password and away and scheme.partition("+")[0] in {"etcd", "redis"}:
+            secure = scheme.replace("etcd", "etcds", 1).replace("redis", "rediss", 1)
+            raise ConfigError(
+                f"{name}: the password would be sent to {away[0]} unencrypted: write {secure}://; or, in a trusted "
+                "network, set plaintext_passwords (--plaintext-passwords)"
+            )
 
 
 def _nixl_urls(config: DaemonConfig) -> list[str]:

@@ -238,6 +238,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             secret=True,
         ),
     ] = ""
+    plaintext_passwords: Annotated[
+        bool,
+        setting(
+            "Send the passwords of etcd and Redis unencrypted to other machines, in a trusted network. With etcds:// and "
+            "rediss:// it is not needed.",
+            panel=CLUSTER,
+        ),
+    ] = False
     directory_ca: Annotated[
         File,
         setting(

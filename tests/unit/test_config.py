@@ -92,6 +92,7 @@ def test_every_setting_can_come_from_the_file(tmp_path, tls_files):
         + """
 plaintext = true
 operator_socket = "/o"
+plaintext_passwords = true
 socket = "/s"
 socket_mode = 0o660
 memory = "40%"
@@ -159,6 +160,7 @@ memory = "50%"
     assert config == DaemonConfig(
         socket="/s",
         operator_socket="/o",
+        plaintext_passwords=True,
         socket_mode=0o660,
         memory=0.4,
         policy="lru",
@@ -236,6 +238,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "plaintext": "true",
         "socket": "/s",
         "operator_socket": "/o",
+        "plaintext_passwords": "true",
         "socket_mode": "660",
         "memory": "1g",
         "policy": "lru",
@@ -901,3 +904,37 @@ def test_the_operators_socket_is_beside_the_clients_unless_set(tmp_path):
     with pytest.raises(ConfigError, match="operator_socket"):
         from_file(tmp_path, f'socket = "{long}"')
     assert from_file(tmp_path, f'socket = "{long}"\noperator_socket = "/o"').operators_at() == "/o"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'join = "etcd://user@10.0.0.1:2379"\njoin_password = "hush"',
+        'join = "etcd://user@127.0.0.1:2379,10.0.0.1:2379"\njoin_password = "hush"',
+        'directory = "redis://10.0.0.1:6379"\ndirectory_password = "hush"',
+        'directory = "redis://user:hush@10.0.0.1:6379/1"',
+        'directory = "redis://:hush@redis"',
+        'directory = "redis+cluster://10.0.0.1:6379,10.0.0.2:6379"\ndirectory_password = "hush"',
+        'directory = "redis+sentinel://user:hush@127.0.0.1:1,sentinel:2/main"',
+    ],
+)
+def test_passwords_go_over_the_network_in_the_clear_only_if_somebody_says_so(tmp_path, lines):
+    text = f'listen = "tcp://127.0.0.1:7070"\n{lines}\n'
+    with pytest.raises(ConfigError, match="plaintext_passwords") as caught:
+        from_file(tmp_path, text)
+    assert "hush" not in str(caught.value)
+    from_file(tmp_path, text + "plaintext_passwords = true\n")
+    from_file(tmp_path, text.replace("etcd://", "etcds://").replace('"redis', '"rediss'))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        'join = "etcd://user@127.0.0.1:2379,[::1]:2379"\njoin_password = "hush"',
+        'join = "etcd://10.0.0.1:2379"',
+        'directory = "redis://user:hush@localhost:6379/1"',
+        'directory = "redis://10.0.0.1:6379"',
+    ],
+)
+def test_without_a_password_or_on_this_machine_nothing_has_to_be_said(tmp_path, lines):
+    from_file(tmp_path, f'listen = "tcp://127.0.0.1:7070"\n{lines}\n')

@@ -31,9 +31,11 @@ SECRET_KEYS = {
     *("engine-api-key", "http-tokens.toml", "metrics-token"),
 }
 
+CLEAR = {"peers": True, "passwords": True}  # the words without which the chart is refused
 VARIANTS: dict[str, dict[str, Any]] = {
-    "defaults": {},
+    "defaults": {"plaintext": CLEAR},
     "everything": {
+        "plaintext": {"passwords": True},
         "tls": {"enabled": True, "crl": True},
         "cluster": {"joinCa": "etcd-ca.pem", "directoryCa": "redis-ca.pem"},
         "image": {"pullSecrets": [{"name": "registry"}]},
@@ -76,6 +78,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "own servers": {
+        "plaintext": {"peers": True},
         "cluster": {
             "join": "etcds://kvpool@etcd.example:2379",
             "directory": "rediss://redis.example:6379",
@@ -85,13 +88,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "daemon": {"ssd": {"enabled": True, "type": "emptyDir"}, "drain": {"enabled": False}},
     },
     "without redis and router": {
+        "plaintext": CLEAR,
         "redis": {"enabled": False},
         "router": {"enabled": False},
         "etcd": {"replicas": 1},
         "daemon": {"prepareFolders": False},
         "serviceAccount": {"create": False},
     },
-    "own configuration": {"daemon": {"existingConfigSecret": "mine"}},
+    "own configuration": {"plaintext": CLEAR, "daemon": {"existingConfigSecret": "mine"}},
 }
 
 Manifest = dict[str, Any]
@@ -405,6 +409,21 @@ def test_a_pod_ends_in_its_own_time(manifests: list[Manifest], variant: str) -> 
     timeout = int(re.search(r'"--timeout", "(\d+)"', command[2])[1])
     assert '["kvpool", "drain", os.environ["KVPOOL_NODE"]' in command[2]
     assert grace >= timeout + flush + 60
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({}, "plaintext."),
+        ({"plaintext": {"peers": True}}, "plaintext.passwords"),
+        ({"plaintext": {"passwords": True}}, "plaintext.peers"),
+        ({"tls": {"enabled": True}}, "plaintext.passwords"),
+    ],
+)
+def test_nothing_goes_in_the_clear_without_a_word(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(Refused, match=word):
+        render(values)
+    assert render({**values, "plaintext": CLEAR})
 
 
 # ---- who may do what -----------------------------------------------------------------------------------------

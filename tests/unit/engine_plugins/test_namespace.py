@@ -64,14 +64,21 @@ def cache(*specs: Any, host_resident: bool = False) -> Any:
     ],
 )
 def test_stable_hashes_are_taken(algorithm: str, seed: str | None, by_version: bool) -> None:
-    assert check_hashes(algorithm, seed) is by_version
+    weak = algorithm.startswith("xxhash")
+    assert check_hashes(algorithm, seed, accept_weak=weak) is by_version
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_hashes_that_anybody_can_collide_are_refused_unless_accepted(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match=r"no cryptographic hash.*accept_weak_hashes"):
+        check_hashes(algorithm, "0")
 
 
 @pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
 @pytest.mark.parametrize("seed", [None, "random"])
 def test_hashes_seeded_at_random_are_refused(algorithm: str, seed: str | None) -> None:
     with pytest.raises(ConfigError, match=r"sha256_cbor.*PYTHONHASHSEED"):
-        check_hashes(algorithm, seed)
+        check_hashes(algorithm, seed, accept_weak=True)
 
 
 def test_unknown_hashes_are_refused() -> None:

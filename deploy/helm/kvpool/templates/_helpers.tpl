@@ -38,6 +38,14 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end }}
 
+{{- /* Whether peers may speak in the clear. */ -}}
+{{- define "kvpool.plaintext" -}}
+{{- if not .Values.plaintext.peers }}
+{{- fail "peers would speak in the clear: set tls.enabled, or plaintext.peers where the pods' network is trusted" }}
+{{- end }}
+{{- true }}
+{{- end }}
+
 {{- /* The etcd of the membership. */ -}}
 {{- define "kvpool.join" -}}
 {{- if .Values.cluster.join }}
@@ -59,6 +67,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- if .Values.cluster.directory }}
 {{- .Values.cluster.directory }}
 {{- else if .Values.redis.enabled }}
+{{- if not .Values.plaintext.passwords }}
+{{- fail "this chart's Redis has no TLS, so its password goes over the pods' network in the clear: set plaintext.passwords, or name a Redis with TLS (cluster.directory)" }}
+{{- end }}
 {{- printf "redis://%s-redis:6379" (include "kvpool.fullname" .) }}
 {{- end }}
 {{- end }}
