@@ -41,6 +41,7 @@ RECORD = NamespaceRecord.simple("fuzz", block_bytes=256, block_tokens=16)
 PATIENCE_S = 20.0
 ALIVE_EVERY = 500
 GREW_BYTES_MAX = 32 << 20
+NO_NUMBERS = (float("nan"), float("inf"), float("-inf"), 1e308)
 STRANGE: tuple[Any, ...] = (
     *(
         None,
@@ -278,9 +279,12 @@ class Wire:
                         [],
                         {},
                         -1,
+                        *NO_NUMBERS,
                     )
                 )
         payload = msgspec.msgpack.encode(plain)
+        if rng.random() < 0.1:
+            payload = _with_surplus(payload, rng)
         if rng.random() < 0.2:
             payload = _cut(payload, rng)
         return frame.HEADER.pack(len(payload), request) + payload
@@ -294,6 +298,16 @@ def _drained(sock: socket.socket) -> int:
     except TimeoutError:
         return -1
     return count
+
+
+def _with_surplus(payload: bytes, rng: random.Random) -> bytes:
+    """With one more field, as a newer version may append: nested, no text, or of a length that is not there."""
+    if not 0x90 <= payload[0] < 0x9F:
+        return payload
+    field = rng.choice(
+        (b"\x91" * rng.choice((10, 500, 5000)) + b"\xc0", b"\xa2\xff\xfe", b"\xdd\xff\xff\xff\xff")
+    )
+    return bytes([payload[0] + 1]) + payload[1:] + field
 
 
 def _cut(data: bytes, rng: random.Random) -> bytes:

@@ -21,11 +21,11 @@ Finite = Annotated[float, msgspec.Meta(ge=-FINITE_MAX, le=FINITE_MAX)]
 """Neither NaN, which compares with nothing, nor infinite, which never ends. MessagePack can carry both."""
 
 
-def finite(seconds: float) -> float:
+def finite(number: float, name: str) -> float:
     """The same as a message can carry it: at most `FINITE_MAX`. Raises `InvalidRequest` for what is no number."""
-    if math.isnan(seconds):
-        raise InvalidRequest("a time was expected, not NaN")
-    return min(max(seconds, -FINITE_MAX), FINITE_MAX)
+    if math.isnan(number):
+        raise InvalidRequest(f"{name} must be a number, not NaN")
+    return min(max(number, -FINITE_MAX), FINITE_MAX)
 
 
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

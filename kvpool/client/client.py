@@ -179,7 +179,13 @@ class Client:
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
         namespace = Namespace(
-            record, record.digest(), replicas, write, finite(ttl_s), ssd_codec, write_remote
+            record,
+            record.digest(),
+            replicas,
+            write,
+            finite(ttl_s, "ttl_s"),
+            ssd_codec,
+            write_remote,
         )
         self._namespaces.generations[namespace.digest] = generation
         try:
@@ -258,7 +264,15 @@ class Client:
         return self._acquire(
             ns,
             lambda number: client_wire.Acquire(
-                number, packed, chosen, finite(lease_s), finite(wait_s), False, price, life, trace
+                number,
+                packed,
+                chosen,
+                finite(lease_s, "lease_s"),
+                finite(wait_s, "wait_s"),
+                False,
+                price,
+                life,
+                trace,
             ),
             wait_s,
             device=device,
@@ -339,7 +353,7 @@ class Client:
         lease = self._acquire(
             ns,
             lambda number: client_wire.Acquire(
-                number, packed, [part], finite(lease_s), finite(wait_s), True
+                number, packed, [part], finite(lease_s, "lease_s"), finite(wait_s, "wait_s"), True
             ),
             wait_s,
             n * nbytes,
@@ -513,7 +527,9 @@ class Client:
         return int(
             self._ask_ns(
                 ns,
-                lambda number: client_wire.Pull(number, packed, finite(wait_s), price, life, trace),
+                lambda number: client_wire.Pull(
+                    number, packed, finite(wait_s, "wait_s"), price, life, trace
+                ),
                 wait_s,
             ).value
         )
@@ -551,7 +567,9 @@ class Client:
                 ns,
                 lambda number: self._connections.ask_long(
                     connection,
-                    client_wire.Follow(number, packed, finite(wait_s), source, listed, trace),
+                    client_wire.Follow(
+                        number, packed, finite(wait_s, "wait_s"), source, listed, trace
+                    ),
                     limit_s,
                 ),
             )
@@ -655,7 +673,7 @@ class Client:
         open here. wait_s: other nodes are left out when the directory takes longer. Nodes without blocks
         are left out. A hint: blocks come and go. Raises `Unavailable`.
         """
-        message = client_wire.Prefixes(digest, pack_keys(keys), finite(wait_s))
+        message = client_wire.Prefixes(digest, pack_keys(keys), finite(wait_s, "wait_s"))
         with self._connections.request() as connection:
             answer = connection.ask(message, self.timeout_s + wait_s)
         return {node: (first, last) for node, (first, last) in json.loads(answer.data).items()}

@@ -76,6 +76,12 @@ class OperatorClient(Client):
         dram_quota, ssd_quota: quota of each node's memory and disks: bytes (an int), or
             a share of the tenant's part (a float up to 1.0); 0: no quota.
         """
+        if ttl_s is not None:
+            ttl_s = finite(ttl_s, "ttl_s")
+        if isinstance(dram_quota, float):
+            dram_quota = finite(dram_quota, "dram_quota")
+        if isinstance(ssd_quota, float):
+            ssd_quota = finite(ssd_quota, "ssd_quota")
         message = operator_wire.Configure(
             digest, replicas, write, ttl_s, ssd_codec, dram_quota, ssd_quota, write_remote
         )
@@ -135,6 +141,6 @@ class OperatorClient(Client):
         wait_s: float = 0.0,
     ) -> Any:
         payload = frame.encode(message, 0)[frame.HEADER.size :]
-        order = operator_wire.OnNode(node, payload, finite(wait_s), tenant, by)
+        order = operator_wire.OnNode(node, payload, finite(wait_s, "wait_s"), tenant, by)
         with self._connections.request() as connection:
             return connection.ask(order, wait_s + self.timeout_s + RESET_S)

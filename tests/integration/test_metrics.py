@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.admin.metrics import METRICS, View, render
-from kvpool.telemetry.node_stats import NodeStats, decode
+from kvpool.client import OperatorClient
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord
-from kvpool.wire import operator as operator_wire
 from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
@@ -20,11 +20,8 @@ RECORD = NamespaceRecord.simple("counted", block_bytes=NBYTES, block_tokens=16)
 
 
 def inspect(daemon) -> NodeStats:
-    raw = daemon.raw()
-    raw.hello()
-    found = decode(raw.ask(operator_wire.Inspect()).data)
-    raw.sock.close()
-    return found
+    with OperatorClient(daemon.socket, timeout_s=PATIENCE_S, connect=True) as client:
+        return client.inspect("")
 
 
 class Numbers:

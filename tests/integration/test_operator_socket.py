@@ -39,7 +39,8 @@ sock.bind(sys.argv[1])
 os.setgid(65534); os.setuid(65534)
 sock.listen()
 print("listens", flush=True)
-sock.accept()[0].recv(1)
+while True:
+    sock.accept()[0].recv(1)
 """
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to act as another user")

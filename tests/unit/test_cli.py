@@ -1012,8 +1012,9 @@ def test_secrets_are_no_options():
         text = CliRunner().invoke(verbs.app, [command, "--help"], env={"COLUMNS": "200"}).output
         flags = {word for word in text.split() if word.startswith("--")}
         assert "--socket" in flags
-        files = {"--http-tokens"}  # the path of a file, which holds digests
-        assert not {flag for flag in flags - files if "password" in flag or "token" in flag}
+        # The path of a file, which holds digests; and whether passwords may be sent, not which.
+        others = {"--http-tokens", "--plaintext-passwords", "--no-plaintext-passwords"}
+        assert not {flag for flag in flags - others if "password" in flag or "token" in flag}
         assert "--cluster-secret" not in flags
 
 
@@ -1363,6 +1364,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext"
+        " --operator-socket /o --plaintext-passwords --no-announce"
         f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
         " --router http://r:1 --otlp http://c:4318 --log-level error --log-format json -v"
     )
@@ -1370,6 +1372,8 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert result.exit_code == 0, result.output
     config = seen["config"]
     assert (config.socket, config.memory, config.policy) == ("/s", 1 << 20, "lru")
+    assert (config.operator_socket, config.plaintext_passwords) == ("/o", True)
+    assert config.announce is False
     assert config.listen == ("tcp://a:1", "tcp://b:2")
     assert config.advertise == ("tcp://x:1", "tcp://y:2")
     assert config.peers == ("tcp://c:3",)
@@ -1407,8 +1411,8 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     secrets |= {"router_token"}
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
-    given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events"}
-    given |= {"peers", "labels", "rails", "routers", "forward", "events"}
+    given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events", "no_announce"}
+    given |= {"peers", "labels", "rails", "routers", "forward", "events", "announce"}
     assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
     result = CliRunner().invoke(verbs.app, ["serve", "--clients-max", "7", "--forward"])
     assert result.exit_code == 0, result.output

@@ -200,8 +200,8 @@ def test_nothing_else_decodes() -> None:
 
 
 def test_times_as_messages_carry_them() -> None:
-    assert [finite(each) for each in (1.5, 0.0, -2.0)] == [1.5, 0.0, -2.0]
+    assert [finite(each, "x") for each in (1.5, 0.0, -2.0)] == [1.5, 0.0, -2.0]
     for endless in (float("inf"), float("-inf")):
-        assert of_point(msgspec.msgpack.encode([finite(endless)])).x == finite(endless)
-    with pytest.raises(InvalidRequest, match="NaN"):
-        finite(float("nan"))
+        assert of_point(msgspec.msgpack.encode([finite(endless, "x")])).x == finite(endless, "x")
+    with pytest.raises(InvalidRequest, match="wait_s must be a number, not NaN"):
+        finite(float("nan"), "wait_s")

@@ -314,6 +314,7 @@ def test_where_each_setting_comes_from(tmp_path):
         "KVPOOL_TRANSFER_WORKERS": "2",
         "KVPOOL_CLUSTER_SECRET_FILE": str(secret),
         "KVPOOL_DIRECTORY": "redis://:hush@r",
+        "KVPOOL_PLAINTEXT_PASSWORDS": "true",
         "KVPOOL_SOCKET": "/s",
     }
     found = plain(effective(str(file), environ))

@@ -179,9 +179,10 @@ def test_tenants_of_two_nodes_find_their_own_blocks_and_not_each_others(
     tmp_path, start_cluster, numbers, until
 ):
     (tmp_path / "kvpool.toml").write_text(TENANTS)
+    (tmp_path / "kvpool.toml").chmod(0o600)
     world = start_cluster(nodes=2, flags=["--config", str(tmp_path / "kvpool.toml")])
     red_a, red_b, blue_a, blue_b = (
-        world.seat(node, tenant=tenant, token=f"{tenant}'s own token")
+        world.seat(node, tenant=tenant, token=f"{tenant}'s very own token")
         for tenant in ("red", "blue")
         for node in ("a", "b")
     )

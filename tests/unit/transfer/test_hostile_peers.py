@@ -316,7 +316,7 @@ def test_a_fetch_is_answered_before_its_deadline() -> None:
     world.check_nothing_is_lent()
 
 
-@pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("-inf"), 1e-300])
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, -1e300, 1e-300])
 def test_a_fetch_whose_deadline_has_passed_is_not_answered(deadline_s: float) -> None:
     world = World()
     ended, said = world.converse(bare_fetch(deadline_s))
