@@ -25,20 +25,26 @@ def _check_mode(mode: int, path: str, where: str) -> None:
         raise ConfigError(f"{where}: other users can access {path}: chmod 600 {path}")
 
 
-def read_secret_file(path: str, where: str) -> str:
-    """The line in a file that only its owner may reach. Raises `ConfigError`, which does not show it."""
+def read_small(path: str, where: str, *, private: bool) -> str:
+    """The text of a small file. private: only its owner may reach it. Raises `ConfigError`, which does not show it."""
     try:
         with open(path, "rb") as file:
-            _check_mode(os.fstat(file.fileno()).st_mode, path, where)
+            if private:
+                _check_mode(os.fstat(file.fileno()).st_mode, path, where)
             content = file.read(SECRET_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"{where}: cannot read {path}: {error.strerror}") from None
     if len(content) > SECRET_FILE_BYTES_MAX:
         raise ConfigError(f"{where}: {path} has more than {SECRET_FILE_BYTES_MAX} bytes")
     try:
-        text = content.decode().strip()
+        return content.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{where}: {path} is not text") from None
+        raise ConfigError(f"{where}: {path} is not UTF-8 text") from None
+
+
+def read_secret_file(path: str, where: str) -> str:
+    """The line in a file that only its owner may reach. Raises `ConfigError`, which does not show it."""
+    text = read_small(path, where, private=True).strip()
     if not text or any(ord(character) < 33 or ord(character) > 126 for character in text):
         raise ConfigError(f"{where}: {path}: must be one line of printable characters")
     return text

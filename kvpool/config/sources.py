@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.config.checks import check
 from kvpool.config.declare import convert_setting, settings_of
-from kvpool.config.secret_files import SECRET_FILE_BYTES_MAX, check_private
+from kvpool.config.secret_files import check_private, read_small
 from kvpool.config.settings import DaemonConfig, parse_setting
 from kvpool.errors import ConfigError
 from kvpool.net import operator_socket_of
@@ -68,17 +68,7 @@ def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | N
         return environ.get(variable)
     if variable in environ:
         raise ConfigError(f"{variable} and {variable}_FILE are both set: unset one of them")
-    try:
-        with open(path, "rb") as file:
-            content = file.read(SECRET_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{variable}_FILE: cannot read {path}: {error.strerror}") from None
-    if len(content) > SECRET_FILE_BYTES_MAX:
-        raise ConfigError(f"{variable}_FILE: {path} has more than {SECRET_FILE_BYTES_MAX} bytes")
-    try:
-        return content.decode().removesuffix("\n")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{variable}_FILE: {path} is not UTF-8 text") from None
+    return read_small(path, f"{variable}_FILE", private=False).removesuffix("\n")
 
 
 def read_toml(path: str) -> dict[str, Any]:

@@ -598,6 +598,14 @@ class Lease:
         held += blocks
 
 
+def by_table(blocks: Iterable[Block]) -> dict[PartTable, list[Block]]:
+    """The blocks of each table, in their order."""
+    found: dict[PartTable, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(block.table, []).append(block)
+    return found
+
+
 def checksums_of(blocks: Sequence[Block]) -> bytes:
     """The checksums of blocks, packed in their order."""
     return b"".join(

@@ -11,6 +11,7 @@ from kvpool.daemon.core.blocks import (
     Block,
     NamespaceState,
     PartTable,
+    by_table,
 )
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
@@ -42,10 +43,7 @@ class Pins:
         tables = namespace.tables if tables is None else tables
         changed = self.check(namespace, keys, kind, tables)
         level = PIN_KINDS[kind]
-        by_table: dict[PartTable, list[Block]] = {}
-        for block in changed:
-            by_table.setdefault(block.table, []).append(block)
-        for table, blocks in by_table.items():
+        for table, blocks in by_table(changed).items():
             self._slots.take_all_out(blocks)
             if level != PIN_NONE:
                 for block in blocks:

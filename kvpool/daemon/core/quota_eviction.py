@@ -79,11 +79,17 @@ class _Moving:
         return self._next == self._end
 
     def holds(self, entry: Used) -> bool:
-        """Whether this entry of the namespace has yet to move over."""
-        return bool(entry.queue and entry.row < self._end and not self._moved[entry.row])
+        """Whether this entry has yet to move over."""
+        return bool(
+            entry.queue
+            and entry.base == self._base
+            and entry.secondary == self._secondary
+            and entry.row < self._end
+            and not self._moved[entry.row]
+        )
 
     def take(self, entries: Iterable[Used]) -> list[Used]:
-        """Those of the namespace's entries that have yet to move over. All of them are in the policy from now on."""
+        """Those of these entries that have yet to move over. All of them are in the policy from now on."""
         late: list[Used] = []
         for entry in entries:
             if self.holds(entry):
@@ -98,7 +104,7 @@ class _Moving:
         if first == end:
             return 0
         for entry in self._rows.between(first, end):
-            if entry.queue and entry.base == self._base and entry.secondary == self._secondary:
+            if self.holds(entry):
                 # Of blocks used together, the tail of the chain goes first, as in every policy.
                 depth = min(entry.depth, (1 << _DEPTH_BITS) - 1)
                 age = (_USED_MAX - entry.used) << _DEPTH_BITS | depth
@@ -127,14 +133,7 @@ class _Moving:
     def _entry(self, number: int) -> list[Used]:
         """The entry, if it is still one that has yet to move over."""
         row = number & (1 << _ROW_BITS) - 1
-        return [
-            entry
-            for entry in self._rows.between(row, row + 1)
-            if entry.queue
-            and entry.base == self._base
-            and entry.secondary == self._secondary
-            and not self._moved[row]
-        ]
+        return [entry for entry in self._rows.between(row, row + 1) if self.holds(entry)]
 
 
 class QuotaEviction:

@@ -9,10 +9,10 @@ from kvpool.daemon.core.blocks import (
     PIN_SOFT,
     Block,
     BlockRecords,
-    PartTable,
     Reservation,
     SlotClass,
     Tenant,
+    by_table,
 )
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
@@ -103,16 +103,12 @@ class Slots:
         """Drop each: the same, announced and freed together."""
         self.releases += 1
         self._ledger.settle()
-        by_table: dict[PartTable, list[Block]] = {}
-        for block in blocks:
-            by_table.setdefault(block.table, []).append(block)
-        for table, some in by_table.items():
+        for table, some in by_table(blocks).items():
             tenant = table.namespace.tenant
             slot_class = tenant.classes[table.stride]
             rows = []
             table.blocks.remove([block.key for block in some])
-            for block in slot_class.discard_all(some):
-                self.take_out(block)
+            self.take_all_out(some)
             for block in some:
                 if block.leases:
                     block.go()

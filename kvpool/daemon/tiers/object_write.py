@@ -22,6 +22,7 @@ from kvpool.daemon.core.blocks import (
     NamespaceState,
     PartTable,
     Tenant,
+    by_table,
     checksums_of,
 )
 from kvpool.daemon.tiers.object_books import ENTRY_S, LOCATION_BYTES, ObjectBooks, PackRecord
@@ -271,11 +272,8 @@ class ObjectWriter:
 
 def _chained(blocks: Sequence[Block]) -> list[Block]:
     """Blocks by table, in an order in which chains lie together."""
-    by_table: dict[PartTable, list[Block]] = {}
-    for block in blocks:
-        by_table.setdefault(block.table, []).append(block)
     chained: list[Block] = []
-    for found in by_table.values():
+    for found in by_table(blocks).values():
         order = in_chains([block.key for block in found], [block.parent for block in found])
         chained += [found[at] for at in order]
     return chained

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvpool.daemon.core.blocks import Block, Holder, PartTable
+from kvpool.daemon.core.blocks import Block, Holder, PartTable, by_table
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
@@ -94,11 +94,8 @@ class WriteOrders:
 
     def batches(self, blocks: Iterable[Block]) -> list[list[Block]]:
         """Blocks by table, in groups of one order's size."""
-        by_table: dict[PartTable, list[Block]] = {}
-        for block in blocks:
-            by_table.setdefault(block.table, []).append(block)
         batches = []
-        for table, found in by_table.items():
+        for table, found in by_table(blocks).items():
             most = self.together(table)
             batches += [found[at : at + most] for at in range(0, len(found), most)]
         return batches
