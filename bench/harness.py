@@ -22,6 +22,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 START_S = 120.0
+SECRET = "a secret for these benches only"
 
 
 @dataclass
@@ -152,7 +153,7 @@ def daemon(
     """
     socket_path = str(folder / f"{name}.sock")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
-    environment |= variables or {}
+    environment |= {"KVPOOL_CLUSTER_SECRET": SECRET, **(variables or {})}
     process = subprocess.Popen(
         [
             *(python, "-m", "kvpool.cli", "serve"),

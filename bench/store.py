@@ -30,9 +30,9 @@ from kvpool.client import Client
 from kvpool.client.copying import HASH_IN_THREAD_BYTES
 from kvpool.memory.buffers import Source
 from kvpool.transfer.base import Deadline
-from kvpool.transfer.requester import GROUP_BYTES
 from kvpool.transfer.stream import Stream
 from kvpool.types import Namespace, NamespaceRecord
+from kvpool.wire.peer import GROUP_BYTES
 
 MIB = 1 << 20
 SIZES = [

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 # What is printed into a pipe depends on it, and pytest-xdist sets it.
 os.environ.pop("COLUMNS", None)
+
+# Daemons make a secret for their peers on this machine there.
+STATE_HOME = tempfile.TemporaryDirectory(prefix="kvpool-tests-")
+os.environ["XDG_STATE_HOME"] = STATE_HOME.name
 
 # How long an example takes, and its making, says how busy the machine is.
 settings.register_profile("kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow])

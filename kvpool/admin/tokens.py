@@ -27,6 +27,7 @@ import msgspec
 
 from kvpool.admin.types import Role
 from kvpool.errors import ConfigError
+from kvpool.secret_files import write_whole
 
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 ALL = "*"
@@ -214,16 +215,7 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
         f'\n[[token]]\nname = "{made.name}"\nsha256 = "{made.sha256}"\nrole = "{made.role}"\n'
         f"tenants = [{listed}]\n"
     )
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(text.lstrip("\n"))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    write_whole(path, text.lstrip("\n").encode())
     return token
 
 

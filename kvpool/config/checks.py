@@ -29,6 +29,8 @@ def check(config: DaemonConfig) -> None:
         )
     if config.operators_at() == config.socket:
         raise ConfigError("operator_socket: must be another path than socket")
+    if config.cluster_secret and config.cluster_secret_file:
+        raise ConfigError("cluster_secret_file: cluster_secret is set as well; set one of them")
     _check_nixl(config)
     _check_passwords(config)
     _check_tls(config)
@@ -83,6 +85,10 @@ def _check_tls(config: DaemonConfig) -> None:
         raise ConfigError(
             f"{', '.join(missing)}: not set; TLS needs all of tls_cert, tls_key and tls_ca: `kvpool certs init` and "
             "`kvpool certs node` create them"
+        )
+    if config.operated_by and not config.tls_cert:
+        raise ConfigError(
+            "operated_by: without TLS any node can claim any name: set tls_cert, tls_key and tls_ca"
         )
     for name, path in files.items():
         if path:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from kvpool.config.declare import kind
 from kvpool.errors import ConfigError
+from kvpool.secret_files import SECRET_CHARACTERS_MIN
 
-SECRET_CHARACTERS_MIN = 16
 LABELS_MAX = 32
 SOCKET_PATH_MAX = 107  # sockaddr_un
 HTTP_ADDRESSES_MAX = 16
@@ -187,6 +187,11 @@ def http_addresses(value: object, where: str) -> tuple[str, ...]:
                 f"{where}: {address!r} is not HOST:PORT, such as 127.0.0.1:7071, nor unix:/PATH"
             ) from None
     return found
+
+
+def names(value: object, where: str) -> tuple[str, ...]:
+    """Names of nodes. Raises `ConfigError`."""
+    return tuple(word(item, where) for item in items(value, where, 'a list of names such as "a,b"'))
 
 
 def rails(value: object, where: str) -> tuple[str, ...]:

@@ -152,11 +152,32 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(parse=parse.secret),
         setting(
-            "The shared secret with which peers authenticate, at least 16 random characters. Required to listen off "
-            "loopback. No flag.",
+            "The shared secret with which peers authenticate, at least 16 random characters. To listen off loopback, "
+            "this or `cluster_secret_file` is required. No flag.",
             secret=True,
         ),
     ] = ""
+    cluster_secret_file: Annotated[
+        File,
+        setting(
+            "The file with that secret, of mode 0600: `kvpool secret create` makes one. It is read again when it "
+            "changes, and may name an older secret that is still accepted for a time: [changing "
+            "it](security.md#changing-the-cluster-secret).",
+            panel=CLUSTER,
+            default="with `listen` or `peers`, a file made for this user and machine: "
+            "`~/.local/state/kvpool/CLUSTER.secret`",
+        ),
+    ] = ""
+    operated_by: Annotated[
+        tuple[str, ...],
+        kind(parse=parse.names, metavar="NODE"),
+        setting(
+            "The nodes whose operators may act on this one, such as those with an HTTP gateway: their names. Needs "
+            "`tls_cert`, which proves names.",
+            panel=CLUSTER,
+            default="all nodes of the cluster",
+        ),
+    ] = ()
     tls_cert: Annotated[
         File,
         setting(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.config.checks import check
 from kvpool.config.declare import convert_setting, settings_of
-from kvpool.config.secret_files import check_private, read_small
 from kvpool.config.settings import DaemonConfig, parse_setting
 from kvpool.errors import ConfigError
 from kvpool.net import operator_socket_of
+from kvpool.secret_files import check_private, read_small
 
 if TYPE_CHECKING:
     import msgspec
@@ -71,6 +71,10 @@ def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | N
     return read_small(path, f"{variable}_FILE", private=False).removesuffix("\n")
 
 
+def _variable(name: str, environ: Mapping[str, str]) -> str | None:
+    return environ.get(name)
+
+
 def read_toml(path: str) -> dict[str, Any]:
     """A file's tables. Raises `ConfigError`."""
     try:
@@ -91,7 +95,10 @@ def gather(
         if each.file_only:
             continue
         variable = f"KVPOOL_{name.upper()}"
-        text = secret_of(variable, environ) if each.secret else environ.get(variable)
+        # A setting of its own may name the file of a secret, which then is read again when it changes.
+        own_file = f"{name}_file" in _SETTINGS
+        read = secret_of if each.secret and not own_file else _variable
+        text = read(variable, environ)
         if text is not None:
             source = variable if variable in environ else f"{variable}_FILE"
             given[name] = Given(parse_setting(name, text, variable), source)

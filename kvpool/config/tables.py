@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from kvpool.config import parse
-from kvpool.config.secret_files import read_secret_file
 from kvpool.errors import ConfigError
+from kvpool.secret_files import read_secret_file
 from kvpool.types import DEFAULT_TENANT
 
 DISKS_MAX = 16

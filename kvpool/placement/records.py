@@ -277,13 +277,20 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
     protocol_min: nodes that support only an older wire protocol are refused.
     secret_proof: HMAC of the cluster's name under its secret, hex: a node with another one is refused
-        when it joins, rather than by each of its peers.
+        when it joins, rather than by each of its peers. other_proofs: the same of the secrets before it, newest
+        first: they may be in use still.
     """
 
     cluster: str
     format: int = FORMAT_VERSION
     protocol_min: int = 0
     secret_proof: str = ""
+    other_proofs: tuple[str, ...] = ()
+
+    @property
+    def proofs(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.secret_proof, *self.other_proofs)
 
 
 @dataclass(frozen=True, slots=True)

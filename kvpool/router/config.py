@@ -28,12 +28,12 @@ from kvpool.config import (
     settings_of,
 )
 from kvpool.config.parse import Seconds
-from kvpool.config.secret_files import read_secret_file
 from kvpool.errors import ConfigError
 from kvpool.net import is_loopback
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.router.engine_hosts import LOOPBACK, parse_entries
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
+from kvpool.secret_files import read_secret_file
 
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)

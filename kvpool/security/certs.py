@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -29,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.secret_files import write_whole
 from kvpool.security.certificate_names import CLIENT, NODE, CertificateName
 
 AUTHORITY_DAYS = 3650
@@ -109,8 +108,8 @@ def make_authority(folder: Path, cluster: str, now: datetime) -> Authority:
         .sign(key, hashes.SHA256())
     )
     authority = Authority(folder, cluster, certificate, key)
-    _write(folder / "ca.key", _pem_of(key), 0o600)
-    _write(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    write_whole(folder / "ca.key", _pem_of(key), 0o600)
+    write_whole(folder / "ca.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     _write_revoked(authority, [], now)
     return authority
 
@@ -191,8 +190,8 @@ def issue(
     )
     # Recorded first: an unrecorded certificate could not be revoked by its name.
     _remember(authority, made)
-    _write(made.key, _pem_of(key), 0o600)
-    _write(made.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    write_whole(made.key, _pem_of(key), 0o600)
+    write_whole(made.cert, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
     return made
 
 
@@ -392,7 +391,7 @@ def _write_revoked(
             x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(when).build()
         )
     crl = builder.sign(authority.key, hashes.SHA256())
-    _write(authority.folder / "crl.pem", crl.public_bytes(serialization.Encoding.PEM), 0o644)
+    write_whole(authority.folder / "crl.pem", crl.public_bytes(serialization.Encoding.PEM), 0o644)
 
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -401,21 +400,3 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Atomically, and never readable by more than `mode` allows."""
-    try:
-        fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                os.fchmod(fd, mode)
-                file.write(data)
-                file.flush()
-                os.fsync(fd)
-            os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -9,7 +9,6 @@ that the name in it is the one in the peer's handshake.
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import threading
 import time
@@ -19,8 +18,8 @@ from typing import Any, NoReturn
 
 from kvpool.errors import ConfigError, NotAuthenticated
 from kvpool.security.certificate_names import NODE, CertificateName
+from kvpool.security.watched_files import WatchedFiles
 
-LOOK_S = 1.0  # between two checks of the files
 FLIGHTS_MAX = 8  # of a handshake with ourselves, which takes three
 
 log = logging.getLogger("kvpool.transfer")
@@ -63,22 +62,16 @@ class Credentials:
         self.cluster = cluster
         self._files = files
         self._node = node
-        self._clock = clock
         self._lock = threading.Lock()
-        self._seen = self._look()
-        self._looked = clock()
+        paths = [path for path in (files.cert, files.key, files.ca, files.crl) if path]
+        self._watched = WatchedFiles(paths, clock)
         self._contexts = self._load()
 
     def current(self) -> Contexts:
         """The contexts for the files as of now, or a moment ago. The same object until they change."""
         with self._lock:
-            if self._clock() - self._looked >= LOOK_S:
-                self._looked = self._clock()
-                seen = self._look()
-                if seen != self._seen:
-                    # Recorded before they are read: concurrent changes are seen the next time.
-                    self._seen = seen
-                    self._read_again()
+            if self._watched.changed():
+                self._read_again()
             return self._contexts
 
     def _read_again(self) -> None:
@@ -88,13 +81,6 @@ class Credentials:
             log.warning("the new TLS files are invalid, the previous ones stay in use: %s", error)
         else:
             log.warning("new TLS files are in use: %s", self._files.cert)
-
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        return [_state(path) for path in self._paths()]
-
-    def _paths(self) -> list[str]:
-        files = self._files
-        return [path for path in (files.cert, files.key, files.ca, files.crl) if path]
 
     def _load(self) -> Contexts:
         """Raises `ConfigError` for files with which no peer could be met."""
@@ -186,15 +172,6 @@ def _shown_to_ourselves(contexts: Contexts) -> dict[str, Any] | None:
         except ssl.SSLWantReadError:
             pass  # the other side must send
     return far.getpeercert()
-
-
-def _state(path: str) -> tuple[int, int, int] | None:
-    """Changes with a file's contents, as far as visible from outside. None: it is missing."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _no_password() -> NoReturn:

@@ -36,10 +36,13 @@ from kvpool.placement.records import (
 PATIENCE_S = 60.0  # for what should happen within a few seconds; the machine may be busy
 
 
+Secrets = Callable[[], tuple[bytes, ...]]
+
+
 class Backend(Protocol):
     """One new cluster, and its faults."""
 
-    def member(self, *, secret: bytes = b"", protocol: int = 1) -> Membership:
+    def member(self, *, secrets: Secrets = tuple, protocol: int = 1) -> Membership:
         """One more member of it, not started. The caller closes it."""
         ...
 
@@ -266,9 +269,9 @@ class MembershipContract:
 
     def test_another_secret_is_refused_at_the_door(self, backend: Backend) -> None:
         async def main() -> None:
-            first = backend.member(secret=b"one")
-            second = backend.member(secret=b"two")
-            third = backend.member(secret=b"one")
+            first = backend.member(secrets=lambda: (b"one",))
+            second = backend.member(secrets=lambda: (b"two",))
+            third = backend.member(secrets=lambda: (b"one",))
             try:
                 await first.start()
                 with pytest.raises(ConfigError, match="secret"):
@@ -279,6 +282,27 @@ class MembershipContract:
                 assert b"one".hex() not in config.secret_proof
             finally:
                 for member in (first, second, third):
+                    await member.close()
+
+        self.run(main())
+
+    def test_a_secret_is_replaced_on_one_node_after_the_other(self, backend: Backend) -> None:
+        async def main() -> None:
+            first = backend.member(secrets=lambda: (b"old",))
+            changed = backend.member(secrets=lambda: (b"new", b"old"))
+            late = backend.member(secrets=lambda: (b"old",))
+            last = backend.member(secrets=lambda: (b"new",))
+            try:
+                await first.start()
+                assert first.view.config is not None
+                before = first.view.config.secret_proof
+                await changed.start()
+                await changed.join(record("changed"))
+                await until(lambda: getattr(first.view.config, "secret_proof", "") != before)
+                await late.start()  # started again before it was given the new one
+                await last.start()  # and one after the old one has ended
+            finally:
+                for member in (first, changed, late, last):
                     await member.close()
 
         self.run(main())

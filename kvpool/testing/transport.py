@@ -32,17 +32,19 @@ from kvpool.errors import (
     LimitExceeded,
     Unavailable,
 )
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Credentials
 from kvpool.transfer import transport_for
 from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
 from kvpool.types import BlockStatus
-from kvpool.wire.frame import NO_ROW, Bytes, Done
+from kvpool.wire.frame import NO_ROW, PROTOCOL_VERSION, Bytes, Done
 from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks
 
 SEGMENT = 3
 DIGEST = b"namespace-digest"
+SECRET = "the secret of these tests"  # noqa: S105
 
 
 def asking(url: str, keys: bytes) -> AskPeer:
@@ -169,12 +171,13 @@ class Side:
         url: str,
         *,
         size: int = 64 << 20,
-        secret: bytes = b"",
+        secrets: tuple[str, ...] | ClusterSecrets = (SECRET,),
         cluster: str = "test",
         limits: TransferLimits | None = None,
         tls: Credentials | None = None,
         plaintext: bool = False,
         node: str = "node",
+        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.bytes = mmap.mmap(-1, size)
         memory = Memory()
@@ -183,7 +186,15 @@ class Side:
         self.transport: Transport = transport_for(url)(
             memory,
             self.source,
-            Identity(cluster, node, "incarnation", secret, tls, plaintext),
+            Identity(
+                cluster,
+                node,
+                "incarnation",
+                secrets if isinstance(secrets, ClusterSecrets) else ClusterSecrets.of(*secrets),
+                tls,
+                plaintext,
+                protocol,
+            ),
             limits or TransferLimits(),
         )
 
@@ -634,11 +645,11 @@ class TransportContract:
                 reader.transport.pull(broken, Stop())
 
     @pytest.mark.parametrize(
-        "theirs", [{"secret": b"another secret"}, {"secret": b""}, {"cluster": "other"}]
+        "theirs", [{"secrets": ("another secret",)}, {"secrets": ()}, {"cluster": "other"}]
     )
     def test_strangers_get_nothing(self, theirs: dict[str, object]) -> None:
         wanted = self.url()
-        us: dict[str, object] = {"secret": b"the secret", "cluster": "test"}
+        us: dict[str, object] = {"secrets": (SECRET,), "cluster": "test"}
         owner = self.owner(wanted, **us)
         stranger = Side(wanted, **(us | theirs))  # type: ignore[arg-type]
         try:
@@ -653,11 +664,30 @@ class TransportContract:
             owner.transport.close()
             stranger.transport.close()
 
-    def test_with_the_secret(self) -> None:
-        with self.pair(secret=b"the secret") as (_, reader, url, data):
+    def test_any_common_secret_will_do(self) -> None:
+        """As while one node after the other is given a new one."""
+        wanted = self.url()
+        owner = self.owner(wanted, secrets=("a newer secret than that", SECRET))
+        reader = Side(wanted, secrets=("a third secret beside it", SECRET))
+        try:
+            owner.source.stride = 4096
+            owner.source.put(key_of(1), 1, b"x" * 4096)
+            url = owner.transport.listen(wanted)
             pulled = reader.transport.pull(order(url, 4096, [key_of(1)], [0]), Stop())
-            assert pulled.status == b"\1"
-            assert reader.block(0, 4096, 4096) == data[1]
+            assert (pulled.status, pulled.error) == (b"\1", "")
+            assert reader.block(0, 4096, 4096) == b"x" * 4096
+        finally:
+            owner.transport.close()
+            reader.transport.close()
+
+    def test_nobody_is_served_without_a_secret(self) -> None:
+        wanted = self.url()
+        owner = self.owner(wanted, secrets=())
+        try:
+            with pytest.raises(ConfigError, match="cluster secret"):
+                owner.transport.listen(wanted)
+        finally:
+            owner.transport.close()
 
     def test_an_address_is_served_once(self) -> None:
         with self.pair() as (_, reader, url, _), pytest.raises(ConfigError, match="cannot listen"):

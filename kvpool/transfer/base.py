@@ -22,16 +22,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvpool.errors import Declined, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    Declined,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    Unavailable,
+)
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Credentials
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
-from kvpool.wire.frame import KEYS_MAX, Bytes, Done
-from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Offer, Operate
+from kvpool.wire.frame import KEYS_MAX, PROTOCOL_VERSION, Bytes, Done
+from kvpool.wire.peer import (
+    GROUP_BLOCKS_MAX,
+    GROUP_BYTES,
+    Ask,
+    Await,
+    Corrupt,
+    Fetch,
+    Offer,
+    Operate,
+)
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks, Pulled
 
 REFUSALS = (InvalidRequest, LimitExceeded)  # of a valid order: a peer's answers alone
@@ -41,19 +58,21 @@ DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This daemon's identity for its peers. Daemons of one cluster agree on `cluster` and `secret`.
+    """This daemon's identity for its peers. Daemons of one cluster agree on `cluster`, and share a secret.
 
-    secret: shared by all daemons of the cluster and known to nobody else; at least 128 random bits,
-        because anyone who talks to a daemon gets material to test guesses on. Empty: no authentication.
+    secrets: shared by all daemons of the cluster and known to nobody else; at least 128 random bits each,
+        because anyone who talks to a daemon gets material to test guesses on. None: no peers.
     tls: its certificates; None: no TLS. plaintext: it may listen to other machines without TLS.
+    protocol: the newest version that it says it supports; an older one only to test what older daemons meet.
     """
 
     cluster: str
     node: str
     incarnation: str
-    secret: bytes = field(default=b"", repr=False)
+    secrets: ClusterSecrets = field(default_factory=ClusterSecrets.of, repr=False)
     tls: Credentials | None = field(default=None, repr=False)
     plaintext: bool = False
+    protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +284,14 @@ class Outcome:
         )
 
 
+def check_secrets(us: Identity, url: str) -> None:
+    """Raises `ConfigError` for a daemon without a secret: it has no peers, so it cannot listen for them."""
+    if not us.secrets.current():
+        raise ConfigError(
+            f"listening on {url} needs a cluster secret: set cluster_secret_file, or KVPOOL_CLUSTER_SECRET"
+        )
+
+
 def check_order(order: PullBlocks, memory: Memory) -> int:
     """The number of blocks of a valid order; else raises `InvalidRequest`."""
     count, rest = divmod(len(order.keys), KEY_BYTES)
@@ -297,6 +324,18 @@ def span_of(order: PullBlocks | Fetch) -> tuple[int, int]:
 def blocks_in(order: PullBlocks, nbytes: int) -> int:
     """How many of the wanted blocks fit into this many bytes, at least one."""
     return max(1, nbytes // max(1, span_of(order)[1]))
+
+
+def groups_of(order: PullBlocks | Fetch, count: int) -> Iterator[tuple[int, int]]:
+    """The groups in which this many blocks are sent and received: (first, end) of each.
+
+    They are hashed a group at a time: small enough to be still in cache, large enough that calls and wake-ups do not
+    matter.
+    """
+    nbytes = span_of(order)[1] if order.stop else order.nbytes
+    step = max(1, min(GROUP_BLOCKS_MAX, GROUP_BYTES // nbytes))
+    for low in range(0, count, step):
+        yield low, min(low + step, count)
 
 
 def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, bytes]:

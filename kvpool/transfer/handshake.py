@@ -1,18 +1,20 @@
-"""The handshake of two daemons: version, cluster, and the proof that both know its secret.
+"""The handshake of two daemons: version, cluster, the proof that both know its secret, and keys for what follows.
 
     connecting                       listening
     PeerHello(nonce a)      ->
-                            <-       PeerChallenge(nonce b, proof of the listener)
+                            <-       PeerChallenge(nonce b, proofs of the listener, one for each of its secrets)
     PeerProof(proof)        ->
                             <-       Done
 
-A proof is HMAC-SHA256, keyed with the cluster secret, over everything both have sent, and over the
-sender's role, so that neither can be given back its own. Without a secret proofs are empty.
+A proof is HMAC-SHA256, keyed with a cluster secret, over everything both have sent but the proofs, and over the
+sender's role, so that neither can be given back its own. While secrets are being replaced a daemon has several: the
+connecting side takes the first of its own that the listener has too.
 
 Over TLS (`tls`) proofs also cover the connection's binding, so a proof made for a man in the middle proves
-nothing at his other end; and each side must be the node in its certificate. Without TLS the bytes that follow are
-neither encrypted nor signed. (Blocks are compared with their checksums in any case, which stops accidents, not
-forgers.)
+nothing at his other end; and each side must be the node in its certificate. Without TLS, all that follows `Done` is
+authenticated by tags (`sealing`), with keys that are made of the secret and of all that both have sent, both nonces
+included: who passed the handshake on, without the secret, can read everything and change nothing. Daemons of
+protocol 7 and older do not know of tags; with these, there are none.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from typing import TypeVar
 import msgspec
 
 from kvpool.errors import KvpoolError, NotAuthenticated, ProtocolError
+from kvpool.security.cluster_secrets import SECRETS_MAX
 from kvpool.transfer.base import Identity
 from kvpool.transfer.stream import Stream
 from kvpool.wire.frame import (
     HELLO_BYTES_MAX,
     PROTOCOL_OLDEST,
-    PROTOCOL_VERSION,
     Done,
     Message,
     agree,
@@ -44,6 +46,9 @@ from kvpool.wire.peer import PeerChallenge, PeerHello, PeerProof, decode_peer
 M = TypeVar("M", bound=Message)
 
 NONCE_BYTES = 32
+KEYED_SINCE = 8  # the protocol
+LISTENS, CONNECTS = b"listens", b"connects"  # whose proof it is
+LISTENS_KEY, CONNECTS_KEY = b"listener's key", b"connector's key"  # whose bytes it is for
 
 
 def greet(stream: Stream, us: Identity) -> PeerChallenge:
@@ -51,22 +56,27 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
 
     Raises `NotAuthenticated`, `ProtocolError` for another version, and the errors of `Stream`.
     """
-    hello = PeerHello(
-        PROTOCOL_VERSION, us.cluster, us.node, os.urandom(NONCE_BYTES), PROTOCOL_OLDEST
-    )
+    secrets = _secrets(us)
+    hello = PeerHello(us.protocol, us.cluster, us.node, os.urandom(NONCE_BYTES), PROTOCOL_OLDEST)
     stream.send(hello, 1)
     challenge = _answer(stream, PeerChallenge)
-    agree(challenge.version, challenge.oldest, "the peer")
+    agreed = agree(challenge.version, challenge.oldest, "the peer")
     _check_nonce(challenge.nonce)
     _check_name(stream, challenge.node)
-    expected = _proof(us.secret, b"listens", hello, challenge, stream.binding)
-    if not hmac.compare_digest(challenge.proof, expected):
+    said = _said(hello, challenge, stream.binding)
+    for secret in secrets:
+        if _shows((challenge.proof, *challenge.more), _digest(secret, LISTENS, said)):
+            break
+    else:
         raise NotAuthenticated(
             "the peer did not prove that it belongs to this cluster: set the same cluster secret on all daemons"
         )
-    proof = _proof(us.secret, b"connects", hello, challenge, stream.binding)
-    stream.send(PeerProof(proof), 2)
+    stream.send(PeerProof(_digest(secret, CONNECTS, said)), 2)
     _answer(stream, Done)
+    _trust(stream, us, secret)
+    if _wants_keys(stream, min(agreed, us.protocol)):
+        ours, theirs = (_digest(secret, role, said) for role in (CONNECTS_KEY, LISTENS_KEY))
+        stream.use_keys(ours, theirs)
     return challenge
 
 
@@ -75,11 +85,12 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
 
     known: called when it is authenticated, before it is told so.
     """
+    secrets = _secrets(us)
     request, payload = stream.receive(HELLO_BYTES_MAX)
     hello = decode_peer(payload)
     if not isinstance(hello, PeerHello):
         raise ProtocolError("the first frame between daemons must be a PeerHello")
-    agree(hello.version, hello.oldest, "the peer")
+    agreed = agree(hello.version, hello.oldest, "the peer")
     _check_nonce(hello.nonce)
     if hello.cluster != us.cluster:
         raise NotAuthenticated(
@@ -88,23 +99,28 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
         )
     _check_name(stream, hello.node)
     nonce = os.urandom(NONCE_BYTES)
-    challenge = PeerChallenge(
-        PROTOCOL_VERSION, us.node, us.incarnation, nonce, b"", PROTOCOL_OLDEST
-    )
-    proof = _proof(us.secret, b"listens", hello, challenge, stream.binding)
-    stream.send(msgspec.structs.replace(challenge, proof=proof), request)
+    challenge = PeerChallenge(us.protocol, us.node, us.incarnation, nonce, b"", PROTOCOL_OLDEST)
+    said = _said(hello, challenge, stream.binding)
+    first, *more = (_digest(secret, LISTENS, said) for secret in secrets)
+    stream.send(msgspec.structs.replace(challenge, proof=first, more=tuple(more)), request)
     request, payload = stream.receive(HELLO_BYTES_MAX)
     shown = decode_peer(payload)
     if not isinstance(shown, PeerProof):
         raise ProtocolError("the answer to a PeerChallenge must be a PeerProof")
-    expected = _proof(us.secret, b"connects", hello, challenge, stream.binding)
-    if not hmac.compare_digest(shown.proof, expected):
+    for secret in secrets:
+        if _shows((shown.proof,), _digest(secret, CONNECTS, said)):
+            break
+    else:
         raise NotAuthenticated(
             "wrong proof: set the same cluster secret on all daemons of the cluster"
         )
     stream.peer_node = hello.node
+    _trust(stream, us, secret)
     known()
     stream.send(Done(), request)
+    if _wants_keys(stream, min(agreed, us.protocol)):
+        ours, theirs = (_digest(secret, role, said) for role in (LISTENS_KEY, CONNECTS_KEY))
+        stream.use_keys(ours, theirs)
     return hello
 
 
@@ -138,13 +154,32 @@ def _check_name(stream: Stream, node: str) -> None:
         )
 
 
-def _proof(
-    secret: bytes, speaker: bytes, hello: PeerHello, challenge: PeerChallenge, binding: bytes
-) -> bytes:
-    if not secret:
-        return b""
-    said: tuple[object, ...] = (
-        speaker,
+def _secrets(us: Identity) -> tuple[bytes, ...]:
+    secrets = us.secrets.current()
+    if not secrets:
+        raise NotAuthenticated(
+            "this daemon has no cluster secret, so it has no peers: set cluster_secret_file, or KVPOOL_CLUSTER_SECRET"
+        )
+    return secrets
+
+
+def _shows(proofs: tuple[bytes, ...], expected: bytes) -> bool:
+    """Whether one of these is the expected one."""
+    return any(hmac.compare_digest(proof, expected) for proof in proofs[:SECRETS_MAX])
+
+
+def _trust(stream: Stream, us: Identity, secret: bytes) -> None:
+    """The connection lasts no longer than its secret is accepted."""
+    stream.trusted = lambda: secret in us.secrets.current()
+
+
+def _wants_keys(stream: Stream, agreed: int) -> bool:
+    return not stream.binding and agreed >= KEYED_SINCE
+
+
+def _said(hello: PeerHello, challenge: PeerChallenge, binding: bytes) -> tuple[object, ...]:
+    """What both sides have sent before the proofs."""
+    said = (
         hello.version,
         hello.cluster,
         hello.node,
@@ -156,6 +191,8 @@ def _proof(
         challenge.nonce,
         challenge.oldest,
     )
-    if binding:
-        said = (*said, binding)
-    return hmac.digest(secret, msgspec.msgpack.encode(said), hashlib.sha256)
+    return (*said, binding) if binding else said
+
+
+def _digest(secret: bytes, role: bytes, said: tuple[object, ...]) -> bytes:
+    return hmac.digest(secret, msgspec.msgpack.encode((role, *said)), hashlib.sha256)

@@ -23,6 +23,7 @@ from kvpool.transfer.base import (
     blocks_in,
     check_loan,
     check_order,
+    check_secrets,
     span_of,
 )
 from kvpool.transfer.memory import Memory
@@ -48,6 +49,7 @@ class InprocTransport:
         self._urls: list[str] = []
 
     def listen(self, url: str) -> str:
+        check_secrets(self.identity, url)
         with _lock:
             if url in _served:
                 raise ConfigError(f"cannot listen on {url}: another transport already does")
@@ -85,7 +87,8 @@ class InprocTransport:
         if peer is None:
             raise Unavailable(f"{url} is unreachable: nothing listens there")
         ours, theirs = self.identity, peer.identity
-        if (ours.cluster, ours.secret) != (theirs.cluster, theirs.secret):
+        shared = set(ours.secrets.current()).intersection(theirs.secrets.current())
+        if ours.cluster != theirs.cluster or not shared:
             raise NotAuthenticated(f"{url} belongs to another cluster, or has another secret")
         return peer
 

@@ -19,7 +19,7 @@ from kvpool.errors import (
 )
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.admission import Places
-from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits
+from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits, check_secrets
 from kvpool.transfer.handshake import admit, refuse
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
@@ -101,10 +101,11 @@ class Server:
             family, address = resolve(host, port, Deadline(RESOLVE_S))[0]
         except Unavailable as error:
             raise ConfigError(f"cannot listen on {url}: {error}") from None
-        if not self._identity.secret and not is_loopback((family, address)):
+        check_secrets(self._identity, url)
+        if self._identity.secrets.source.local and not is_loopback((family, address)):
             raise ConfigError(
                 f"{url} is reachable from other machines, and no cluster secret is set: set one "
-                "(KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
+                "(cluster_secret_file, or KVPOOL_CLUSTER_SECRET), the same on all daemons, or listen on 127.0.0.1"
             )
         safe = self._identity.tls is not None or self._identity.plaintext
         if not safe and not is_loopback((family, address)):

@@ -57,7 +57,7 @@ from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus, split_keys
-from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done, encode, error_message
+from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done, error_message
 from kvpool.wire.peer import Corrupt, Describe, Fetch, Readable, Taken, decode_peer
 from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
@@ -220,7 +220,7 @@ class _Conversation(Conversation):
                     f"a {type(message).__name__} arrived while blocks are being read"
                 )
             metadata = self._agent.describe(self._stream.deadline)
-            self._stream.send_buffers([memoryview(encode(Bytes(metadata), request))])
+            self._stream.send(Bytes(metadata), request)
 
 
 class _Fetch:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import Declined, ProtocolError, Unavailable, from_code
-from kvpool.transfer.base import Deadline, Outcome, Stop, span_of
+from kvpool.transfer.base import Deadline, Outcome, Stop, groups_of, span_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
-from kvpool.transfer.stream import IOV_MAX, Stream
+from kvpool.transfer.stream import Stream
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
 from kvpool.wire.frame import KEYS_MAX, Bytes, Done, Error, Message
 from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
@@ -19,9 +18,6 @@ from kvpool.wire.worker import PullBlocks
 
 M = TypeVar("M", bound=Message)
 
-# Received and then hashed at a time: small enough to be still in cache, large enough that
-# calls and wake-ups do not matter.
-GROUP_BYTES = 1 << 20
 # The longest possible answer: a flag, a checksum and a row (over NIXL) for each key, or metadata.
 ANSWER_BYTES_MAX = KEYS_MAX * (1 + CHECKSUM_BYTES + 4) + (64 << 10)
 
@@ -56,13 +52,13 @@ def fetch(
     wrong = []
     start, nbytes = span_of(order)
     outcome.begin(first, answer.present)
-    for low, high in _groups(len(indices), nbytes if order.stop else order.nbytes):
+    for low, high in groups_of(order, len(indices)):
         if stop.is_set:
             raise Unavailable("the transfer was cancelled")
         if order.background:
             precedence.give_way(stream.deadline.left())
         part = rows[4 * low : 4 * high]
-        stream.receive_into(memory.spans(order.segment, order.stride, nbytes, part, start))
+        stream.receive_group(memory.spans(order.segment, order.stride, nbytes, part, start))
         if order.stop:
             for index in indices[low:high]:
                 outcome.arrived(first + index, bytes(CHECKSUM_BYTES))
@@ -145,9 +141,3 @@ def _present(answer: Fetched, count: int) -> list[int]:
             f"a Fetched must have {CHECKSUM_BYTES} bytes of checksum for each block"
         )
     return indices
-
-
-def _groups(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, min(IOV_MAX, GROUP_BYTES // nbytes))
-    for low in range(0, count, step):
-        yield low, min(low + step, count)

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple, Self
 
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
-from kvpool.transfer.base import Deadline, Source, TransferLimits, check_loan, is_span, span_of
+from kvpool.errors import (
+    KvpoolError,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolError,
+    Unavailable,
+)
+from kvpool.transfer.base import (
+    Deadline,
+    Source,
+    TransferLimits,
+    check_loan,
+    groups_of,
+    is_span,
+    span_of,
+)
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import PIECE_BYTES, Priority
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire.frame import KEYS_MAX, Message, encode, error_message
 from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
-from kvpool.wire.worker import OpenLoan
+from kvpool.wire.worker import Loan, OpenLoan
 
 CORRUPT_S = 5.0  # to verify blocks that a peer found wrong
 AWAIT_S_MAX = 60.0  # whatever waiting time a peer states
@@ -93,7 +108,7 @@ class Conversation:
         stream.deadline = Deadline(2 * self._limits.idle_s)
         request, payload = stream.receive(REQUEST_BYTES_MAX)
         if not stream.fresh():
-            raise Closed("the peer must present its certificate again")
+            raise Closed("the peer must authenticate again")
         return request, decode_peer(payload)
 
     def answer(self, request: int, message: Message) -> None:
@@ -115,20 +130,26 @@ class Conversation:
     def _answer(self, request: int, question: Ask | Offer) -> None:
         stream = self._stream
         if isinstance(question, Offer):
+            self._check_name(question.node)
             stream.deadline = Deadline(question.deadline_s)
         try:
             answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
             answer = encode(error_message(error), request)
-        stream.send_buffers([memoryview(answer)])
+        stream.send_frame(answer)
 
     def _answer_later(self, request: int, question: Await | Operate) -> None:
         """Answer when there is news. A peer that has gone meanwhile ends the request."""
         stream = self._stream
-        if isinstance(question, Operate) and question.node != stream.peer_node:
-            raise ProtocolError(
-                "a peer asks in the name of another node"
-            )  # which the audit log would record
+        if isinstance(question, Operate):
+            self._check_name(question.node)
+            if not stream.authentic:
+                unsafe = NotAuthenticated(
+                    "operators' requests are taken over TLS, or from daemons of protocol 8 or newer: upgrade the "
+                    "node that was asked first"
+                )
+                stream.send(error_message(unsafe), request)
+                return
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
             owed = self._source.answer_later(question)
@@ -143,7 +164,12 @@ class Conversation:
                 answer = encode(error_message(error), request)
         finally:
             owed.close()
-        stream.send_buffers([memoryview(answer)])
+        stream.send_frame(answer)
+
+    def _check_name(self, node: str) -> None:
+        """Raises `ProtocolError` unless this is the node whose connection it is: others rely on the name."""
+        if node != self._stream.peer_node:
+            raise ProtocolError("a peer asks in the name of another node")
 
     def _report(self, report: Corrupt) -> None:
         """Verify blocks that the peer was just sent and found wrong; report those that are.
@@ -235,27 +261,46 @@ class Conversation:
         try:
             present, rows = check_loan(lent, wanted, self._memory)
             header = encode(Fetched(present, lent.checksums), request)
-            start, nbytes = span_of(fetch)
-            spans = (
-                self._memory.spans(lent.segment, lent.stride, nbytes, rows, start) if rows else []
-            )
             # The kernel has copied the bytes when this returns, so the slots are free again:
             # sent or not, nothing refers to them any more.
-            buffers = [memoryview(header), *spans]
-            for piece in _pieces(buffers) if fetch.background else [buffers]:
+            sendings = self._sendings(memoryview(header), fetch, lent, rows)
+            if fetch.background:
+                sendings = _pieces(chain.from_iterable(sendings))
+            for buffers in sendings:
                 if fetch.background:
                     self._precedence.give_way(self._stream.deadline.left())
-                self._stream.send_buffers(piece)
+                self._stream.send_buffers(buffers)
         finally:
             if lent.token:
                 self._source.give_back(lent.token)
+
+    def _sendings(
+        self, header: memoryview, fetch: Fetch, lent: Loan, rows: bytes
+    ) -> Iterator[list[memoryview]]:
+        """The header and the blocks, in order: all at once, or with keys by groups, each with its tag behind it.
+
+        A group's tag is made when the group was sent: then its bytes are in this core's cache, which a tag made
+        before would have cost a read from memory, about as much as the sending. It goes with the next group.
+        """
+        start, nbytes = span_of(fetch)
+        count = len(rows) // 4
+        ahead = self._stream.sealed([header])
+        for low, high in groups_of(fetch, count) if self._stream.keyed else [(0, count)]:
+            part = rows[4 * low : 4 * high]
+            spans = (
+                self._memory.spans(lent.segment, lent.stride, nbytes, part, start) if part else []
+            )
+            yield [*ahead, *spans]
+            ahead = self._stream.tag(spans)
+        if ahead:
+            yield ahead
 
 
 Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Priority], Conversation]
 """A server's conversation with a peer: `Conversation`, or a transport's variant."""
 
 
-def _pieces(buffers: list[memoryview]) -> Iterator[list[memoryview]]:
+def _pieces(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """The same bytes in the same order, about `PIECE_BYTES` at a time."""
     piece: list[memoryview] = []
     room = PIECE_BYTES

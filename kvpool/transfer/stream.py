@@ -11,16 +11,18 @@ from __future__ import annotations
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline
+from kvpool.transfer.sealing import TAG_BYTES, Sealer
 from kvpool.wire.frame import HEADER, Message, encode
 
 IOV_MAX = 1024  # buffers in one sendmsg or recvmsg_into
 WAKE_BYTES = 1 << 20  # wait for this much of the expected bytes
 CALL_BYTES = 1 << 20  # moved by one call: on many kernels nothing else runs on its core meanwhile
+SLACK_BYTES = 4096  # more: for a header or a tag beside that much
 LINGER_S = 1.0  # for a refused peer to read why
 LINGER_BYTES = 64 << 10
 TLS_HANDSHAKE = b"\x16\x03"  # the first bytes a TLS peer sends
@@ -40,16 +42,18 @@ class Stream:
     """One connection. Used by one thread at a time, except `shut`, which any thread may call.
 
     Every method raises `Closed` when the connection has ended, `Unavailable` when `deadline` passes
-    and `ProtocolError` for a frame above the limit. After any of these the stream can only be
+    `ProtocolError` for a frame above the limit, and `NotAuthenticated` for a wrong tag. After any of these the stream can only be
     closed: its position in the conversation is unknown.
 
     peer_node: the peer's node, by its certificate, or by its own message once it has been admitted
     to the cluster; None: not known. binding: a value shared by only the two ends of this connection;
-    empty: there is none.
+    empty: there is none. trusted: whether what the peer has authenticated with is still accepted.
     """
 
     peer_node: str | None = None
     binding: bytes = b""
+    trusted: Callable[[], bool] = staticmethod(lambda: True)
+    _seals: tuple[Sealer, Sealer] | None = None  # for sending and for receiving
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,10 +83,38 @@ class Stream:
 
     def fresh(self) -> bool:
         """Whether the peer would still be accepted, so that this connection may continue. If not, it ends."""
-        return True
+        return self.trusted()
+
+    def use_keys(self, send: bytes, receive: bytes) -> None:
+        """From here on each frame, and each group of bulk bytes, has a tag behind it, made and checked with these."""
+        self._seals = Sealer(send), Sealer(receive)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it has keys, by `use_keys`."""
+        return self._seals is not None
+
+    @property
+    def authentic(self) -> bool:
+        """Whether nobody in between can have changed or added anything."""
+        return self._seals is not None or self.binding != b""
 
     def send(self, message: Message, request: int) -> None:
-        self.send_buffers([memoryview(encode(message, request))])
+        self.send_frame(encode(message, request))
+
+    def send_frame(self, frame: bytes) -> None:
+        self.send_buffers(self.sealed([memoryview(frame)]))
+
+    def sealed(self, buffers: list[memoryview]) -> list[memoryview]:
+        """These, with their tag behind them where there are keys."""
+        return [*buffers, *self.tag(buffers)]
+
+    def tag(self, buffers: list[memoryview]) -> list[memoryview]:
+        """What is to follow one frame, or one group of bulk bytes: their tag; nothing where there are no keys.
+
+        To be called in the order in which they are sent.
+        """
+        return [] if self._seals is None else [memoryview(self._seals[0].tag(buffers))]
 
     def send_buffers(self, buffers: list[memoryview]) -> None:
         """All bytes of all buffers, in order. Copied when this returns: the memory may change again."""
@@ -118,16 +150,32 @@ class Stream:
             raise ProtocolError(
                 f"the peer sent a frame of {length} bytes; the limit here is {limit}"
             )
-        payload = bytearray(length)
-        self.receive_into([memoryview(payload)])
-        return request, bytes(payload)
+        if self._seals is None:
+            payload = bytearray(length)
+            self.receive_into([memoryview(payload)])
+            return request, bytes(payload)
+        header.extend(bytes(length + TAG_BYTES))
+        whole = memoryview(header)
+        self.receive_into([whole[HEADER.size :]])
+        frame, tag = whole[:-TAG_BYTES], whole[-TAG_BYTES:]
+        self._seals[1].check([frame], bytes(tag))
+        return request, bytes(frame[HEADER.size :])
+
+    def receive_group(self, buffers: list[memoryview]) -> None:
+        """Fill all buffers, in order, with one group of bulk bytes; what arrived is authentic when this returns."""
+        if self._seals is None:
+            self.receive_into(buffers)
+            return
+        tag = bytearray(TAG_BYTES)
+        self.receive_into([*buffers, memoryview(tag)])
+        self._seals[1].check(buffers, tag)
 
     def receive_into(self, buffers: list[memoryview]) -> None:
         """Fill all buffers, in order."""
         wanted = sum(map(len, buffers))
         at = 0
         while wanted:
-            expected = min(wanted, WAKE_BYTES)
+            expected = wanted if wanted <= WAKE_BYTES + SLACK_BYTES else WAKE_BYTES
             self._wait_for(expected)
             while expected > 0:
                 got = self._receive_some(_batch(buffers, at))
@@ -248,12 +296,12 @@ class Stream:
 def _batch(buffers: list[memoryview], at: int) -> Sequence[memoryview]:
     """The part of the buffers from `at` on for one call."""
     first = buffers[at]
-    if len(first) >= CALL_BYTES:
+    if len(first) > CALL_BYTES:
         return [first[:CALL_BYTES]]
     end, size = at, 0
     for buffer in buffers[at : at + IOV_MAX]:
         size += len(buffer)
-        if size > CALL_BYTES:
+        if size > CALL_BYTES + SLACK_BYTES:
             break
         end += 1
     return buffers[at:end]

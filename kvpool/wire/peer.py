@@ -27,6 +27,10 @@ from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
 HEARD = struct.Struct("<QQ")  # in an `Await`
 WRITINGS_MAX = 1024  # runs of blocks that are being written, in one answer to `Await`
+# The bytes behind a `Fetched` come in groups: as many whole blocks as fit, one at least. Where a connection has keys, a
+# tag follows each group.
+GROUP_BYTES = 1 << 20
+GROUP_BLOCKS_MAX = 1024
 WRITTEN_EVERY_S = 0.01  # progress alone does not answer an `Await` sooner
 
 
@@ -41,7 +45,7 @@ class PeerHello(Message, tag=40):
 
 
 class PeerChallenge(Message, tag=41):
-    """`proof`: HMAC over both nonces where a cluster secret is set, else empty."""
+    """`proof`: HMAC over both nonces with the listener's first secret; `more`: with its others."""
 
     version: int
     node: str
@@ -49,10 +53,11 @@ class PeerChallenge(Message, tag=41):
     nonce: bytes
     proof: bytes
     oldest: int = 0
+    more: tuple[bytes, ...] = ()
 
 
 class PeerProof(Message, tag=42):
-    """Proves that a peer knows the cluster's secret."""
+    """Proves that a peer knows one of the listener's secrets."""
 
     proof: bytes
 

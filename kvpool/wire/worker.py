@@ -29,7 +29,7 @@ from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
 class TransferStart(Message, tag=60):
     """First frame on a transfer worker's control channel: its identity and listening addresses (empty: none).
 
-    `tls_cert`, ...: paths, as in the configuration.
+    `tls_cert`, ..., `secret_file`: paths, as in the configuration. `secret_is_local`: see `SecretSource`.
     """
 
     cluster: str
@@ -44,6 +44,8 @@ class TransferStart(Message, tag=60):
     tls_ca: str = ""
     tls_crl: str = ""
     plaintext: bool = False
+    secret_file: str = ""
+    secret_is_local: bool = False
 
 
 class TransferReady(Message, tag=61):

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 
 from kvpool.errors import Unavailable
+from kvpool.security.cluster_secrets import ClusterSecrets
+from kvpool.testing.transport import SECRET
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit
 from kvpool.transfer.memory import Memory
@@ -33,7 +35,7 @@ def serve(listener: socket.socket, agent: Agent, driven: Iterator[str]) -> None:
 
 
 def converse(stream: Stream, agent: Agent, driven: Iterator[str]) -> None:
-    admit(stream, Identity("test", "owner", "1"))
+    admit(stream, Identity("test", "owner", "1", ClusterSecrets.of(SECRET)))
     while True:
         request, payload = stream.receive(1 << 20)
         message = peer_wire.decode_peer(payload)

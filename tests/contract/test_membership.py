@@ -4,15 +4,15 @@ import pytest
 
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
-from kvpool.testing.membership import Backend, MembershipContract
+from kvpool.testing.membership import Backend, MembershipContract, Secrets
 
 
 class StaticBackend:
     def __init__(self) -> None:
         self.cluster = StaticCluster("test")
 
-    def member(self, *, secret: bytes = b"", protocol: int = 1) -> Membership:
-        return StaticMembership(self.cluster, secret=secret, protocol=protocol)
+    def member(self, *, secrets: Secrets = tuple, protocol: int = 1) -> Membership:
+        return StaticMembership(self.cluster, secrets=secrets, protocol=protocol)
 
     async def expire(self, node: str) -> None:
         self.cluster.expire(node)

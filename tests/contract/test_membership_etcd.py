@@ -12,7 +12,7 @@ import uvloop
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.membership.etcd import EtcdMembership
-from kvpool.testing.membership import Backend, MembershipContract
+from kvpool.testing.membership import Backend, MembershipContract, Secrets
 from tests.support.servers.etcd import Etcd
 
 TTL_S = 4.0  # the shortest that a busy machine keeps up
@@ -32,9 +32,11 @@ class EtcdBackend:
         self.etcd = etcd
         self.cluster = f"c{next(_clusters)}"
 
-    def member(self, *, secret: bytes = b"", protocol: int = 1) -> Membership:
+    def member(self, *, secrets: Secrets = tuple, protocol: int = 1) -> Membership:
         settings = EtcdSettings.from_url(self.etcd.url, call_s=3.0)
-        return EtcdMembership(settings, self.cluster, secret=secret, protocol=protocol, ttl_s=TTL_S)
+        return EtcdMembership(
+            settings, self.cluster, secrets=secrets, protocol=protocol, ttl_s=TTL_S
+        )
 
     async def expire(self, node: str) -> None:
         key = f"/kvpool/{self.cluster}/nodes/{node}"

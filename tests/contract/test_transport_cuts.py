@@ -13,11 +13,12 @@ from xxhash import xxh3_128_digest
 from kvpool.security.credentials import Credentials
 from kvpool.testing.transport import DIGEST, Side, key_of, order
 from kvpool.transfer.base import Stop, TransferLimits
-from kvpool.transfer.requester import GROUP_BYTES
+from kvpool.transfer.sealing import TAG_BYTES
 from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from kvpool.wire.peer import GROUP_BYTES
 from tests.support.pki import Pki
 from tests.support.proxy import Ending, Fault, Proxy, Way
 from tests.support.transfer_worker import MoverSide
@@ -40,8 +41,9 @@ class Frames:
         )
         self.proof = self.size(peer_wire.PeerProof(proof))
         self.done = self.size(frame.Done())
-        self.fetch = self.size(peer_wire.Fetch("default", DIGEST, 0, nbytes, keys, 60.0))
-        self.fetched = self.size(peer_wire.Fetched(b"\1" * count, bytes(16 * count)))
+        fetch = peer_wire.Fetch("default", DIGEST, 0, nbytes, keys, 60.0)
+        self.fetch = self.size(fetch) + TAG_BYTES
+        self.fetched = self.size(peer_wire.Fetched(b"\1" * count, bytes(16 * count))) + TAG_BYTES
         self.nbytes, self.count = nbytes, count
 
     @staticmethod
@@ -60,7 +62,8 @@ class Frames:
 
     @property
     def down(self) -> int:
-        return self.body + self.nbytes * self.count
+        groups = -(-self.count // max(1, GROUP_BYTES // self.nbytes))
+        return self.body + self.nbytes * self.count + TAG_BYTES * groups
 
     @property
     def up(self) -> int:
@@ -81,6 +84,7 @@ class Frames:
             "in the answer's number": self.met + 6,
             "in what is present": self.met + 12,
             "in a checksum": body - 16 * 3 - 7,
+            "in a tag": body - 7,
             "before the header's last byte": body - 1,
             "after the header": body,
             "in the first block": body + nbytes // 2,
@@ -141,7 +145,7 @@ class Link:
         self.life = 0
         self.size = 3 * (count + 1) * nbytes
         self.owner = self.begin()
-        self.reader = Side(self.url, secret=SECRET, size=self.size, tls=self.tls)
+        self.reader = Side(self.url, size=self.size, tls=self.tls)
         self.untouched = b"\xee" * self.size
 
     @property
@@ -149,7 +153,7 @@ class Link:
         return f"{self.scheme}://{self.proxy.address[0]}:{self.proxy.address[1]}"
 
     def make_owner(self) -> Side:
-        return Side(self.url, secret=SECRET, limits=LIMITS, size=self.size, tls=self.tls)
+        return Side(self.url, limits=LIMITS, size=self.size, tls=self.tls)
 
     def begin(self) -> Side:
         """A life of the owner, with bytes that no other one had."""
@@ -216,7 +220,7 @@ class NixlLink(Link):
     scheme = "nixl"
 
     def make_owner(self) -> Side:
-        return MoverSide(self.url, secret=SECRET, limits=LIMITS, size=1 << 20)
+        return MoverSide(self.url, limits=LIMITS, size=1 << 20)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
-from kvpool.testing.transport import SEGMENT, Side, key_of, order
+from kvpool.security.cluster_secrets import ClusterSecrets
+from kvpool.testing.transport import SECRET, SEGMENT, Side, key_of, order
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
@@ -51,7 +52,7 @@ def reader_here() -> Iterator[tuple[Side, list[str]]]:
     side.transport.close()
     memory = Memory()
     memory.attach(SEGMENT, side.bytes)
-    identity = Identity("test", "node", "incarnation")
+    identity = Identity("test", "node", "incarnation", ClusterSecrets.of(SECRET))
     side.transport = NixlTransport(memory, side.source, identity, TransferLimits(), left.append)
     side.bytes[: 8 * NBYTES] = UNTOUCHED
     try:
@@ -204,7 +205,7 @@ def test_a_loan_ends_with_its_deadline_though_the_reader_says_nothing() -> None:
         port = int(owner.transport.listen(URL).rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as sock:
             stream = Stream(sock, Deadline(PATIENCE_S))
-            greet(stream, Identity("test", "silent", "1"))
+            greet(stream, Identity("test", "silent", "1", ClusterSecrets.of(SECRET)))
             stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, KEYS[0], 0.2), 1)
             answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
             assert isinstance(answer, peer_wire.Readable)
@@ -215,7 +216,7 @@ def test_a_loan_ends_with_its_deadline_though_the_reader_says_nothing() -> None:
 
 def test_strangers_are_told_nothing_of_the_memory() -> None:
     """Neither before they have introduced themselves, nor outside of a loan."""
-    owner = Side(URL, secret=b"a long and random secret")
+    owner = Side(URL)
     try:
         port = int(owner.transport.listen(URL).rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -224,7 +225,7 @@ def test_strangers_are_told_nothing_of_the_memory() -> None:
             assert isinstance(peer_wire.decode_peer(stream.receive(1 << 20)[1]), frame.Error)
         with socket.create_connection(("127.0.0.1", port)) as sock:
             stream = Stream(sock, Deadline(PATIENCE_S))
-            greet(stream, Identity("test", "peer", "1", b"a long and random secret"))
+            greet(stream, Identity("test", "peer", "1", ClusterSecrets.of(SECRET)))
             stream.send(peer_wire.Describe(), 1)
             answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
             assert isinstance(answer, frame.Error)
@@ -264,7 +265,7 @@ class Liar:
         sock, _ = self._listener.accept()
         with sock, self.agent.serving():
             stream = Stream(sock, Deadline(PATIENCE_S))
-            admit(stream, Identity("test", "liar", "1"))
+            admit(stream, Identity("test", "liar", "1", ClusterSecrets.of(SECRET)))
             request, _ = stream.receive(1 << 20)
             blocks = [self.bytes[n * NBYTES : (n + 1) * NBYTES] for n in range(8)]
             sums = b"".join(map(xxh3_128_digest, blocks))

@@ -14,11 +14,13 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, Declined, KvpoolError
-from kvpool.testing.transport import Side, key_of, order
+from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
+from kvpool.testing.transport import SECRET, Side, key_of, order
 from kvpool.transfer import listener, tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.priority import Priority
+from kvpool.transfer.sealing import TAG_BYTES
 from kvpool.transfer.stream import Stream
 from kvpool.types import BlockStatus
 from kvpool.wire import client as client_wire
@@ -28,21 +30,21 @@ from kvpool.wire import worker as worker_wire
 from tests.support.waiting import PATIENCE_S
 
 URL = "tcp://127.0.0.1:0"
-PEER = Identity("test", "scripted", "1", b"")
+PEER = Identity("test", "scripted", "1", ClusterSecrets.of(SECRET))
 NBYTES = 8192
 BLOCKS = [bytes([65 + n]) * NBYTES for n in range(4)]
 KEYS = [key_of(n) for n in range(4)]
 ROWS = [9, 2, 5, 6]
 BODY = b"".join(BLOCKS)
 
-Script = Callable[[socket.socket, int], None]
+Script = Callable[[Stream, int], None]
 
 
 @contextmanager
 def scripted(*scripts: Script, introduce: bool = True) -> Iterator[str]:
     """A peer that runs one script a connection, after the handshake and the first request's arrival.
 
-    A script gets the socket and the request's number. What it leaves open stays open until the end.
+    A script gets the stream and the request's number. What it leaves open stays open until the end.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     kept: list[socket.socket] = []
@@ -55,12 +57,12 @@ def scripted(*scripts: Script, introduce: bool = True) -> Iterator[str]:
                 return
             kept.append(sock)
             request = 0
+            stream = Stream(sock, Deadline(PATIENCE_S))
             try:
                 if introduce:
-                    stream = Stream(sock, Deadline(PATIENCE_S))
                     admit(stream, PEER)
                     request, _ = stream.receive(1 << 20)
-                script(sock, request)
+                script(stream, request)
             except (OSError, KvpoolError):
                 pass  # the reader has left in the middle of the script
 
@@ -83,16 +85,27 @@ def reader() -> Iterator[Side]:
     side.transport.close()
 
 
-def answer(request: int, body: bytes = BODY) -> bytes:
-    checksums = b"".join(map(xxh3_128_digest, BLOCKS))
-    return frame.encode(peer_wire.Fetched(b"\1" * 4, checksums), request) + body
+FETCHED = peer_wire.Fetched(b"\1" * 4, b"".join(map(xxh3_128_digest, BLOCKS)))
 
 
-def say(data: bytes | Callable[[int], bytes], *, close: bool) -> Script:
-    def script(sock: socket.socket, request: int) -> None:
-        sock.sendall(data if isinstance(data, bytes) else data(request))
+def sealed(stream: Stream, *parts: bytes) -> bytes:
+    """Each with its tag behind it."""
+    return b"".join(bytes(each) for part in parts for each in stream.sealed([memoryview(part)]))
+
+
+def answer(stream: Stream, request: int, body: bytes = BODY) -> bytes:
+    return sealed(stream, frame.encode(FETCHED, request), body)
+
+
+def say_raw(stream: Stream, data: bytes) -> None:
+    stream.send_buffers([memoryview(data)])
+
+
+def say(data: bytes | Callable[[Stream, int], bytes], *, close: bool) -> Script:
+    def script(stream: Stream, request: int) -> None:
+        say_raw(stream, data if isinstance(data, bytes) else data(stream, request))
         if close:
-            sock.shutdown(socket.SHUT_RDWR)
+            stream.shut()
 
     return script
 
@@ -103,7 +116,7 @@ def pull(reader: Side, url: str, deadline_s: float = 30.0) -> worker_wire.Pulled
     )
 
 
-HEADER_END = len(answer(1, b""))
+HEADER_END = len(frame.encode(FETCHED, 1)) + TAG_BYTES
 
 
 def test_the_scripted_peer_is_believed_when_it_is_right(reader: Side) -> None:
@@ -128,7 +141,7 @@ def test_the_scripted_peer_is_believed_when_it_is_right(reader: Side) -> None:
     ],
 )
 def test_an_answer_that_breaks_off(reader: Side, after: int, close: bool) -> None:
-    script = say(lambda r: answer(r)[:after], close=close)
+    script = say(lambda stream, r: answer(stream, r)[:after], close=close)
     with scripted(script, script) as url:
         pulled = pull(reader, url, 30.0 if close else 0.2)
     assert pulled.error
@@ -144,12 +157,12 @@ def test_an_answer_that_breaks_off(reader: Side, after: int, close: bool) -> Non
 def test_a_slow_drip_does_not_extend_the_deadline(reader: Side) -> None:
     gone = threading.Event()
 
-    def drip(sock: socket.socket, request: int) -> None:
-        data = answer(request)
+    def drip(stream: Stream, request: int) -> None:
+        data = answer(stream, request)
         for at in range(len(data)):
             if gone.wait(0.01):
                 return
-            sock.sendall(data[at : at + 1])
+            say_raw(stream, data[at : at + 1])
 
     with scripted(drip) as url:
         pulled = pull(reader, url, 0.3)
@@ -173,8 +186,9 @@ def test_a_slow_drip_does_not_extend_the_deadline(reader: Side) -> None:
     ],
     ids=["http", "long frame", "no msgpack", "other type", "few", "sums", "flags", "request"],
 )
-def test_nonsense(reader: Side, data: bytes) -> None:
-    with scripted(say(data, close=False)) as url:
+@pytest.mark.parametrize("tagged", [True, False])
+def test_nonsense(reader: Side, data: bytes, tagged: bool) -> None:
+    with scripted(say(lambda s, _: sealed(s, data) if tagged else data, close=True)) as url:
         pulled = pull(reader, url)
     assert pulled.status == bytes([BlockStatus.LATE]) * 4
     assert pulled.error
@@ -182,7 +196,7 @@ def test_nonsense(reader: Side, data: bytes) -> None:
 
 def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
     body = BLOCKS[0] + BLOCKS[2] + BLOCKS[1] + BLOCKS[3]
-    with scripted(say(lambda r: answer(r, body), close=False)) as url:
+    with scripted(say(lambda stream, r: answer(stream, r, body), close=False)) as url:
         pulled = pull(reader, url)
     assert list(pulled.status) == [
         BlockStatus.PRESENT,
@@ -227,10 +241,10 @@ def test_a_handshake_that_fails(reader: Side, said: bytes, reason: str) -> None:
 def test_a_connection_that_died_while_idle_is_replaced(reader: Side) -> None:
     """The peer closes after its answer, or at the next request: the pull goes over a new connection."""
 
-    def answer_then_drop_the_next(sock: socket.socket, request: int) -> None:
-        sock.sendall(answer(request))
-        Stream(sock, Deadline(PATIENCE_S)).receive(1 << 20)
-        sock.shutdown(socket.SHUT_RDWR)
+    def answer_then_drop_the_next(stream: Stream, request: int) -> None:
+        say_raw(stream, answer(stream, request))
+        stream.receive(1 << 20)
+        stream.shut()
 
     scripts = [
         say(answer, close=True),
@@ -251,7 +265,7 @@ def test_a_pull_is_cancelled_while_its_peer_is_silent(reader: Side) -> None:
     def run() -> None:
         results.append(reader.transport.pull(order(url, NBYTES, KEYS, [0, 1, 2, 3]), stop))
 
-    with scripted(lambda sock, request: asked.set()) as url:
+    with scripted(lambda stream, request: asked.set()) as url:
         thread = threading.Thread(target=run)
         thread.start()
         assert asked.wait(PATIENCE_S)
@@ -420,10 +434,10 @@ def patient() -> Iterator[tuple[Side, tuple[str, int]]]:
 def served(sock: socket.socket, stream: Stream) -> bool:
     """Whether all blocks come over this connection."""
     stream.send(fetch(), 3)
-    expected = answer(3)
-    got = bytearray(len(expected))
-    stream.receive_into([memoryview(got)])
-    return bytes(got) == expected
+    request, payload = stream.receive(1 << 20)
+    body = bytearray(len(BODY))
+    stream.receive_group([memoryview(body)])
+    return (request, peer_wire.decode_peer(payload), bytes(body)) == (3, FETCHED, BODY)
 
 
 def test_strangers_keep_nobody_out(patient: tuple[Side, tuple[str, int]]) -> None:
@@ -546,7 +560,7 @@ def test_a_reader_without_descriptors_says_so_and_goes_on(
 
 def test_more_bytes_than_an_answer_has_are_nobodys(reader: Side) -> None:
     """What follows is not taken for the next answer: the connection is not used again."""
-    scripts = [say(lambda r: answer(r) + answer(r), close=False), say(answer, close=False)]
+    scripts = [say(lambda s, r: answer(s, r) + answer(s, r), close=False), say(answer, close=False)]
     with scripted(*scripts) as url:
         for _ in range(2):
             pulled = pull(reader, url)
@@ -555,30 +569,27 @@ def test_more_bytes_than_an_answer_has_are_nobodys(reader: Side) -> None:
 
 
 def test_listening_to_the_world_takes_a_secret_and_tls_or_trust() -> None:
-    side = Side(URL)
-    try:
-        for url in ("tcp://0.0.0.0:0", "tcp://[::]:0"):
-            with pytest.raises(ConfigError, match="no cluster secret is set"):
-                side.transport.listen(url)
-        for url in ("tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:1/x"):
-            with pytest.raises(ConfigError):
-                side.transport.listen(url)
-    finally:
-        side.transport.close()
-    secret = b"a long and random secret"
-    guarded = Side(URL, secret=secret)
+    """A secret that was made on this machine is known to no other."""
+    local = ClusterSecrets(SecretSource("made on this machine", local=True))
+    for plaintext in (False, True):
+        side = Side(URL, secrets=local, plaintext=plaintext)
+        try:
+            for url in ("tcp://0.0.0.0:0", "tcp://[::]:0"):
+                with pytest.raises(ConfigError, match="no cluster secret is set"):
+                    side.transport.listen(url)
+            for url in ("tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:99999", "tcp://h:1/x"):
+                with pytest.raises(ConfigError):
+                    side.transport.listen(url)
+            assert side.transport.listen(URL).startswith("tcp://127.0.0.1:")
+        finally:
+            side.transport.close()
+    guarded = Side(URL)
     try:
         with pytest.raises(ConfigError, match=r"(?s)not be encrypted.*kvpool certs.*--plaintext"):
             guarded.transport.listen("tcp://0.0.0.0:0")
     finally:
         guarded.transport.close()
-    trusting = Side(URL, plaintext=True)
-    try:
-        with pytest.raises(ConfigError, match="no cluster secret is set"):
-            trusting.transport.listen("tcp://0.0.0.0:0")
-    finally:
-        trusting.transport.close()
-    guarded = Side(URL, secret=secret, plaintext=True)
+    guarded = Side(URL, plaintext=True)
     try:
         assert guarded.transport.listen("tcp://0.0.0.0:0").startswith("tcp://0.0.0.0:")
     finally:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.security.credentials import LOOK_S, Contexts, Credentials
+from kvpool.security.credentials import Contexts, Credentials
+from kvpool.security.watched_files import LOOK_S
 from kvpool.testing.transport import Side, TransportContract, key_of, order
 from kvpool.transfer.base import Stop, TransferLimits
 from kvpool.types import BlockStatus

@@ -47,6 +47,7 @@ def test_a_node_of_compose_is_asked_over_tls_with_a_token(made, start, until):
     given = services["node-a"]["environment"]
     node, port = made / "nodes" / "node-a", free_port()
     (made / "secret").write_text("0123456789abcdef0123456789abcdef\n")
+    (made / "secret").chmod(0o600)
     own = {
         "KVPOOL_MEMORY": "16MiB",
         "KVPOOL_SSD": f"{made}/ssd=64MiB",

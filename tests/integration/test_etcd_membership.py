@@ -235,7 +235,7 @@ def test_the_stored_proof_is_an_hmac(etcd: Etcd, cluster: str) -> None:
     import hmac
 
     async def main() -> None:
-        async with Members(etcd.url, cluster, secret=b"s3cret") as members:
+        async with Members(etcd.url, cluster, secrets=lambda: (b"s3cret",)) as members:
             await members.start()
         stored = msgspec.json.decode(etcd.get(f"/kvpool/{cluster}/config") or b"")
         text = f"kvpool cluster {cluster}".encode()

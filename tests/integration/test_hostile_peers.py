@@ -17,6 +17,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import KvpoolError
+from kvpool.security.cluster_secrets import ClusterSecrets, make_default
 from kvpool.telemetry.node_stats import WorkerStats
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import greet
@@ -209,7 +210,10 @@ class Peer:
         sock.setblocking(True)
         self.stream = Stream(sock, Deadline(PATIENCE_S))
         try:
-            greet(self.stream, Identity("kvpool", "x", "0" * 16))
+            greet(
+                self.stream,
+                Identity("kvpool", "x", "0" * 16, ClusterSecrets(make_default("kvpool"))),
+            )
         except BaseException:
             self.close()
             raise

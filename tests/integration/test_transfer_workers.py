@@ -23,6 +23,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.daemon.workers.turns import QUESTIONS
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
+from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.storage.dram import DramSegment
 from kvpool.testing.transport import key_of
 from kvpool.transfer.base import Deadline, Identity
@@ -42,6 +43,9 @@ LISTEN = "tcp://127.0.0.1:0"
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     uvloop.run(test)
+
+
+SECRET = SecretSource("of this machine alone", local=True)
 
 
 class Rules:
@@ -108,7 +112,7 @@ class Daemon:
         self.bytes = self.segment.map()
         self.rules = Rules()
         config = DaemonConfig(socket="unused", node=name, **settings)
-        self.workers = TransferWorkers(config, f"{name}-1")
+        self.workers = TransferWorkers(config, f"{name}-1", SECRET)
 
     def put(self, number: int, row: int) -> bytes:
         data = random.Random(number).randbytes(NBYTES)
@@ -164,7 +168,7 @@ def silent_peer() -> Iterator[tuple[str, threading.Event]]:
                 kept.append(listener.accept()[0])
                 sock = kept[-1]
                 stream = Stream(sock, Deadline(60))
-                admit(stream, Identity("kvpool", "silent", "1"))
+                admit(stream, Identity("kvpool", "silent", "1", ClusterSecrets(SECRET)))
                 stream.receive(1 << 20)
                 asked.set()
         except (OSError, KvpoolError):
@@ -478,11 +482,12 @@ def test_a_transfer_worker_ends_with_its_control_process() -> None:
     """Control is killed with SIGKILL: nothing tells the transfer worker but the kernel."""
     program = """
 import asyncio, sys
+from kvpool.security.cluster_secrets import SecretSource
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.daemon.workers.turns import QUESTIONS
 async def main():
-    workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1")
+    workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1", SecretSource("of these tests alone"))
     await workers.start(None)
     print(workers.stats()[0].pid, flush=True)
     await asyncio.Event().wait()

@@ -11,13 +11,16 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 from kvpool.errors import KvpoolError, Unavailable, from_code
+from kvpool.security.cluster_secrets import UNTIL
 from kvpool.security.credentials import TlsFiles
 from kvpool.storage.dram import DramSegment
-from kvpool.testing.transport import SEGMENT, ScriptedSource, Side
+from kvpool.testing.transport import SECRET, SEGMENT, ScriptedSource, Side
 from kvpool.transfer.base import Identity, Stop, TransferLimits
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -26,11 +29,13 @@ from kvpool.wire.frame import Bytes, Done, Message
 from kvpool.wire.worker import AskPeer, PullBlocks, Pulled
 from tests.support.waiting import PATIENCE_S
 
+WORKER = "kvpool.daemon.workers.transfer_worker"
+
 
 class MoverSide(Side):
     """A `Side` whose transport runs in a transfer worker. environ: what the process has beyond ours.
 
-    tls: files, which the process reads itself.
+    tls: files, which the process reads itself. module: what the process runs.
     """
 
     def __init__(
@@ -38,18 +43,25 @@ class MoverSide(Side):
         url: str,
         *,
         size: int = 64 << 20,
-        secret: bytes = b"",
+        secrets: tuple[str, ...] = (SECRET,),
         cluster: str = "test",
         limits: TransferLimits | None = None,
         environ: Mapping[str, str] | None = None,
         tls: TlsFiles | None = None,
+        module: str = WORKER,
     ) -> None:
         self._segment = DramSegment.create(size)
         self.bytes = self._segment.map()
         self.source = ScriptedSource(self.bytes)
-        identity = Identity(cluster, "node", "incarnation", secret)
         self.worker = MoverTransport(
-            self._segment, self.source, identity, limits or TransferLimits(), environ or {}, tls
+            self._segment,
+            self.source,
+            Identity(cluster, "node", "incarnation"),
+            secrets,
+            limits or TransferLimits(),
+            environ or {},
+            tls,
+            module,
         )
         self.transport = self.worker
 
@@ -65,10 +77,19 @@ class MoverTransport:
         segment: DramSegment,
         source: ScriptedSource,
         identity: Identity,
+        secrets: tuple[str, ...],
         limits: TransferLimits,
         environ: Mapping[str, str],
         tls: TlsFiles | None = None,
+        module: str = WORKER,
     ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="kvpool-test-")
+        self._secrets = Path(self._folder.name) / "secrets"
+        if secrets:
+            end = f"{UNTIL}2100-01-01T00:00:00Z"
+            text = secrets[0] + "".join(f"\n{each}{end}" for each in secrets[1:])
+            self._secrets.write_text(text)
+            self._secrets.chmod(0o600)
         self._source = source
         self._identity = identity
         self._limits = limits
@@ -86,7 +107,7 @@ class MoverTransport:
                 [
                     sys.executable,
                     "-m",
-                    "kvpool.daemon.workers.transfer_worker",
+                    module,
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],
@@ -126,7 +147,7 @@ class MoverTransport:
                 us.cluster,
                 us.node,
                 us.incarnation,
-                us.secret.decode(),
+                "",
                 listen,
                 limits.connections_max,
                 limits.inflight_bytes_max,
@@ -134,6 +155,7 @@ class MoverTransport:
                 tls_key=self._tls.key,
                 tls_ca=self._tls.ca,
                 tls_crl=self._tls.crl,
+                secret_file=str(self._secrets) if self._secrets.exists() else "",
             )
         )
         assert isinstance(ready, worker_wire.TransferReady)
@@ -267,3 +289,4 @@ class MoverTransport:
         self._sock.close()
         if self.process.stderr is not None:
             self.process.stderr.close()
+        self._folder.cleanup()

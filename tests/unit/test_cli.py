@@ -1363,7 +1363,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --ssd-drain-s 9 --memory-wait-s 4"
         " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
-        f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext"
+        f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext --cluster-secret-file /s --operated-by m --operated-by n"
         " --operator-socket /o --plaintext-passwords --no-announce"
         f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
         " --router http://r:1 --otlp http://c:4318 --log-level error --log-format json -v"
@@ -1406,6 +1406,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert {config.tls_cert, config.tls_key, config.tls_ca, config.tls_crl} == {str(pem)}
     assert (config.plaintext, config.http) == (True, ("127.0.0.1:7071", "unix:/h"))
     assert (config.http_tokens, config.http_rate) == (str(pem), 7)
+    assert (config.cluster_secret_file, config.operated_by) == ("/s", ("m", "n"))
     assert (config.routers, config.otlp) == (("http://r:1",), "http://c:4318")
     assert (config.log_level, config.log_format) == ("error", "json"), "-v is less than a level"
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}

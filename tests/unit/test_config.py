@@ -106,6 +106,7 @@ probe_s = 2.5
 peers = ["tcp://other:7070"]
 cluster = "c"
 cluster_secret = "hush hush hush hush"
+operated_by = ["m", "n"]
 join = "etcds://user@etcd:2379"
 join_password = "jp"
 join_ca = "/ca"
@@ -173,6 +174,7 @@ memory = "50%"
         peers=("tcp://other:7070",),
         cluster="c",
         cluster_secret="hush hush hush hush",
+        operated_by=("m", "n"),
         **tls_files,
         plaintext=True,
         join="etcds://user@etcd:2379",
@@ -229,7 +231,10 @@ memory = "50%"
     assert default == TenantConfig("default", 0.5), "the file has said what the default one gets"
     unset = DaemonConfig(socket="")
     same = [name for name in SETTINGS if getattr(config, name) == getattr(unset, name)]
-    assert same == [], "a setting that this test does not change"
+    # One of two, of which only one may be set.
+    assert same == ["cluster_secret_file"], "a setting that this test does not change"
+    given = from_file(tmp_path, 'cluster_secret_file = "/secret"')
+    assert (given.cluster_secret, given.cluster_secret_file) == ("", "/secret")
 
 
 def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
@@ -250,7 +255,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "probe_s": "0",
         "peers": "",
         "cluster": "c",
-        "cluster_secret": "hush hush hush hush",
+        "cluster_secret_file": "/secret",
+        "operated_by": "m,n",
         "join": "etcd://user@e1:2379,e2:2379",
         "join_password": "jp",
         "join_ca": "/ca",
@@ -296,7 +302,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "routers": "http://r:8080,https://s:1/",
         "router_token": "rt rt rt rt rt rt",
     }
-    assert values.keys() | {"tenants"} == set(SETTINGS)
+    assert values.keys() | {"tenants", "cluster_secret"} == set(SETTINGS)
     config = load(environ={f"KVPOOL_{name.upper()}": value for name, value in values.items()})
     assert config.socket_mode == 0o660
     assert config.memory == 1 << 30
@@ -305,6 +311,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert config.peers == ()
     assert (config.rails, config.bind_source, config.probe_s) == (("r0", ""), True, 0.0)
     assert config.pull_over == "tcp"
+    assert config.operated_by == ("m", "n")
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert config.device == DeviceConfig("cpu", 2 << 20)
     assert (config.ssd_bytes_per_day, config.ssd_flush_s, config.ssd_drain_s) == (0, 0.0, 0.0)

@@ -439,7 +439,7 @@ def test_daemons_take_what_compose_says(compose: dict[str, Any], tmp_path: Path)
         assert config.memory == 512 << 20
         assert config.listen == ("tcp://0.0.0.0:7070",)
         assert config.advertise == (f"tcp://{config.node}:7070",)
-        assert len(config.cluster_secret) >= 16
+        assert config.cluster_secret_file == environ["KVPOOL_CLUSTER_SECRET_FILE"]
         assert not config.plaintext and config.tls_cert
         assert service["hostname"] == config.node
         names.add(config.node)

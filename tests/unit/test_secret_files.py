@@ -7,9 +7,10 @@ import pytest
 
 from kvpool.cli.base import client_of
 from kvpool.config import SECRETS, SETTINGS, load, secret_of
-from kvpool.config.secret_files import SECRET_FILE_BYTES_MAX
+from kvpool.daemon.cluster.joining import open_secrets
 from kvpool.errors import ConfigError, KvpoolError
 from kvpool.router import config as router_config
+from kvpool.secret_files import SECRET_FILE_BYTES_MAX
 
 LONG = "0123456789abcdef0123456789abcdef"
 
@@ -68,7 +69,7 @@ def test_files_that_cannot_be_taken(a_file, tmp_path):
     assert len(secret_of("KVPOOL_X", {"KVPOOL_X_FILE": a_file(b"x" * 4096)})) == 4096
 
 
-@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize("name", sorted(set(SECRETS) - {"cluster_secret"}))
 def test_each_secret_of_the_daemon(a_file, name):
     path = a_file(f"{LONG}\n".encode())
     config = load(environ={f"KVPOOL_{name.upper()}_FILE": path})
@@ -81,7 +82,18 @@ def test_each_secret_of_the_daemon(a_file, name):
 
 def test_what_is_read_from_a_file_is_checked_as_any_value(a_file):
     with pytest.raises(ConfigError, match="at least 16 random characters"):
-        load(environ={"KVPOOL_CLUSTER_SECRET_FILE": a_file(b"short\n")})
+        load(environ={"KVPOOL_OPERATOR_TOKEN_FILE": a_file(b"short\n")})
+
+
+def test_the_clusters_secrets_stay_in_their_file(a_file):
+    """They are read again when it changes."""
+    path = a_file(f"{LONG}\n".encode())
+    config = load(environ={"KVPOOL_CLUSTER_SECRET_FILE": path})
+    assert (config.cluster_secret, config.cluster_secret_file) == ("", path)
+    assert open_secrets(config).current() == (LONG.encode(),)
+    environ = {"KVPOOL_CLUSTER_SECRET_FILE": path, "KVPOOL_CLUSTER_SECRET": LONG}
+    with pytest.raises(ConfigError, match="cluster_secret is set as well"):
+        load(environ=environ)
 
 
 def test_other_settings_take_no_file(a_file):

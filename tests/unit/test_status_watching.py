@@ -313,6 +313,7 @@ def test_where_each_setting_comes_from(tmp_path):
     environ = {
         "KVPOOL_TRANSFER_WORKERS": "2",
         "KVPOOL_CLUSTER_SECRET_FILE": str(secret),
+        "KVPOOL_JOIN_PASSWORD_FILE": str(secret),
         "KVPOOL_DIRECTORY": "redis://:hush@r",
         "KVPOOL_PLAINTEXT_PASSWORDS": "true",
         "KVPOOL_SOCKET": "/s",
@@ -321,7 +322,11 @@ def test_where_each_setting_comes_from(tmp_path):
     assert found["memory"] == {"value": 1 << 30, "source": str(file)}
     assert found["transfer_workers"] == {"value": 2, "source": "KVPOOL_TRANSFER_WORKERS"}
     assert found["labels"] == {"value": {"zone": "z"}, "source": str(file)}
-    assert found["cluster_secret"] == {"value": HIDDEN, "source": "KVPOOL_CLUSTER_SECRET_FILE"}
+    assert found["cluster_secret_file"] == {
+        "value": str(secret),
+        "source": "KVPOOL_CLUSTER_SECRET_FILE",
+    }
+    assert found["join_password"] == {"value": HIDDEN, "source": "KVPOOL_JOIN_PASSWORD_FILE"}
     assert found["directory"] == {"value": HIDDEN, "source": "KVPOOL_DIRECTORY"}
     assert found["operator_token"]["source"] == "default"
     assert found["tenants"]["source"] == str(file)

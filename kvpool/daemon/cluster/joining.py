@@ -13,13 +13,31 @@ from kvpool.placement.directory.base import Directory
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.redis.settings import RedisSettings
+from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource, make_default
 from kvpool.wire.frame import PROTOCOL_VERSION
 
 EPOCHS_FILE = "namespaces.json"
 
 
-def open_membership(config: DaemonConfig, clock: Callable[[], float]) -> Membership:
-    """etcd if the configuration names one; else this node is alone. Raises `ConfigError`."""
+def open_secrets(config: DaemonConfig) -> ClusterSecrets:
+    """The secrets that the configuration names; else, if there are peers, those of this user and machine.
+
+    Raises `ConfigError`.
+    """
+    if config.cluster_secret or config.cluster_secret_file:
+        return ClusterSecrets(SecretSource(config.cluster_secret, config.cluster_secret_file))
+    if config.listen or config.peers:
+        return ClusterSecrets(make_default(config.cluster))
+    return ClusterSecrets.of()
+
+
+def open_membership(
+    config: DaemonConfig, secrets: Callable[[], tuple[bytes, ...]], clock: Callable[[], float]
+) -> Membership:
+    """etcd if the configuration names one; else this node is alone. secrets: those accepted now.
+
+    Raises `ConfigError`.
+    """
     if not config.join:
         path = Path(config.data_dir) / EPOCHS_FILE if config.data_dir else None
         return StaticMembership(StaticCluster(config.cluster, path=path), protocol=PROTOCOL_VERSION)
@@ -38,7 +56,7 @@ def open_membership(config: DaemonConfig, clock: Callable[[], float]) -> Members
     return EtcdMembership(
         settings,
         config.cluster,
-        secret=config.cluster_secret.encode(),
+        secrets=secrets,
         protocol=PROTOCOL_VERSION,
         ttl_s=config.member_ttl_s,
         clock=clock,

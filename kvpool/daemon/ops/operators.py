@@ -203,12 +203,22 @@ class Operators:
         """A request from another node; returns the payload of the answer."""
         by = f"{order.by[:BY_CHARACTERS_MAX]} on {order.node[:63]}"
         try:
+            self._check_may_operate(order.node)
             answer: frame.Message = await self._answer(
                 self._tenant(order.tenant), by, client_wire.decode_client(order.request)
             )
         except KvpoolError as error:
             answer = frame.error_message(error)
         return frame.Bytes(frame.encode(answer, 0)[frame.HEADER.size :])
+
+    def _check_may_operate(self, node: str) -> None:
+        """Raises `NotAuthenticated` where the configuration names nodes, and this is none of them."""
+        allowed = self.config.operated_by
+        if allowed and node not in allowed:
+            raise NotAuthenticated(
+                f"node {self.config.node} takes no operators' requests from node {node:.63}: use a node that its "
+                "setting operated_by names, or its own socket"
+            )
 
     def _tenant(self, name: str) -> Tenant:
         found = self.node.tenants.get(name)

@@ -137,12 +137,13 @@ def compose(
     topology: HostTopology,
     rng: random.Random,
     clocks: Clocks,
+    cluster_secrets: Callable[[], tuple[bytes, ...]] = tuple,
     next_incarnation: Callable[[], str] = new_incarnation,
 ) -> Daemon[T]:
     """Make all parts of a daemon. Nothing runs yet.
 
     segments: each tenant's memory. make_transport: given the paths to a peer, by its URL. rng: for tie-breaking
-    only.
+    only. cluster_secrets: the cluster's, those accepted now.
     """
     clock = clocks.monotonic
     peers = Peers(config.labels, rng, apart=NOT_NODES)
@@ -161,7 +162,9 @@ def compose(
         lambda: make_rules(config, node.incarnation, ssd_costs(), packed=True),
         adopt,
     )
-    objects = ObjectTier(config, node, membership, open_catalog(config, clock), clock)
+    objects = ObjectTier(
+        config, node, membership, open_catalog(config, clock), clock, cluster_secrets
+    )
     device: DeviceTier | None = None
     if config.device is not None:
         device = DeviceTier(

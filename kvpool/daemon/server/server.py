@@ -25,7 +25,7 @@ import uvloop
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology, look_around
-from kvpool.daemon.cluster.joining import open_directory, open_membership
+from kvpool.daemon.cluster.joining import open_directory, open_membership, open_secrets
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
@@ -98,16 +98,20 @@ class Server:
             await self._create_segments(stack)
             if self._stop.is_set():
                 return
+            secrets = open_secrets(self.config)
             daemon = compose(
                 self.config,
                 self.node,
-                open_membership(self.config, time.monotonic),
+                open_membership(self.config, secrets.current, time.monotonic),
                 await open_directory(self.config),
                 self.segments,
-                lambda route: TransferWorkers(self.config, self.node.incarnation, route),
+                lambda route: TransferWorkers(
+                    self.config, self.node.incarnation, secrets.source, route
+                ),
                 look_around() if self.config.join else HostTopology(),
                 random.Random(self.node.incarnation),
                 Clocks(),
+                secrets.current,
             )
             stack.push_async_callback(daemon.transport.stop)
             stack.push_async_callback(close, daemon)

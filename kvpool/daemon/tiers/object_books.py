@@ -48,7 +48,7 @@ class PackRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ObjectBooks:
-    """See the module. catalog: owned from now on."""
+    """See the module. catalog: owned from now on. secrets: the cluster's, those accepted now."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class ObjectBooks:
         membership: Membership,
         catalog: Catalog,
         clock: Callable[[], float],
+        secrets: Callable[[], tuple[bytes, ...]],
     ) -> None:
         self.node = node
         self.state = ObjectTierState.OPENING
@@ -69,9 +70,7 @@ class ObjectBooks:
         self.tasks = Tasks()
         self.stocked = False  # this node's earlier packs are known, and their size counts
         self.retry = Backoff(*RETRY_S)
-        self._seal_key = hashlib.sha256(
-            b"kvpool catalog\0" + config.cluster_secret.encode()
-        ).digest()
+        self._secrets = secrets
         self.counted = ObjectStats(path=config.object_store, size_bytes=config.object_bytes_max)
 
     def ended(self, error: str) -> None:
@@ -103,9 +102,12 @@ class ObjectBooks:
         for at in range(0, len(keys), BATCH_MAX):
             some = keys[at : at + BATCH_MAX]
             entries = await self.catalog.find(digest, part, some)
+            seal_keys = self._seal_keys()
             for key, entry in zip(some, entries, strict=True):
                 location = None if entry is None else entry[:LOCATION_BYTES]
-                sealed = location is not None and self.seal(digest, part, key, location) == entry
+                sealed = location is not None and any(
+                    seal(seal_key, digest, part, key, location) == entry for seal_key in seal_keys
+                )
                 found.append(location if sealed else None)
             await asyncio.sleep(0)  # verifying this many seals takes milliseconds
         return found
@@ -114,18 +116,21 @@ class ObjectBooks:
         self, digest: bytes, part: int, keys: Sequence[bytes], packed: bytes, ttl_s: float
     ) -> None:
         """Record in the catalog where blocks are. packed: their locations. Raises `Unavailable`."""
+        seal_key = self._seal_keys()[0]
         entries = [
-            self.seal(digest, part, key, packed[at * LOCATION_BYTES : (at + 1) * LOCATION_BYTES])
-            for at, key in enumerate(keys)
+            seal(seal_key, digest, part, key, packed[at : at + LOCATION_BYTES])
+            for key, at in zip(keys, range(0, len(packed), LOCATION_BYTES), strict=True)
         ]
         for at in range(0, len(keys), BATCH_MAX):
             chosen = slice(at, at + BATCH_MAX)
             await self.catalog.add(digest, part, keys[chosen], entries[chosen], ttl_s)
 
-    def seal(self, digest: bytes, part: int, key: bytes, location: bytes) -> bytes:
-        """An entry of the catalog: the location, and a proof that it is this block's."""
-        said = digest + part.to_bytes(2, "little") + key + location
-        return location + hashlib.blake2b(said, digest_size=SEAL_BYTES, key=self._seal_key).digest()
+    def _seal_keys(self) -> list[bytes]:
+        """Of the accepted secrets: new entries get the first one's seal."""
+        return [
+            hashlib.sha256(b"kvpool catalog\0" + secret).digest()
+            for secret in self._secrets() or (b"",)
+        ]
 
     async def unlist(
         self, digest: bytes, part: int, keys: Sequence[bytes], packs: Sequence[bytes]
@@ -169,3 +174,9 @@ class ObjectBooks:
             self.error = error  # of the first one: later ones may only be back-off
         self.state = ObjectTierState.FAILING
         self.retry.failed(self.clock())
+
+
+def seal(seal_key: bytes, digest: bytes, part: int, key: bytes, location: bytes) -> bytes:
+    """An entry of the catalog: the location, and a proof that it is this block's."""
+    said = digest + part.to_bytes(2, "little") + key + location
+    return location + hashlib.blake2b(said, digest_size=SEAL_BYTES, key=seal_key).digest()

@@ -34,7 +34,7 @@ log = logging.getLogger("kvpool.daemon")
 class ObjectTier(ObjectBooks):
     """A `SharedTier`; see the module. Without a URL in the configuration it is empty, and does nothing.
 
-    catalog: owned by the tier from now on.
+    catalog: owned by the tier from now on. secrets: the cluster's, those accepted now.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class ObjectTier(ObjectBooks):
         membership: Membership,
         catalog: Catalog,
         clock: Callable[[], float],
+        secrets: Callable[[], tuple[bytes, ...]] = tuple,
     ) -> None:
-        super().__init__(config, node, membership, catalog, clock)
+        super().__init__(config, node, membership, catalog, clock, secrets)
         self._supervisor: WorkerSupervisor[ObjectWorkerProxy] | None = None
         reader, writer, scan = ObjectReader(self), ObjectWriter(self), ObjectScan(self)
         self._writer, self._scan = writer, scan

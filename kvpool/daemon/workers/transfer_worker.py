@@ -17,6 +17,7 @@ import msgspec
 
 from kvpool.daemon.workers.worker_main import Control, Jobs, OwedAnswer, WorkerProcess, run_worker
 from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.security.credentials import Credentials, TlsFiles
 from kvpool.transfer import scheme_of, transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
@@ -79,6 +80,7 @@ class TransferWorker(WorkerProcess):
         self._lock = threading.Lock()
         self._start: TransferStart | None = None
         self._credentials: Credentials | None = None
+        self._secrets = ClusterSecrets.of()
 
     def handle(self, request: int, message: Message) -> None:
         match message:
@@ -105,6 +107,9 @@ class TransferWorker(WorkerProcess):
         if start.tls_cert:
             files = TlsFiles(start.tls_cert, start.tls_key, start.tls_ca, start.tls_crl)
             self._credentials = Credentials(files, start.cluster, start.node)
+        self._secrets = ClusterSecrets(
+            SecretSource(start.secret, start.secret_file, start.secret_is_local)
+        )
         self._start = start
         return TransferReady([self._transport(url).listen(url) for url in start.listen])
 
@@ -136,7 +141,7 @@ class TransferWorker(WorkerProcess):
                 start.cluster,
                 start.node,
                 start.incarnation,
-                start.secret.encode(),
+                self._secrets,
                 self._credentials,
                 start.plaintext,
             ),

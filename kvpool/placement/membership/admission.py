@@ -16,10 +16,28 @@ from kvpool.placement.records import (
     SettingsChange,
 )
 
+OTHER_PROOFS_MAX = 3
+
 
 def secret_proof(secret: bytes, cluster: str) -> str:
     """A proof that two nodes have the same secret, without revealing it."""
     return hmac.new(secret, f"kvpool cluster {cluster}".encode(), hashlib.sha256).hexdigest()
+
+
+def config_of(cluster: str, secrets: tuple[bytes, ...]) -> ClusterConfig:
+    """As a node with these secrets would write it."""
+    first, *others = (secret_proof(secret, cluster) for secret in secrets or (b"",))
+    return ClusterConfig(cluster=cluster, secret_proof=first, other_proofs=tuple(others))
+
+
+def renewed(config: ClusterConfig, ours: ClusterConfig) -> ClusterConfig:
+    """With our first secret's proof in front, if the one there is of an older secret of ours."""
+    if config.secret_proof not in ours.other_proofs:
+        return config
+    others = [proof for proof in config.proofs if proof != ours.secret_proof]
+    return msgspec.structs.replace(
+        config, secret_proof=ours.secret_proof, other_proofs=tuple(others[:OTHER_PROOFS_MAX])
+    )
 
 
 def check_config(config: ClusterConfig, ours: ClusterConfig, protocol: int) -> None:
@@ -39,7 +57,7 @@ def check_config(config: ClusterConfig, ours: ClusterConfig, protocol: int) -> N
             f"cluster {config.cluster!r} requires protocol {config.protocol_min} or newer, this node supports "
             f"{protocol}: upgrade this node"
         )
-    if not hmac.compare_digest(config.secret_proof.encode(), ours.secret_proof.encode()):
+    if not set(config.proofs).intersection(ours.proofs):
         raise ConfigError(
             f"this node's secret differs from that of cluster {config.cluster!r}: use the same secret as the other "
             "nodes, or choose another --cluster"

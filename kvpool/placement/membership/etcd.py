@@ -41,10 +41,10 @@ from kvpool.placement.etcd.watch import Follower
 from kvpool.placement.membership.admission import (
     check_config,
     check_parts,
+    config_of,
     incarnation_taken,
     name_taken,
     same_address,
-    secret_proof,
 )
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd_lease import LeaseWatch
@@ -106,7 +106,7 @@ class EtcdMembership:
 
     suspended: seconds for which the machine was suspended. etcd counts them, and `clock` need not: a node that was
     asleep must not take its lease for a living one.
-    secret: of the cluster; only a proof of it is stored. protocol: the supported wire protocol.
+    secrets: of the cluster, those accepted now; only proofs of them are stored. protocol: the supported wire protocol.
     ttl_s: how long a silent node lives; etcd takes whole seconds, at least 2.
     Close it even if `start` has failed.
     """
@@ -116,7 +116,7 @@ class EtcdMembership:
         settings: EtcdSettings,
         cluster: str,
         *,
-        secret: bytes = b"",
+        secrets: Callable[[], tuple[bytes, ...]] = tuple,
         protocol: int = 0,
         ttl_s: float = TTL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -128,9 +128,7 @@ class EtcdMembership:
         self._follower = Follower(self._client, self._paths.root, self)
         self._mirror = Mirror(self._paths)
         self._view = self._mirror.view  # as it was told last
-        self._own_config = ClusterConfig(
-            cluster=cluster, secret_proof=secret_proof(secret, cluster)
-        )
+        self._own_config: Callable[[], ClusterConfig] = lambda: config_of(cluster, secrets())
         self._shared = SharedRecords(
             self._client, self._mirror, self._paths, self._own_config, self._told
         )
@@ -186,7 +184,7 @@ class EtcdMembership:
     async def start(self) -> None:
         await self._follower.read(START_S)
         await self._shared.agree(START_S)
-        check_config(self._shared.config, self._own_config, self._protocol)
+        check_config(self._shared.config, self._own_config(), self._protocol)
         self._spawn(self._follower.run(), "follow")
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -294,7 +292,7 @@ class EtcdMembership:
         assert self._member is None, "leave first"
         config = self.view.config
         assert config is not None, "start first"
-        check_config(config, self._own_config, self._protocol)
+        check_config(config, self._own_config(), self._protocol)
         begun = self._clock() + self._suspended()
         with _refusals_as_unavailable():
             lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
@@ -388,6 +386,7 @@ class EtcdMembership:
             member.watch.confirm(begun)
             try:
                 await self._write(member)
+                await self._shared.renew_proof()
             except KvpoolError as error:  # a full database renews leases, but accepts no records
                 log.debug("the record was not updated: %s", error)
             await asyncio.sleep(self._ttl_s / 3)

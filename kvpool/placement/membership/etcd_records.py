@@ -14,7 +14,7 @@ from kvpool.placement.etcd.client import (
     read,
     unchanged,
 )
-from kvpool.placement.membership.admission import bumped, configured
+from kvpool.placement.membership.admission import bumped, configured, renewed
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
     ClusterConfig,
@@ -36,7 +36,7 @@ class SharedRecords:
         client: EtcdClient,
         mirror: Mirror,
         paths: Paths,
-        own_config: ClusterConfig,
+        own_config: Callable[[], ClusterConfig],
         told: Callable[[bool], None],
     ) -> None:
         self._client = client
@@ -56,7 +56,7 @@ class SharedRecords:
         """Write the cluster's configuration if there is none. Raises `ConfigError` for one that cannot be read."""
         key = self._paths.config
         if self._mirror.view.config is None:
-            ours = encode_record(self._own_config)
+            ours = encode_record(self._own_config())
             answer = await self._client.txn(
                 [absent(key)], [put(key, ours)], [read(key)], "founding the cluster", deadline_s
             )
@@ -72,11 +72,35 @@ class SharedRecords:
                 ) from None
             self._told(self._mirror.wrote(answer.header.revision, {key: stored}))
 
+    async def renew_proof(self) -> None:
+        """Write the newest secret's proof, if this node has one that is newer than the cluster's.
+
+        One try: where another node writes at the same time, the next call finds what it wrote. Raises `KvpoolError`.
+        """
+        key, ours = self._paths.config, self._own_config()
+        if renewed(self.config, ours) == self.config:
+            return
+        answer = await self._client.txn([], [read(key)], [], "reading the cluster's configuration")
+        kv = found(answer, 0)
+        if kv is None:
+            return  # etcd has lost it: `save_again`
+        value = encode_record(renewed(decode_record(kv.value, ClusterConfig, key.decode()), ours))
+        answer = await self._client.txn(
+            [unchanged(key, kv.mod_revision)], [put(key, value)], [], "renewing the secret's proof"
+        )
+        if answer.succeeded:
+            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+
     async def save_again(self) -> None:
         """Put back what etcd has lost, as far as this node knows it. Raises `KvpoolError`."""
         await self._client.txn(
             [absent(self._paths.config)],
-            [put(self._paths.config, encode_record(self._mirror.view.config or self._own_config))],
+            [
+                put(
+                    self._paths.config,
+                    encode_record(self._mirror.view.config or self._own_config()),
+                )
+            ],
             [],
             "putting the cluster's configuration back",
         )

@@ -24,11 +24,12 @@ from kvpool.placement.membership.admission import (
     bumped,
     check_config,
     check_parts,
+    config_of,
     configured,
     incarnation_taken,
     name_taken,
+    renewed,
     same_address,
-    secret_proof,
 )
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.outage import Outage
@@ -115,12 +116,13 @@ class StaticCluster:
 
     # ---- for members ----------------------------------------------------------------------------------
 
-    def admit(self, member: StaticMembership, secret: bytes, protocol: int) -> None:
+    def admit(self, member: StaticMembership, secrets: tuple[bytes, ...], protocol: int) -> None:
         """Join the cluster, or be its first member. Raises `ConfigError`."""
-        ours = ClusterConfig(self.name, secret_proof=secret_proof(secret, self.name))
-        if self._view.config is None:
-            self._set(config=ours)
-        check_config(self._view.config or ours, ours, protocol)
+        ours = config_of(self.name, secrets)
+        config = self._view.config or ours
+        check_config(config, ours, protocol)
+        if self._view.config != (config := renewed(config, ours)):
+            self._set(config=config)
         if member not in self._members:
             self._members.append(member)
 
@@ -216,9 +218,15 @@ class StaticCluster:
 class StaticMembership:
     """See `kvpool.placement.membership.base.Membership`. `standing` needs no clock here."""
 
-    def __init__(self, cluster: StaticCluster, *, secret: bytes = b"", protocol: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: StaticCluster,
+        *,
+        secrets: Callable[[], tuple[bytes, ...]] = tuple,
+        protocol: int = 0,
+    ) -> None:
         self._cluster = cluster
-        self._secret = secret
+        self._secrets = secrets
         self._protocol = protocol
         self._view = View()
         self._record: NodeRecord | None = None
@@ -243,7 +251,7 @@ class StaticMembership:
 
     async def start(self) -> None:
         self._reach()
-        self._cluster.admit(self, self._secret, self._protocol)
+        self._cluster.admit(self, self._secrets(), self._protocol)
         self._see(self._cluster.view)
 
     def watch(self, changed: Callable[[], None]) -> None:

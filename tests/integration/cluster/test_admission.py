@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.errors import NotAuthenticated, ProtocolError
 from kvpool.placement.records import ClusterConfig, encode_record
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
 from tests.support.local_cluster import SECRET
@@ -119,12 +120,17 @@ def test_a_node_of_another_cluster_at_the_same_servers_sees_and_gets_nothing(
     ("identity", "error", "match"),
     [
         ({"cluster": "another"}, NotAuthenticated, "does not belong to cluster 'another'"),
-        ({"secret": OTHER_SECRET.encode()}, NotAuthenticated, "secret"),
-        ({"secret": b""}, NotAuthenticated, "secret"),
+        ({"secrets": ClusterSecrets.of(OTHER_SECRET)}, NotAuthenticated, "secret"),
+        ({"secrets": ClusterSecrets.of()}, NotAuthenticated, "secret"),
     ],
 )
 def test_peers_refuse_who_cannot_prove_to_be_of_their_cluster(world, identity, error, match):
-    right = {"cluster": world.name, "node": "x", "incarnation": "0" * 16, "secret": SECRET.encode()}
+    right = {
+        "cluster": world.name,
+        "node": "x",
+        "incarnation": "0" * 16,
+        "secrets": ClusterSecrets.of(SECRET),
+    }
     url = world.node("a").url
     connections = Connections(Identity(**(right | identity)), TransferLimits())
     with pytest.raises(error, match=match):
@@ -288,9 +294,8 @@ def test_another_users_process_is_a_client_and_no_operator(folder, start_cluster
     node.stop()
 
 
-def test_peers_of_another_protocol_version_are_refused(world, monkeypatch):
-    monkeypatch.setattr("kvpool.transfer.handshake.PROTOCOL_VERSION", 1)
-    us = Identity(world.name, "x", "0" * 16, SECRET.encode())
+def test_peers_of_another_protocol_version_are_refused(world):
+    us = Identity(world.name, "x", "0" * 16, ClusterSecrets.of(SECRET), protocol=1)
     connections = Connections(us, TransferLimits())
     with pytest.raises(ProtocolError, match="install the same"):
         connections.connect(world.node("a").url, Deadline(PATIENCE_S), Stop())

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
 from kvpool.transfer.stream import Closed
@@ -68,7 +69,7 @@ def test_an_offer_that_is_nonsense_is_answered(seats, numbers, until, name):
         "deadline_s": 60.0,
     }
     before = world.node("b").pids
-    us = Identity(world.name, "x", "0" * 16, SECRET.encode())
+    us = Identity(world.name, "a", "0" * 16, ClusterSecrets.of(SECRET))
     connections = Connections(us, TransferLimits())
     host, port = urlsplit(world.node("b").url).netloc.split(":")
     stream = connections.connect(f"tcp://{host}:{port}", Deadline(PATIENCE_S), Stop())

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvpool.placement.records import NodeRecord
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
 from kvpool.wire.frame import FRAME_BYTES_MAX, Error
@@ -20,7 +21,7 @@ class Peer:
     """A conversation with a node, as one of its peers has it."""
 
     def __init__(self, world, node, seat) -> None:
-        us = Identity(world.name, "x", "0" * 16, SECRET.encode())
+        us = Identity(world.name, "x", "0" * 16, ClusterSecrets.of(SECRET))
         self.connections = Connections(us, TransferLimits())
         self.seat = seat
         self.stream = self.connections.connect(node.url, Deadline(PATIENCE_S), Stop())

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import KvpoolError, NotAuthenticated
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Contexts, Credentials, TlsFiles
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
+from kvpool.wire import operator as operator_wire
 from tests.support.local_cluster import SECRET
 from tests.support.pki import Pki
 from tests.support.servers.certificates import Certificates
@@ -78,10 +80,10 @@ class Fleet:
         self.world = start_cluster(nodes=0, name=name)
         self.machines: dict[str, Machine] = {}
 
-    def begin(self, name: str, pki: Pki | None = None):
+    def begin(self, name: str, pki: Pki | None = None, **environ: str):
         """Start a node; its seat."""
         self.machines[name] = machine = Machine(self.folder / name, pki or self.pki, name)
-        self.world.make(name, environ=machine.environ).start()
+        self.world.make(name, environ=machine.environ | environ).start()
         return self.world.seat(name)
 
     def url(self, name: str) -> str:
@@ -89,7 +91,7 @@ class Fleet:
 
     def connect(self, name: str, files: Credentials | None, node: str = "x"):
         """As a peer to a node: raises what a peer would be told."""
-        us = Identity(self.world.name, node, "0" * 16, SECRET.encode(), files)
+        us = Identity(self.world.name, node, "0" * 16, ClusterSecrets.of(SECRET), files)
         connections = Connections(us, TransferLimits())
         try:
             return connections.connect(self.url(name), Deadline(PATIENCE_S), Stop())
@@ -419,3 +421,15 @@ def test_etcd_and_redis_take_the_same_certificates(start_cluster, tmp_path, numb
         world.until_all_see(seats)
         move(seats[0], seats[1], numbers)
         world._stop()
+
+
+def test_operators_act_from_the_nodes_that_may(fleet):
+    seats = [fleet.begin("a"), fleet.begin("b", KVPOOL_OPERATED_BY="a"), fleet.begin("c")]
+    fleet.all_see(*seats)
+    a, b, c = seats
+    listing = operator_wire.ListBlocks("dram", "", 5)
+    assert a.client.ask_node(listing, node="b")["blocks"] == []
+    with pytest.raises(NotAuthenticated, match="takes no operators' requests from node c"):
+        c.client.ask_node(listing, node="b")
+    assert c.client.ask_node(listing, node="a")["blocks"] == []
+    assert b.client.ask_node(listing)["blocks"] == [], "its own are not asked where they come from"

@@ -85,7 +85,7 @@ class SimulatedServer:
             HostTopology(),
             self._draw,
             Clocks(monotonic=life.world.now),
-            self.new_incarnation,
+            next_incarnation=self.new_incarnation,
         )
         carrier.source = self.daemon.peer_service
         await enter_cluster(self.daemon, carrier.addresses, self._tasks)

@@ -136,14 +136,15 @@ class AbsentCatalog(EmbeddedCatalog):
 class Bench:
     """Memory of `MEMORY` blocks of one page, and a store below it."""
 
-    def __init__(self, *, alone: bool = True, leads: bool = True, secret: str = "") -> None:
+    def __init__(
+        self, *, alone: bool = True, leads: bool = True, secrets: tuple[bytes, ...] = ()
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.config = DaemonConfig(
             socket="/kvpool.sock",
             object_store="s3://bucket/prefix",
             join="" if alone else "etcd://x",
             directory="" if alone else "redis://x",
-            cluster_secret=secret,
         )
         self.node = Node(make_policy=policy_maker("lru"))
         self.tenant = self.node.add_tenant("default", 0, MEMORY * PAGE, PAGE)
@@ -156,7 +157,10 @@ class Bench:
         )
         self.catalog = AbsentCatalog(self.loop.time)
         self.catalog.shared = not alone
-        self.tier = ObjectTier(self.config, self.node, membership, self.catalog, self.loop.time)
+        self.secrets = secrets
+        self.tier = ObjectTier(
+            self.config, self.node, membership, self.catalog, self.loop.time, lambda: self.secrets
+        )
         self.store = ScriptedStore()
         self.tickets = 0
 
@@ -484,19 +488,37 @@ def test_stale_and_damaged_ones_are_found_no_more_and_late_ones_still_are() -> N
 @pytest.mark.parametrize("change", ["block", "location", "secret"])
 def test_entries_that_this_cluster_did_not_make_are_none(change: str) -> None:
     async def main() -> None:
-        bench, other = Bench(secret="a" * 16), Bench(secret="b" * 16)
+        bench, other = Bench(secrets=(b"a" * 16,)), Bench(secrets=(b"b" * 16,))
         await bench.begin()
         digest = bench.namespace.directory_digest
+        await (other if change == "secret" else bench).tier.enlist(
+            digest, 0, [key(1)], location(1), 100.0
+        )
         maker = other if change == "secret" else bench
-        entry = maker.tier.seal(digest, 0, key(1), location(1))
+        [entry] = await maker.catalog.find(digest, 0, [key(1)])
+        assert entry is not None
         if change == "location":
             entry = location(2) + entry[LOCATION.itemsize :]
         name = key(2) if change == "block" else key(1)
         await bench.catalog.add(digest, 0, [name], [entry], 100.0)
-        assert await bench.found([1, 2]) == set()
-        right = bench.tier.seal(digest, 0, key(1), location(1))
-        await bench.catalog.add(digest, 0, [key(1)], [right], 100.0)
+        assert await bench.found([2] if change == "block" else [1]) == set()
+        await bench.tier.enlist(digest, 0, [key(1)], location(1), 100.0)
         assert await bench.found([1]) == {1}
+
+    run(main())
+
+
+def test_entries_of_an_older_secret_are_found_as_long_as_it_is_accepted() -> None:
+    async def main() -> None:
+        bench = Bench(secrets=(b"old" * 8,))
+        await bench.begin()
+        digest = bench.namespace.directory_digest
+        await bench.tier.enlist(digest, 0, [key(1)], location(1), 100.0)
+        bench.secrets = (b"new" * 8, b"old" * 8)
+        await bench.tier.enlist(digest, 0, [key(2)], location(2), 100.0)
+        assert await bench.found([1, 2]) == {1, 2}
+        bench.secrets = (b"new" * 8,)
+        assert await bench.found([1, 2]) == {2}
 
     run(main())
 

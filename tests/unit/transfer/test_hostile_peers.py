@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.testing.transport import DIGEST, SEGMENT, ScriptedSource, key_of, order
 from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
@@ -38,7 +39,7 @@ BLOCKS = [random.Random(n).randbytes(NBYTES) for n in range(COUNT)]
 KEYS = [key_of(n) for n in range(COUNT)]
 ROWS = [9, 2, 5, 6, 0]
 UNTOUCHED = b"\xee" * (NBYTES * 16)
-US = Identity("test", "node", "incarnation", b"the secret")
+US = Identity("test", "node", "incarnation", ClusterSecrets.of("the secret"))
 LIMITS = TransferLimits(fetch_bytes_max=4096, inflight_bytes_max=4096)
 
 

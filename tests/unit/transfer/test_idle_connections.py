@@ -53,7 +53,7 @@ def pairs() -> Iterator[Pairs]:
 
 @pytest.fixture
 def connections() -> Iterator[Connections]:
-    made = Connections(Identity("c", "n", "i", b""), TransferLimits())
+    made = Connections(Identity("c", "n", "i"), TransferLimits())
     yield made
     made.close()
 

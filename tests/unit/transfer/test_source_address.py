@@ -26,7 +26,7 @@ def test_a_url_may_say_it(url, parts):
 
 @pytest.fixture
 def connections():
-    made = Connections(Identity("c", "n", "i", b""), TransferLimits())
+    made = Connections(Identity("c", "n", "i"), TransferLimits())
     yield made
     made.close()
 

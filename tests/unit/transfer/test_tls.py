@@ -20,7 +20,9 @@ import pytest
 
 from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 from kvpool.security.certificate_names import CertificateName
-from kvpool.security.credentials import LOOK_S, Contexts, Credentials, TlsFiles
+from kvpool.security.cluster_secrets import ClusterSecrets
+from kvpool.security.credentials import Contexts, Credentials, TlsFiles
+from kvpool.security.watched_files import LOOK_S
 from kvpool.transfer import tls
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit, greet, refuse
@@ -31,7 +33,7 @@ from kvpool.wire import peer as peer_wire
 from tests.support.pki import Pki
 from tests.support.waiting import PATIENCE_S
 
-SECRET = b"a secret for this file"
+SECRET = ClusterSecrets.of("a secret for this file")
 A, B = Identity("test", "a", "1", SECRET), Identity("test", "b", "1", SECRET)
 
 
@@ -244,7 +246,9 @@ def test_a_node_that_says_it_is_another(a: Credentials, b: Credentials) -> None:
 
 
 def test_the_secret_is_asked_for_as_well(a: Credentials, b: Credentials) -> None:
-    here, _ = meeting(a, b, us=Identity("test", "a", "1", b"another secret of theirs"))
+    here, _ = meeting(
+        a, b, us=Identity("test", "a", "1", ClusterSecrets.of("another secret of theirs"))
+    )
     assert isinstance(here, NotAuthenticated)
     assert "cluster secret" in str(here)
 

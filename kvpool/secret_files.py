@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from pathlib import Path
 
 from kvpool.errors import ConfigError
 
 SECRET_FILE_BYTES_MAX = 4096
+SECRET_CHARACTERS_MIN = 16
 
 
 def check_private(path: str, where: str) -> None:
@@ -23,6 +26,14 @@ def _check_mode(mode: int, path: str, where: str) -> None:
     # A folder of devices or a pipe has no other readers by its mode.
     if stat.S_ISREG(mode) and stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"{where}: other users can access {path}: chmod 600 {path}")
+
+
+def is_own(path: str) -> bool:
+    """Whether this user owns the file. False: it is missing."""
+    try:
+        return os.stat(path).st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def read_small(path: str, where: str, *, private: bool) -> str:
@@ -45,6 +56,37 @@ def read_small(path: str, where: str, *, private: bool) -> str:
 def read_secret_file(path: str, where: str) -> str:
     """The line in a file that only its owner may reach. Raises `ConfigError`, which does not show it."""
     text = read_small(path, where, private=True).strip()
-    if not text or any(ord(character) < 33 or ord(character) > 126 for character in text):
+    if not is_printable(text):
         raise ConfigError(f"{where}: {path}: must be one line of printable characters")
     return text
+
+
+def is_printable(text: str) -> bool:
+    """Whether this is a word of printable ASCII characters, without spaces."""
+    return text != "" and all(33 <= ord(character) <= 126 for character in text)
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o600, *, replace: bool = True) -> bool:
+    """Write a file that is there with all of its contents or not at all, and never open to more than `mode` says.
+
+    replace: False leaves a file alone that is there; returns whether this one is. Raises `ConfigError`.
+    """
+    try:
+        fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, mode)
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            if replace:
+                os.replace(partial, path)
+            else:
+                os.link(partial, path)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return True
