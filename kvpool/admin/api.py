@@ -58,17 +58,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Api:
-    """Builds the application. peer_uid: the user of a unix socket's connection; None: not a unix socket."""
+    """Builds the application. peer_uid: the user of a unix socket's connection; None: not a unix socket.
+
+    trust: is told of each request that was authenticated.
+    """
 
     def __init__(
         self,
         guard: Guard,
         remembered: Remembered,
         peer_uid: Callable[[web.Request], int | None],
+        trust: Callable[[web.BaseRequest], None],
     ) -> None:
         self._guard = guard
         self._remembered = remembered
         self._peer_uid = peer_uid
+        self._trust = trust
         self._under_way = 0
         self._of_token: Counter[str] = Counter()
 
@@ -182,6 +187,7 @@ class Api:
         who = self._guard.admit(
             "" if uid is not None else remote, uid, request.headers.get(hdrs.AUTHORIZATION, "")
         )
+        self._trust(request)
         if not who.may(route.role):
             raise Refused(
                 403,

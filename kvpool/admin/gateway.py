@@ -8,7 +8,7 @@ import os
 import time
 
 from kvpool import __version__
-from kvpool.admin.api import Api
+from kvpool.admin.api import FIELD_BYTES_MAX, HEADERS_MAX, Api
 from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.daemon_link import Daemon, Entrance
 from kvpool.admin.event_feed import Events
@@ -21,14 +21,18 @@ from kvpool.admin.handlers.pages import Pages
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.history import Sampler
 from kvpool.admin.idempotency import Remembered
-from kvpool.admin.listeners import Listeners, peer_uid
 from kvpool.admin.routes import routes
 from kvpool.admin.span_export import SERVICE, export_of
 from kvpool.admin.tokens import Tokens
+from kvpool.http_listeners import HttpLimits, Listeners, peer_uid
 from kvpool.telemetry.otlp import Counts, Exporter
 from kvpool.wire import worker as worker_wire
 
 log = logging.getLogger("kvpool.admin")
+
+LIMITS = HttpLimits(
+    connections=512, idle_s=15.0, close_s=2.0, field_bytes=FIELD_BYTES_MAX, headers=HEADERS_MAX
+)
 
 
 class Gateway:
@@ -46,7 +50,7 @@ class Gateway:
         self._listening = Daemon(entrance)
         self._events = Events(cluster, self._listening)
         self._sampler = Sampler(cluster, time.time)
-        self._routers = Routers(cluster, list(start.routers), start.router_token)
+        self._routers = Routers(cluster, list(start.routers), start.router_token, start.tls_ca)
         looking, pages = Looking(cluster), Pages()
         table = routes(
             looking,
@@ -57,8 +61,9 @@ class Gateway:
             pages,
         )
         pages.describe(table)
-        app = Api(guard, Remembered(clock), peer_uid).application(table)
-        self._listeners = Listeners(app, start.tls_cert, start.tls_key)
+        self._listeners = Listeners(start.tls_cert, start.tls_key, LIMITS)
+        api = Api(guard, Remembered(clock), peer_uid, self._listeners.trust)
+        self._app = api.application(table)
         self._tasks: list[asyncio.Task[None]] = []
         self._exporter = (
             Exporter(start.otlp, SERVICE, start.node, __version__) if start.otlp else None
@@ -67,7 +72,7 @@ class Gateway:
 
     async def start(self) -> list[str]:
         """Listen. The URLs. Raises `ConfigError`."""
-        urls = await self._listeners.open(self._start.addresses, self._start.socket_mode)
+        urls = await self._listeners.open(self._app, self._start.addresses, self._start.socket_mode)
         for work in (self._listeners.tend(), self._events.run(), self._sampler.run()):
             task = asyncio.create_task(work)
             task.add_done_callback(_crash_if_failed)

@@ -146,11 +146,15 @@ class Api:
         *,
         knowledge: Callable[[], Mapping[str, Any]],
         started_at: int,
+        trust: Callable[[web.BaseRequest], None],
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """knowledge: the catalogs of engines and prompts, as plain values. started_at: seconds since 1970."""
+        """knowledge: the catalogs of engines and prompts, as plain values. started_at: seconds since 1970.
+        trust: is told of each request that was authenticated.
+        """
         self._config = config
         self._guard = Guard(secrets)
+        self._trust = trust
         self._serving = serving
         self._roster = roster
         self._knowledge = knowledge
@@ -186,6 +190,7 @@ class Api:
         try:
             if request.path not in OPEN_PATHS:
                 request[TENANT] = self._guard.tenant(request)
+                self._trust(request)
             response = await handler(request)
         except BadRequest as error:
             response = _refusal(error)

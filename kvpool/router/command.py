@@ -13,16 +13,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
 import uvloop
-from aiohttp import web
 
 from kvpool import __version__
 from kvpool.client import Client
 from kvpool.config import secret_of
-from kvpool.errors import ConfigError
+from kvpool.http_listeners import HttpLimits, Listeners
 from kvpool.net import raise_descriptor_limit
 from kvpool.retry import BreakerRule
 from kvpool.router.api import HEADER_BYTES_MAX, Api
@@ -49,12 +48,17 @@ from kvpool.scheduler.tenants import TenantRule
 from kvpool.telemetry.otlp import Counts, Exporter, export_spans
 from kvpool.telemetry.spans import TAKE_MAX, Batch, Spans
 
+if TYPE_CHECKING:
+    import aiohttp
+
 log = logging.getLogger("kvpool.router")
 
 SERVICE = "kvpool-router"
 CLIENT_TIMEOUT_S = 2.0
-ACCEPTS = 1024
+IDLE_S = 75.0  # a connection without a request
 CLOSE_S = 2.0
+HEADERS_MAX = 128
+STRANGERS = 512  # connections beside those of requests
 
 
 def run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
@@ -148,6 +152,7 @@ class Router:
             random=os.urandom,
             spans=self._spans if config.otlp else None,
         )
+        self._listeners = Listeners(config.tls_cert, config.tls_key, _limits(config))
         api = Api(
             config,
             secrets,
@@ -156,16 +161,11 @@ class Router:
             metrics,
             knowledge=lambda: {**self._catalog.stats(), **self._prompts.stats()},
             started_at=int(time.time()),
+            trust=self._listeners.trust,
             random=os.urandom,
         )
-        self._runner = web.AppRunner(
-            api.application(),
-            # A client's disconnect cancels its handler, and with it all its calls.
-            handler_cancellation=True,
-            access_log=None,
-            max_field_size=HEADER_BYTES_MAX,
-            shutdown_timeout=CLOSE_S,
-        )
+        self._app = api.application()
+        self._tending: asyncio.Task[None] | None = None
         self._rebalancing: asyncio.Task[None] | None = None
         self._exporting: asyncio.Task[None] | None = None
 
@@ -195,22 +195,17 @@ class Router:
         if self._exporter is not None:
             export = export_spans(self._take_spans, self._exporter, self._exported)
             self._exporting = asyncio.create_task(export, name="export spans")
-        await self._runner.setup()
-        host, port = self._config.address
-        site = web.TCPSite(self._runner, host, port, backlog=ACCEPTS)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {self._config.listen}: {error.strerror}") from None
-        bound = self._runner.addresses[0][1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        [url] = await self._listeners.open(self._app, [self._config.listen])
+        self._tending = asyncio.create_task(self._listeners.tend(), name="tend TLS files")
+        return url
 
     async def close(self) -> None:
         """Cancels active requests."""
-        await self._runner.cleanup()
-        if self._rebalancing is not None:
-            self._rebalancing.cancel()
-            await asyncio.gather(self._rebalancing, return_exceptions=True)
+        await self._listeners.close()
+        for task in (self._rebalancing, self._tending):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self.health.close()
         self._orders.close()
         await self._roster.close()
@@ -247,6 +242,12 @@ def _spare_collections() -> None:
     gc.freeze()
     # Nothing here should need a full collection; if it does, it comes after some millions of objects.
     gc.set_threshold(5_000, 10, 100)
+
+
+def _limits(config: RouterConfig) -> HttpLimits:
+    """As many connections as requests can be active and waiting with bodies, and some more."""
+    most = 2 * config.requests_max + STRANGERS
+    return HttpLimits(most, IDLE_S, CLOSE_S, HEADER_BYTES_MAX, HEADERS_MAX)
 
 
 def _exporter(config: RouterConfig) -> Exporter | None:

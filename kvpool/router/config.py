@@ -138,6 +138,24 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             "precedence. If set, every request must send `Authorization: Bearer TOKEN`."
         ),
     ] = ""
+    tls_cert: Annotated[
+        str,
+        kind(metavar="FILE"),
+        setting(
+            "The router's certificate, PEM, such as from `kvpool certs node`: clients connect by TLS. Replaced files "
+            "are read again. Off loopback this, or `plaintext`, is required."
+        ),
+    ] = ""
+    tls_key: Annotated[
+        str, kind(metavar="FILE"), setting("The private key of `tls_cert`, PEM.")
+    ] = ""
+    plaintext: Annotated[
+        bool,
+        setting(
+            "Listen off loopback without TLS: whoever sees the network reads prompts, answers and tokens, and may "
+            "use these. For a trusted network, or behind a proxy with TLS."
+        ),
+    ] = False
     tenants: Annotated[
         dict[Name, TenantTable],
         setting(
@@ -394,11 +412,19 @@ def load(
             f"listen: {config.listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, or token_file, "
             f"at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` creates one)"
         )
+    if not is_loopback(host) and not config.tls_cert and not config.plaintext:
+        raise ConfigError(
+            f"listen: {config.listen} is not loopback, so tokens and prompts must be encrypted in transit: set "
+            "tls_cert and tls_key, such as from `kvpool certs node`; or, in a trusted network or behind a proxy with "
+            "TLS, plaintext (--plaintext)"
+        )
     return config, secrets
 
 
 def _check(config: RouterConfig) -> None:
     _address(config.listen)
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("tls_cert, tls_key: set both, or none")
     if config.policy not in POLICIES:
         raise ConfigError(f"policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
     if config.deadline_s > config.deadline_s_max:

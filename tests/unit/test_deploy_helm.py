@@ -31,7 +31,11 @@ SECRET_KEYS = {
     *("engine-api-key", "http-tokens.toml", "metrics-token"),
 }
 
-CLEAR = {"peers": True, "passwords": True}  # the words without which the chart is refused
+CLEAR = {
+    "peers": True,
+    "passwords": True,
+    "router": True,
+}  # the words without which the chart is refused
 VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {"plaintext": CLEAR},
     "everything": {
@@ -62,6 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "router": {
             "replicas": 3,
+            "tls": {"existingSecret": "router-tls"},
             "settings": {"policy": "kvpool", "ttft_slo_s": 5, "daemon": True},
             "engines": [{"url": "http://vllm-0:8000", "node": "n0", "flexible": True}],
             "nodeSelector": {"pool": "gpu"},
@@ -78,7 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "own servers": {
-        "plaintext": {"peers": True},
+        "plaintext": {"peers": True, "router": True},
         "cluster": {
             "join": "etcds://kvpool@etcd.example:2379",
             "directory": "rediss://redis.example:6379",
@@ -389,6 +394,13 @@ def test_the_router_takes_its_configuration(manifests: list[Manifest], tmp_path:
     config, secrets = load_router(file=str(file), environ=environment(container))
     assert config.address[1] == container["ports"][0]["containerPort"]
     assert secrets.token and config.socket == "/run/kvpool/kvpool.sock"
+    probe = container["readinessProbe"]["httpGet"]
+    if config.plaintext:
+        assert (config.tls_cert, probe["scheme"]) == ("", "HTTP")
+    else:
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert config.tls_cert == f"{mounts['tls']}/tls.crt"
+        assert (config.tls_key, probe["scheme"]) == (f"{mounts['tls']}/tls.key", "HTTPS")
     assert pod_of(router)["terminationGracePeriodSeconds"] > config.drain_s + 5
     socket = {v["name"]: v for v in pod_of(router)["volumes"]}["socket"]["hostPath"]["path"]
     daemons = {v["name"]: v for v in pod_of(daemonset(manifests))["volumes"]}

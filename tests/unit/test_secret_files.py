@@ -106,7 +106,7 @@ def test_other_settings_take_no_file(a_file):
 def test_the_routers_secrets(a_file):
     token, key = a_file(f"{LONG}\n".encode(), "token"), a_file(b"key\n", "key")
     environ = {"KVPOOL_ROUTER_TOKEN_FILE": token, "KVPOOL_ENGINE_API_KEY_FILE": key}
-    flags = {"listen": "0.0.0.0:0", "engines": ["http://a:1"]}
+    flags = {"listen": "0.0.0.0:0", "plaintext": True, "engines": ["http://a:1"]}
     _, secrets = router_config.load(flags=flags, environ=environ)
     assert (secrets.token, secrets.api_key_of("http://a:1")) == (LONG, "key")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -46,10 +47,14 @@ class NotThere(InvalidRequest):
 
 
 class Routers:
-    """Handlers, see `routes.py`; and requests to routers. Event loop only; `close` ends it."""
+    """Handlers, see `routes.py`; and requests to routers. Event loop only; `close` ends it.
 
-    def __init__(self, cluster: Cluster, urls: list[str], token: str) -> None:
+    ca: the file of an authority for routers' certificates, beside the public ones; empty: none.
+    """
+
+    def __init__(self, cluster: Cluster, urls: list[str], token: str, ca: str) -> None:
         self._cluster = cluster
+        self._ca = ca
         self._urls = urls
         self._token = token
         self._session: aiohttp.ClientSession | None = None
@@ -220,9 +225,12 @@ class Routers:
     ) -> dict[str, Any]:
         """A router's answer, an object. Raises `KvpoolError`."""
         if self._session is None:
+            context = ssl.create_default_context()
+            if self._ca:
+                context.load_verify_locations(self._ca)
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=ROUTER_S),
-                connector=aiohttp.TCPConnector(limit=64, limit_per_host=16),
+                connector=aiohttp.TCPConnector(limit=64, limit_per_host=16, ssl=context),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}

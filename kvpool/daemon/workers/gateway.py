@@ -142,4 +142,5 @@ def _start_message(config: DaemonConfig, digest: str) -> worker_wire.GatewayStar
         router_token=config.router_token,
         otlp=config.otlp,
         node=config.node,
+        tls_ca=config.tls_ca,
     )

@@ -167,7 +167,11 @@ async def test_off_loopback_nobody_asks_without_a_token(world: Any) -> None:
     assert "16 characters" in short
     assert "short" not in short.replace("shorter", "")
 
-    router = await world.router(listen="0.0.0.0:0", environ={"KVPOOL_ROUTER_TOKEN": TOKEN})
+    clear = await world.refused_router(listen="0.0.0.0:0", environ={"KVPOOL_ROUTER_TOKEN": TOKEN})
+    assert "encrypted in transit" in clear
+    router = await world.router(
+        listen="0.0.0.0:0", plaintext=True, environ={"KVPOOL_ROUTER_TOKEN": TOKEN}
+    )
     for given in ("", "another-token-of-16-characters", TOKEN[:-1]):
         world.token = given
         for method, path in (

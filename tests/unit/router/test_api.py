@@ -68,6 +68,7 @@ def run(
                 bench.metrics,
                 knowledge=dict,
                 started_at=7,
+                trust=lambda _: None,
             )
             runner = web.AppRunner(api.application(), handler_cancellation=True, access_log=None)
             await runner.setup()

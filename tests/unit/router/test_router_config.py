@@ -90,8 +90,15 @@ def test_a_file_that_is_not_there() -> None:
 def test_off_loopback_only_with_a_token(listen: str) -> None:
     with pytest.raises(ConfigError, match="KVPOOL_ROUTER_TOKEN"):
         load(flags={"listen": listen}, environ={})
-    _, secrets = load(flags={"listen": listen}, environ={"KVPOOL_ROUTER_TOKEN": TOKEN})
-    assert secrets.token == TOKEN
+    flags: dict[str, object] = {"listen": listen}
+    environ = {"KVPOOL_ROUTER_TOKEN": TOKEN}
+    with pytest.raises(ConfigError, match=r"(?s)encrypted in transit.*kvpool certs.*--plaintext"):
+        load(flags=flags, environ=environ)
+    for safe in ({"plaintext": True}, {"tls_cert": "/cert", "tls_key": "/key"}):
+        _, secrets = load(flags=flags | safe, environ=environ)
+        assert secrets.token == TOKEN
+    with pytest.raises(ConfigError, match="set both, or none"):
+        load(flags=flags | {"tls_cert": "/cert"}, environ=environ)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:80", "localhost:80", "[::1]:0", "127.9.9.9:1"])
@@ -105,7 +112,7 @@ def test_tokens_and_keys_are_in_files_that_others_cannot_read(tmp_path: Path) ->
     key = secret(tmp_path / "key", "engine-key")
     file = written(
         tmp_path / "router.toml",
-        f'listen = "0.0.0.0:80"\ntoken_file = "{operator}"\n[tenants.alice]\ntoken_file = "{alice}"\n'
+        f'listen = "0.0.0.0:80"\nplaintext = true\ntoken_file = "{operator}"\n[tenants.alice]\ntoken_file = "{alice}"\n'
         f'[[engines]]\nurl = "http://a/"\napi_key_file = "{key}"\n[[engines]]\nurl = "http://b"\n',
     )
     config, secrets = load(file=file, environ={"KVPOOL_ENGINE_API_KEY": "common"})

@@ -46,6 +46,14 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- true }}
 {{- end }}
 
+{{- /* Whether clients may speak with the router in the clear. */ -}}
+{{- define "kvpool.routerPlaintext" -}}
+{{- if not .Values.plaintext.router }}
+{{- fail "clients would send prompts and tokens to the router in the clear: set router.tls.existingSecret, or plaintext.router where the pods' network is trusted" }}
+{{- end }}
+{{- true }}
+{{- end }}
+
 {{- /* The etcd of the membership. */ -}}
 {{- define "kvpool.join" -}}
 {{- if .Values.cluster.join }}

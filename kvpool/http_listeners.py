@@ -1,0 +1,418 @@
+"""HTTP listeners of the gateway and of the router: addresses, TLS, and who has a place when there is no room for more.
+
+A connection that no request has authenticated is a stranger's. When all places are taken, or one address has its
+share of them, the oldest stranger makes way for a new connection: so neither those who connect and say nothing, nor
+one address with many connections, keep out others or a health probe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import ssl
+import stat
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
+
+from kvpool.config import HTTP_UNIX, host_and_port
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp.web_protocol import RequestHandler
+
+log = logging.getLogger("kvpool.http")
+
+TLS_S = 5.0  # for its handshake
+CLOSE_S = 2.0
+TLS_LOOK_S = 2.0
+ACCEPT_PAUSE_S = 0.1  # when the process is out of descriptors
+BACKLOG = 1024
+OF_AN_ADDRESS = 4  # so many of them fill all places with strangers
+_UCRED = struct.Struct("3i")
+
+C = TypeVar("C")
+
+
+class Places(Generic[C]):
+    """The connections of a listener, at most `limit`. Rules only: no I/O. Its owner serialises the calls."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._share = max(1, limit // OF_AN_ADDRESS)
+        self._strangers: dict[C, str] = {}  # and their addresses; the oldest first
+        self._count: Counter[str] = Counter()  # of strangers, by address
+        self._known: set[C] = set()
+
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._known)
+
+    @property
+    def full(self) -> bool:
+        return len(self) >= self._limit
+
+    def displaced_by(self, address: str) -> C | None:
+        """Who makes way for a connection from this address; None: nobody has to, or nobody can (`full`).
+
+        address: empty where all connections have the same (a unix socket): they have no share.
+        """
+        if address and self._count[address] >= self._share:
+            return next(each for each, its in self._strangers.items() if its == address)
+        return next(iter(self._strangers), None) if self.full else None
+
+    def admit(self, connection: C, address: str) -> None:
+        """Give it a place, as a stranger. There must be room."""
+        assert not self.full, "nobody has made way"
+        self._strangers[connection] = address
+        self._count[address] += 1
+
+    def trust(self, connection: C) -> None:
+        """A request of it was authenticated. Idempotent; no effect on one without a place."""
+        if self._forget_stranger(connection):
+            self._known.add(connection)
+
+    def leave(self, connection: C) -> None:
+        """It has ended. Idempotent."""
+        self._forget_stranger(connection)
+        self._known.discard(connection)
+
+    def leave_all_but(self, living: Iterable[C]) -> None:
+        """These are all that have not ended."""
+        kept = set(living)
+        for connection in [*self._strangers, *self._known]:
+            if connection not in kept:
+                self.leave(connection)
+
+    def _forget_stranger(self, connection: C) -> bool:
+        address = self._strangers.pop(connection, None)
+        if address is None:
+            return False
+        self._count[address] -= 1
+        if not self._count[address]:
+            del self._count[address]
+        return True
+
+
+class HttpLimits(NamedTuple):
+    """Limits of an application's connections.
+
+    idle_s: to the first request, and between two; a head that comes slowly has no longer. close_s: for what is under
+    way when it ends. field_bytes: of a line of a head. headers: in one.
+    """
+
+    connections: int
+    idle_s: float
+    close_s: float
+    field_bytes: int
+    headers: int
+
+
+class Listeners:
+    """All that is listened on, for one application, which says which connections are known: `trust`. Event loop only.
+
+    cert, key: PEM files for TLS; empty: none.
+    """
+
+    def __init__(self, cert: str, key: str, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._runner: web.AppRunner | None = None
+        self._cert = cert
+        self._key = key
+        self._tls: ssl.SSLContext | None = None
+        self._connections: Places[_Connection] = Places(limits.connections)
+        self._of_handler: dict[RequestHandler, _Connection] = {}
+        self._listening: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._unix: dict[Path, tuple[int, int]] = {}  # unix sockets, and which they are there
+
+    async def open(
+        self, app: web.Application, addresses: list[str], unix_mode: int = 0o600
+    ) -> list[str]:
+        """Listen on all of them, as written in the configuration. Their URLs. Raises `ConfigError`."""
+        limits = self._limits
+        self._runner = web.AppRunner(
+            app,
+            # A client that leaves cancels its handler, and with it all that runs for it.
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=limits.idle_s,
+            max_line_size=limits.field_bytes,
+            max_field_size=limits.field_bytes,
+            max_headers=limits.headers,
+            shutdown_timeout=limits.close_s,
+            lingering_time=CLOSE_S,
+        )
+        await self._runner.setup()
+        server_logger.addFilter(NotOurs())
+        if self._cert:
+            self._tls = tls_context(self._cert, self._key)
+        urls = []
+        for address in addresses:
+            try:
+                if address.startswith(HTTP_UNIX):
+                    urls.append(self._open_unix(address, unix_mode))
+                else:
+                    urls.extend(await self._open_tcp(address))
+            except OSError as error:
+                raise ConfigError(
+                    f"http: cannot listen on {address}: {error.strerror or error}"
+                ) from None
+        return urls
+
+    async def _open_tcp(self, address: str) -> list[str]:
+        """At all addresses that the host's name has, with one port. Its URL. Raises `OSError`."""
+        host, port = host_and_port(address)
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        refused: OSError | None = None
+        bound = 0
+        for family, *_, place in dict.fromkeys(found):
+            try:
+                sock = _bind_tcp(family, (place[0], bound or port, *place[2:]))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                refused = error  # such as ::1 of localhost where there is no IPv6
+                continue
+            bound = sock.getsockname()[1]
+            self._listen(sock)
+        if not bound and refused is not None:
+            raise refused
+        scheme = "http" if self._tls is None else "https"
+        return [f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}"]
+
+    def _open_unix(self, address: str, mode: int) -> str:
+        path = Path(address.removeprefix(HTTP_UNIX))
+        sock = _bind_unix(path, mode)
+        self._unix[path] = _which(path)
+        self._listen(sock)
+        return address
+
+    def _listen(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+        self._listening.append(sock)
+        self._accepting.append(asyncio.create_task(self._accept(sock)))
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listening)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue  # otherwise the connection died while it waited
+            self._receive(sock, address[0] if isinstance(address, tuple) else "")
+
+    def _receive(self, sock: socket.socket, address: str) -> None:
+        """Give a new connection a place, or close it."""
+        places = self._connections
+        if places.full or places.displaced_by(address) is not None:
+            self._forget_ended()
+        displaced = places.displaced_by(address)
+        if displaced is not None:
+            places.leave(displaced)
+            displaced.end()
+        if places.full:  # of known ones
+            sock.close()
+            return
+        connection = _Connection(sock)
+        places.admit(connection, address)
+        connection.task = asyncio.create_task(self._serve(connection))
+
+    async def _serve(self, connection: _Connection) -> None:
+        """Hand a connection to the application, after TLS."""
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._handler(connection),
+                connection.sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else TLS_S,
+            )
+        except OSError:  # a failed handshake, too
+            self._connections.leave(connection)
+        finally:
+            if connection.handler is None or connection.handler.transport is None:
+                connection.sock.close()
+
+    def _handler(self, connection: _Connection) -> RequestHandler:
+        assert self._runner is not None, "it is open"
+        assert self._runner.server is not None, "it was set up"
+        connection.handler = handler = self._runner.server()
+        self._of_handler[handler] = connection
+        return handler
+
+    def _forget_ended(self) -> None:
+        for handler, connection in list(self._of_handler.items()):
+            if connection.ended:
+                del self._of_handler[handler]
+                self._connections.leave(connection)
+
+    def trust(self, request: web.BaseRequest) -> None:
+        """This request is authenticated: its connection makes way for no stranger."""
+        found = self._of_handler.get(request.protocol)
+        if found is not None:
+            self._connections.trust(found)
+
+    async def tend(self) -> None:
+        """Load new certificates when the files change, until cancelled."""
+        seen = self._look()
+        while self._tls is not None:
+            await asyncio.sleep(TLS_LOOK_S)
+            now = self._look()
+            if now == seen:
+                continue
+            seen = now
+            try:
+                tls_context(self._cert, self._key)  # whether they belong together
+                self._tls.load_cert_chain(self._cert, self._key)
+            except (ConfigError, OSError) as error:
+                log.warning(
+                    "the new TLS files are invalid, the previous ones stay in use: %s", error
+                )
+
+    def _look(self) -> list[tuple[int, int]]:
+        found = []
+        for path in (self._cert, self._key) if self._cert else ():
+            try:
+                state = Path(path).stat()
+            except OSError:
+                found.append((0, 0))
+            else:
+                found.append((state.st_mtime_ns, state.st_ino))
+        return found
+
+    async def close(self) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for sock in self._listening:
+            sock.close()
+        for path, which in self._unix.items():
+            _leave(path, which)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+class _Connection:
+    """One that has a place. handler: the application's, once there is one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.handler: RequestHandler | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        if self.task is not None and not self.task.done():
+            return False
+        return self.handler is None or self.handler.transport is None
+
+    def end(self) -> None:
+        """At once, whatever is under way."""
+        if self.handler is not None and self.handler.transport is not None:
+            self.handler.transport.abort()
+        elif self.task is not None:
+            self.task.cancel()
+
+
+class NotOurs(logging.Filter):
+    """Omits clients' errors: these are in their answers, and may contain their tokens."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+def tls_context(cert: str, key: str) -> ssl.SSLContext:
+    """Raises `ConfigError` for files that cannot be used."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"tls_cert, tls_key: {cert} or {key} cannot be used: {error.reason or error}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"tls_cert, tls_key: cannot read them: {error.strerror}") from None
+    return context
+
+
+def _no_password() -> str:
+    raise ConfigError("tls_key: the key is encrypted: use a key without a password")
+
+
+def _bind_tcp(family: int, place: tuple[Any, ...]) -> socket.socket:
+    """Raises `OSError`."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(place)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_unix(path: Path, mode: int) -> socket.socket:
+    """A unix socket; one of a dead owner is replaced. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists() and stat.S_ISSOCK(path.lstat().st_mode) and not _answers(path):
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o777 & ~mode)
+    try:
+        sock.bind(str(path))
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.umask(mask)
+    return sock
+
+
+def _which(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _leave(path: Path, which: tuple[int, int]) -> None:
+    """Remove this socket, unless another gateway has put its own in the place."""
+    with contextlib.suppress(FileNotFoundError):
+        if _which(path) == which:
+            path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(1.0)
+        try:
+            sock.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def peer_uid(request: web.Request) -> int | None:
+    """Whose process has connected to a unix socket, by the kernel's word; None: it came over TCP."""
+    transport = request.transport
+    sock = None if transport is None else transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return None
+    packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(packed)
+    return int(uid)
