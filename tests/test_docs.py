@@ -389,3 +389,14 @@ def test_python_blocks_compile(document: Path) -> None:
     for block in blocks_in(document, "python"):
         # Blank lines in front, so that a syntax error names the document's own line.
         compile("\n" * (block.line - 1) + block.text, str(document), "exec")
+
+
+def test_the_tests_that_show_what_stops_an_attacker_are_there(repo_root: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (repo_root / "SECURITY.md").read_text())
+    assert len(named) > 20
+    for file, name in named:
+        text = (repo_root / file).read_text()
+        assert not name or re.search(rf"^\s*(async )?def {name}\(", text, re.MULTILINE), (
+            file,
+            name,
+        )
