@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test coverage sim chaos check bench venv vllm-venv clean
+.PHONY: help demo cluster test coverage sim chaos fuzz check bench venv vllm-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -25,6 +25,9 @@ sim: venv ## ten thousand seeds of a simulated cluster with faults
 chaos: venv ## ten minutes of faults in a real cluster, whose history is checked (ARGS="--seed 7 --seconds 60")
 	@.venv/bin/python -m tests.chaos $(ARGS)
 
+fuzz: venv ## a million inputs for everything that decodes foreign bytes (ARGS="--count 10000000 --target peer")
+	@.venv/bin/python -m tests.fuzz $(ARGS)
+
 check: venv ## ruff, mypy and the direction of imports
 	@scripts/check
 
@@ -38,6 +41,6 @@ vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 	@scripts/vllm-venv
 
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench dist .coverage .coverage.*
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
