@@ -16,8 +16,9 @@ import socket
 import ssl
 import stat
 import struct
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -36,7 +37,8 @@ log = logging.getLogger("kvpool.http")
 TLS_S = 5.0  # for its handshake
 CLOSE_S = 2.0
 TLS_LOOK_S = 2.0
-ACCEPT_PAUSE_S = 0.1  # when the process is out of descriptors
+ACCEPT_PAUSE_S = 0.1  # such as when the process is out of descriptors
+COMPLAINT_S = 10.0
 BACKLOG = 1024
 OF_AN_ADDRESS = 4  # so many of them fill all places with strangers
 _UCRED = struct.Struct("3i")
@@ -52,7 +54,7 @@ class Places(Generic[C]):
         self._share = max(1, limit // OF_AN_ADDRESS)
         self._strangers: dict[C, str] = {}  # and their addresses; the oldest first
         self._count: Counter[str] = Counter()  # of strangers, by address
-        self._known: set[C] = set()
+        self._known: dict[C, None] = {}  # the one whose last request is longest ago first
 
     def __len__(self) -> int:
         return len(self._strangers) + len(self._known)
@@ -61,14 +63,18 @@ class Places(Generic[C]):
     def full(self) -> bool:
         return len(self) >= self._limit
 
-    def displaced_by(self, address: str) -> C | None:
+    def displaced_by(self, address: str, idle: Callable[[C], bool]) -> C | None:
         """Who makes way for a connection from this address; None: nobody has to, or nobody can (`full`).
 
-        address: empty where all connections have the same (a unix socket): they have no share.
+        Strangers go first; without any, the known one that has been idle for longest.
+        address: empty where all connections have the same (a unix socket): they have no share. idle: whether one has
+        no request under way.
         """
         if address and self._count[address] >= self._share:
             return next(each for each, its in self._strangers.items() if its == address)
-        return next(iter(self._strangers), None) if self.full else None
+        if not self.full:
+            return None
+        return next(iter(self._strangers), next(filter(idle, self._known), None))
 
     def admit(self, connection: C, address: str) -> None:
         """Give it a place, as a stranger. There must be room."""
@@ -77,21 +83,14 @@ class Places(Generic[C]):
         self._count[address] += 1
 
     def trust(self, connection: C) -> None:
-        """A request of it was authenticated. Idempotent; no effect on one without a place."""
-        if self._forget_stranger(connection):
-            self._known.add(connection)
+        """A request of it was authenticated. No effect on one without a place."""
+        if self._forget_stranger(connection) or self._known.pop(connection, self) is None:
+            self._known[connection] = None
 
     def leave(self, connection: C) -> None:
         """It has ended. Idempotent."""
         self._forget_stranger(connection)
-        self._known.discard(connection)
-
-    def leave_all_but(self, living: Iterable[C]) -> None:
-        """These are all that have not ended."""
-        kept = set(living)
-        for connection in [*self._strangers, *self._known]:
-            if connection not in kept:
-                self.leave(connection)
+        self._known.pop(connection, None)
 
     def _forget_stranger(self, connection: C) -> bool:
         address = self._strangers.pop(connection, None)
@@ -120,10 +119,11 @@ class HttpLimits(NamedTuple):
 class Listeners:
     """All that is listened on, for one application, which says which connections are known: `trust`. Event loop only.
 
-    cert, key: PEM files for TLS; empty: none.
+    cert, key: PEM files for TLS; empty: none. setting: that names the addresses, for messages.
     """
 
-    def __init__(self, cert: str, key: str, limits: HttpLimits) -> None:
+    def __init__(self, cert: str, key: str, limits: HttpLimits, setting: str) -> None:
+        self._setting = setting
         self._limits = limits
         self._runner: web.AppRunner | None = None
         self._cert = cert
@@ -131,8 +131,12 @@ class Listeners:
         self._tls: ssl.SSLContext | None = None
         self._connections: Places[_Connection] = Places(limits.connections)
         self._of_handler: dict[RequestHandler, _Connection] = {}
+        self._complain_at = 0.0
         self._listening: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = (
+            set()
+        )  # connections before the application has them
         self._unix: dict[Path, tuple[int, int]] = {}  # unix sockets, and which they are there
 
     async def open(
@@ -153,6 +157,17 @@ class Listeners:
             lingering_time=CLOSE_S,
         )
         await self._runner.setup()
+        assert self._runner.server is not None, "it was set up"
+        self._server = self._runner.server
+        # The one place that hears of every end, however it came.
+        heard = self._server.connection_lost
+
+        def lost(handler: RequestHandler, exc: BaseException | None = None) -> None:
+            heard(handler, exc)
+            if (connection := self._of_handler.get(handler)) is not None:
+                self._ended(connection)
+
+        self._server.connection_lost = lost  # type: ignore[method-assign]
         server_logger.addFilter(NotOurs())
         if self._cert:
             self._tls = tls_context(self._cert, self._key)
@@ -163,10 +178,9 @@ class Listeners:
                     urls.append(self._open_unix(address, unix_mode))
                 else:
                     urls.extend(await self._open_tcp(address))
-            except OSError as error:
-                raise ConfigError(
-                    f"http: cannot listen on {address}: {error.strerror or error}"
-                ) from None
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise ConfigError(f"{self._setting}: cannot listen on {address}: {why}") from None
         return urls
 
     async def _open_tcp(self, address: str) -> list[str]:
@@ -180,7 +194,7 @@ class Listeners:
             try:
                 sock = _bind_tcp(family, (place[0], bound or port, *place[2:]))
             except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
                 refused = error  # such as ::1 of localhost where there is no IPv6
                 continue
@@ -210,54 +224,67 @@ class Listeners:
             try:
                 sock, address = await loop.sock_accept(listening)
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if error.errno != errno.ECONNABORTED:  # which died while it waited
                     await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue  # otherwise the connection died while it waited
+                continue
             self._receive(sock, address[0] if isinstance(address, tuple) else "")
 
     def _receive(self, sock: socket.socket, address: str) -> None:
         """Give a new connection a place, or close it."""
         places = self._connections
-        if places.full or places.displaced_by(address) is not None:
-            self._forget_ended()
-        displaced = places.displaced_by(address)
+        displaced = places.displaced_by(address, lambda each: each.idle)
         if displaced is not None:
             places.leave(displaced)
             displaced.end()
-        if places.full:  # of known ones
+        if places.full:  # of requests under way
+            self._refused(address)
             sock.close()
             return
         connection = _Connection(sock)
         places.admit(connection, address)
-        connection.task = asyncio.create_task(self._serve(connection))
+        connection.task = task = asyncio.create_task(self._serve(connection))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, connection: _Connection) -> None:
         """Hand a connection to the application, after TLS."""
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
+            connection.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._handler(connection),
                 connection.sock,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else TLS_S,
             )
         except OSError:  # a failed handshake, too
-            self._connections.leave(connection)
-        finally:
-            if connection.handler is None or connection.handler.transport is None:
-                connection.sock.close()
+            self._ended(connection)
+        except BaseException:
+            self._ended(connection)
+            raise
+        if connection.handler is not None and connection.handler.transport is None:
+            self._ended(connection)  # it was lost within the handshake
 
     def _handler(self, connection: _Connection) -> RequestHandler:
-        assert self._runner is not None, "it is open"
-        assert self._runner.server is not None, "it was set up"
-        connection.handler = handler = self._runner.server()
+        connection.handler = handler = self._server()
         self._of_handler[handler] = connection
         return handler
 
-    def _forget_ended(self) -> None:
-        for handler, connection in list(self._of_handler.items()):
-            if connection.ended:
-                del self._of_handler[handler]
-                self._connections.leave(connection)
+    def _ended(self, connection: _Connection) -> None:
+        """Its socket is closed. Idempotent."""
+        if connection.handler is not None:
+            self._of_handler.pop(connection.handler, None)
+        self._connections.leave(connection)
+        connection.sock.close()
+
+    def _refused(self, address: str) -> None:
+        """Say so, at most once in a while."""
+        now = time.monotonic()
+        if now >= self._complain_at:
+            self._complain_at = now + COMPLAINT_S
+            log.warning(
+                "a connection from %s was refused: all %d are in use",
+                address or "a socket",
+                len(self._connections),
+            )
 
     def trust(self, request: web.BaseRequest) -> None:
         """This request is authenticated: its connection makes way for no stranger."""
@@ -297,6 +324,9 @@ class Listeners:
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
         for sock in self._listening:
             sock.close()
         for path, which in self._unix.items():
@@ -306,23 +336,23 @@ class Listeners:
 
 
 class _Connection:
-    """One that has a place. handler: the application's, once there is one."""
+    """One that has a place. handler, transport: the application's, once there are any."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.handler: RequestHandler | None = None
+        self.transport: asyncio.BaseTransport | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def ended(self) -> bool:
-        if self.task is not None and not self.task.done():
-            return False
-        return self.handler is None or self.handler.transport is None
+    def idle(self) -> bool:
+        """Whether no request of it is under way."""
+        return self.handler is None or self.handler._current_request is None
 
     def end(self) -> None:
         """At once, whatever is under way."""
-        if self.handler is not None and self.handler.transport is not None:
-            self.handler.transport.abort()
+        if isinstance(self.transport, asyncio.Transport) or hasattr(self.transport, "abort"):
+            self.transport.abort()  # type: ignore[union-attr]
         elif self.task is not None:
             self.task.cancel()
 

@@ -66,15 +66,22 @@ def is_printable(text: str) -> bool:
     return text != "" and all(33 <= ord(character) <= 126 for character in text)
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600, *, replace: bool = True) -> bool:
+def write_whole(
+    path: Path, data: bytes, mode: int = 0o600, *, replace: bool = True, keep: bool = False
+) -> bool:
     """Write a file that is there with all of its contents or not at all, and never open to more than `mode` says.
 
-    replace: False leaves a file alone that is there; returns whether this one is. Raises `ConfigError`.
+    replace: False leaves a file alone that is there; returns whether this one is. keep: with the owner, the group and
+    the mode of the file that it replaces. Raises `ConfigError`.
     """
     try:
         fd, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with os.fdopen(fd, "wb") as file:
+                if keep and path.exists():
+                    before = path.stat()
+                    os.fchown(fd, before.st_uid, before.st_gid)
+                    mode = stat.S_IMODE(before.st_mode)
                 os.fchmod(fd, mode)
                 file.write(data)
                 file.flush()

@@ -61,7 +61,7 @@ class Gateway:
             pages,
         )
         pages.describe(table)
-        self._listeners = Listeners(start.tls_cert, start.tls_key, LIMITS)
+        self._listeners = Listeners(start.tls_cert, start.tls_key, LIMITS, "http")
         api = Api(guard, Remembered(clock), peer_uid, self._listeners.trust)
         self._app = api.application(table)
         self._tasks: list[asyncio.Task[None]] = []

@@ -215,7 +215,7 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
         f'\n[[token]]\nname = "{made.name}"\nsha256 = "{made.sha256}"\nrole = "{made.role}"\n'
         f"tenants = [{listed}]\n"
     )
-    write_whole(path, text.lstrip("\n").encode())
+    write_whole(path, text.lstrip("\n").encode(), keep=True)
     return token
 
 

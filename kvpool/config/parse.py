@@ -102,6 +102,10 @@ def hidden(value: object, where: str) -> str:
 def secret(value: object, where: str) -> str:
     """A secret of at least the minimum length; empty: none. Raises `ConfigError`."""
     found = hidden(value, where)
+    if any(ord(character) < 32 for character in found):
+        raise ConfigError(
+            f"{where}: must be one line; for a cluster's secret with an older one, set cluster_secret_file"
+        )
     if found and len(found) < SECRET_CHARACTERS_MIN:
         # Whoever connects may try as many as a connection takes; of a cluster's, which proves, even offline.
         raise ConfigError(

@@ -503,7 +503,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     clients_max: Annotated[
         int,
         setting(
-            "The most open connections of clients, and the most clients that are connected or hold slots.",
+            "The most open connections of clients, and the most clients that are connected or hold slots. Half of "
+            "it is kept in equal parts for the tenants; operators come on top.",
             panel=LIMITS,
             ge=1,
             le=1 << 16,
@@ -521,7 +522,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines_max: Annotated[
         int,
         setting(
-            "The most engines whose KV events are followed; also the most engines announced to routers.",
+            "The most engines whose KV events are followed; also the most engines announced to routers. Half of it "
+            "is kept in equal parts for the tenants.",
             panel=LIMITS,
             ge=1,
             le=64,

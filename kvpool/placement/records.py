@@ -277,8 +277,8 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
     protocol_min: nodes that support only an older wire protocol are refused.
     secret_proof: HMAC of the cluster's name under its secret, hex: a node with another one is refused
-        when it joins, rather than by each of its peers. other_proofs: the same of the secrets before it, newest
-        first: they may be in use still.
+        when it joins, rather than by each of its peers. other_proofs: the same of secrets that came after it:
+        several may be in use.
     """
 
     cluster: str

@@ -55,7 +55,7 @@ log = logging.getLogger("kvpool.router")
 
 SERVICE = "kvpool-router"
 CLIENT_TIMEOUT_S = 2.0
-IDLE_S = 75.0  # a connection without a request
+IDLE_S = 3630.0  # a connection without a request: longer than proxies keep theirs
 CLOSE_S = 2.0
 HEADERS_MAX = 128
 STRANGERS = 512  # connections beside those of requests
@@ -152,7 +152,7 @@ class Router:
             random=os.urandom,
             spans=self._spans if config.otlp else None,
         )
-        self._listeners = Listeners(config.tls_cert, config.tls_key, _limits(config))
+        self._listeners = Listeners(config.tls_cert, config.tls_key, _limits(config), "listen")
         api = Api(
             config,
             secrets,
@@ -195,7 +195,9 @@ class Router:
         if self._exporter is not None:
             export = export_spans(self._take_spans, self._exporter, self._exported)
             self._exporting = asyncio.create_task(export, name="export spans")
-        [url] = await self._listeners.open(self._app, [self._config.listen])
+        host, port = self._config.address
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        [url] = await self._listeners.open(self._app, [address])
         self._tending = asyncio.create_task(self._listeners.tend(), name="tend TLS files")
         return url
 

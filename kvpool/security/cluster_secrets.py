@@ -36,6 +36,7 @@ from kvpool.security.watched_files import WatchedFiles
 
 SECRETS_MAX = 4  # of a file: each is tried at each handshake
 SECRET_BYTES = 32  # of those that are made here
+KEEP_S_MAX = 366 * 86400
 UNTIL = " until "
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 WHERE = "cluster_secret_file"
@@ -68,6 +69,7 @@ class ClusterSecrets:
 
     A changed file is read again without a restart; an invalid one is logged once, and the last valid one stays in
     use. Raises `ConfigError` if the first one is invalid. clock: monotonic. now: the machine's.
+    before: `lines` of another process of this daemon: used if the file cannot be read now.
     """
 
     def __init__(
@@ -75,16 +77,28 @@ class ClusterSecrets:
         source: SecretSource,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        before: str = "",
     ) -> None:
         self.source = source
         self._now = now
         self._lock = threading.Lock()
         self._watched = WatchedFiles([source.path] if source.path else [], clock)
-        self._secrets = (
-            read_secrets(source.path)
-            if source.path
-            else tuple(ClusterSecret(text.encode()) for text in (source.text,) if text)
-        )
+        self._complaint = ""  # of the last reading
+        self._secrets: tuple[ClusterSecret, ...] = ()
+        if source.path:
+            try:
+                self._secrets = read_secrets(source.path)
+            except ConfigError as error:
+                if not before:
+                    raise
+                self._secrets = parse_secrets(before, source.path)
+                self._watched.forget()
+                self._complaint = str(error)
+                log.warning(
+                    "the cluster secrets cannot be read, the previous ones stay in use: %s", error
+                )
+        elif source.text:
+            self._secrets = (ClusterSecret(source.text.encode()),)
 
     @classmethod
     def of(cls, *texts: str) -> Self:
@@ -101,23 +115,43 @@ class ClusterSecrets:
             now = self._now()
             return tuple(each.secret for each in self._secrets if now < each.until)
 
+    def known(self) -> tuple[bytes, ...]:
+        """The same, and behind them those that have ended and are still in the file."""
+        current = self.current()
+        with self._lock:
+            ended = [each.secret for each in self._secrets if each.secret not in current]
+        return (*current, *ended)
+
+    def lines(self) -> str:
+        """What is in use, as in a file."""
+        with self._lock:
+            return b"".join(map(_line, self._secrets)).decode()
+
     def _read_again(self) -> None:
         path = self.source.path
         try:
             self._secrets = read_secrets(path)
         except ConfigError as error:
-            log.warning(
-                "the new cluster secrets are invalid, the previous ones stay in use: %s", error
-            )
+            self._watched.forget()  # it may have been copied half, or be unreadable for a moment
+            if str(error) != self._complaint:
+                log.warning(
+                    "the new cluster secrets are invalid, the previous ones stay in use: %s", error
+                )
+            self._complaint = str(error)
         else:
+            self._complaint = ""
             log.warning("new cluster secrets are in use: %s", path)
 
 
 def read_secrets(path: str) -> tuple[ClusterSecret, ...]:
     """The secrets of a file. Raises `ConfigError`, which shows none of them."""
-    found = []
     # What an orchestrator has mounted is not the daemon's own, and has the mode that it gives to all secrets.
-    content = read_small(path, WHERE, private=is_own(path))
+    return parse_secrets(read_small(path, WHERE, private=is_own(path)), path)
+
+
+def parse_secrets(content: str, path: str) -> tuple[ClusterSecret, ...]:
+    """The same of a file's content."""
+    found = []
     for number, line in enumerate(content.splitlines(), 1):
         text = line.strip()
         word, _, end = text.rpartition(UNTIL) if UNTIL in text else (text, "", "")
@@ -160,16 +194,22 @@ def create_secrets(path: Path) -> bool:
 def rotate_secrets(path: Path, keep_s: float, now: float) -> float:
     """Put a new secret first; the others are accepted for `keep_s` more at most. Returns until when.
 
-    Those that have ended are dropped. Raises `ConfigError`.
+    Those that have ended stay in the file as long as there is room: by them a node that was away knows the cluster.
+    The file's owner and mode stay. Raises `ConfigError`.
     """
+    if not 0 <= keep_s <= KEEP_S_MAX:
+        raise ConfigError(f"--keep: at most {KEEP_S_MAX // 86400} days")
     until = math.floor(now + keep_s)
-    old = [each for each in read_secrets(str(path)) if now < each.until]
-    if len(old) >= SECRETS_MAX:
+    old = read_secrets(str(path))
+    if sum(now < each.until for each in old) >= SECRETS_MAX:
         raise ConfigError(
             f"{path} has {SECRETS_MAX} secrets that are still accepted: wait until one has ended"
         )
     kept = [ClusterSecret(each.secret, min(each.until, until)) for each in old]
-    write_whole(path, b"".join(map(_line, [ClusterSecret(_random()), *kept])))
+    while len(kept) >= SECRETS_MAX:
+        kept.remove(min(kept, key=lambda each: each.until))
+    made = [ClusterSecret(_random()), *kept]
+    write_whole(path.resolve(), b"".join(map(_line, made)), keep=True)
     return until
 
 
@@ -181,13 +221,13 @@ def default_path(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 def make_default(cluster: str, environ: Mapping[str, str] = os.environ) -> SecretSource:
     """The secret of this user and machine, made if there is none yet. Raises `ConfigError`."""
-    path = default_path(cluster, environ)
     try:
+        path = default_path(cluster, environ)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # a user without a home, too
         raise ConfigError(
-            f"{WHERE}: cannot create {path.parent}: {error.strerror}: set cluster_secret_file to a file of another "
-            "folder (`kvpool secret create`), or KVPOOL_CLUSTER_SECRET"
+            f"{WHERE}: there is no place for a secret of this user: {error}: set cluster_secret_file to a file of "
+            "another folder (`kvpool secret create`), or KVPOOL_CLUSTER_SECRET"
         ) from None
     if create_secrets(path):
         log.warning("a secret for the peers of this machine was made: %s", path)

@@ -65,6 +65,7 @@ class Credentials:
         self._lock = threading.Lock()
         paths = [path for path in (files.cert, files.key, files.ca, files.crl) if path]
         self._watched = WatchedFiles(paths, clock)
+        self._complaint = ""  # of the last reading
         self._contexts = self._load()
 
     def current(self) -> Contexts:
@@ -78,8 +79,14 @@ class Credentials:
         try:
             self._contexts = self._load()
         except ConfigError as error:
-            log.warning("the new TLS files are invalid, the previous ones stay in use: %s", error)
+            self._watched.forget()  # it may have been copied half, or be unreadable for a moment
+            if str(error) != self._complaint:
+                log.warning(
+                    "the new TLS files are invalid, the previous ones stay in use: %s", error
+                )
+            self._complaint = str(error)
         else:
+            self._complaint = ""
             log.warning("new TLS files are in use: %s", self._files.cert)
 
     def _load(self) -> Contexts:

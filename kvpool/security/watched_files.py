@@ -18,7 +18,7 @@ class WatchedFiles:
     def __init__(self, paths: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._paths = paths
         self._clock = clock
-        self._seen = self._look()
+        self._seen: list[tuple[int, ...] | None] = self._look()
         self._looked = clock()
 
     def changed(self) -> bool:
@@ -29,14 +29,18 @@ class WatchedFiles:
         before, self._seen = self._seen, self._look()
         return self._seen != before
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def forget(self) -> None:
+        """What was seen could not be read: the next look counts as a change, whatever it sees."""
+        self._seen = []
+
+    def _look(self) -> list[tuple[int, ...] | None]:
         return [_state(path) for path in self._paths]
 
 
-def _state(path: str) -> tuple[int, int, int] | None:
-    """Changes with a file's contents, as far as visible from outside. None: it is missing."""
+def _state(path: str) -> tuple[int, ...] | None:
+    """Changes with a file's contents, owner and mode, as far as visible from outside. None: it is missing."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

@@ -292,17 +292,37 @@ class MembershipContract:
             changed = backend.member(secrets=lambda: (b"new", b"old"))
             late = backend.member(secrets=lambda: (b"old",))
             last = backend.member(secrets=lambda: (b"new",))
+            turned = backend.member(secrets=lambda: (b"old", b"new"))
             try:
                 await first.start()
                 assert first.view.config is not None
-                before = first.view.config.secret_proof
+                before = first.view.config.proofs
                 await changed.start()
-                await changed.join(record("changed"))
-                await until(lambda: getattr(first.view.config, "secret_proof", "") != before)
+                await changed.join(made := record("changed"))
+                await until(lambda: getattr(first.view.config, "proofs", before) != before)
                 await late.start()  # started again before it was given the new one
                 await last.start()  # and one after the old one has ended
+                await turned.start()  # by another order: nobody writes the record again and again
+                await turned.join(record("turned"))
+                now = first.view.config.proofs
+                assert len(now) == 2
+                await changed.update(record("changed", incarnation=made.incarnation, labels={}))
+                assert first.view.config.proofs == now
             finally:
-                for member in (first, changed, late, last):
+                for member in (first, changed, late, last, turned):
+                    await member.close()
+
+        self.run(main())
+
+    def test_a_node_that_had_no_secret_before_it_was_upgraded(self, backend: Backend) -> None:
+        async def main() -> None:
+            before = backend.member()
+            now = backend.member(secrets=lambda: (b"made at its start",))
+            try:
+                await before.start()
+                await now.start()
+            finally:
+                for member in (before, now):
                     await member.close()
 
         self.run(main())

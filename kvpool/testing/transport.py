@@ -55,7 +55,7 @@ def asking(url: str, keys: bytes) -> AskPeer:
 def awaiting(url: str, keys: bytes, wait_s: float = 30.0) -> AskPeer:
     """An order to wait for a peer's commits."""
     known = bytes(len(keys) // 16)
-    return AskPeer(url, Await("reader", "default", DIGEST, keys, known, wait_s), wait_s + 30.0)
+    return AskPeer(url, Await("node", "default", DIGEST, keys, known, wait_s), wait_s + 30.0)
 
 
 class ScriptedAnswer:

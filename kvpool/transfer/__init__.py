@@ -41,7 +41,12 @@ def transport_for(url: str) -> TransportFactory:
     scheme = scheme_of(url)
     if scheme in TRANSPORTS:
         found = EntryPoint(scheme, TRANSPORTS[scheme], GROUP)
-        return cast("TransportFactory", found.load())
+        try:
+            return cast("TransportFactory", found.load())
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{scheme}:// needs {error.name}: pip install 'kvpool[cluster]'"
+            ) from None
     installed = {point.name: point for point in entry_points(group=GROUP)}
     if scheme not in installed:
         names = ", ".join(sorted({*TRANSPORTS, *installed}))

@@ -141,15 +141,14 @@ class Conversation:
     def _answer_later(self, request: int, question: Await | Operate) -> None:
         """Answer when there is news. A peer that has gone meanwhile ends the request."""
         stream = self._stream
-        if isinstance(question, Operate):
-            self._check_name(question.node)
-            if not stream.authentic:
-                unsafe = NotAuthenticated(
-                    "operators' requests are taken over TLS, or from daemons of protocol 8 or newer: upgrade the "
-                    "node that was asked first"
-                )
-                stream.send(error_message(unsafe), request)
-                return
+        self._check_name(question.node)
+        if isinstance(question, Operate) and not stream.authentic:
+            unsafe = NotAuthenticated(
+                "operators' requests are taken over TLS, or from daemons of protocol 8 or newer: upgrade the node that "
+                "was asked first"
+            )
+            stream.send(error_message(unsafe), request)
+            return
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
             owed = self._source.answer_later(question)

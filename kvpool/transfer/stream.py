@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpool.errors import KvpoolError, ProtocolError, Unavailable
+from kvpool.errors import Declined, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 from kvpool.transfer.base import Deadline
 from kvpool.transfer.sealing import TAG_BYTES, Sealer
 from kvpool.wire.frame import HEADER, Message, encode
@@ -162,13 +162,19 @@ class Stream:
         return request, bytes(frame[HEADER.size :])
 
     def receive_group(self, buffers: list[memoryview]) -> None:
-        """Fill all buffers, in order, with one group of bulk bytes; what arrived is authentic when this returns."""
+        """Fill all buffers, in order, with one group of bulk bytes; what arrived is authentic when this returns.
+
+        Raises `Declined` if it is not: clients can write into what is sent, so this says nothing against the peer.
+        """
         if self._seals is None:
             self.receive_into(buffers)
             return
         tag = bytearray(TAG_BYTES)
         self.receive_into([*buffers, memoryview(tag)])
-        self._seals[1].check(buffers, tag)
+        try:
+            self._seals[1].check(buffers, tag)
+        except NotAuthenticated as error:
+            raise Declined(f"{error}; or a client has overwritten its blocks meanwhile") from None
 
     def receive_into(self, buffers: list[memoryview]) -> None:
         """Fill all buffers, in order."""

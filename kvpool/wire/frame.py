@@ -169,6 +169,11 @@ class FrameReader:
         return frames
 
     @property
+    def held(self) -> int:
+        """Bytes of an incomplete frame."""
+        return len(self._pending)
+
+    @property
     def partial(self) -> bool:
         """Whether the stream is inside a frame: an end here truncates one."""
         return bool(self._pending)

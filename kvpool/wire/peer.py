@@ -123,7 +123,7 @@ class Offer(Message, tag=47):
     be relied on. `reason`: copy (replication), forward (a victim of the peer's eviction), or
     drain. `digest`, `fields`, `parts`, `epoch`: the namespace, as in `OpenNamespace`. `age_s`: since the
     most recent use of any of them. `hops`: how often they were forwarded, this time included.
-    `mask`: the parts to pull, bit p of byte p // 8.
+    `mask`: the parts to pull, bit p of byte p // 8. `to`: the node that is meant; empty: whoever hears it.
     """
 
     node: str
@@ -140,6 +140,7 @@ class Offer(Message, tag=47):
     hops: int
     age_s: Finite
     deadline_s: Finite
+    to: str = ""
 
 
 class Await(Message, tag=48):
@@ -192,6 +193,8 @@ class Taken(Message, tag=57):
 class Operate(Message, tag=59):
     """An operator's request forwarded by another node; `node`: that node, the rest as in `OnNode`.
 
+    `to`: the node that is meant; empty: whoever hears it.
+
     Answered with the payload of the answer's frame.
     """
 
@@ -200,6 +203,7 @@ class Operate(Message, tag=59):
     wait_s: Finite
     tenant: str
     by: str
+    to: str = ""
 
 
 PeerMessage = (

@@ -30,6 +30,7 @@ class TransferStart(Message, tag=60):
     """First frame on a transfer worker's control channel: its identity and listening addresses (empty: none).
 
     `tls_cert`, ..., `secret_file`: paths, as in the configuration. `secret_is_local`: see `SecretSource`.
+    `secrets_before`: what the control process uses, for a file that cannot be read now.
     """
 
     cluster: str
@@ -46,6 +47,7 @@ class TransferStart(Message, tag=60):
     plaintext: bool = False
     secret_file: str = ""
     secret_is_local: bool = False
+    secrets_before: str = ""
 
 
 class TransferReady(Message, tag=61):

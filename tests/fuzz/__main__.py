@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
 import os
-import resource
 import secrets
-import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tests.fuzz import plain, targets
+from tests.fuzz.runs import guided_run, plain_run
 
 GREW_KIB_MAX = 64 << 10
-SLICE = 20_000  # inputs between two looks at the memory
 
 
 def main() -> int:
@@ -44,15 +40,17 @@ def main() -> int:
     )
     began = time.monotonic()
     found = 0
-    with ProcessPoolExecutor(os.cpu_count() or 1) as pool:
+    with ProcessPoolExecutor(os.cpu_count() or 1, max_tasks_per_child=1) as pool:
         for name, findings, grew in pool.map(
-            _plain, names, [each] * len(names), [options.seed] * len(names)
+            plain_run, names, [each] * len(names), [options.seed] * len(names)
         ):
             found += len(findings) + (grew > GREW_KIB_MAX)
             _tell(name, findings, grew, options.findings)
         if guided:
+            options.findings.mkdir(exist_ok=True)
+            places = [options.findings.resolve()] * len(names)
             for name, text in pool.map(
-                _guided, names, [each] * len(names), [options.seed] * len(names)
+                guided_run, names, [each] * len(names), [options.seed] * len(names), places
             ):
                 if text:
                     found += 1
@@ -61,41 +59,6 @@ def main() -> int:
                     print(f"{name}: {each} guided, nothing", flush=True)
     print(f"{found} findings, {time.monotonic() - began:.0f} s")
     return 1 if found else 0
-
-
-def _plain(name: str, count: int, seed: int) -> tuple[str, list[plain.Finding], int]:
-    """In a process of the pool: the findings, and by how many KiB it grew after its first slice."""
-    logging.disable()
-    findings: list[plain.Finding] = []
-    before = None
-    for number, at in enumerate(range(0, count, SLICE)):
-        findings += plain.fuzz(name, min(SLICE, count - at), seed + number)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if before is None else before
-    grew = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - (before or 0)
-    return name, findings, grew
-
-
-def _guided(name: str, count: int, seed: int) -> tuple[str, str]:
-    """A process of its own, which atheris ends: what it said if it found something; empty: nothing."""
-    with tempfile.TemporaryDirectory(prefix="kvpool-fuzz-") as folder:
-        for number, data in enumerate(targets.TARGETS[name].seeds):
-            (Path(folder) / str(number)).write_bytes(data)
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "tests.fuzz.guided", name),
-                *(
-                    f"-runs={count}",
-                    f"-seed={seed % (1 << 31) or 1}",
-                    "-max_len=8192",
-                    "-rss_limit_mb=2048",
-                ),
-                *("-timeout=20", f"-artifact_prefix={folder}/", folder),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    return name, "" if done.returncode == 0 else (done.stdout + done.stderr)[-4000:]
 
 
 def _tell(name: str, findings: list[plain.Finding], grew: int, folder: Path) -> None:

@@ -4,14 +4,15 @@ import importlib.util
 import logging
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvpool.wire import peer
 from tests.fuzz import plain, targets
-from tests.fuzz.__main__ import _guided
 from tests.fuzz.mutation import mutate
+from tests.fuzz.runs import guided_run
 
 COUNT = 1500
 
@@ -61,5 +62,6 @@ def test_mutations_are_many_and_come_from_the_seed() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed")
-def test_the_guided_run_runs() -> None:
-    assert _guided("peer", 2000, 1) == ("peer", "")
+def test_the_guided_run_runs(tmp_path: Path) -> None:
+    assert guided_run("peer", 2000, 1, tmp_path) == ("peer", "")
+    assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     uvloop.run(test)
 
 
-SECRET = SecretSource("of this machine alone", local=True)
+SECRETS = ClusterSecrets(SecretSource("of this machine alone", local=True))
 
 
 class Rules:
@@ -112,7 +112,7 @@ class Daemon:
         self.bytes = self.segment.map()
         self.rules = Rules()
         config = DaemonConfig(socket="unused", node=name, **settings)
-        self.workers = TransferWorkers(config, f"{name}-1", SECRET)
+        self.workers = TransferWorkers(config, f"{name}-1", SECRETS)
 
     def put(self, number: int, row: int) -> bytes:
         data = random.Random(number).randbytes(NBYTES)
@@ -168,7 +168,7 @@ def silent_peer() -> Iterator[tuple[str, threading.Event]]:
                 kept.append(listener.accept()[0])
                 sock = kept[-1]
                 stream = Stream(sock, Deadline(60))
-                admit(stream, Identity("kvpool", "silent", "1", ClusterSecrets(SECRET)))
+                admit(stream, Identity("kvpool", "silent", "1", SECRETS))
                 stream.receive(1 << 20)
                 asked.set()
         except (OSError, KvpoolError):
@@ -482,12 +482,12 @@ def test_a_transfer_worker_ends_with_its_control_process() -> None:
     """Control is killed with SIGKILL: nothing tells the transfer worker but the kernel."""
     program = """
 import asyncio, sys
-from kvpool.security.cluster_secrets import SecretSource
+from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.daemon.workers.turns import QUESTIONS
 async def main():
-    workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1", SecretSource("of these tests alone"))
+    workers = TransferWorkers(DaemonConfig(socket="unused", node="n", listen=("tcp://127.0.0.1:0",)), "1", ClusterSecrets(SecretSource("of these tests alone")))
     await workers.start(None)
     print(workers.stats()[0].pid, flush=True)
     await asyncio.Event().wait()

@@ -11,7 +11,7 @@ from kvpool.errors import ConfigError
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE = "a353e5dd5e7f275d33e07dd80e529904de3b45ff"
+BEFORE = "66834d2048a6456973132495d7aecfc7838e4342"
 """The last commit of the protocol before this one."""
 
 

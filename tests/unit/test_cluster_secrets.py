@@ -1,6 +1,7 @@
 """The cluster's secrets: their file, its change, and what is refused."""
 
 import math
+import os
 import stat
 import threading
 from pathlib import Path
@@ -182,6 +183,93 @@ def test_after_rotations_all_of_before_are_accepted_as_long_as_was_said(
         found = read_secrets(str(file))
         assert found[0].secret not in ends
         ends = {secret: min(end, until) for secret, end in living.items()}
-        assert {each.secret: each.until for each in found[1:]} == ends
+        assert {each.secret: each.until for each in found[1:] if now < each.until} == {
+            secret: end for secret, end in ends.items() if now < end
+        }
+        assert len(found) <= SECRETS_MAX
         ends[found[0].secret] = math.inf
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_file_that_is_made_readable_afterwards_is_taken(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It came with the wrong mode, as copies do; nothing but the mode is changed then."""
+    clocks = Clocks()
+    secrets = clocks.secrets(SecretSource(path=write(file, OLD)))
+    file.write_text(NEW)
+    file.chmod(0o644)
+    for _ in range(3):
+        clocks.monotonic += LOOK_S
+        assert secrets.current() == (OLD.encode(),)
+    assert caplog.text.count("the previous ones stay in use") == 1, "it is said once"
+    file.chmod(0o600)
+    clocks.monotonic += LOOK_S
+    assert secrets.current() == (NEW.encode(),)
+
+
+def test_rotation_keeps_owner_mode_and_links(tmp_path: Path) -> None:
+    """Otherwise the daemon's user could not read it any more."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    create_secrets(real)
+    link.symlink_to(real)
+    if os.getuid() == 0:
+        os.chown(real, 10001, 10002)
+        real.chmod(0o640)
+    before = real.stat()
+    rotate_secrets(link, 60, NOON)
+    after = real.stat()
+    assert link.is_symlink()
+    assert (after.st_uid, after.st_gid, after.st_mode) == (
+        before.st_uid,
+        before.st_gid,
+        before.st_mode,
+    )
+    assert len(real.read_text().splitlines()) == 2
+
+
+def test_a_process_that_starts_while_the_file_is_broken_uses_what_the_others_use(
+    file: Path,
+) -> None:
+    clocks = Clocks()
+    first = clocks.secrets(
+        SecretSource(path=write(file, f"{NEW}\n{OLD} until 2025-12-01T12:00:00Z"))
+    )
+    write(file, "half")
+    with pytest.raises(ConfigError):
+        clocks.secrets(SecretSource(path=str(file)))
+    second = ClusterSecrets(
+        SecretSource(path=str(file)),
+        lambda: clocks.monotonic,
+        lambda: clocks.wall,
+        before=first.lines(),
+    )
+    assert second.current() == (NEW.encode(), OLD.encode())
+    write(file, OLD)
+    clocks.monotonic += LOOK_S
+    assert second.current() == (OLD.encode(),)
+
+
+def test_ended_ones_are_known_and_not_accepted(file: Path) -> None:
+    clocks = Clocks()
+    secrets = clocks.secrets(
+        SecretSource(path=write(file, f"{NEW}\n{OLD} until 2025-12-01T12:00:00Z"))
+    )
+    clocks.wall = NOON
+    assert secrets.current() == (NEW.encode(),)
+    assert secrets.known() == (NEW.encode(), OLD.encode())
+
+
+def test_keep_has_a_limit_and_a_user_without_a_home_is_told(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_secrets(file)
+    with pytest.raises(ConfigError, match="at most 366 days"):
+        rotate_secrets(file, 1e12, NOON)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(ConfigError, match="set cluster_secret_file"):
+        make_default("c", {})

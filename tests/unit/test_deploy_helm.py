@@ -300,9 +300,36 @@ def test_secrets_are_named_and_never_written(manifests: list[Manifest]) -> None:
                 if reference:
                     assert reference["name"] == "kvpool-secrets"
                     found.add(reference["key"])
-    assert found <= SECRET_KEYS and "cluster-secret" in found
+    assert found <= SECRET_KEYS
+    # The cluster's is a file, which changes with the Secret.
+    pod = pod_of(daemonset(manifests))
+    secrets = {v["name"]: v for v in pod["volumes"]}["secrets"]["secret"]
+    assert secrets["items"] == [{"key": "cluster-secret", "path": "cluster-secret"}]
+    (daemon,) = pod["containers"]
+    mounted = {m["name"]: m for m in daemon["volumeMounts"]}["secrets"]
+    assert "subPath" not in mounted, "it would never change"
+    file = environment(daemon)["KVPOOL_CLUSTER_SECRET_FILE"]
+    assert file == f"{mounted['mountPath']}/cluster-secret"
     values = (CHART / "values.yaml").read_text()
     assert all(key in values for key in found - {"engine-api-key"})
+
+
+def test_the_readmes_command_is_taken() -> None:
+    text = (ROOT / "deploy" / "README.md").read_text()
+    given = re.findall(r"--set ([\w.]+)=(\S+)", text[text.index("helm -n llm install") :])
+    assert len(given) >= 4
+    values: dict[str, Any] = {}
+    for path, value in given:
+        *folders, name = path.split(".")
+        place = values
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = yaml.safe_load(value)
+    assert render(values)
+
+
+def test_values_of_a_release_without_the_routers_certificate() -> None:
+    assert render({"plaintext": CLEAR, "router": {"tls": None}})
 
 
 def test_service_names_in_configurations_exist(manifests: list[Manifest]) -> None:

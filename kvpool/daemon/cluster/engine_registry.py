@@ -6,6 +6,7 @@ ends, as leases do. No I/O; event loop only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ import msgspec
 
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.requests import check_engine
-from kvpool.errors import LimitExceeded, NotAuthenticated
+from kvpool.daemon.core.shares import Shares
+from kvpool.errors import NotAuthenticated
 from kvpool.placement.records import NodeRecord
 from kvpool.types import EngineRecord
 
@@ -25,6 +27,7 @@ class EngineRegistry:
     def __init__(self, most: int, tenants: Collection[str]) -> None:
         self._most = most
         self._tenants = frozenset(tenants)
+        self._shares = Shares(tenants)
         self._engines: dict[int, EngineRecord] = {}  # by id() of their holder
 
     def announce(
@@ -44,9 +47,10 @@ class EngineRegistry:
                 f"[tenants.{holder.tenant.name}] if routers should send them prompts"
             )
         check_engine(engine)
-        if id(holder) not in self._engines and len(self._engines) >= self._most:
-            raise LimitExceeded(
-                f"{len(self._engines)} engines are announced on this node, the limit (engines_max)"
+        if id(holder) not in self._engines:
+            used = Counter(each.tenant for each in self._engines.values())
+            self._shares.check(
+                used, holder.tenant.name, self._most, "engines are announced", "engines_max"
             )
         self._engines[id(holder)] = replace(
             engine, tenant=holder.tenant.name, namespace=namespace.base.hex()

@@ -34,7 +34,7 @@ def open_secrets(config: DaemonConfig) -> ClusterSecrets:
 def open_membership(
     config: DaemonConfig, secrets: Callable[[], tuple[bytes, ...]], clock: Callable[[], float]
 ) -> Membership:
-    """etcd if the configuration names one; else this node is alone. secrets: those accepted now.
+    """etcd if the configuration names one; else this node is alone. secrets: `ClusterSecrets.known`.
 
     Raises `ConfigError`.
     """

@@ -22,6 +22,7 @@ from kvpool.daemon.core.early_reads import Writing
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_of
 from kvpool.daemon.core.node import Node
 from kvpool.errors import (
+    Declined,
     InvalidRequest,
     KvpoolError,
     LimitExceeded,
@@ -58,7 +59,7 @@ class PeerService:
     may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
     that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. stores:
     whether new blocks are accepted. operate: handles requests of operators of other nodes. spans: collects those
-    of traced loans.
+    of traced loans. name: this node's; what is meant for another one is declined.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class PeerService:
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
         spans: Spans | None = None,
+        name: str = "",
     ) -> None:
         self.node = node
+        self._name = name
         self._below = below
         self._clock = clock
         self._may_serve = may_serve
@@ -102,15 +105,22 @@ class PeerService:
     async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
         """A peer asks this node to keep replicas of its blocks."""
         self._check_standing()
+        self._check_meant(offer.to)
         if self._take is None:
             raise Unavailable("this node accepts no offers: it is not in a cluster")
         return await self._take(offer)
 
     async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
         """A request of another node's operator."""
+        self._check_meant(order.to)
         if self._operate is None:
             raise Unavailable("this node accepts no orders: it is not in a cluster")
         return await self._operate(order)
+
+    def _check_meant(self, node: str) -> None:
+        """Raises `Declined` for what was meant for another node: addresses are given to others, or were confused."""
+        if node not in {"", self._name}:
+            raise Declined(f"this is node {self._name}, not {node:.63}")
 
     async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
         """Which of these blocks are in memory, once there are more than the peer knows, or its time is over.

@@ -141,6 +141,7 @@ class Replication:
             hops=hops,
             age_s=age_s,
             deadline_s=OFFER_S,
+            to=target.record.node,
         )
         nbytes = len(keys) * block_bytes(namespace, mask)
         await asyncio.sleep(self._pace_out.delay(nbytes, self._clock()))

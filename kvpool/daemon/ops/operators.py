@@ -186,7 +186,7 @@ class Operators:
     async def _pass_on(
         self, node: str, tenant: str, by: str, request: bytes, wait_s: float
     ) -> Answer:
-        order = peer_wire.Operate(self.config.node, request, wait_s, tenant, by)
+        order = peer_wire.Operate(self.config.node, request, wait_s, tenant, by, node)
         answer = await self._transport.ask(
             worker_wire.AskPeer(self._url(node), order, wait_s + ANSWER_S)
         )

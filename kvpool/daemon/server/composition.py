@@ -273,6 +273,7 @@ def compose(
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=operators.operated,
             spans=spans,
+            name=config.node,
         ),
         ssd=ssd,
         objects=objects,

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import CoroutineType
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
@@ -38,6 +40,8 @@ log = logging.getLogger("kvpool.daemon")
 HELLO_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 0.1  # before the next try, when no descriptors are left
 WRITE_BUFFER_BYTES = 1 << 20  # unread answers of a client before its requests wait
+INTRODUCING_MAX = 64  # connections before their Hello: the oldest makes way
+RECEIVED_BYTES_MAX = 64 << 20  # of incomplete frames, all connections together
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
 
 
@@ -81,6 +85,10 @@ class ClientConnections:
         self._tokens = {tenant.name: tenant.token for tenant in operators.config.all_tenants()}
         # By tenant, the client's own id, and whether it is an operator.
         self._clients: dict[tuple[str, str, bool], ClientHandle] = {}
+        self._shares = Shares(self._tokens)
+        self._admitted: Counter[str] = Counter()  # connections, by tenant
+        self._received: Counter[str] = Counter()  # bytes of incomplete frames, by tenant
+        self._introducing: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._tasks = Tasks()
 
     def listen(self, listener: socket.socket, *, operators: bool) -> None:
@@ -114,17 +122,20 @@ class ClientConnections:
                 loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listener, operators)
                 return
             raise
-        if self.counts.connections >= self._operators.config.clients_max:
+        most = self._operators.config.clients_max
+        if not operators and (there := self._admitted.total()) >= most:
             self.counts.refused += 1
-            full = LimitExceeded(
-                f"{self.counts.connections} connections are open on this node, the limit (clients_max)"
-            )
+            full = LimitExceeded(f"{there} connections on this node, the limit (clients_max)")
             _send_now(sock, frame.encode(frame.error_message(full), 0))
             sock.close()
             return
+        if len(self._introducing) >= INTRODUCING_MAX:
+            next(iter(self._introducing)).cancel()
         sock.setblocking(False)
         self.counts.connections += 1
-        self._tasks.begin(self._introduce(sock, operators=operators))
+        task = self._tasks.begin(self._introduce(sock, operators=operators))
+        self._introducing[task] = None
+        task.add_done_callback(lambda task: self._introducing.pop(task, None))
 
     def _accept_again(self, listener: socket.socket, operators: bool) -> None:
         if listener.fileno() >= 0:
@@ -132,22 +143,12 @@ class ClientConnections:
 
     async def _introduce(self, sock: socket.socket, *, operators: bool) -> None:
         """Hello, Welcome; from there on the connection is a `ClientConnection`'s."""
-        reader = frame.FrameReader(frame.HELLO_BYTES_MAX)
         request = 0
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                frames: list[tuple[int, bytes]] = []
-                while not frames:
-                    data = await asyncio.get_running_loop().sock_recv(sock, frame.HELLO_BYTES_MAX)
-                    if not data:
-                        raise ProtocolError("the connection ended before its Hello")
-                    frames = reader.feed(data)
-            request, payload = frames[0]
+            request, payload = await _first_frame(sock)
             hello = client_wire.decode_client(payload)
-            if not isinstance(hello, client_wire.Hello) or len(frames) > 1 or reader.partial:
-                raise ProtocolError(
-                    "the first frame must be a Hello, and the client must wait for its answer"
-                )
+            if not isinstance(hello, client_wire.Hello):
+                raise ProtocolError("the first frame must be a Hello")
             handle = self._admit(hello, sock, operators=operators)
             connection = ClientConnection(self, self._requests, handle)
             handle.connections.add(connection)
@@ -162,9 +163,14 @@ class ClientConnections:
             _send_now(sock, frame.encode(frame.error_message(error), request))
             sock.close()
             return
-        except BaseException:
+        except BaseException:  # another one needs its place, or the daemon ends
+            self.counts.connections -= 1
             sock.close()
             raise
+        self._admitted[hello.tenant] += 1
+        current = asyncio.current_task()
+        assert current is not None, "this runs in a task"
+        self._introducing.pop(current, None)  # from here on it makes way for none
         segment = self._segments[hello.tenant]
         fds, memory, life = [segment.fd], b"", 0
         if hello.device and self._device is not None:
@@ -211,15 +217,16 @@ class ClientConnections:
             )
         pid = peer_pid(sock)
         operator = self._is_operator(hello, operators=operators)
+        if not operator:  # tenants that take all keep out no operator
+            self._check_share(self._admitted, hello.tenant, "connections")
         handle = self._clients.get((hello.tenant, hello.client, operator))
         if handle is not None:
             if handle.pid != pid or handle.holder.instance != hello.instance:
                 raise NotAuthenticated("this client id belongs to another process or instance")
             return handle
-        if len(self._clients) >= self._operators.config.clients_max:
-            raise LimitExceeded(
-                f"{len(self._clients)} clients are connected or hold slots, the limit (clients_max)"
-            )
+        if not operator:
+            clients = Counter(tenant for tenant, _, operator in self._clients if not operator)
+            self._check_share(clients, hello.tenant, "clients are connected or hold slots")
         pidfd = peer_pidfd(sock)
         if pidfd is None:
             raise ProtocolError("the client's process has ended")
@@ -231,6 +238,19 @@ class ClientConnections:
         self.counts.clients = len(self._clients)
         asyncio.get_running_loop().add_reader(pidfd, self._process_died, handle)
         return handle
+
+    def _check_share(self, used: Mapping[str, int], tenant: str, what: str) -> None:
+        """Raises `LimitExceeded`."""
+        most = self._operators.config.clients_max
+        self._shares.check(used, tenant, most, what, "clients_max")
+
+    def may_hold(self, tenant: str, before: int, now: int) -> bool:
+        """Whether a connection of this tenant may go on with an incomplete frame of this length."""
+        more = now - before
+        if more > 0 and not self._shares.room(self._received, tenant, RECEIVED_BYTES_MAX, more):
+            return False
+        self._received[tenant] += more
+        return True
 
     def _is_operator(self, hello: client_wire.Hello, *, operators: bool) -> bool:
         """With a token whoever has it; else who came by the operators' socket, root of a container or not."""
@@ -260,6 +280,10 @@ class ClientConnections:
         """A socket closed. Its client's slots stay held: only its process's death ends that."""
         self.counts.connections -= 1
         handle = connection.handle
+        tenant = handle.holder.tenant.name
+        self._admitted[tenant] -= 1
+        self._received[tenant] -= connection.held
+        connection.held = 0
         handle.connections.discard(connection)
         holder = handle.holder
         if not handle.connections:
@@ -281,6 +305,7 @@ class ClientConnection(asyncio.Protocol):
         self._requests = requests
         self.handle = handle
         self.reader = frame.FrameReader()
+        self.held = 0  # bytes of an incomplete frame, as counted for its tenant
         self.transport: asyncio.Transport | None = None
         self.tasks: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -326,6 +351,11 @@ class ClientConnection(asyncio.Protocol):
         except ProtocolError as error:
             self._refuse(error, [])
             return
+        if self.held != (now := self.reader.held):
+            if not self._connections.may_hold(self.handle.holder.tenant.name, self.held, now):
+                self._refuse(LimitExceeded("too many unfinished requests of this tenant"), [])
+                return
+            self.held = now
         if self.backlog:
             self.backlog += frames
             return
@@ -384,7 +414,7 @@ class ClientConnection(asyncio.Protocol):
     def _may_read(self) -> bool:
         return not (self.backlog or self.paused or self._live_transport.is_closing())
 
-    def _refuse(self, error: ProtocolError, answers: list[bytes]) -> None:
+    def _refuse(self, error: KvpoolError, answers: list[bytes]) -> None:
         answers.append(frame.encode(frame.error_message(error), 0))
         self._live_transport.write(b"".join(answers))
         self._live_transport.close()
@@ -404,6 +434,24 @@ class ClientConnection(asyncio.Protocol):
             message = frame.error_message(error)
         if request and self.transport is not None and not self.transport.is_closing():
             self.transport.write(_frame(message, request))
+
+
+async def _first_frame(sock: socket.socket) -> tuple[int, bytes]:
+    """What a client says first: the request's number, and the payload.
+
+    Raises `ProtocolError`, `TimeoutError` and `OSError`.
+    """
+    reader = frame.FrameReader(frame.HELLO_BYTES_MAX)
+    frames: list[tuple[int, bytes]] = []
+    async with asyncio.timeout(HELLO_TIMEOUT_S):
+        while not frames:
+            data = await asyncio.get_running_loop().sock_recv(sock, frame.HELLO_BYTES_MAX)
+            if not data:
+                raise ProtocolError("the connection ended before its Hello")
+            frames = reader.feed(data)
+    if len(frames) > 1 or reader.partial:
+        raise ProtocolError("a client must wait for the answer to its Hello")
+    return frames[0]
 
 
 def _frame(answer: frame.Message, request: int) -> bytes:

@@ -102,12 +102,10 @@ class Server:
             daemon = compose(
                 self.config,
                 self.node,
-                open_membership(self.config, secrets.current, time.monotonic),
+                open_membership(self.config, secrets.known, time.monotonic),
                 await open_directory(self.config),
                 self.segments,
-                lambda route: TransferWorkers(
-                    self.config, self.node.incarnation, secrets.source, route
-                ),
+                lambda route: TransferWorkers(self.config, self.node.incarnation, secrets, route),
                 look_around() if self.config.join else HostTopology(),
                 random.Random(self.node.incarnation),
                 Clocks(),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,9 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_events
+from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import Tasks, crash_if_failed
-from kvpool.errors import ConfigError, LimitExceeded
+from kvpool.errors import ConfigError
 from kvpool.placement.directory.announcement_queue import Held
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, SeenKeys, short_hash
@@ -205,6 +206,7 @@ class Engines:
         announce: Callable[[int, Engines], None],
     ) -> None:
         self._config = config
+        self._shares = Shares([tenant.name for tenant in config.all_tenants()])
         self._node = node
         self._tiers = tiers
         self._subscribe = subscribe
@@ -260,10 +262,14 @@ class Engines:
                 blocks.clear(complete=False)
         else:
             self.forget(holder)
-        if len(self._engines) >= self._config.engines_max:
-            raise LimitExceeded(
-                f"the KV events of {len(self._engines)} engines are followed on this node, the limit (engines_max)"
-            )
+        used = Counter(each.holder.tenant.name for each in self._engines.values())
+        self._shares.check(
+            used,
+            holder.tenant.name,
+            self._config.engines_max,
+            "engines are followed",
+            "engines_max",
+        )
         self._engines[id(holder)] = engine
         self._join(engine)
         if not self._begun:

@@ -108,7 +108,8 @@ class TransferWorker(WorkerProcess):
             files = TlsFiles(start.tls_cert, start.tls_key, start.tls_ca, start.tls_crl)
             self._credentials = Credentials(files, start.cluster, start.node)
         self._secrets = ClusterSecrets(
-            SecretSource(start.secret, start.secret_file, start.secret_is_local)
+            SecretSource(start.secret, start.secret_file, start.secret_is_local),
+            before=start.secrets_before,
         )
         self._start = start
         return TransferReady([self._transport(url).listen(url) for url in start.listen])

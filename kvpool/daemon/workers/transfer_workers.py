@@ -17,7 +17,7 @@ from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
-from kvpool.security.cluster_secrets import SecretSource
+from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.telemetry.node_stats import NixlStats, PathsStats, WorkerStats
 from kvpool.transfer import scheme_of
 from kvpool.wire import frame
@@ -100,7 +100,7 @@ class TransferWorkerProxy(Worker):
                 cluster=config.cluster,
                 node=config.node,
                 incarnation=self._workers.incarnation,
-                secret=self._workers.secrets.text,
+                secret=self._workers.secrets.source.text,
                 listen=self._listen,
                 connections_max=config.peers_max,
                 inflight_bytes_max=INFLIGHT_BYTES_MAX,
@@ -109,8 +109,9 @@ class TransferWorkerProxy(Worker):
                 tls_ca=config.tls_ca,
                 tls_crl=config.tls_crl,
                 plaintext=config.plaintext,
-                secret_file=self._workers.secrets.path,
-                secret_is_local=self._workers.secrets.local,
+                secret_file=self._workers.secrets.source.path,
+                secret_is_local=self._workers.secrets.source.local,
+                secrets_before=self._workers.secrets.lines(),
             ),
             START_S,
         )
@@ -217,7 +218,7 @@ class TransferWorkers:
         self,
         config: DaemonConfig,
         incarnation: str,
-        secrets: SecretSource,
+        secrets: ClusterSecrets,
         route: Callable[[str], Route | None] = lambda _: None,
     ) -> None:
         self.config = config

@@ -16,7 +16,7 @@ from kvpool.placement.records import (
     SettingsChange,
 )
 
-OTHER_PROOFS_MAX = 3
+PROOFS_MAX = 4
 
 
 def secret_proof(secret: bytes, cluster: str) -> str:
@@ -25,19 +25,29 @@ def secret_proof(secret: bytes, cluster: str) -> str:
 
 
 def config_of(cluster: str, secrets: tuple[bytes, ...]) -> ClusterConfig:
-    """As a node with these secrets would write it."""
-    first, *others = (secret_proof(secret, cluster) for secret in secrets or (b"",))
+    """What a node with these secrets knows, the newest first.
+
+    A node that had no secret before it was upgraded knows that proof, too. Peers authenticate each other in any case:
+    this is to say at the start what every one of them would say.
+    """
+    first, *others = (secret_proof(secret, cluster) for secret in (*secrets, b""))
     return ClusterConfig(cluster=cluster, secret_proof=first, other_proofs=tuple(others))
 
 
+def founding(ours: ClusterConfig) -> ClusterConfig:
+    """The record of a new cluster: with the newest secret's proof alone."""
+    return msgspec.structs.replace(ours, other_proofs=())
+
+
 def renewed(config: ClusterConfig, ours: ClusterConfig) -> ClusterConfig:
-    """With our first secret's proof in front, if the one there is of an older secret of ours."""
-    if config.secret_proof not in ours.other_proofs:
+    """With the proof of our newest secret, if it lacks that; the oldest one makes way.
+
+    Never in another order than before: two nodes with the same secrets in different orders would write for ever.
+    """
+    if ours.secret_proof in config.proofs or not set(config.proofs).intersection(ours.proofs):
         return config
-    others = [proof for proof in config.proofs if proof != ours.secret_proof]
-    return msgspec.structs.replace(
-        config, secret_proof=ours.secret_proof, other_proofs=tuple(others[:OTHER_PROOFS_MAX])
-    )
+    first, *others = (*config.proofs, ours.secret_proof)[-PROOFS_MAX:]
+    return msgspec.structs.replace(config, secret_proof=first, other_proofs=tuple(others))
 
 
 def check_config(config: ClusterConfig, ours: ClusterConfig, protocol: int) -> None:
@@ -60,7 +70,8 @@ def check_config(config: ClusterConfig, ours: ClusterConfig, protocol: int) -> N
     if not set(config.proofs).intersection(ours.proofs):
         raise ConfigError(
             f"this node's secret differs from that of cluster {config.cluster!r}: use the same secret as the other "
-            "nodes, or choose another --cluster"
+            "nodes, or choose another --cluster. If all nodes have been given another secret at once, delete etcd's key "
+            f"/kvpool/{config.cluster}/config"
         )
 
 

@@ -106,7 +106,7 @@ class EtcdMembership:
 
     suspended: seconds for which the machine was suspended. etcd counts them, and `clock` need not: a node that was
     asleep must not take its lease for a living one.
-    secrets: of the cluster, those accepted now; only proofs of them are stored. protocol: the supported wire protocol.
+    secrets: of the cluster, the newest first; only proofs of them are stored. protocol: the supported wire protocol.
     ttl_s: how long a silent node lives; etcd takes whole seconds, at least 2.
     Close it even if `start` has failed.
     """

@@ -14,7 +14,7 @@ from kvpool.placement.etcd.client import (
     read,
     unchanged,
 )
-from kvpool.placement.membership.admission import bumped, configured, renewed
+from kvpool.placement.membership.admission import bumped, configured, founding, renewed
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
     ClusterConfig,
@@ -56,7 +56,7 @@ class SharedRecords:
         """Write the cluster's configuration if there is none. Raises `ConfigError` for one that cannot be read."""
         key = self._paths.config
         if self._mirror.view.config is None:
-            ours = encode_record(self._own_config())
+            ours = encode_record(founding(self._own_config()))
             answer = await self._client.txn(
                 [absent(key)], [put(key, ours)], [read(key)], "founding the cluster", deadline_s
             )
@@ -98,7 +98,7 @@ class SharedRecords:
             [
                 put(
                     self._paths.config,
-                    encode_record(self._mirror.view.config or self._own_config()),
+                    encode_record(self._mirror.view.config or founding(self._own_config())),
                 )
             ],
             [],

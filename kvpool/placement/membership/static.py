@@ -26,6 +26,7 @@ from kvpool.placement.membership.admission import (
     check_parts,
     config_of,
     configured,
+    founding,
     incarnation_taken,
     name_taken,
     renewed,
@@ -119,7 +120,7 @@ class StaticCluster:
     def admit(self, member: StaticMembership, secrets: tuple[bytes, ...], protocol: int) -> None:
         """Join the cluster, or be its first member. Raises `ConfigError`."""
         ours = config_of(self.name, secrets)
-        config = self._view.config or ours
+        config = self._view.config or founding(ours)
         check_config(config, ours, protocol)
         if self._view.config != (config := renewed(config, ours)):
             self._set(config=config)

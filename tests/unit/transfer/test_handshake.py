@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.errors import KvpoolError, NotAuthenticated
+from kvpool.errors import Declined, KvpoolError, NotAuthenticated
 from kvpool.security.cluster_secrets import ClusterSecret, ClusterSecrets, SecretSource
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit, greet, refuse
@@ -273,7 +273,7 @@ def test_groups_of_bulk_bytes(sizes: list[int], cuts: list[int], at: int) -> Non
             into = bytearray(total)
             views = [memoryview(into)[low:high] for low, high in itertools.pairwise(ends_at)]
             if change:
-                with pytest.raises(NotAuthenticated):
+                with pytest.raises(Declined, match="do not match their tag"):
                     wire.there.receive_group(views)
             else:
                 wire.there.receive_group(views)

@@ -46,6 +46,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- true }}
 {{- end }}
 
+{{- /* The secret with the router's certificate; empty: none. Values of an older release have no such table. */ -}}
+{{- define "kvpool.routerTls" -}}
+{{- with .Values.router.tls }}{{ .existingSecret }}{{ end }}
+{{- end }}
+
 {{- /* Whether clients may speak with the router in the clear. */ -}}
 {{- define "kvpool.routerPlaintext" -}}
 {{- if not .Values.plaintext.router }}
