@@ -1458,3 +1458,22 @@ def test_the_client_imports_nothing_heavy():
     ):
         assert heavy not in loaded, heavy
     assert not any(name.startswith(("kvpool.transfer", "kvpool.daemon")) for name in loaded)
+
+
+def test_a_secret_is_created_once_and_rotated(tmp_path):
+    file = tmp_path / "cluster.secret"
+    created = CliRunner().invoke(verbs.app, ["secret", "create", str(file)])
+    assert created.exit_code == 0, created.output
+    assert "copy it to every node" in created.output
+    first = file.read_text().strip()
+    assert len(first) == 64 and first not in created.output
+    assert file.stat().st_mode & 0o777 == 0o600
+    again = CliRunner().invoke(verbs.app, ["secret", "create", str(file)])
+    assert isinstance(again.exception, ConfigError) and "exists already" in str(again.exception)
+    rotated = CliRunner().invoke(verbs.app, ["secret", "rotate", str(file), "--keep", "2h"])
+    assert rotated.exit_code == 0, rotated.output
+    assert "none needs a restart" in rotated.output
+    new, old = file.read_text().splitlines()
+    assert len(new) == 64 and new != first
+    assert old.startswith(f"{first} until 20")
+    assert new not in rotated.output and first not in rotated.output

@@ -514,6 +514,7 @@ ELSEWHERE = {
     "kvpool sim": "tests/unit/simulator/test_command.py",
     "kvpool plan": "tests/unit/planner/test_command.py",
     "kvpool certs": "needs no daemon: its own tests",
+    "kvpool secret": "needs no daemon: tests/unit/test_cli.py",
     "kvpool token": "needs no daemon: its own tests",
 }
 LAST = ("kvpool evict", "kvpool move", "kvpool clear", "kvpool drain")
