@@ -32,7 +32,7 @@ from kvpool.secret_files import (
     read_small,
     write_whole,
 )
-from kvpool.security.watched_files import WatchedFiles
+from kvpool.security.file_watch import FileWatch
 
 SECRETS_MAX = 4  # of a file: each is tried at each handshake
 SECRET_BYTES = 32  # of those that are made here
@@ -82,7 +82,7 @@ class ClusterSecrets:
         self.source = source
         self._now = now
         self._lock = threading.Lock()
-        self._watched = WatchedFiles([source.path] if source.path else [], clock)
+        self._watch = FileWatch([source.path] if source.path else [], clock)
         self._complaint = ""  # of the last reading
         self._secrets: tuple[ClusterSecret, ...] = ()
         if source.path:
@@ -92,7 +92,7 @@ class ClusterSecrets:
                 if not before:
                     raise
                 self._secrets = parse_secrets(before, source.path)
-                self._watched.forget()
+                self._watch.forget()
                 self._complaint = str(error)
                 log.warning(
                     "the cluster secrets cannot be read, the previous ones stay in use: %s", error
@@ -110,7 +110,7 @@ class ClusterSecrets:
     def current(self) -> tuple[bytes, ...]:
         """Those accepted now. Empty: there are none, so no peer is accepted."""
         with self._lock:
-            if self._watched.changed():
+            if self._watch.changed():
                 self._read_again()
             now = self._now()
             return tuple(each.secret for each in self._secrets if now < each.until)
@@ -132,7 +132,7 @@ class ClusterSecrets:
         try:
             self._secrets = read_secrets(path)
         except ConfigError as error:
-            self._watched.forget()  # it may have been copied half, or be unreadable for a moment
+            self._watch.forget()  # it may have been copied half, or be unreadable for a moment
             if str(error) != self._complaint:
                 log.warning(
                     "the new cluster secrets are invalid, the previous ones stay in use: %s", error

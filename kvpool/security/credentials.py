@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from kvpool.errors import ConfigError, NotAuthenticated
 from kvpool.security.certificate_names import NODE, CertificateName
-from kvpool.security.watched_files import WatchedFiles
+from kvpool.security.file_watch import FileWatch
 
 FLIGHTS_MAX = 8  # of a handshake with ourselves, which takes three
 
@@ -64,14 +64,14 @@ class Credentials:
         self._node = node
         self._lock = threading.Lock()
         paths = [path for path in (files.cert, files.key, files.ca, files.crl) if path]
-        self._watched = WatchedFiles(paths, clock)
+        self._watch = FileWatch(paths, clock)
         self._complaint = ""  # of the last reading
         self._contexts = self._load()
 
     def current(self) -> Contexts:
         """The contexts for the files as of now, or a moment ago. The same object until they change."""
         with self._lock:
-            if self._watched.changed():
+            if self._watch.changed():
                 self._read_again()
             return self._contexts
 
@@ -79,7 +79,7 @@ class Credentials:
         try:
             self._contexts = self._load()
         except ConfigError as error:
-            self._watched.forget()  # it may have been copied half, or be unreadable for a moment
+            self._watch.forget()  # it may have been copied half, or be unreadable for a moment
             if str(error) != self._complaint:
                 log.warning(
                     "the new TLS files are invalid, the previous ones stay in use: %s", error

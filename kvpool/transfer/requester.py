@@ -58,7 +58,12 @@ def fetch(
         if order.background:
             precedence.give_way(stream.deadline.left())
         part = rows[4 * low : 4 * high]
-        stream.receive_group(memory.spans(order.segment, order.stride, nbytes, part, start))
+        try:
+            stream.receive_group(memory.spans(order.segment, order.stride, nbytes, part, start))
+        except Declined:
+            for index in indices[low:high]:
+                outcome.status[first + index] = BlockStatus.MISMATCH
+            raise
         if order.stop:
             for index in indices[low:high]:
                 outcome.arrived(first + index, bytes(CHECKSUM_BYTES))

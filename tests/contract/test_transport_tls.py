@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.security.credentials import Contexts, Credentials
-from kvpool.security.watched_files import LOOK_S
+from kvpool.security.file_watch import LOOK_S
 from kvpool.testing.transport import Side, TransportContract, key_of, order
 from kvpool.transfer.base import Stop, TransferLimits
 from kvpool.types import BlockStatus

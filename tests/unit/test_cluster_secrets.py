@@ -21,7 +21,7 @@ from kvpool.security.cluster_secrets import (
     read_secrets,
     rotate_secrets,
 )
-from kvpool.security.watched_files import LOOK_S
+from kvpool.security.file_watch import LOOK_S
 
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 NOON = 1_764_590_400.0  # 2025-12-01T12:00:00Z

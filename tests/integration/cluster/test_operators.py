@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from kvpool.client import Client
 from kvpool.errors import (
     ClusterUnavailable,
     InvalidRequest,
@@ -17,6 +18,7 @@ from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key, keys_of
 from tests.support.local_cluster import SECRET
+from tests.support.waiting import PATIENCE_S
 
 DIGEST = PLAIN.digest()
 TWO = NamespaceRecord({"model": "of two ranks"}, (PartSpec(NBYTES), PartSpec(NBYTES)))
@@ -388,7 +390,7 @@ def test_settings_that_may_change(pair):
     # The limit holds at once: three processes of this one's are there at least.
     assert change(clients_max=1) == 1
     with pytest.raises(Unavailable, match="limit"):
-        b.node.client(connect=True)
+        Client(b.node.socket, timeout_s=PATIENCE_S, connect=True)
 
 
 def test_copies_are_told_beside_what_is_in_use(pair, numbers, until):

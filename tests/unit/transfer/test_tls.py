@@ -22,7 +22,7 @@ from kvpool.errors import ConfigError, KvpoolError, NotAuthenticated, ProtocolEr
 from kvpool.security.certificate_names import CertificateName
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Contexts, Credentials, TlsFiles
-from kvpool.security.watched_files import LOOK_S
+from kvpool.security.file_watch import LOOK_S
 from kvpool.transfer import tls
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit, greet, refuse

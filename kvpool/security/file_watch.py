@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 LOOK_S = 1.0  # between two looks at the files
 
 
-class WatchedFiles:
+class FileWatch:
     """Says when files were replaced or changed. Its owner serialises the calls.
 
     A change counts as seen before its contents are read: one that comes meanwhile is seen the next time.
