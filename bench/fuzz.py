@@ -34,6 +34,7 @@ from kvpool.types import NamespaceRecord
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from tests.fuzz.mutation import damaged, with_surplus
 from tests.support.local_cluster import LocalNode
 from tests.support.servers.etcd import free_port
 
@@ -104,7 +105,7 @@ class Rest:
                 self._shape(about["requestBody"]["content"]["application/json"]["schema"])
             ).encode()
             if rng.random() < 0.2:
-                body = _cut(body, rng)
+                body = damaged(body, rng)
         if rng.random() < 0.05:
             method = rng.choice(["GET", "PUT", "POST", "DELETE", "PATCH", "OPTIONS", "BREW"])
         headers = {"Content-Type": "application/json"} if body is not None else {}
@@ -174,7 +175,7 @@ class Rest:
             contextlib.suppress(OSError),
             socket.create_connection(("127.0.0.1", self._port), PATIENCE_S) as sock,
         ):
-            sock.sendall(_cut(request, rng))
+            sock.sendall(damaged(request, rng))
             sock.shutdown(socket.SHUT_WR)
             found = sock.recv(100)
             if found.startswith(b"HTTP/1."):
@@ -244,7 +245,7 @@ class Wire:
             sock.connect(self._path)
             first = frame.encode(hello, 1)
             if rng.random() < 0.1:
-                sock.sendall(_cut(first, rng))
+                sock.sendall(damaged(first, rng))
                 sock.shutdown(socket.SHUT_WR)
                 return _drained(sock)
             sock.sendall(first)
@@ -284,9 +285,9 @@ class Wire:
                 )
         payload = msgspec.msgpack.encode(plain)
         if rng.random() < 0.1:
-            payload = _with_surplus(payload, rng)
+            payload = with_surplus(payload, rng)
         if rng.random() < 0.2:
-            payload = _cut(payload, rng)
+            payload = damaged(payload, rng)
         return frame.HEADER.pack(len(payload), request) + payload
 
 
@@ -298,33 +299,6 @@ def _drained(sock: socket.socket) -> int:
     except TimeoutError:
         return -1
     return count
-
-
-def _with_surplus(payload: bytes, rng: random.Random) -> bytes:
-    """With one more field, as a newer version may append: nested, no text, or of a length that is not there."""
-    if not 0x90 <= payload[0] < 0x9F:
-        return payload
-    field = rng.choice(
-        (b"\x91" * rng.choice((10, 500, 5000)) + b"\xc0", b"\xa2\xff\xfe", b"\xdd\xff\xff\xff\xff")
-    )
-    return bytes([payload[0] + 1]) + payload[1:] + field
-
-
-def _cut(data: bytes, rng: random.Random) -> bytes:
-    """With something changed, left out, or put in."""
-    changed = bytearray(data)
-    for _ in range(rng.randrange(1, 6)):
-        at = rng.randrange(len(changed) + 1)
-        match rng.randrange(4):
-            case 0:
-                changed[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                del changed[at : at + rng.randrange(1, 20)]
-            case 2:
-                changed[at:at] = rng.randbytes(rng.randrange(1, 20))
-            case _:
-                changed[at:at] = changed[:50]
-    return bytes(changed)
 
 
 def _quoted(text: str) -> str:

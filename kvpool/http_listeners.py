@@ -28,6 +28,7 @@ from aiohttp.log import server_logger
 
 from kvpool.config import HTTP_UNIX, host_and_port
 from kvpool.errors import ConfigError
+from kvpool.security.file_watch import FileWatch
 
 if TYPE_CHECKING:
     from aiohttp.web_protocol import RequestHandler
@@ -84,8 +85,9 @@ class Places(Generic[C]):
 
     def trust(self, connection: C) -> None:
         """A request of it was authenticated. No effect on one without a place."""
-        if self._forget_stranger(connection) or self._known.pop(connection, self) is None:
-            self._known[connection] = None
+        if self._forget_stranger(connection) or connection in self._known:
+            self._known.pop(connection, None)
+            self._known[connection] = None  # as the last one
 
     def leave(self, connection: C) -> None:
         """It has ended. Idempotent."""
@@ -134,9 +136,8 @@ class Listeners:
         self._complain_at = 0.0
         self._listening: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._serving: set[asyncio.Task[None]] = (
-            set()
-        )  # connections before the application has them
+        # Of connections that the application does not have yet.
+        self._serving: set[asyncio.Task[None]] = set()
         self._unix: dict[Path, tuple[int, int]] = {}  # unix sockets, and which they are there
 
     async def open(
@@ -177,13 +178,13 @@ class Listeners:
                 if address.startswith(HTTP_UNIX):
                     urls.append(self._open_unix(address, unix_mode))
                 else:
-                    urls.extend(await self._open_tcp(address))
+                    urls.append(await self._open_tcp(address))
             except (OSError, ValueError) as error:
                 why = getattr(error, "strerror", None) or error
                 raise ConfigError(f"{self._setting}: cannot listen on {address}: {why}") from None
         return urls
 
-    async def _open_tcp(self, address: str) -> list[str]:
+    async def _open_tcp(self, address: str) -> str:
         """At all addresses that the host's name has, with one port. Its URL. Raises `OSError`."""
         host, port = host_and_port(address)
         loop = asyncio.get_running_loop()
@@ -203,7 +204,7 @@ class Listeners:
         if not bound and refused is not None:
             raise refused
         scheme = "http" if self._tls is None else "https"
-        return [f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}"]
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound}"
 
     def _open_unix(self, address: str, mode: int) -> str:
         path = Path(address.removeprefix(HTTP_UNIX))
@@ -257,7 +258,7 @@ class Listeners:
             )
         except OSError:  # a failed handshake, too
             self._ended(connection)
-        except BaseException:
+        except BaseException:  # it makes way for another one, or all ends
             self._ended(connection)
             raise
         if connection.handler is not None and connection.handler.transport is None:
@@ -294,13 +295,11 @@ class Listeners:
 
     async def tend(self) -> None:
         """Load new certificates when the files change, until cancelled."""
-        seen = self._look()
+        watch = FileWatch([self._cert, self._key] if self._cert else [])
         while self._tls is not None:
             await asyncio.sleep(TLS_LOOK_S)
-            now = self._look()
-            if now == seen:
+            if not watch.changed():
                 continue
-            seen = now
             try:
                 tls_context(self._cert, self._key)  # whether they belong together
                 self._tls.load_cert_chain(self._cert, self._key)
@@ -308,17 +307,6 @@ class Listeners:
                 log.warning(
                     "the new TLS files are invalid, the previous ones stay in use: %s", error
                 )
-
-    def _look(self) -> list[tuple[int, int]]:
-        found = []
-        for path in (self._cert, self._key) if self._cert else ():
-            try:
-                state = Path(path).stat()
-            except OSError:
-                found.append((0, 0))
-            else:
-                found.append((state.st_mtime_ns, state.st_ino))
-        return found
 
     async def close(self) -> None:
         for task in self._accepting:
@@ -341,7 +329,7 @@ class _Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.handler: RequestHandler | None = None
-        self.transport: asyncio.BaseTransport | None = None
+        self.transport: asyncio.Transport | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -351,8 +339,8 @@ class _Connection:
 
     def end(self) -> None:
         """At once, whatever is under way."""
-        if isinstance(self.transport, asyncio.Transport) or hasattr(self.transport, "abort"):
-            self.transport.abort()  # type: ignore[union-attr]
+        if self.transport is not None:
+            self.transport.abort()
         elif self.task is not None:
             self.task.cancel()
 

@@ -28,6 +28,7 @@ import msgspec
 from kvpool.admin.types import Role
 from kvpool.errors import ConfigError
 from kvpool.secret_files import write_whole
+from kvpool.security.file_watch import FileWatch
 
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 ALL = "*"
@@ -37,7 +38,6 @@ TOKENS_MAX = 1000
 FILE_BYTES_MAX = 1 << 20
 TOKEN_BYTES = 32
 TOKEN_CHARACTERS_MAX = 512
-LOOK_S = 1.0  # between two looks at the file
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
@@ -98,14 +98,12 @@ class Tokens:
         complain: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path = Path(file) if file else None
-        self._clock = clock
         self._complain = complain
         self._own: dict[bytes, Principal] = {}
         if digest:
             own = bytes.fromhex(digest)
             self._own[own] = Principal(LOCAL_NAME, "admin", digest=own)
-        self._seen = self._look()
-        self._looked = clock()
+        self._watch = FileWatch([file] if file else [], clock)
         self._known = self._load()
 
     def find(self, token: str) -> Principal | None:
@@ -124,27 +122,12 @@ class Tokens:
         return self._known.get(principal.digest) == principal
 
     def _refresh(self) -> None:
-        now = self._clock()
-        if self._path is None or now - self._looked < LOOK_S:
+        if not self._watch.changed():
             return
-        self._looked = now
-        seen = self._look()
-        if seen == self._seen:
-            return
-        self._seen = seen
         try:
             self._known = self._load()
         except ConfigError as error:
             self._complain(f"the tokens stay as they were: {error}")
-
-    def _look(self) -> tuple[int, int, int] | None:
-        if self._path is None:
-            return None
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _load(self) -> dict[bytes, Principal]:
         if self._path is None:

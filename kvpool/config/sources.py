@@ -71,10 +71,6 @@ def secret_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | N
     return read_small(path, f"{variable}_FILE", private=False).removesuffix("\n")
 
 
-def _variable(name: str, environ: Mapping[str, str]) -> str | None:
-    return environ.get(name)
-
-
 def read_toml(path: str) -> dict[str, Any]:
     """A file's tables. Raises `ConfigError`."""
     try:
@@ -96,9 +92,8 @@ def gather(
             continue
         variable = f"KVPOOL_{name.upper()}"
         # A setting of its own may name the file of a secret, which then is read again when it changes.
-        own_file = f"{name}_file" in _SETTINGS
-        read = secret_of if each.secret and not own_file else _variable
-        text = read(variable, environ)
+        with_file = each.secret and f"{name}_file" not in _SETTINGS
+        text = secret_of(variable, environ) if with_file else environ.get(variable)
         if text is not None:
             source = variable if variable in environ else f"{variable}_FILE"
             given[name] = Given(parse_setting(name, text, variable), source)

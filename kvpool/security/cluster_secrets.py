@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from kvpool.secret_files import (
     read_small,
     write_whole,
 )
-from kvpool.security.file_watch import FileWatch
+from kvpool.security.file_watch import Reloaded
 
 SECRETS_MAX = 4  # of a file: each is tried at each handshake
 SECRET_BYTES = 32  # of those that are made here
@@ -81,66 +80,39 @@ class ClusterSecrets:
     ) -> None:
         self.source = source
         self._now = now
-        self._lock = threading.Lock()
-        self._watch = FileWatch([source.path] if source.path else [], clock)
-        self._complaint = ""  # of the last reading
-        self._secrets: tuple[ClusterSecret, ...] = ()
-        if source.path:
-            try:
-                self._secrets = read_secrets(source.path)
-            except ConfigError as error:
-                if not before:
-                    raise
-                self._secrets = parse_secrets(before, source.path)
-                self._watch.forget()
-                self._complaint = str(error)
-                log.warning(
-                    "the cluster secrets cannot be read, the previous ones stay in use: %s", error
-                )
-        elif source.text:
-            self._secrets = (ClusterSecret(source.text.encode()),)
+        static = (ClusterSecret(source.text.encode()),) if source.text else ()
+        self._read = Reloaded(
+            [source.path] if source.path else [],
+            lambda: read_secrets(source.path) if source.path else static,
+            "cluster secrets",
+            log,
+            clock,
+            parse_secrets(before, source.path) if before else None,
+        )
 
     @classmethod
     def of(cls, *texts: str) -> Self:
         """These, which do not change."""
         found = cls(SecretSource())
-        found._secrets = tuple(ClusterSecret(text.encode()) for text in texts)
+        made = tuple(ClusterSecret(text.encode()) for text in texts)
+        found._read = Reloaded([], lambda: made, "cluster secrets", log)
         return found
 
     def current(self) -> tuple[bytes, ...]:
         """Those accepted now. Empty: there are none, so no peer is accepted."""
-        with self._lock:
-            if self._watch.changed():
-                self._read_again()
-            now = self._now()
-            return tuple(each.secret for each in self._secrets if now < each.until)
+        now = self._now()
+        return tuple(each.secret for each in self._read.current() if now < each.until)
 
     def known(self) -> tuple[bytes, ...]:
         """The same, and behind them those that have ended and are still in the file."""
-        current = self.current()
-        with self._lock:
-            ended = [each.secret for each in self._secrets if each.secret not in current]
-        return (*current, *ended)
+        now = self._now()
+        return tuple(
+            each.secret for each in sorted(self._read.current(), key=lambda each: each.until <= now)
+        )
 
     def lines(self) -> str:
         """What is in use, as in a file."""
-        with self._lock:
-            return b"".join(map(_line, self._secrets)).decode()
-
-    def _read_again(self) -> None:
-        path = self.source.path
-        try:
-            self._secrets = read_secrets(path)
-        except ConfigError as error:
-            self._watch.forget()  # it may have been copied half, or be unreadable for a moment
-            if str(error) != self._complaint:
-                log.warning(
-                    "the new cluster secrets are invalid, the previous ones stay in use: %s", error
-                )
-            self._complaint = str(error)
-        else:
-            self._complaint = ""
-            log.warning("new cluster secrets are in use: %s", path)
+        return b"".join(map(_line, self._read.current())).decode()
 
 
 def read_secrets(path: str) -> tuple[ClusterSecret, ...]:

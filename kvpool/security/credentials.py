@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 from kvpool.errors import ConfigError, NotAuthenticated
 from kvpool.security.certificate_names import NODE, CertificateName
-from kvpool.security.file_watch import FileWatch
+from kvpool.security.file_watch import Reloaded
 
 FLIGHTS_MAX = 8  # of a handshake with ourselves, which takes three
 
@@ -62,32 +61,12 @@ class Credentials:
         self.cluster = cluster
         self._files = files
         self._node = node
-        self._lock = threading.Lock()
         paths = [path for path in (files.cert, files.key, files.ca, files.crl) if path]
-        self._watch = FileWatch(paths, clock)
-        self._complaint = ""  # of the last reading
-        self._contexts = self._load()
+        self._read = Reloaded(paths, self._load, "TLS files", log, clock)
 
     def current(self) -> Contexts:
         """The contexts for the files as of now, or a moment ago. The same object until they change."""
-        with self._lock:
-            if self._watch.changed():
-                self._read_again()
-            return self._contexts
-
-    def _read_again(self) -> None:
-        try:
-            self._contexts = self._load()
-        except ConfigError as error:
-            self._watch.forget()  # it may have been copied half, or be unreadable for a moment
-            if str(error) != self._complaint:
-                log.warning(
-                    "the new TLS files are invalid, the previous ones stay in use: %s", error
-                )
-            self._complaint = str(error)
-        else:
-            self._complaint = ""
-            log.warning("new TLS files are in use: %s", self._files.cert)
+        return self._read.current()
 
     def _load(self) -> Contexts:
         """Raises `ConfigError` for files with which no peer could be met."""

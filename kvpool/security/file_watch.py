@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvpool.errors import ConfigError
+
+T = TypeVar("T")
 
 LOOK_S = 1.0  # between two looks at the files
 
@@ -35,6 +42,60 @@ class FileWatch:
 
     def _look(self) -> list[tuple[int, ...] | None]:
         return [_state(path) for path in self._paths]
+
+
+class Reloaded(Generic[T]):
+    """What was read from files, and is read again when they change. Thread-safe.
+
+    load: raises `ConfigError` for invalid ones: that is logged once, and the last valid value stays in use. If the
+    first ones are invalid it raises, unless there is a value from before. what: of what the files are, for messages.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        load: Callable[[], T],
+        what: str,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+        before: T | None = None,
+    ) -> None:
+        self._load = load
+        self._what = what
+        self._log = log
+        self._where = ", ".join(paths[:1])
+        self._lock = threading.Lock()
+        self._complaint = ""  # of the last reading
+        self._watch = FileWatch(paths, clock)
+        if before is None:
+            self._value = load()
+        else:
+            self._value = before
+            try:
+                self._value = load()
+            except ConfigError as error:
+                self._complain(error)
+
+    def current(self) -> T:
+        """The value of the files as of now, or a moment ago. The same object until they change."""
+        with self._lock:
+            if self._watch.changed():
+                try:
+                    self._value = self._load()
+                except ConfigError as error:
+                    self._complain(error)
+                else:
+                    self._complaint = ""
+                    self._log.warning("new %s are in use: %s", self._what, self._where)
+            return self._value
+
+    def _complain(self, error: ConfigError) -> None:
+        self._watch.forget()  # they may have been copied half, or be unreadable for a moment
+        if str(error) != self._complaint:
+            self._log.warning(
+                "the new %s are invalid, the previous ones stay in use: %s", self._what, error
+            )
+        self._complaint = str(error)
 
 
 def _state(path: str) -> tuple[int, ...] | None:

@@ -64,19 +64,14 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
     _check_nonce(challenge.nonce)
     _check_name(stream, challenge.node)
     said = _said(hello, challenge, stream.binding)
-    for secret in secrets:
-        if _shows((challenge.proof, *challenge.more), _digest(secret, LISTENS, said)):
-            break
-    else:
+    secret = _proved((challenge.proof, *challenge.more), secrets, LISTENS, said)
+    if secret is None:
         raise NotAuthenticated(
             "the peer did not prove that it belongs to this cluster: set the same cluster secret on all daemons"
         )
     stream.send(PeerProof(_digest(secret, CONNECTS, said)), 2)
     _answer(stream, Done)
-    _trust(stream, us, secret)
-    if _wants_keys(stream, min(agreed, us.protocol)):
-        ours, theirs = (_digest(secret, role, said) for role in (CONNECTS_KEY, LISTENS_KEY))
-        stream.use_keys(ours, theirs)
+    _rely_on(secret, stream, us, agreed, said, (CONNECTS_KEY, LISTENS_KEY))
     return challenge
 
 
@@ -107,20 +102,15 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     shown = decode_peer(payload)
     if not isinstance(shown, PeerProof):
         raise ProtocolError("the answer to a PeerChallenge must be a PeerProof")
-    for secret in secrets:
-        if _shows((shown.proof,), _digest(secret, CONNECTS, said)):
-            break
-    else:
+    secret = _proved((shown.proof,), secrets, CONNECTS, said)
+    if secret is None:
         raise NotAuthenticated(
             "wrong proof: set the same cluster secret on all daemons of the cluster"
         )
     stream.peer_node = hello.node
-    _trust(stream, us, secret)
     known()
     stream.send(Done(), request)
-    if _wants_keys(stream, min(agreed, us.protocol)):
-        ours, theirs = (_digest(secret, role, said) for role in (LISTENS_KEY, CONNECTS_KEY))
-        stream.use_keys(ours, theirs)
+    _rely_on(secret, stream, us, agreed, said, (LISTENS_KEY, CONNECTS_KEY))
     return hello
 
 
@@ -163,18 +153,33 @@ def _secrets(us: Identity) -> tuple[bytes, ...]:
     return secrets
 
 
-def _shows(proofs: tuple[bytes, ...], expected: bytes) -> bool:
-    """Whether one of these is the expected one."""
-    return any(hmac.compare_digest(proof, expected) for proof in proofs[:SECRETS_MAX])
+def _proved(
+    proofs: tuple[bytes, ...], secrets: tuple[bytes, ...], role: bytes, said: tuple[object, ...]
+) -> bytes | None:
+    """The first of our secrets that one of these proofs shows; None: none of them."""
+    for secret in secrets:
+        expected = _digest(secret, role, said)
+        if any(hmac.compare_digest(proof, expected) for proof in proofs[:SECRETS_MAX]):
+            return secret
+    return None
 
 
-def _trust(stream: Stream, us: Identity, secret: bytes) -> None:
-    """The connection lasts no longer than its secret is accepted."""
+def _rely_on(
+    secret: bytes,
+    stream: Stream,
+    us: Identity,
+    agreed: int,
+    said: tuple[object, ...],
+    keys: tuple[bytes, bytes],
+) -> None:
+    """The connection lasts as long as its secret is accepted, and has keys unless TLS protects it.
+
+    keys: the roles of ours and of theirs.
+    """
     stream.trusted = lambda: secret in us.secrets.current()
-
-
-def _wants_keys(stream: Stream, agreed: int) -> bool:
-    return not stream.binding and agreed >= KEYED_SINCE
+    if not stream.binding and min(agreed, us.protocol) >= KEYED_SINCE:
+        ours, theirs = (_digest(secret, role, said) for role in keys)
+        stream.use_keys(ours, theirs)
 
 
 def _said(hello: PeerHello, challenge: PeerChallenge, binding: bytes) -> tuple[object, ...]:

@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from kvpool.errors import NotAuthenticated
 
 TAG_BYTES = 16
-SEAL_KEY_BYTES = 32
 _NONCE = struct.Struct("<4xQ")
 _CALL_BYTES_MAX = 1 << 30  # the library takes less than 2 GiB at a time
 

@@ -41,9 +41,9 @@ class Unreachable(Unavailable):
 class Stream:
     """One connection. Used by one thread at a time, except `shut`, which any thread may call.
 
-    Every method raises `Closed` when the connection has ended, `Unavailable` when `deadline` passes
-    `ProtocolError` for a frame above the limit, and `NotAuthenticated` for a wrong tag. After any of these the stream can only be
-    closed: its position in the conversation is unknown.
+    Every method raises `Closed` when the connection has ended, `Unavailable` when `deadline` passes,
+    `ProtocolError` for a frame above the limit, and `NotAuthenticated` for a frame with a wrong tag.
+    After any of these the stream can only be closed: its position in the conversation is unknown.
 
     peer_node: the peer's node, by its certificate, or by its own message once it has been admitted
     to the cluster; None: not known. binding: a value shared by only the two ends of this connection;

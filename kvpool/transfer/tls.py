@@ -194,7 +194,7 @@ class TlsStream(Stream):
             self._contexts is self._credentials.current()
             and self._carried < CARRIED_BYTES_MAX
             and time.time() < self._valid_until
-            and self.trusted()
+            and super().fresh()
         )
 
 

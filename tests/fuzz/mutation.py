@@ -41,9 +41,9 @@ def mutate(data: bytes, rng: random.Random, choices: int = 0) -> bytes:
         if changed is not None:
             data = changed
     if rng.random() < 0.15:
-        data = _with_surplus(data, rng)
+        data = with_surplus(data, rng)
     if rng.random() < 0.4:
-        data = _raw(data, rng)
+        data = damaged(data, rng)
     return head + data[:SIZE_MAX]
 
 
@@ -107,14 +107,15 @@ def _strange(rng: random.Random) -> Any:
     return copy.deepcopy(rng.choice(STRANGE))
 
 
-def _with_surplus(data: bytes, rng: random.Random) -> bytes:
+def with_surplus(data: bytes, rng: random.Random) -> bytes:
     """With one more field, as a newer version may append."""
     if not data or not 0x90 <= data[0] < 0x9F:
         return data
     return bytes([data[0] + 1]) + data[1:] + rng.choice(SURPLUS)
 
 
-def _raw(data: bytes, rng: random.Random) -> bytes:
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """With bytes changed, left out, put in or repeated, or cut off."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, CHANGES_MAX)):
         at = rng.randint(0, len(changed))

@@ -34,6 +34,11 @@ class Model:
             return strangers[0][0]
         return next((one for one in self.used if idle(one)), None)
 
+    def trust(self, connection: int) -> None:
+        self.here = [(one, its, known or one == connection) for one, its, known in self.here]
+        if any(one == connection for one, _, _ in self.here):
+            self.used = [*(each for each in self.used if each != connection), connection]
+
     def drop(self, connection: int) -> None:
         self.here = [each for each in self.here if each[0] != connection]
         self.used = [each for each in self.used if each != connection]
@@ -61,15 +66,14 @@ def test_places(limit: int, steps: list[tuple[str, object]]) -> None:
                 continue
             places.admit(number, what)
             model.here.append((number, what, False))
-        elif step == "trust":
-            places.trust(what)  # type: ignore[arg-type]
-            model.here = [(one, its, known or one == what) for one, its, known in model.here]
-            if any(one == what for one, _, _ in model.here):
-                assert isinstance(what, int)
-                model.used = [each for each in model.used if each != what] + [what]
         else:
-            places.leave(what)  # type: ignore[arg-type]
-            model.drop(what)  # type: ignore[arg-type]
+            assert isinstance(what, int)
+            if step == "leave":
+                places.leave(what)
+                model.drop(what)
+            else:
+                places.trust(what)
+                model.trust(what)
         assert len(places) == len(model.here) <= limit
         strangers = Counter(its for _, its, known in model.here if its and not known)
         assert all(n <= max(1, limit // OF_AN_ADDRESS) for n in strangers.values())

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import Declined, KvpoolError, NotAuthenticated
-from kvpool.security.cluster_secrets import ClusterSecret, ClusterSecrets, SecretSource
+from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit, greet, refuse
 from kvpool.transfer.stream import Stream
@@ -181,13 +182,17 @@ def test_a_relay_cannot_make_two_new_daemons_do_without_keys(ends: tuple[Stream,
     listener.join()
 
 
-def test_a_connection_lasts_no_longer_than_its_secret(ends: tuple[Stream, Stream]) -> None:
-    now = [100.0]
-    secrets = ClusterSecrets(SecretSource(), now=lambda: now[0])
-    secrets._secrets = (ClusterSecret(b"new"), ClusterSecret(b"old", until=200.0))
-    meet(ends, Identity("c", "n", "i", secrets), identity("old"))
+def test_a_connection_lasts_no_longer_than_its_secret(
+    ends: tuple[Stream, Stream], tmp_path: Path
+) -> None:
+    noon, now = 1_764_590_400.0, [1_764_590_399.0]
+    file = tmp_path / "secrets"
+    file.write_text(f"a newer secret than that\n{SECRET} until 2025-12-01T12:00:00Z\n")
+    file.chmod(0o600)
+    secrets = ClusterSecrets(SecretSource(path=str(file)), now=lambda: now[0])
+    meet(ends, Identity("c", "n", "i", secrets), identity())
     assert ends[0].fresh() and ends[1].fresh()
-    now[0] = 200.0
+    now[0] = noon
     assert not ends[0].fresh()
     assert ends[1].fresh()
 
