@@ -35,7 +35,7 @@ from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from tests.fuzz.mutation import damaged, with_surplus
-from tests.support.local_cluster import LocalNode
+from tests.support.local_cluster import SECRET, LocalNode
 from tests.support.servers.etcd import free_port
 
 RECORD = NamespaceRecord.simple("fuzz", block_bytes=256, block_tokens=16)
@@ -327,6 +327,7 @@ def run(count: int, seed: int) -> dict[str, Any]:
             "KVPOOL_HTTP": f"127.0.0.1:{port}",
             "KVPOOL_HTTP_RATE": "100000",
             "KVPOOL_MEMORY": "16MiB",
+            "KVPOOL_CLUSTER_SECRET": SECRET,
         }
         node = LocalNode("n", Path(folder), [], environ)
         node.start()
