@@ -10,11 +10,13 @@ files lie on the disk of the checkout. Reads are cold: both read past the page c
 its own), packed by blosc2 on their way to the disk, beside the same blocks as they are; GB/s of blocks, not
 of the disk. `stored`: the part of their bytes that their slots take.
 
+`ssd_encrypted_*`: encrypted blocks (AES-256-GCM) beside the same blocks as they are.
+
 `index_open_1m_s`: a million entries, the process killed, the index not in the page cache.
 `crash_*`: a load is killed; what it had acknowledged is looked for. The quick run also replays every tenth
 event of a recorded load with power cuts, the full one every event.
 
-    python bench/ssd.py [--quick] [--json FILE] [--only speed|codec|puts|opening|crashes]
+    python bench/ssd.py [--quick] [--json FILE] [--only speed|codec|encryption|puts|opening|crashes]
 
 Needs fio and strace, and 3 GiB of free disk.
 """
@@ -43,6 +45,7 @@ import xxhash
 from harness import REPO, Report, daemon, in_turns, median, parse_arguments, seconds
 
 from kvpool.client import Client
+from kvpool.storage.at_rest import EncryptionSecrets
 from kvpool.storage.codecs import BLOSC2, Blosc2, slot_bytes
 from kvpool.storage.ssd.files import LinuxDisk
 from kvpool.storage.ssd.index import ENTRY
@@ -77,7 +80,7 @@ def main() -> int:
         raise SystemExit(
             f"{place} has {free >> 20} MiB free; the bench takes {FREE_BYTES >> 20} MiB"
         )
-    for part in (speed, codec, puts, opening, crashes):
+    for part in (speed, codec, encryption, puts, opening, crashes):
         if arguments.only in part.__name__:
             with tempfile.TemporaryDirectory(dir=place) as folder:
                 part(report, Path(folder))
@@ -90,12 +93,17 @@ def main() -> int:
 class Blocks:
     """A store full of blocks of one size, and passes over them at random slots."""
 
-    def __init__(self, folder: Path, nbytes: int, source: Any = None) -> None:
-        self.store = SsdStore.open(folder, FILE_BYTES + FILE_BYTES // 32, threads=DEPTH)
+    def __init__(
+        self, folder: Path, nbytes: int, source: Any = None, *, encrypted: bool = False
+    ) -> None:
+        secrets = EncryptionSecrets([b"a secret of the bench"]) if encrypted else None
+        self.store = SsdStore.open(
+            folder, FILE_BYTES + FILE_BYTES // 32, threads=DEPTH, encryption=secrets
+        )
         self.nbytes = nbytes
         self.table = self.store.add_table(b"bench")
         self.batch = BATCH_BYTES // nbytes
-        self.slots = FILE_BYTES // nbytes
+        self.slots = FILE_BYTES // self.store.slot_bytes(nbytes)
         self.dice = np.random.default_rng(1)
         self.rows = np.arange(self.batch)
         if source is None:
@@ -130,7 +138,7 @@ class Blocks:
         self.held[slots] = numbers
 
     def _offsets(self, slots: Any) -> Any:
-        return (slots * self.nbytes).astype(np.uint64)
+        return (slots * self.store.slot_bytes(self.nbytes)).astype(np.uint64)
 
     def _stored(self, numbers: Any) -> dict[str, Any]:
         """What is written of these rows, as fields of the batch."""
@@ -155,7 +163,9 @@ class Blocks:
         sums = self.sums[self.held[slots]]
         out = self.outs.get()
         statuses = self.store.read(
-            ReadBatch(self.nbytes, offsets, sums, out, self.rows[: len(slots)])
+            ReadBatch(
+                *(self.nbytes, offsets, sums, out, self.rows[: len(slots)]), keys=self.keys[slots]
+            )
         )
         self.outs.put(out)
         assert (statuses == BlockStatus.PRESENT).all()
@@ -223,6 +233,31 @@ def codec(report: Report, folder: Path) -> None:
             stored=packed.length / nbytes,
         )
         for one, name in ((packed, "packed"), (plain, "plain")):
+            one.store.close()
+            shutil.rmtree(folder / f"{label}-{name}")
+
+
+def encryption(report: Report, folder: Path) -> None:
+    print(f"encrypted blocks and the same as they are, {PASS_BYTES >> 20} MiB a pass, GB/s")
+    rounds = 3 if report.quick else 15
+    for label, nbytes in (("1m", MIB), ("64k", 64 * KIB)):
+        sealed = Blocks(folder / f"{label}-sealed", nbytes, encrypted=True)
+        plain = Blocks(folder / f"{label}-plain", nbytes)
+        taken: dict[str, list[float]] = {}
+        in_turns(
+            rounds,
+            partial(timed, "put", sealed.put, taken),
+            partial(timed, "put_plain", plain.put, taken),
+            partial(timed, "get", sealed.get, taken),
+            partial(timed, "get_plain", plain.get, taken),
+            warmup=1,
+        )
+        speeds = {name: median(times) / 1e9 for name, times in taken.items()}
+        ratio = speeds["get"] / speeds["get_plain"]
+        report.row(f"ssd_encrypted_{label}", **speeds, get_ratio=ratio)
+        if label == "1m":
+            report.check("ssd_encrypted_get_1m", ratio, at_least=0.9)
+        for one, name in ((sealed, "sealed"), (plain, "plain")):
             one.store.close()
             shutil.rmtree(folder / f"{label}-{name}")
 

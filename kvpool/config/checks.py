@@ -31,6 +31,10 @@ def check(config: DaemonConfig) -> None:
         raise ConfigError("operator_socket: must be another path than socket")
     if config.cluster_secret and config.cluster_secret_file:
         raise ConfigError("cluster_secret_file: cluster_secret is set as well; set one of them")
+    if config.encryption_secret_file and config.encryption_secret_command:
+        raise ConfigError(
+            "encryption_secret_command: encryption_secret_file is set as well; set one of them"
+        )
     _check_nixl(config)
     _check_passwords(config)
     _check_tls(config)

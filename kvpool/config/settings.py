@@ -384,6 +384,23 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             panel=TIERS,
         ),
     ] = 20.0
+    encryption_secret_file: Annotated[
+        File,
+        setting(
+            "[Encrypt blocks](security.md#encryption-at-rest) on disks and in object storage, with keys from the secrets "
+            "in this file, of mode 0600: `kvpool secret create` makes one. It is read again when it changes. Nodes that "
+            "share object storage need a secret in common.",
+            panel=TIERS,
+        ),
+    ] = ""
+    encryption_secret_command: Annotated[
+        str,
+        setting(
+            "A command that prints such secrets, run without a shell at the start and every five minutes: "
+            "`vault kv get -field=secret kv/kvpool`.",
+            panel=TIERS,
+        ),
+    ] = ""
     object_store: Annotated[
         str,
         kind(parse=parse.object_store, metavar="URL"),

@@ -115,13 +115,13 @@ class ClusterSecrets:
         return b"".join(map(_line, self._read.current())).decode()
 
 
-def read_secrets(path: str) -> tuple[ClusterSecret, ...]:
-    """The secrets of a file. Raises `ConfigError`, which shows none of them."""
+def read_secrets(path: str, where: str = WHERE) -> tuple[ClusterSecret, ...]:
+    """The secrets of a file. where: the setting that names it. Raises `ConfigError`, which shows none of them."""
     # What an orchestrator has mounted is not the daemon's own, and has the mode that it gives to all secrets.
-    return parse_secrets(read_small(path, WHERE, private=is_own(path)), path)
+    return parse_secrets(read_small(path, where, private=is_own(path)), path, where)
 
 
-def parse_secrets(content: str, path: str) -> tuple[ClusterSecret, ...]:
+def parse_secrets(content: str, path: str, where: str = WHERE) -> tuple[ClusterSecret, ...]:
     """The same of a file's content."""
     found = []
     for number, line in enumerate(content.splitlines(), 1):
@@ -131,27 +131,29 @@ def parse_secrets(content: str, path: str) -> tuple[ClusterSecret, ...]:
             continue
         if not is_printable(word.replace(" ", "")) or len(word) < SECRET_CHARACTERS_MIN:
             raise ConfigError(
-                f"{WHERE}: {path}, line {number}: must be one secret of at least {SECRET_CHARACTERS_MIN} printable "
+                f"{where}: {path}, line {number}: must be one secret of at least {SECRET_CHARACTERS_MIN} printable "
                 f"characters, perhaps with{UNTIL}and a time behind it; `kvpool secret create` makes such a file"
             )
-        found.append(ClusterSecret(word.encode(), _time(end, path, number) if end else math.inf))
+        found.append(
+            ClusterSecret(word.encode(), _time(end, path, number, where) if end else math.inf)
+        )
     if not found:
-        raise ConfigError(f"{WHERE}: {path} has no secret; `kvpool secret create` makes one")
+        raise ConfigError(f"{where}: {path} has no secret; `kvpool secret create` makes one")
     if len(found) > SECRETS_MAX:
-        raise ConfigError(f"{WHERE}: {path} has {len(found)} secrets; the limit is {SECRETS_MAX}")
+        raise ConfigError(f"{where}: {path} has {len(found)} secrets; the limit is {SECRETS_MAX}")
     if found[0].until != math.inf:
         raise ConfigError(
-            f"{WHERE}: {path}: the first secret must not end: put the new one above it"
+            f"{where}: {path}: the first secret must not end: put the new one above it"
         )
     return tuple(found)
 
 
-def _time(text: str, path: str, line: int) -> float:
+def _time(text: str, path: str, line: int, where: str) -> float:
     try:
         return datetime.strptime(text.strip(), TIME_FORMAT).replace(tzinfo=UTC).timestamp()
     except ValueError:
         raise ConfigError(
-            f"{WHERE}: {path}, line {line}: the time must look like 2026-12-01T12:00:00Z"
+            f"{where}: {path}, line {line}: the time must look like 2026-12-01T12:00:00Z"
         ) from None
 
 

@@ -255,7 +255,10 @@ class HotPrefix(msgspec.Struct, frozen=True):
 
 
 class PlaceStats(Branch):
-    """A place below memory. path: a directory, a device or a URL. blocks: parts of blocks, here as in all names below."""
+    """A place below memory. path: a directory, a device or a URL. blocks: parts of blocks, here as in all names below.
+
+    encrypted: its blocks are encrypted at rest.
+    """
 
     path: str = ""
     state: str = ""
@@ -270,6 +273,7 @@ class PlaceStats(Branch):
     mismatches: int = 0
     read_errors: int = 0
     write_errors: int = 0
+    encrypted: bool = False
 
 
 class SsdStats(PlaceStats):

@@ -18,6 +18,7 @@ type  message          direction             answer
 83    PackBlocks       control → disk        Packed
 84    Packed           disk → control
 85    DropPack         control → disk        none
+86    ChangeSecrets    control → both        none
 90    ObjectStart      control → object      Done
 91    CheckObjects     control → object      Done
 92    PutObjects       control → object      ObjectsPut
@@ -42,18 +43,21 @@ from kvpool.wire.worker import AttachSegment, Pulled, StopOrder
 class DiskStart(Message, tag=70):
     """First frame on a disk worker's control channel: the folder that it owns, and its limits.
 
-    `size`: the most bytes used in the folder. `threads`: concurrent reads and writes.
+    `size`: the most bytes used in the folder. `threads`: concurrent reads and writes. `secrets`: those of the
+    encryption at rest, the newest first; empty: blocks are not encrypted.
     """
 
     path: str
     size: int
     threads: int
+    secrets: list[bytes] = msgspec.field(default_factory=list)
 
 
 class DiskReady(Message, tag=71):
     """`tables`: number and record of each that the index knows. `direct`: whether the page cache is bypassed.
 
-    `entries_max`: blocks that the index has room for. `codecs`: the names of the available ones.
+    `entries_max`: blocks that the index has room for. `codecs`: the names of the available ones. `seal_bytes`:
+    by how much the encryption makes a block longer.
     """
 
     segment_bytes: int
@@ -61,6 +65,7 @@ class DiskReady(Message, tag=71):
     direct: bool
     tables: list[tuple[int, bytes]]
     codecs: list[str] = msgspec.field(default_factory=list)
+    seal_bytes: int = 0
 
 
 class ScanDisk(Message, tag=72):
@@ -107,7 +112,8 @@ class WriteBlocks(Message, tag=76):
 
     `slots`: byte offsets, u64. `forget`: slots whose blocks are gone; that is made durable before anything
     is written. `depths`: u32. `parents`, `checksums`: 16 bytes a key. `pack`: the blocks were packed
-    under this number, and `rows` counts those of its `PackBlocks`; 0: they are in the segment.
+    under this number, and `rows` counts those of its `PackBlocks`; 0: they are in the segment. `place`: namespace and
+    part, by which encrypted blocks are known.
     """
 
     table: int
@@ -123,6 +129,7 @@ class WriteBlocks(Message, tag=76):
     forget: bytes
     deadline_s: Finite
     pack: int = 0
+    place: bytes = b""
 
 
 class Written(Message, tag=77):
@@ -136,7 +143,8 @@ class ReadBlocks(Message, tag=78):
     """Read slots of the disk into reserved rows of a segment, and compare them with their checksums.
 
     The answer's `status`: a `BlockStatus` a key: LATE, PRESENT, MISMATCH, FAILED. `lengths`: of
-    the slots, u32, shorter than a whole block if it is packed; empty: none is.
+    the slots, u32, shorter than a whole block if it is packed; empty: none is. `keys`, `place`: as in `WriteBlocks`;
+    only of an encrypted disk.
     """
 
     nbytes: int
@@ -147,6 +155,8 @@ class ReadBlocks(Message, tag=78):
     rows: bytes
     deadline_s: Finite
     lengths: bytes = b""
+    keys: bytes = b""
+    place: bytes = b""
 
 
 class ForgetSlots(Message, tag=79):
@@ -157,13 +167,15 @@ class ForgetSlots(Message, tag=79):
 
 
 class ScrubBlocks(Message, tag=80):
-    """Compare slots of the disk with their checksums. `lengths`: see `ReadBlocks`."""
+    """Compare slots of the disk with their checksums. `lengths`, `keys`, `place`: see `ReadBlocks`."""
 
     nbytes: int
     checksums: bytes
     slots: bytes
     deadline_s: Finite
     lengths: bytes = b""
+    keys: bytes = b""
+    place: bytes = b""
 
 
 class PinSlots(Message, tag=82):
@@ -198,17 +210,24 @@ class DropPack(Message, tag=85):
     pack: int
 
 
+class ChangeSecrets(Message, tag=86):
+    """From now on these are the secrets of the encryption at rest, the newest first. No answer."""
+
+    secrets: list[bytes]
+
+
 class ObjectStart(Message, tag=90):
     """First frame on an object worker's control channel: the place of its objects, and its limits.
 
     `node`: 8 bytes, by which this node recognises its own packs across restarts. `bytes_max`: of these.
-    `instance_credentials`: without others, use the metadata service of the cloud.
+    `instance_credentials`: without others, use the metadata service of the cloud. `secrets`: as in `DiskStart`.
     """
 
     url: str
     node: bytes
     bytes_max: int
     instance_credentials: bool
+    secrets: list[bytes] = msgspec.field(default_factory=list)
 
 
 class CheckObjects(Message, tag=91):
@@ -257,6 +276,7 @@ class GetObjects(Message, tag=94):
     digest: bytes
     part: int
     nbytes: int
+    keys: bytes
     locations: bytes
     segment: int
     stride: int
@@ -335,6 +355,7 @@ DiskMessage = (
     | PackBlocks
     | Packed
     | DropPack
+    | ChangeSecrets
     | StopOrder
     | Done
     | Bytes
@@ -355,6 +376,7 @@ ObjectMessage = (
     | DropPacks
     | ObjectStats
     | ForgetBlocks
+    | ChangeSecrets
     | StopOrder
     | Done
     | Bytes

@@ -13,6 +13,9 @@ trailer has a fixed size and comes last; its checksum covers the record, the tab
 repeats the pack's name, so neither a damaged nor a misplaced object passes. The blocks have their own
 checksums, in the table and in the locations.
 
+With encryption (`kvpool.storage.at_rest`) each block is 16 bytes longer, by its tag, and so are record and table
+together; the trailer stays readable. A reader with secrets takes no object without them, and the other way round.
+
 A *location* is the catalog's value for a block: 50 bytes, little-endian, versioned. Namespace and part are
 known at a lookup, and are not in it.
 
@@ -31,6 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.storage.at_rest import TAG_BYTES, ObjectSealer, block_name, place_name
 from kvpool.types import (
     CHECKSUM_BYTES,
     KEY_BYTES,
@@ -41,11 +45,13 @@ from kvpool.types import (
 )
 
 PACK_FORMAT = 1
+PACK_FORMAT_SEALED = 2
 LOCATION_FORMAT = 1
 NODE_BYTES = 8
 PACK_ID_BYTES = 16
 DIGEST_BYTES = 16
 CODEC_NONE = 0
+CODEC_SEALED = 1
 PACK_BLOCKS_MAX = 1 << 16
 PACK_BYTES_MAX = 2 << 30
 """No block of a pack ends beyond this: room for one of the largest, or for many small ones."""
@@ -192,21 +198,23 @@ def decode_locations(packed: bytes) -> Array:
     return np.frombuffer(packed, LOCATION)
 
 
-def usable(locations: Array, nbytes: int) -> npt.NDArray[np.bool_]:
-    """Which of them may name a block of `nbytes`, in a known version and codec."""
+def usable(locations: Array, nbytes: int, *, sealed: bool = False) -> npt.NDArray[np.bool_]:
+    """Which of them may name a block of `nbytes`, in a known version and codec. sealed: encrypted."""
+    stored = nbytes + (TAG_BYTES if sealed else 0)
     fits: npt.NDArray[np.bool_] = (
         (locations["version"] == LOCATION_FORMAT)
-        & (locations["codec"] == CODEC_NONE)
+        & (locations["codec"] == (CODEC_SEALED if sealed else CODEC_NONE))
         & (locations["nbytes"] == nbytes)
-        & (locations["stored"] == nbytes)
-        & (locations["offset"] <= PACK_BYTES_MAX - nbytes)
+        & (locations["stored"] == stored)
+        & (locations["offset"] <= PACK_BYTES_MAX - stored)
     )
     return fits
 
 
-def pack_size(nbytes: int, blocks: int, record: bytes) -> int:
+def pack_size(nbytes: int, blocks: int, record: bytes, *, sealed: bool = False) -> int:
     """The bytes of an object with so many blocks."""
-    return blocks * (nbytes + ENTRY.itemsize) + len(record) + TRAILER_BYTES
+    size = blocks * (nbytes + ENTRY.itemsize) + len(record) + TRAILER_BYTES
+    return size + (blocks + 1) * TAG_BYTES if sealed else size
 
 
 def build(
@@ -216,22 +224,35 @@ def build(
     entries: Array,
     source: Bytes2D,
     rows: npt.NDArray[np.intp],
+    sealer: ObjectSealer | None = None,
 ) -> tuple[PackTable, Bytes1D]:
-    """A pack's table and its bytes, 1-D. Blocks are copied from the first `nbytes` of the rows.
+    """A pack's table and its bytes, 1-D. Blocks are copied from the first `nbytes` of the rows, or encrypted.
 
     entries: of dtype `ENTRY` with keys, parents, checksums and depths set; the rest is set here.
     """
     n = len(entries)
-    entries["offset"] = np.arange(n, dtype=np.uint64) * nbytes
-    entries["stored"] = entries["nbytes"] = nbytes
-    entries["codec"] = CODEC_NONE
-    data = n * nbytes
-    body = np.empty(pack_size(nbytes, n, record), np.uint8)
-    # One call that releases the GIL. The rows were checked, so "clip" only avoids a copy.
-    np.take(source[:, :nbytes], rows, axis=0, out=body[:data].reshape(n, nbytes), mode="clip")
+    stored = nbytes + (0 if sealer is None else TAG_BYTES)
+    entries["offset"] = np.arange(n, dtype=np.uint64) * stored
+    entries["stored"], entries["nbytes"] = stored, nbytes
+    entries["codec"] = CODEC_NONE if sealer is None else CODEC_SEALED
+    data = n * stored
+    body = np.empty(pack_size(nbytes, n, record, sealed=sealer is not None), np.uint8)
+    blocks = body[:data].reshape(n, stored)
+    if sealer is None:
+        # One call that releases the GIL. The rows were checked, so "clip" only avoids a copy.
+        np.take(source[:, :nbytes], rows, axis=0, out=blocks, mode="clip")
+    else:
+        place = place_name(name.digest, name.part)
+        for at, (entry, row) in enumerate(zip(entries, rows.tolist(), strict=True)):
+            called = block_name(place, bytes(entry["key"]), bytes(entry["checksum"]), nbytes)
+            sealer.seal(name.path, at * stored, source[row, :nbytes], called, blocks[at])
     tail = record + entries.tobytes()
+    version = PACK_FORMAT if sealer is None else PACK_FORMAT_SEALED
+    sizes = _sizes(version, n, len(record), data)
+    if sealer is not None:
+        tail = sealer.seal_table(name.path, tail, sizes)
     head = _TRAILER.pack(
-        PACK_FORMAT,
+        version,
         n,
         len(record),
         name.part,
@@ -247,7 +268,12 @@ def build(
     return PackTable(name, record, entries), body
 
 
-def tail_bytes(name: PackName, end: bytes, size: int) -> int:
+def _sizes(version: int, count: int, record: int, data: int) -> bytes:
+    """What is authenticated with an encrypted table."""
+    return struct.pack("<IIIQ", version, count, record, data)
+
+
+def tail_bytes(name: PackName, end: bytes, size: int, *, sealed: bool = False) -> int:
     """How many of a pack's last bytes `parse_tail` needs, from its last `TRAILER_BYTES`.
 
     size: of the object. Raises `ProtocolError` unless it is a pack of this name.
@@ -255,31 +281,43 @@ def tail_bytes(name: PackName, end: bytes, size: int) -> int:
     if len(end) != TRAILER_BYTES:
         raise ProtocolError(f"{name.path}: not a pack: shorter than a trailer")
     version, count, record, part, data, digest, pack, _, magic = _TRAILER.unpack(end)
-    if magic != _MAGIC or version != PACK_FORMAT:
-        raise ProtocolError(f"{name.path}: not a pack of format {PACK_FORMAT}")
+    expected = PACK_FORMAT_SEALED if sealed else PACK_FORMAT
+    if magic != _MAGIC or version != expected:
+        raise ProtocolError(
+            f"{name.path}: not a pack of format {expected}, {'' if sealed else 'not '}encrypted"
+        )
     if (digest, part, pack) != (name.digest, name.part, name.pack):
         raise ProtocolError(f"{name.path}: its contents were written under another name")
     if not 0 < count <= PACK_BLOCKS_MAX or record > RECORD_BYTES_MAX or data > PACK_BYTES_MAX:
         raise ProtocolError(f"{name.path}: its sizes exceed the format's limits")
-    tail: int = record + count * ENTRY.itemsize + TRAILER_BYTES
+    tail: int = record + count * ENTRY.itemsize + (TAG_BYTES if sealed else 0) + TRAILER_BYTES
     if data + tail != size:
         raise ProtocolError(f"{name.path}: {size} bytes, but its trailer says {data + tail}")
     return tail
 
 
-def parse_tail(name: PackName, tail: bytes, size: int) -> PackTable:
+def parse_tail(
+    name: PackName, tail: bytes, size: int, sealer: ObjectSealer | None = None
+) -> PackTable:
     """The table of a pack from its last `tail_bytes`. size: of the object.
 
-    Raises `ProtocolError` if it is damaged or not a pack of this name.
+    Raises `ProtocolError` if it is damaged or not a pack of this name, or no secret in use decrypts it.
     """
-    if tail_bytes(name, tail[-TRAILER_BYTES:], size) != len(tail):
+    if tail_bytes(name, tail[-TRAILER_BYTES:], size, sealed=sealer is not None) != len(tail):
         raise ProtocolError(f"{name.path}: its table is truncated")
     covered = len(tail) - TRAILER_BYTES + _CHECKSUM_AT
     fields = _TRAILER.unpack(tail[-TRAILER_BYTES:])
     if xxhash.xxh3_128_digest(tail[:covered]) != fields[7]:
         raise ProtocolError(f"{name.path}: the checksum of its table is wrong")
-    record_bytes, data = fields[2], fields[4]
-    entries = np.frombuffer(tail[record_bytes:-TRAILER_BYTES], ENTRY)
+    version, count, record_bytes, _, data, *_ = fields
+    table: bytes | None = tail[:-TRAILER_BYTES]
+    if sealer is not None:
+        sizes = _sizes(version, count, record_bytes, data)
+        table = sealer.open_table(name.path, tail[:-TRAILER_BYTES], sizes)
+        if table is None:
+            raise ProtocolError(f"{name.path}: no secret in use decrypts its table")
+    assert table is not None
+    entries = np.frombuffer(table[record_bytes:], ENTRY)
     ends = entries["offset"] + entries["stored"]
     if (
         (ends[:-1] > entries["offset"][1:]).any()
@@ -288,7 +326,7 @@ def parse_tail(name: PackName, tail: bytes, size: int) -> PackTable:
         or (entries["nbytes"] > PART_BYTES_MAX).any()
     ):
         raise ProtocolError(f"{name.path}: its blocks overlap or exceed it")
-    return PackTable(name, tail[:record_bytes], entries)
+    return PackTable(name, table[:record_bytes], entries)
 
 
 def columns(packed: bytes) -> Array:

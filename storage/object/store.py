@@ -32,6 +32,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.errors import ConfigError, InvalidRequest, ProtocolError
+from kvpool.storage.at_rest import EncryptionSecrets, ObjectSealer, block_name, place_name
 from kvpool.storage.object.client import Fault, Listed, ObjectClient, ObstoreClient, StoreFault
 from kvpool.storage.object.packs import (
     ENTRY,
@@ -58,7 +59,7 @@ from kvpool.storage.object.packs import (
 from kvpool.storage.object.ranges import Range, plan
 from kvpool.storage.object.requests import Clock, Job, ObjectLimits, Requests
 from kvpool.storage.object.usage import DroppedPack, ObjectUsage, UsageStats
-from kvpool.types import PART_BYTES_MAX, BlockStatus
+from kvpool.types import KEY_BYTES, PART_BYTES_MAX, BlockStatus
 
 TAIL_GUESS_BYTES = 64 << 10
 """Bytes of a pack's end that are read at first; the tables of most packs are shorter."""
@@ -110,12 +111,13 @@ class PutResult:
 @dataclass(frozen=True, slots=True)
 class GetBatch:
     """Blocks of one namespace and part. locations: of dtype `LOCATION`, from the catalog. They go to the
-    first `nbytes` of the rows of `destination`, which are the call's alone until it returns.
+    first `nbytes` of the rows of `destination`, which are the call's alone until it returns. keys: packed.
     """
 
     digest: bytes
     part: int
     nbytes: int
+    keys: bytes
     locations: Array
     destination: Bytes2D
     rows: Rows
@@ -125,6 +127,8 @@ class GetBatch:
         _check_rows(self.nbytes, self.destination, self.rows)
         if self.locations.dtype != LOCATION or self.locations.shape != self.rows.shape:
             raise InvalidRequest("there must be one location per row")
+        if len(columns(self.keys)) != len(self.rows):
+            raise InvalidRequest("there must be one key per row")
         if len(np.unique(self.rows)) != len(self.rows):
             raise InvalidRequest("two blocks cannot be read into one row")
         if not self.destination.flags.writeable:
@@ -166,6 +170,7 @@ class ObjectStore:
     node: 8 bytes that name this node and stay the same over its restarts: packs with them are its own to
         delete. clock: monotonic, for deadlines; wall: seconds since 1970, for the order of eviction.
         token: n random bytes, never the same again.
+    encryption: encrypt the blocks; then no others are read.
     """
 
     def __init__(
@@ -178,6 +183,7 @@ class ObjectStore:
         wall: Clock = time.time,
         rng: random.Random | None = None,
         token: Callable[[int], bytes] = secrets.token_bytes,
+        encryption: EncryptionSecrets | None = None,
     ) -> None:
         if len(node) != NODE_BYTES:
             raise InvalidRequest(f"a node is named by {NODE_BYTES} bytes")
@@ -187,6 +193,8 @@ class ObjectStore:
         self._clock = clock
         self._wall = wall
         self._token = token
+        self._sealer = None if encryption is None else ObjectSealer(encryption)
+        self._sealed = encryption is not None
         self._lock = threading.Lock()  # of the books and the counts
         self._making_room = threading.Lock()
         self._books = ObjectUsage(limits.bytes_max, limits.dead_share_max)
@@ -203,6 +211,7 @@ class ObjectStore:
         options: Mapping[str, Any] = NOTHING,
         client_options: Mapping[str, Any] = NOTHING,
         instance_credentials: bool = False,
+        encryption: EncryptionSecrets | None = None,
     ) -> ObjectStore:
         """A store at s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder.
 
@@ -222,7 +231,7 @@ class ObjectStore:
             attempt_s=limits.attempt_s + PACK_BYTES_MAX / limits.bytes_s_min,
             connect_s=limits.connect_s,
         )
-        return cls(objects, node=node, limits=limits)
+        return cls(objects, node=node, limits=limits, encryption=encryption)
 
     def __enter__(self) -> Self:
         return self
@@ -300,7 +309,7 @@ class ObjectStore:
         """
         deadline = self._clock() + timeout_s
         statuses = np.full(len(batch.rows), BlockStatus.FAILED, np.uint8)
-        fits = usable(batch.locations, batch.nbytes)
+        fits = usable(batch.locations, batch.nbytes, sealed=self._sealed)
         statuses[~fits] = BlockStatus.MISMATCH
         ranges = plan(
             batch.locations,
@@ -308,7 +317,7 @@ class ObjectStore:
             range_bytes=self._limits.range_bytes,
             gap_bytes=self._limits.gap_bytes,
         )
-        reading = _Reading(batch, statuses)
+        reading = _Reading(batch, statuses, self._sealer)
         jobs = (
             (
                 one,
@@ -443,19 +452,23 @@ class ObjectStore:
         entries["checksum"] = columns(batch.checksums)
         entries["depth"] = batch.depths
         step = min(max(1, self._limits.pack_bytes // nbytes), PACK_BLOCKS_MAX)
+        sealed = self._sealed
         for first in range(0, len(entries), step):
             if self._requests.suspended_s:
                 return  # nothing is deleted to make room for packs that will not be sent
             which = slice(first, first + step)
             mine = entries[which]
             pack = self._node + self._token(PACK_ID_BYTES - NODE_BYTES)
-            size = pack_size(nbytes, len(mine), table.record)
+            size = pack_size(nbytes, len(mine), table.record, sealed=sealed)
             if not self._make_room(pack, size, result.dropped, deadline):
                 result.statuses[which] = BlockStatus.NO_SPACE
                 continue
             name = PackName(table.digest, table.part, pack)
             unsettled[pack] = name
-            done, body = build(name, table.record, nbytes, mine, batch.source, batch.rows[which])
+            done, body = build(
+                *(name, table.record, nbytes, mine, batch.source, batch.rows[which]),
+                self._sealer,
+            )
             yield (which, done), partial(self._objects.put, name.path, body), size
 
     def _make_room(
@@ -549,7 +562,7 @@ class ObjectStore:
             return None
         tail = (await self._objects.get(name.path, at, size)).tobytes()
         try:
-            needed = tail_bytes(name, tail[-TRAILER_BYTES:], size)
+            needed = tail_bytes(name, tail[-TRAILER_BYTES:], size, sealed=self._sealed)
         except ProtocolError:
             return None
         if needed > len(tail):
@@ -562,7 +575,7 @@ class ObjectStore:
         try:
             if tail is None:
                 raise ProtocolError(f"{name.path} is not a pack")
-            table = parse_tail(name, tail, listed.size)
+            table = parse_tail(name, tail, listed.size, self._sealer)
         except ProtocolError:
             with self._lock:
                 self._counts.packs_unreadable += 1
@@ -596,11 +609,16 @@ class _Listing:
 class _Reading:
     """The results for the blocks of a batch."""
 
-    def __init__(self, batch: GetBatch, statuses: Statuses) -> None:
+    def __init__(
+        self, batch: GetBatch, statuses: Statuses, sealer: ObjectSealer | None = None
+    ) -> None:
         self._batch = batch
         self._statuses = statuses
-        self._left = np.full(len(batch.rows), batch.nbytes, np.int64)
+        self._sealer = sealer
+        self._place = place_name(batch.digest, batch.part)
+        self._left = batch.locations["stored"].astype(np.int64)
         self._checksums = batch.locations["checksum"]
+        self._pieces: dict[int, Bytes1D] = {}  # encrypted blocks that come in several ranges
 
     def take(self, one: Range, found: Bytes1D | StoreFault) -> None:
         """A range arrived, or failed."""
@@ -612,6 +630,9 @@ class _Reading:
         batch = self._batch
         for index, at, inside, length in one.pieces:
             data = found[at : at + length]
+            if self._sealer is not None:
+                self._take_sealed(self._sealer, index, inside, data)
+                continue
             row = batch.destination[batch.rows[index]]
             if length == batch.nbytes:
                 # Verified before it is copied: the row of a wrong block is not touched.
@@ -626,6 +647,24 @@ class _Reading:
             if not self._left[index]:
                 right = self._right(index, row[: batch.nbytes])
                 self._statuses[index] = BlockStatus.PRESENT if right else BlockStatus.MISMATCH
+
+    def _take_sealed(self, sealer: ObjectSealer, index: int, inside: int, data: Bytes1D) -> None:
+        """Bytes of an encrypted block, from `inside` on: nothing of it is taken before all is there."""
+        batch, where = self._batch, self._batch.locations[index]
+        self._left[index] -= data.size
+        if data.size < where["stored"]:
+            whole = self._pieces.setdefault(index, np.empty(int(where["stored"]), np.uint8))
+            np.copyto(whole[inside : inside + data.size], data)
+            if self._left[index]:
+                return
+            data = self._pieces.pop(index)
+        name = PackName(batch.digest, batch.part, where["pack"].tobytes())
+        key = batch.keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+        called = block_name(self._place, key, bytes(where["checksum"]), batch.nbytes)
+        out = batch.destination[batch.rows[index], : batch.nbytes]
+        right = sealer.open(name.path, int(where["offset"]), data, called, out)
+        right = right and self._right(index, out)
+        self._statuses[index] = BlockStatus.PRESENT if right else BlockStatus.MISMATCH
 
     def _right(self, index: int, data: Bytes1D) -> bool:
         return xxhash.xxh3_128_digest(data.data) == bytes(self._checksums[index])

@@ -67,7 +67,7 @@ ENTRY = np.dtype(
         ("depth", "<u4"),
         ("codec", "u1"),  # 0: none
         ("pin", "u1"),
-        ("spare", "u1", (2,)),
+        ("seal", "<u2"),  # 0: not encrypted; else a number for the key
         ("check", "<u4"),  # of all the others
     ]
 )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.memory.buffers import Bytes1D, Rows2D
-from kvpool.storage.codecs import Blosc2
+from kvpool.storage.codecs import Blosc2, slot_classes
 
 SAMPLE_BYTES = 64 << 10
 ITEM_BYTES_TRIED = (2, 1, 4)
@@ -41,6 +41,18 @@ def pack(source: Rows2D, rows: npt.NDArray[np.int64], nbytes: int) -> Packed:
     for at, row in enumerate(rows.tolist()):
         stored[at] = codec.encode(source[row, :nbytes], out[at]).stored
     return Packed(out, stored)
+
+
+def slot_contents(
+    stored: npt.NDArray[np.uint32], nbytes: int, seal_bytes: int
+) -> npt.NDArray[np.uint32]:
+    """The bytes that blocks of `nbytes`, packed to `stored`, take in their slots; `nbytes`: not worth it.
+
+    seal_bytes: by how much encryption makes them longer.
+    """
+    *_, shorter, _ = (0, *slot_classes(nbytes))
+    sealed: npt.NDArray[np.uint32] = stored + np.uint32(seal_bytes)
+    return np.where(sealed <= shorter, sealed, np.uint32(nbytes))
 
 
 def _item_bytes(sample: Bytes1D) -> int:

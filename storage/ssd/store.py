@@ -6,6 +6,8 @@ One `SsdStore` owns one directory and a number of bytes of its disk:
     index/data.mdb   which slot holds what (index.py)
     lock             one process at a time
 
+    sealed           an empty file: the blocks are encrypted (at_rest.py)
+
 It decides nothing. Its caller chooses slots and evictions;
 the store keeps the order in which these become durable (commit.py), and moves the bytes
 (staging.py, files.py). It trusts no byte that it reads: the checksum of the raw
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import threading
@@ -33,6 +36,7 @@ import xxhash
 from kvpool.errors import AlreadyRunning, ConfigError, InvalidRequest, SegmentError, Unavailable
 from kvpool.memory.buffers import Bytes1D, Rows2D
 from kvpool.storage import codecs
+from kvpool.storage.at_rest import SEAL_BYTES, BlockSealer, EncryptionSecrets, block_name
 from kvpool.storage.codecs import RAW, Codec
 from kvpool.storage.ssd.commit import Committer, Statuses
 from kvpool.storage.ssd.files import PAGE, Direct, Disk, LinuxDisk, SegmentFile
@@ -56,6 +60,8 @@ __all__ = [
     "WriteBatch",
     "slot_bytes",
 ]
+
+log = logging.getLogger(__name__)
 
 SIZE_MIN = 4 << 20
 BATCH_MAX = 1 << 16
@@ -83,12 +89,13 @@ def slot_bytes(nbytes: int) -> int:
 class WriteBatch:
     """n blocks of one table and size. Everything is the caller's, and is not kept after the call.
 
-    offsets: of the slots, u64[n]: multiples of 4096, disjoint, each `slot_bytes(nbytes)` long.
+    offsets: of the slots, u64[n]: multiples of 4096, disjoint, each `SsdStore.slot_bytes(nbytes)` long.
     stored: u32[n]: blocks compressed by `codec`, to this many bytes of their rows. Their slots are
-        `codecs.slot_bytes(stored, nbytes)` long. None: uncompressed.
+        `codecs.slot_bytes(stored + seal_bytes, nbytes)` long. None: uncompressed.
     keys, parents, checksums: u8[n, 16]. A checksum is xxh3-128 of the block's bytes.
     depths: u32[n]. pins: u8[n].
     source, rows: block i is the first `nbytes` of `source[rows[i]]`; i64[n].
+    place: namespace and part, by which encrypted blocks are known; else unused.
     """
 
     table: int
@@ -103,14 +110,16 @@ class WriteBatch:
     rows: RowNumbers
     stored: npt.NDArray[np.uint32] | None = None
     codec: int = RAW
+    place: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
     """n blocks of one size; shapes as in `WriteBatch`.
 
-    lengths: of the slots, i64[n]; slots shorter than `slot_bytes(nbytes)` were stored by
+    lengths: of the slots, i64[n]; slots shorter than `SsdStore.slot_bytes(nbytes)` were stored by
         `codec`. None: no slot is shorter.
+    keys, place: as in `WriteBatch`; needed if the store is encrypted.
     destination, rows: block i goes to the first `nbytes` of `destination[rows[i]]`; writable, and
         nobody else's during the call. Without a destination the blocks are only verified.
     """
@@ -122,6 +131,8 @@ class ReadBatch:
     rows: RowNumbers | None = None
     lengths: npt.NDArray[np.int64] | None = None
     codec: Codec | None = None
+    keys: Digests | None = None
+    place: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +168,17 @@ class SsdStore:
     Calls wait for the disk as long as it takes; see `StagingThreads`.
     """
 
-    def __init__(self, segment: SegmentFile, index: SsdIndex, lock_fd: int, threads: int) -> None:
+    def __init__(
+        self,
+        segment: SegmentFile,
+        index: SsdIndex,
+        lock_fd: int,
+        threads: int,
+        sealer: BlockSealer | None,
+    ) -> None:
         """Use `open`."""
+        self.seal_bytes = 0 if sealer is None else SEAL_BYTES
+        self._sealer = sealer
         self.segment_bytes = segment.nbytes
         self.entries_max = index.entries_max
         self.direct = segment.direct
@@ -182,12 +202,14 @@ class SsdStore:
         direct: Direct = "auto",
         threads: int = 8,
         disk: Disk | None = None,
+        encryption: EncryptionSecrets | None = None,
     ) -> SsdStore:
         """Open or create the store in the directory `path`, in `size` bytes of its disk at most.
 
         A store of another size is grown or shrunk; blocks beyond the new end are dropped.
         direct: O_DIRECT. "auto": if the file system can; True: or `ConfigError`.
         threads: concurrent requests to the disk; each takes 4 MiB of memory.
+        encryption: encrypt the blocks. A store that was not encrypted, or is not to be any more, starts empty.
 
         Raises `AlreadyRunning`, `ConfigError` (size, format of another version), `SegmentError`
         (no room, no permission, a failing disk).
@@ -201,6 +223,7 @@ class SsdStore:
         segment_bytes = (size - map_bytes - _small_files_bytes(size)) // PAGE * PAGE
         lock_fd = _lock(folder)
         try:
+            _mark_sealed(folder, encryption is not None)
             if not (
                 folder / "segment"
             ).exists():  # otherwise an index would describe bytes that are gone
@@ -224,7 +247,8 @@ class SsdStore:
         except BaseException:
             os.close(lock_fd)
             raise
-        return cls(segment, index, lock_fd, threads)
+        sealer = None if encryption is None else BlockSealer(encryption, index.store_id)
+        return cls(segment, index, lock_fd, threads, sealer)
 
     def close(self) -> None:
         """Wait for calls under way, make queued operations durable, and close. Idempotent."""
@@ -245,11 +269,12 @@ class SsdStore:
     def entries(self, chunk: int = 50_000) -> Iterator[Entries]:
         """All entries as arrays of dtype `ENTRY`, up to `chunk` each, in the order of their offsets.
 
-        Invalid records are left out, counted, and forgotten. Meant for the start:
-        later chunks may or may not include concurrent changes.
+        Invalid records are left out, counted, and forgotten, and those of blocks that no key in use can decrypt.
+        Meant for the start: later chunks may or may not include concurrent changes.
         """
+        numbers = [0] if self._sealer is None else self._sealer.known_numbers()
         for entries in self._index.chunks(chunk):
-            sound = self._index.sound(entries)
+            sound = self._index.sound(entries) & np.isin(entries["seal"], numbers)
             if sound.all():
                 yield entries
                 continue
@@ -343,7 +368,9 @@ class SsdStore:
         Blocks that are not PRESENT have no entry after a restart, unless the disk fails without reporting
         it; then their checksum shows it. The source must not change during the call.
         """
-        lengths = None if batch.stored is None else _slot_lengths(batch.stored, batch.nbytes)
+        seal, lengths = np.uint32(self.seal_bytes), None
+        if batch.stored is not None:
+            lengths = _slot_lengths(batch.stored + seal, batch.nbytes)
         slots = self._checked(batch.nbytes, batch.offsets, batch.source, batch.rows, lengths)
         n = len(slots)
         if not self._index.has_table(batch.table):
@@ -351,9 +378,11 @@ class SsdStore:
         entries = np.zeros(n, ENTRY)
         entries["offset"] = slots
         entries["table"] = batch.table
-        entries["nbytes"] = entries["stored"] = batch.nbytes
+        entries["nbytes"], entries["stored"] = batch.nbytes, batch.nbytes + self.seal_bytes
         if batch.stored is not None:
-            entries["stored"], entries["codec"] = batch.stored, batch.codec
+            entries["stored"], entries["codec"] = batch.stored + seal, batch.codec
+        if self._sealer is not None:
+            entries["seal"] = self._sealer.key_number()
         entries["key"], entries["parent"] = batch.keys, batch.parents
         entries["checksum"], entries["depth"] = batch.checksums, batch.depths
         entries["pin"] = batch.pins
@@ -362,7 +391,7 @@ class SsdStore:
                 self._count(write_errors=n)
                 return np.full(n, BlockStatus.NO_SPACE, np.uint8)
             pending = self._committer.begin(entries)
-            writer = _Writer(self._segment, batch, pending.statuses)
+            writer = _Writer(self._segment, batch, pending.statuses, self._sealer)
             try:
                 self._crew.run(self._jobs(slots, batch.nbytes, lengths), writer)
             except BaseException:
@@ -371,7 +400,7 @@ class SsdStore:
             finally:
                 self._committer.commit(pending)
         statuses = pending.statuses
-        for slot, blocks in _by_length(slots, batch.nbytes, lengths):
+        for slot, blocks in self._by_length(slots, batch.nbytes, lengths):
             placed = np.sort(slots[blocks])
             for first, end in _runs(placed, slot):
                 self._segment.drop_pages(int(placed[first]), (end - first) * slot)
@@ -392,7 +421,7 @@ class SsdStore:
         slots = self._checked(batch.nbytes, batch.offsets, batch.destination, batch.rows, lengths)
         statuses = np.full(len(slots), BlockStatus.LATE, np.uint8)
         with self._call():
-            reader = _Reader(self._segment, batch, statuses)
+            reader = _Reader(self._segment, batch, statuses, self._sealer)
             self._crew.run(self._jobs(slots, batch.nbytes, lengths), reader)
         self._count_read(statuses, batch)
         return statuses
@@ -405,7 +434,7 @@ class SsdStore:
         """
         slots = self._checked(batch.nbytes, batch.offsets, None, None, batch.lengths)
         statuses = np.full(len(slots), BlockStatus.LATE, np.uint8)
-        reader = _Reader(self._segment, batch, statuses)
+        reader = _Reader(self._segment, batch, statuses, self._sealer)
         for number, job in enumerate(self._jobs(slots, batch.nbytes, batch.lengths)):
             if number:
                 pause()
@@ -413,6 +442,18 @@ class SsdStore:
                 self._crew.run([job], reader)
         self._count_read(statuses, batch)
         return statuses
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """The slot size for an uncompressed block of `nbytes`: whole pages."""
+        return slot_bytes(nbytes + self.seal_bytes)
+
+    def _by_length(self, slots: Offsets, nbytes: int, lengths: Lengths | None) -> Iterator[Job]:
+        """The blocks by the lengths of their slots."""
+        if lengths is None:
+            yield self.slot_bytes(nbytes), np.arange(len(slots))
+            return
+        for length in np.unique(lengths).tolist():
+            yield length, np.flatnonzero(lengths == length)
 
     def _count_read(self, statuses: Statuses, batch: ReadBatch) -> None:
         done = statuses == BlockStatus.PRESENT
@@ -461,7 +502,7 @@ class SsdStore:
             raise InvalidRequest(f"{n} blocks in one batch; at most {BATCH_MAX} are allowed")
         if nbytes < 1:
             raise InvalidRequest(f"a block cannot have {nbytes} bytes")
-        whole = slot_bytes(nbytes)
+        whole = self.slot_bytes(nbytes)
         if lengths is not None and (
             len(lengths) != n
             or (n and not PAGE <= int(lengths.min()) <= int(lengths.max()) <= whole)
@@ -507,7 +548,7 @@ class SsdStore:
         A small batch is split further, so that all workers have something to do.
         """
         jobs: list[Job] = []
-        for slot, blocks in _by_length(slots, nbytes, lengths):
+        for slot, blocks in self._by_length(slots, nbytes, lengths):
             share = max(JOB_BYTES_MIN, len(blocks) * slot // self._crew.threads)
             run_max = max(1, min(STAGING_BYTES, share) // slot)
             job_max = max(1, min(JOB_BYTES, share) // slot)
@@ -540,12 +581,19 @@ _COUNTS = (
 
 
 class _Writer:
-    """The work of `write`: rows → staging → segment."""
+    """The work of `write`: rows → staging, encrypted on the way if they are to be → segment."""
 
-    def __init__(self, segment: SegmentFile, batch: WriteBatch, statuses: Statuses) -> None:
+    def __init__(
+        self,
+        segment: SegmentFile,
+        batch: WriteBatch,
+        statuses: Statuses,
+        sealer: BlockSealer | None,
+    ) -> None:
         self._segment = segment
         self._batch = batch
         self._statuses = statuses
+        self._sealer = sealer
 
     def __call__(self, job: Job, memory: Bytes1D) -> None:
         slot, blocks = job
@@ -553,7 +601,10 @@ class _Writer:
             self._write_pieces(int(blocks[0]), memory)
             return
         staged = memory[: len(blocks) * slot].reshape(len(blocks), slot)
-        if self._batch.stored is None:
+        if self._sealer is not None:
+            for target, block in zip(staged, blocks.tolist(), strict=True):
+                target[self._seal(self._sealer, block, target) :] = 0
+        elif self._batch.stored is None:
             self._stage(blocks, staged)
         else:
             for target, block in zip(staged, blocks.tolist(), strict=True):
@@ -576,8 +627,18 @@ class _Writer:
                 np.copyto(target[: batch.nbytes], batch.source[row, : batch.nbytes])
         staged[:, batch.nbytes :] = 0
 
+    def _seal(self, sealer: BlockSealer, block: int, out: Bytes1D) -> int:
+        batch = self._batch
+        name = block_name(
+            batch.place,
+            batch.keys[block].tobytes(),
+            batch.checksums[block].tobytes(),
+            batch.nbytes,
+        )
+        return sealer.seal(self._stored(block), name, out)
+
     def _stored(self, block: int) -> Bytes1D:
-        """The contents of a block's slot."""
+        """The contents of a block's slot, before they are encrypted."""
         batch = self._batch
         stored = batch.nbytes if batch.stored is None else int(batch.stored[block])
         return batch.source[batch.rows[block], :stored]
@@ -593,6 +654,10 @@ class _Writer:
 
     def _write_pieces(self, block: int, memory: Bytes1D) -> None:
         row = self._stored(block)
+        if self._sealer is not None:
+            sealed = np.empty(row.size + SEAL_BYTES, np.uint8)
+            self._seal(self._sealer, block, sealed)
+            row = sealed
         for at in range(0, row.size, len(memory)):
             piece = row[at : at + len(memory)]
             np.copyto(memory[: len(piece)], piece)
@@ -602,18 +667,25 @@ class _Writer:
 
 
 class _Reader:
-    """The work of `read`: segment → staging, verified there → rows; or decoded to rows, verified there."""
+    """The work of `read`: segment → staging, verified there → rows; or decrypted and decoded to rows, verified there."""
 
-    def __init__(self, segment: SegmentFile, batch: ReadBatch, statuses: Statuses) -> None:
+    def __init__(
+        self,
+        segment: SegmentFile,
+        batch: ReadBatch,
+        statuses: Statuses,
+        sealer: BlockSealer | None,
+    ) -> None:
         self._segment = segment
         self._batch = batch
         self._statuses = statuses
-        self._slot = slot_bytes(batch.nbytes)
+        self._sealer = sealer
+        self._slot = slot_bytes(batch.nbytes + (0 if sealer is None else SEAL_BYTES))
 
     def __call__(self, job: Job, memory: Bytes1D) -> None:
         slot, blocks = job
         if slot > len(memory):
-            if slot == self._slot:
+            if slot == self._slot and self._sealer is None:
                 self._read_pieces(int(blocks[0]), memory)
             else:
                 self._decode_large(int(blocks[0]), slot, memory)
@@ -626,7 +698,7 @@ class _Reader:
             except OSError:
                 self._statuses[blocks[first:end]] = BlockStatus.FAILED
         staged = memory[: len(blocks) * slot].reshape(len(blocks), slot)
-        if slot == self._slot:
+        if slot == self._slot and self._sealer is None:
             self._verify(blocks, staged[:, : self._batch.nbytes])
         else:
             for block, data in zip(blocks.tolist(), staged, strict=True):
@@ -653,17 +725,40 @@ class _Reader:
         )
 
     def _decode(self, block: int, slot: Bytes1D) -> None:
-        """From the bytes of a slot to its row; the checksum is that of the decoded bytes."""
-        batch, codec = self._batch, self._batch.codec
-        assert codec is not None, "a slot is shorter than its block, and no codec was named"
+        """From the bytes of a slot to its row; the checksum is that of the block's own bytes."""
+        batch = self._batch
         if batch.destination is not None and batch.rows is not None:
             out = batch.destination[batch.rows[block], : batch.nbytes]
         else:
             out = np.empty(batch.nbytes, np.uint8)
-        if codec.decode(slot[: codec.length(slot)], out):
+        whole = slot.size == self._slot
+        if self._sealer is None:
+            done = self._decoded(slot, out)
+        elif whole:
+            done = self._opened(self._sealer, block, slot, out)
+        else:
+            coded = np.empty(self._sealer.length(slot), np.uint8)
+            done = self._opened(self._sealer, block, slot, coded) and self._decoded(coded, out)
+        if done:
             self._statuses[block] = self._verdict(block, xxhash.xxh3_128_digest(out.data))
         else:
             self._statuses[block] = BlockStatus.MISMATCH
+
+    def _decoded(self, coded: Bytes1D, out: Bytes1D) -> bool:
+        codec = self._batch.codec
+        assert codec is not None, "a slot is shorter than its block, and no codec was named"
+        return codec.decode(coded[: codec.length(coded)], out)
+
+    def _opened(self, sealer: BlockSealer, block: int, slot: Bytes1D, out: Bytes1D) -> bool:
+        batch = self._batch
+        assert batch.keys is not None, "the blocks are encrypted, and their keys were not given"
+        name = block_name(
+            batch.place,
+            batch.keys[block].tobytes(),
+            batch.checksums[block].tobytes(),
+            batch.nbytes,
+        )
+        return sealer.open(slot, name, out)
 
     def _decode_large(self, block: int, length: int, memory: Bytes1D) -> None:
         offset, slot = int(self._batch.offsets[block]), np.empty(length, np.uint8)
@@ -716,15 +811,6 @@ def _slot_lengths(stored: npt.NDArray[np.uint32], nbytes: int) -> Lengths:
     return np.array([codecs.slot_bytes(one, nbytes) for one in stored.tolist()], np.int64)
 
 
-def _by_length(slots: Offsets, nbytes: int, lengths: Lengths | None) -> Iterator[Job]:
-    """The blocks by the lengths of their slots."""
-    if lengths is None:
-        yield slot_bytes(nbytes), np.arange(len(slots))
-        return
-    for length in np.unique(lengths).tolist():
-        yield length, np.flatnonzero(lengths == length)
-
-
 def _plain(offsets: Offsets | Sequence[int]) -> Sequence[int]:
     return offsets.tolist() if isinstance(offsets, np.ndarray) else offsets
 
@@ -735,6 +821,28 @@ def _small_files_bytes(size: int) -> int:
     Slots that are written in random order split the file into extents, at 12 bytes or more each.
     """
     return (256 << 10) + size // 256
+
+
+def _mark_sealed(folder: Path, sealed: bool) -> None:
+    """Note whether the store in a folder is encrypted; one that was made otherwise is removed."""
+    mark, segment = folder / "sealed", folder / "segment"
+    try:
+        if mark.exists() != sealed:
+            if segment.exists():
+                log.warning(
+                    "the blocks of the SSD store %s %s encrypted until now: it starts empty",
+                    folder,
+                    "were not" if sealed else "were",
+                )
+                segment.unlink()  # its index goes with it, when it is opened
+            if sealed:
+                mark.touch(mode=0o600)
+            else:
+                mark.unlink()
+    except OSError as error:
+        raise SegmentError(
+            f"the SSD store {folder} cannot be opened: {os.strerror(error.errno or 0)}"
+        ) from None
 
 
 def _lock(folder: Path) -> int:

@@ -41,9 +41,13 @@ class TestSharedMemory(TierContract):
         return SharedMemoryTier({0: memory.bytes}, CAPACITY_BYTES)
 
 
+SECRET = b"a secret for the blocks at rest"
+
+
 class OnDisk(TierContract):
     durable = True
     disks = 1
+    encryption: tuple[bytes, ...] = ()
 
     async def open(self, memory: Memory, folder: Path) -> LocalTier:
         paths = [folder / f"disk{number}" for number in range(self.disks)]
@@ -57,7 +61,10 @@ class OnDisk(TierContract):
         async def adopt(record: TableRecord) -> NamespaceState | None:
             return memory.namespace if record.epoch == memory.namespace.epoch else None
 
-        tier = SsdTier(config, memory.node, memory.clock, partial(make_node, packed=True), adopt)
+        tier = SsdTier(
+            *(config, memory.node, memory.clock, partial(make_node, packed=True), adopt),
+            lambda: list(self.encryption),
+        )
         await tier.start(memory.segments)
 
         async def serves() -> bool:
@@ -74,6 +81,10 @@ class TestSsd(OnDisk):
 
 class TestTwoDisks(OnDisk):
     disks = 2
+
+
+class TestEncryptedSsd(OnDisk):
+    encryption = (SECRET,)
 
 
 class TestDevice(TierContract):
@@ -105,6 +116,7 @@ class TestDeviceProcess(TierContract):
 @needs_obstore
 class TestObject(TierContract):
     durable = True
+    encryption: tuple[bytes, ...] = ()
 
     async def open(self, memory: Memory, folder: Path) -> SharedTier:
         config = DaemonConfig(
@@ -114,7 +126,8 @@ class TestObject(TierContract):
         )
         membership = StaticMembership(StaticCluster(config.cluster), protocol=PROTOCOL_VERSION)
         tier = ObjectTier(
-            *(config, memory.node, membership, EmbeddedCatalog(memory.clock), memory.clock)
+            *(config, memory.node, membership, EmbeddedCatalog(memory.clock), memory.clock),
+            encryption=lambda: list(self.encryption),
         )
         await tier.start(memory.segments)
 
@@ -125,3 +138,7 @@ class TestObject(TierContract):
         await until(serves)
         await asyncio.sleep(0)
         return tier
+
+
+class TestEncryptedObject(TestObject):
+    encryption = (SECRET,)

@@ -93,7 +93,7 @@ def get(
     """The statuses. Whatever is said to be right is."""
     destination = np.zeros((len(names), NBYTES + 64), np.uint8)
     rows = np.arange(len(names), dtype=np.intp)
-    batch = GetBatch(DIGEST, 2, NBYTES, locations, destination, rows)
+    batch = GetBatch(DIGEST, 2, NBYTES, b"".join(map(key, names)), locations, destination, rows)
     statuses = remote.get(batch, timeout_s=timeout_s).tolist()
     for status, row, name in zip(statuses, destination, names, strict=True):
         if status == BlockStatus.PRESENT:

@@ -1360,7 +1360,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
         " --replicas-max 4 --replication-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
-        " --ssd-drain-s 9 --memory-wait-s 4"
+        " --ssd-drain-s 9 --memory-wait-s 4 --encryption-secret-file /e"
         " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext --cluster-secret-file /s --operated-by m --operated-by n"
@@ -1411,13 +1411,17 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert (config.log_level, config.log_format) == ("error", "json"), "-v is less than a level"
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     secrets |= {"router_token"}
+    assert config.encryption_secret_file == "/e"
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
     given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events", "no_announce"}
     given |= {"peers", "labels", "rails", "routers", "forward", "events", "announce"}
-    assert given | secrets | {"tenants", "clients_max"} == set(SETTINGS)
-    result = CliRunner().invoke(verbs.app, ["serve", "--clients-max", "7", "--forward"])
+    others = {"tenants", "clients_max", "encryption_secret_command"}
+    assert given | secrets | others == set(SETTINGS)
+    words = ["serve", "--clients-max", "7", "--forward", "--encryption-secret-command", "print it"]
+    result = CliRunner().invoke(verbs.app, words)
     assert result.exit_code == 0, result.output
     assert (seen["config"].clients_max, seen["config"].forward) == (7, True)
+    assert seen["config"].encryption_secret_command == "print it"
     assert seen["config"].listen == ()
     lists = {"KVPOOL_LISTEN": "tcp://a:1", "KVPOOL_HTTP": "unix:/h", "KVPOOL_LABELS": "zone=a"}
     result = CliRunner().invoke(verbs.app, ["serve", "--node", "n"], env=lists)

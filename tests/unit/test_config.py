@@ -128,6 +128,7 @@ announce = false
 ssd = ["/e=8MiB", "/f=1GiB"]
 ssd_write = "through"
 ssd_bytes_per_day = "1TiB"
+encryption_secret_file = "/encryption.secret"
 ssd_flush_s = 3
 ssd_drain_s = 9
 object_store = "file:///shared/kvpool"
@@ -204,6 +205,7 @@ memory = "50%"
         ssd_bytes_per_day=1 << 40,
         ssd_drain_s=9.0,
         ssd_flush_s=3.0,
+        encryption_secret_file="/encryption.secret",
         object_store="file:///shared/kvpool",
         object_bytes_max=1 << 40,
         object_instance_credentials=True,
@@ -232,7 +234,7 @@ memory = "50%"
     unset = DaemonConfig(socket="")
     same = [name for name in SETTINGS if getattr(config, name) == getattr(unset, name)]
     # One of two, of which only one may be set.
-    assert same == ["cluster_secret_file"], "a setting that this test does not change"
+    assert same == ["cluster_secret_file", "encryption_secret_command"], "not changed by this test"
     given = from_file(tmp_path, 'cluster_secret_file = "/secret"')
     assert (given.cluster_secret, given.cluster_secret_file) == ("", "/secret")
 
@@ -280,6 +282,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "ssd_bytes_per_day": "0",
         "ssd_drain_s": "0",
         "ssd_flush_s": "0",
+        "encryption_secret_file": "",
+        "encryption_secret_command": "print-it --now",
         "object_store": "s3://bucket/prefix",
         "object_bytes_max": "2TiB",
         "object_instance_credentials": "true",
@@ -317,6 +321,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert (config.ssd_bytes_per_day, config.ssd_flush_s, config.ssd_drain_s) == (0, 0.0, 0.0)
     assert (config.object_store, config.object_bytes_max) == ("s3://bucket/prefix", 2 << 40)
     assert config.object_instance_credentials is True
+    assert config.encryption_secret_command == "print-it --now"
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.replication_bandwidth == 64 << 10
     assert config.forward is False

@@ -247,6 +247,9 @@ def _remarks(tiers: TiersStats) -> Iterator[Text]:
                 f"knows no O_DIRECT",
                 style="yellow",
             )
+    for place in (*tiers.ssd, *tiers.object):
+        if place.encrypted:
+            yield Text(f"{place.path}: blocks are encrypted")
     for store in tiers.object:
         if store.error:
             yield Text(f"{store.path} is {store.state}: {store.error}", style="yellow")

@@ -138,12 +138,14 @@ def compose(
     rng: random.Random,
     clocks: Clocks,
     cluster_secrets: Callable[[], tuple[bytes, ...]] = tuple,
+    encryption: Callable[[], list[bytes]] = list,
     next_incarnation: Callable[[], str] = new_incarnation,
 ) -> Daemon[T]:
     """Make all parts of a daemon. Nothing runs yet.
 
     segments: each tenant's memory. make_transport: given the paths to a peer, by its URL. rng: for tie-breaking
-    only. cluster_secrets: the cluster's, those accepted now.
+    only. cluster_secrets: the cluster's, those accepted now. encryption: the secrets of the encryption at rest, in use
+    now.
     """
     clock = clocks.monotonic
     peers = Peers(config.labels, rng, apart=NOT_NODES)
@@ -161,9 +163,10 @@ def compose(
         clock,
         lambda: make_rules(config, node.incarnation, ssd_costs(), packed=True),
         adopt,
+        encryption,
     )
     objects = ObjectTier(
-        config, node, membership, open_catalog(config, clock), clock, cluster_secrets
+        config, node, membership, open_catalog(config, clock), clock, cluster_secrets, encryption
     )
     device: DeviceTier | None = None
     if config.device is not None:

@@ -19,6 +19,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import uvloop
@@ -52,6 +53,7 @@ from kvpool.net import raise_descriptor_limit
 from kvpool.placement.records import (
     new_incarnation,
 )
+from kvpool.security.encryption_secrets import EncryptionSecrets
 from kvpool.storage.dram import DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 
@@ -99,6 +101,10 @@ class Server:
             if self._stop.is_set():
                 return
             secrets = open_secrets(self.config)
+            encryption = EncryptionSecrets(
+                self.config.encryption_secret_file, self.config.encryption_secret_command
+            )
+            await encryption.open()
             daemon = compose(
                 self.config,
                 self.node,
@@ -110,6 +116,7 @@ class Server:
                 random.Random(self.node.incarnation),
                 Clocks(),
                 secrets.current,
+                encryption.current,
             )
             stack.push_async_callback(daemon.transport.stop)
             stack.push_async_callback(close, daemon)
@@ -134,6 +141,7 @@ class Server:
                 stack.callback(_stop_listening, daemon.connections, listener, path)
                 daemon.connections.listen(listener, operators=operators)
             tasks.begin(gateway.run())
+            tasks.begin(encryption.follow(partial(_use_secrets, daemon)))
             _tune_gc()
             if ready is not None:
                 ready(
@@ -200,6 +208,11 @@ class Server:
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+def _use_secrets(daemon: Daemon[TransferWorkers]) -> None:
+    daemon.ssd.use_secrets()
+    daemon.objects.use_secrets()
 
 
 def _stop_listening(connections: ClientConnections, listener: socket.socket, path: str) -> None:

@@ -116,6 +116,7 @@ class ObjectReader:
                 digest=digest,
                 part=table.part,
                 nbytes=table.spec.nbytes,
+                keys=b"".join([keys[index] for index in at]),
                 locations=b"".join(locations),
                 segment=namespace.tenant.segment,
                 stride=table.stride,

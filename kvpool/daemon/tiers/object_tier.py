@@ -34,7 +34,8 @@ log = logging.getLogger("kvpool.daemon")
 class ObjectTier(ObjectBooks):
     """A `SharedTier`; see the module. Without a URL in the configuration it is empty, and does nothing.
 
-    catalog: owned by the tier from now on. secrets: the cluster's, those accepted now.
+    catalog: owned by the tier from now on. secrets: the cluster's, those accepted now. encryption: the secrets of the
+    encryption at rest.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class ObjectTier(ObjectBooks):
         catalog: Catalog,
         clock: Callable[[], float],
         secrets: Callable[[], tuple[bytes, ...]] = tuple,
+        encryption: Callable[[], list[bytes]] = list,
     ) -> None:
         super().__init__(config, node, membership, catalog, clock, secrets)
         self._supervisor: WorkerSupervisor[ObjectWorkerProxy] | None = None
+        self._encryption = encryption
+        self._worker: ObjectWorkerProxy | None = None  # the last life
         reader, writer, scan = ObjectReader(self), ObjectWriter(self), ObjectScan(self)
         self._writer, self._scan = writer, scan
         self.where, self.load = reader.where, reader.load
@@ -68,12 +72,23 @@ class ObjectTier(ObjectBooks):
             config.object_bytes_max,
             config.object_instance_credentials,
         )
+
+        def began(process: ObjectWorkerProxy) -> None:
+            self._worker = process
+            process.use_secrets()
+            self.serve(process)
+
         supervisor = WorkerSupervisor(
-            lambda: ObjectWorkerProxy(order, segments), self.serve, self.ended
+            lambda: ObjectWorkerProxy(order, segments, self._encryption), began, self.ended
         )
         self._supervisor = supervisor
         await supervisor.start()
         self.begin()
+
+    def use_secrets(self) -> None:
+        """The secrets of the encryption at rest have changed."""
+        if self._worker is not None:
+            self._worker.use_secrets()
 
     def begin(self) -> None:
         """Start the background tasks."""
@@ -105,6 +120,7 @@ class ObjectTier(ObjectBooks):
         """Counters, with how it is now; empty without object storage."""
         stats = self.counted
         stats.state, stats.error, stats.stocked = str(self.state), self.error, self.stocked
+        stats.encrypted = bool(self._encryption())
         stats.garbage, stats.writing_blocks = self._scan.garbage, self._writer.under_way
         stats.restarts = 0 if self._supervisor is None else self._supervisor.restarts
         return [stats] if self.config.object_store else []

@@ -34,6 +34,7 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_bytes
+from kvpool.storage.at_rest import place_name
 from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator
 from kvpool.telemetry.node_stats import SsdStats
 from kvpool.types import BlockStatus, PartSpec, plain_parts, split_keys
@@ -167,7 +168,9 @@ class SsdBooks:
         self.numbers: dict[PartTable, tuple[int, NamespaceSettings]] = {}
         self._numbering = asyncio.Lock()
         self._too_large: set[bytes] = set()  # namespaces that cannot be here, already logged
+        self.seal_bytes = 0  # by how much a block in a slot is longer, if it is encrypted
         self.nbytes: dict[PartTable, int] = {}  # of a block; its slot is whole pages
+        self.parts: dict[PartTable, int] = {}  # of a block, in tables of shorter slots too
         self.shorter: dict[PartTable, dict[int, PartTable]] = {}  # by length, beside a part's own
         self.codecs: Sequence[str] = ()  # that the process can use
         self.codec_error = ""  # why blocks are not packed although a namespace has a codec
@@ -181,7 +184,8 @@ class SsdBooks:
         self.given_up = array("Q")
         self.refused = False
         self.counted.retired_bytes = 0  # the next life begins with all slots
-        self.bases, self.holders, self.numbers, self.nbytes = {}, {}, {}, {}
+        self.bases, self.holders, self.numbers = {}, {}, {}
+        self.nbytes, self.parts = {}, {}
         self.shorter = {}
 
     async def tidy(self) -> None:
@@ -271,7 +275,9 @@ class SsdBooks:
         tenant = self.node.tenants.get(namespace.tenant.name)
         if tenant is None or namespace.retired:
             return None
-        specs = [PartSpec(-(-spec.nbytes // PAGE) * PAGE) for spec in namespace.parts]
+        specs = [
+            PartSpec(-(-(spec.nbytes + self.seal_bytes) // PAGE) * PAGE) for spec in namespace.parts
+        ]
         try:
             state = self.node.namespaces.open(
                 *(tenant, namespace.base, namespace.fields, specs),
@@ -307,7 +313,7 @@ class SsdBooks:
     def measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
         """Register the block length of a namespace: its slots are whole pages."""
         for table, spec in zip(state.tables, namespace.parts, strict=True):
-            self.nbytes[table] = spec.nbytes
+            self.nbytes[table], self.parts[table] = spec.nbytes, table.part
 
     def state_of(self, namespace: NamespaceState) -> NamespaceState | None:
         """The state here of a namespace in memory; None: nothing is here."""
@@ -345,7 +351,7 @@ class SsdBooks:
             except LimitExceeded:
                 return None
             shorter[length] = table
-            self.nbytes[table] = self.nbytes[own]
+            self.nbytes[table], self.parts[table] = self.nbytes[own], self.parts[own]
         return table
 
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
@@ -444,6 +450,12 @@ class SsdBooks:
         if not any(self.is_shorter(table) for table in {block.table for block in blocks}):
             return b""
         return array("I", [block.table.spec.nbytes for block in blocks]).tobytes()
+
+    def names(self, own: PartTable, keys: Sequence[bytes]) -> tuple[bytes, bytes]:
+        """By which encrypted blocks of a table are known: `keys` and `place` of orders."""
+        if not self.seal_bytes:
+            return b"", b""
+        return b"".join(keys), place_name(own.namespace.directory_digest, self.parts[own])
 
     def lease(self, own: PartTable, keys: Sequence[bytes]) -> Lease | None:
         """Keep those of the blocks that are here in their slots, until `_release`."""

@@ -51,6 +51,7 @@ class SsdDevice(SsdBooks):
         stats.segment_bytes, stats.used_bytes = self.segment_bytes, self.used_bytes
         stats.entries_max = 0 if disk is None else disk.ready.entries_max
         stats.direct = disk is not None and disk.ready.direct
+        stats.encrypted = self.seal_bytes > 0
         stats.blocks = self.node.inventory.block_count()
         stats.raw_bytes, stats.stored_bytes = self.sizes()
         stats.gone = self.node.counters.gone()

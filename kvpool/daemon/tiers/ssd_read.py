@@ -67,6 +67,7 @@ class SsdReader:
         blocks = [found[keys[index]] for index in at]
         numbers = array("I", rows)
         packed = checksums_of(blocks)
+        named, place = self._books.names(own, [block.key for block in blocks])
         try:
             pulled = await self._books.living_disk().read(
                 storage_wire.ReadBlocks(
@@ -78,6 +79,8 @@ class SsdReader:
                     rows=frame.pack_rows([numbers[index] for index in at]),
                     deadline_s=seconds,
                     lengths=self._books.lengths(blocks),
+                    keys=named,
+                    place=place,
                 )
             )
             came = [
@@ -147,6 +150,7 @@ class SsdReader:
 
     async def _scrub_some(self, node: Node, own: PartTable, lease: Lease) -> int:
         _, blocks = lease.parts[own.part]
+        named, place = self._books.names(own, [block.key for block in blocks])
         try:
             written = await self._books.living_disk().scrub(
                 storage_wire.ScrubBlocks(
@@ -155,6 +159,8 @@ class SsdReader:
                     slots=self._books.slots(blocks),
                     deadline_s=SCRUB_S,
                     lengths=self._books.lengths(blocks),
+                    keys=named,
+                    place=place,
                 )
             )
             return self._books.drop_bad(node, blocks, written.status)

@@ -53,7 +53,7 @@ class SsdRestorer:
         Raises `Unavailable` when the process ends meanwhile.
         """
         self._books.forget_all()
-        self._books.disk = disk
+        self._books.disk, self._books.seal_bytes = disk, disk.ready.seal_bytes
         self._books.codecs, self._books.codec_error = disk.ready.codecs, ""
         self._books.state, self._books.error = TierState.OPENING, ""
         base = 0

@@ -56,11 +56,14 @@ class SsdTier:
         clock: Callable[[], float],
         make_rules: Callable[[], Node],
         adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]],
+        encryption: Callable[[], list[bytes]] = list,
     ) -> None:
         self.node = node
         self._config = config
         self._clock = clock
         self._adopt = adopt
+        self._encryption = encryption
+        self._workers: dict[SsdDevice, DiskWorkerProxy] = {}  # the last life of each
         self._make_rules = make_rules
         self._supervisors: dict[SsdDevice, WorkerSupervisor[DiskWorkerProxy]] = {}
         self._tasks = Tasks()
@@ -110,6 +113,8 @@ class SsdTier:
         restoring: set[asyncio.Task[None]] = set()
 
         def began(process: DiskWorkerProxy) -> None:
+            self._workers[device] = process
+            process.use_secrets()
             task = asyncio.get_running_loop().create_task(self._restore(device, process))
             restoring.add(task)
             task.add_done_callback(restoring.discard)
@@ -119,7 +124,9 @@ class SsdTier:
             device.ended(error)
             self._opened.set()
 
-        supervisor = WorkerSupervisor(lambda: DiskWorkerProxy(disk, segments), began, ended)
+        supervisor = WorkerSupervisor(
+            lambda: DiskWorkerProxy(disk, segments, self._encryption), began, ended
+        )
         self._supervisors[device] = supervisor
         await supervisor.insist(f"the disk at {disk.path}")
 
@@ -151,6 +158,11 @@ class SsdTier:
         self._supervisors.clear()
         for device in self.devices:
             device.ended("it is closed")
+
+    def use_secrets(self) -> None:
+        """The secrets of the encryption at rest have changed."""
+        for process in self._workers.values():
+            process.use_secrets()
 
     def enter(self, namespace: NamespaceState) -> None:
         """See `SsdDevice.enter`."""

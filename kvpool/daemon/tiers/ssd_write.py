@@ -242,6 +242,7 @@ class SsdWriter:
                     forget=forget,
                     deadline_s=WRITE_S,
                     pack=pack,
+                    place=self._books.names(parts[0].own, [])[1],
                 )
             )
             done = self._wrote(node, holder, writes, written)

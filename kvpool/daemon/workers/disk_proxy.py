@@ -6,7 +6,7 @@ Event loop only. A disk worker owns the files of one folder; see `disk_worker.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvpool.config import DiskConfig
@@ -60,9 +60,15 @@ class DiskWorkerProxy(Worker):
     decode = storage_wire.decode_disk
     fills = (storage_wire.ReadBlocks,)
 
-    def __init__(self, config: DiskConfig, segments: Mapping[int, Segment]) -> None:
+    def __init__(
+        self,
+        config: DiskConfig,
+        segments: Mapping[int, Segment],
+        encryption: Callable[[], list[bytes]] = list,
+    ) -> None:
         super().__init__()
         self._config = config
+        self._encryption = encryption
         self._segments = segments
         self.ready: storage_wire.DiskReady
 
@@ -71,8 +77,15 @@ class DiskWorkerProxy(Worker):
         for segment_id, segment in self._segments.items():
             await self.attach(segment_id, segment)
         self.ready = await self._ask(
-            storage_wire.DiskStart(config.path, config.size, config.threads), OPEN_S
+            storage_wire.DiskStart(config.path, config.size, config.threads, self._encryption()),
+            OPEN_S,
         )
+        self.use_secrets()  # they may have changed meanwhile
+
+    def use_secrets(self) -> None:
+        """Have the process use the present secrets of the encryption at rest."""
+        if secrets := self._encryption():
+            self.tell(storage_wire.ChangeSecrets(secrets))
 
     def on_worker_exit(self) -> None:
         """Waiting orders fail."""

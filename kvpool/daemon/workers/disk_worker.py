@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from kvpool.daemon.workers.worker_main import Jobs, WorkerProcess, run_worker
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, ProtocolError, Unavailable
+from kvpool.storage.at_rest import EncryptionSecrets
 from kvpool.storage.codecs import BLOSC2, RAW, Blosc2
 from kvpool.storage.ssd.index import Entries
-from kvpool.storage.ssd.pack import Packed, pack
+from kvpool.storage.ssd.pack import Packed, pack, slot_contents
 from kvpool.storage.ssd.store import ReadBatch, SsdStore, WriteBatch
 from kvpool.transfer.base import Deadline, Stop
 from kvpool.types import CHECKSUM_BYTES, BlockStatus
@@ -48,6 +49,7 @@ class DiskWorker(WorkerProcess):
         self._open: SsdStore | None = None
         self._scan: Iterator[Entries] | None = None
         self._forgotten = 0
+        self._secrets = EncryptionSecrets()
         self._packs: dict[int, Packed] = {}
         self._packs_lock = threading.Lock()
 
@@ -67,10 +69,8 @@ class DiskWorker(WorkerProcess):
                 self.answer(request, lambda: self._next_entries(message))
             case storage_wire.ReadEntries():
                 self._reads.add(request, message.deadline_s, lambda *_: self._entries_at(message))
-            case storage_wire.AddTable():
-                self.answer(request, lambda: self._know(message))
-            case storage_wire.DropTables():
-                self.answer(request, lambda: self._drop(message))
+            case storage_wire.AddTable() | storage_wire.DropTables():
+                self.answer(request, lambda: self._change_tables(message))
             case storage_wire.PackBlocks() | storage_wire.DropPack():
                 self._handle_pack(request, message)
             case storage_wire.WriteBlocks():
@@ -95,6 +95,8 @@ class DiskWorker(WorkerProcess):
                 )
             case storage_wire.ScrubBlocks():
                 self._writes.add(request, message.deadline_s, lambda *_: self._scrub(message))
+            case storage_wire.ChangeSecrets():
+                self._secrets.change(message.secrets)
             case worker_wire.StopOrder():
                 self._reads.stop(message.request)
             case _:
@@ -110,12 +112,19 @@ class DiskWorker(WorkerProcess):
                 self._packs.pop(message.pack, None)
 
     def _begin(self, start: storage_wire.DiskStart) -> frame.Message:
-        store = self._open = SsdStore.open(start.path, start.size, threads=start.threads)
+        self._secrets = EncryptionSecrets(start.secrets)
+        store = self._open = SsdStore.open(
+            start.path,
+            start.size,
+            threads=start.threads,
+            encryption=self._secrets if start.secrets else None,
+        )
         # Imported only when needed: it takes 30 MiB.
         codecs = [Blosc2.name] if find_spec("blosc2") else []
         tables = list(store.tables().items())
         return storage_wire.DiskReady(
-            store.segment_bytes, store.entries_max, store.direct, tables, codecs
+            *(store.segment_bytes, store.entries_max, store.direct, tables, codecs),
+            store.seal_bytes,
         )
 
     def _next_entries(self, order: storage_wire.ScanDisk) -> frame.Message:
@@ -136,15 +145,16 @@ class DiskWorker(WorkerProcess):
         slots = np.frombuffer(order.slots, dtype=np.uint64)
         return storage_wire.Scanned(self._store.entries_at(slots).tobytes())
 
-    def _know(self, order: storage_wire.AddTable) -> frame.Message:
+    def _change_tables(
+        self, order: storage_wire.AddTable | storage_wire.DropTables
+    ) -> frame.Message:
+        if isinstance(order, storage_wire.DropTables):
+            self._store.drop_tables(order.tables)
+            return frame.Done()
         if order.table:
             self._store.renew_table(order.table, order.record)
             return frame.Done(order.table)
         return frame.Done(self._store.add_table(order.record))
-
-    def _drop(self, order: storage_wire.DropTables) -> frame.Message:
-        self._store.drop_tables(order.tables)
-        return frame.Done()
 
     def _forget(self, slots: bytes) -> None:
         if slots:
@@ -165,7 +175,8 @@ class DiskWorker(WorkerProcess):
         )
         with self._packs_lock:
             self._packs[order.pack] = packed
-        return storage_wire.Packed(packed.stored.tobytes(), time.monotonic() - started)
+        stored = slot_contents(packed.stored, order.nbytes, self._store.seal_bytes)
+        return storage_wire.Packed(stored.tobytes(), time.monotonic() - started)
 
     def _packed(self, number: int) -> Packed:
         with self._packs_lock:
@@ -196,6 +207,7 @@ class DiskWorker(WorkerProcess):
                 rows=rows,
                 stored=None if packed is None else packed.stored[rows],
                 codec=RAW if packed is None else BLOSC2,
+                place=order.place,
             ),
             after,
         )
@@ -218,6 +230,8 @@ class DiskWorker(WorkerProcess):
                 rows=_rows(order.rows),
                 lengths=_lengths(order.lengths),
                 codec=Blosc2() if order.lengths else None,
+                keys=_digests(order.keys) if order.keys else None,
+                place=order.place,
             )
         )
         return worker_wire.Pulled(status.tobytes(), b"", time.monotonic() - started)
@@ -231,6 +245,8 @@ class DiskWorker(WorkerProcess):
                 checksums=_digests(order.checksums),
                 lengths=_lengths(order.lengths),
                 codec=Blosc2() if order.lengths else None,
+                keys=_digests(order.keys) if order.keys else None,
+                place=order.place,
             )
         )
         return storage_wire.Written(status.tobytes(), time.monotonic() - started)

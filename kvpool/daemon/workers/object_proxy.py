@@ -5,8 +5,10 @@ Event loop only. See `object_worker.py` for the process itself, and `tiers/objec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
+
+import msgspec
 
 from kvpool.daemon.workers.supervisor import START_S, Worker
 from kvpool.decoding import decode_json
@@ -46,15 +48,27 @@ class ObjectWorkerProxy(Worker):
     fills = (storage_wire.GetObjects,)
     alone = False
 
-    def __init__(self, start: storage_wire.ObjectStart, segments: Mapping[int, Segment]) -> None:
+    def __init__(
+        self,
+        start: storage_wire.ObjectStart,
+        segments: Mapping[int, Segment],
+        encryption: Callable[[], list[bytes]] = list,
+    ) -> None:
         super().__init__()
         self._begin = start
+        self._encryption = encryption
         self._segments = segments
 
     async def _prepare(self) -> None:
         for segment_id, segment in self._segments.items():
             await self.attach(segment_id, segment)
-        await self._ask(self._begin, START_S)
+        await self._ask(msgspec.structs.replace(self._begin, secrets=self._encryption()), START_S)
+        self.use_secrets()  # they may have changed meanwhile
+
+    def use_secrets(self) -> None:
+        """Have the process use the present secrets of the encryption at rest."""
+        if secrets := self._encryption():
+            self.tell(storage_wire.ChangeSecrets(secrets))
 
     def on_worker_exit(self) -> None:
         """Waiting orders fail."""

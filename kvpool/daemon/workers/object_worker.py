@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvpool.daemon.workers.worker_main import Jobs, WorkerProcess, run_worker
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.placement.catalog.base import PACK
+from kvpool.storage.at_rest import EncryptionSecrets
 from kvpool.storage.object.packs import (
     LOCATION,
     ObjectTable,
@@ -56,6 +57,7 @@ class ObjectWorker(WorkerProcess):
         self._writes = Jobs("kvpool-write", WRITE_JOBS, self.control)
         self._others = Jobs("kvpool-other", OTHER_JOBS, self.control)
         self._open: ObjectStore | None = None
+        self._secrets = EncryptionSecrets()
         self._pieces: Iterator[Piece] = iter(())
 
     @property
@@ -98,6 +100,8 @@ class ObjectWorker(WorkerProcess):
                 )
             case storage_wire.ObjectStats():
                 self.answer(request, self._describe)
+            case storage_wire.ChangeSecrets():
+                self._secrets.change(message.secrets)
             case worker_wire.StopOrder():
                 self._reads.stop(message.request)
                 self._writes.stop(message.request)
@@ -105,11 +109,13 @@ class ObjectWorker(WorkerProcess):
                 raise ProtocolError(f"an object worker does not accept a {type(message).__name__}")
 
     def _begin(self, start: storage_wire.ObjectStart) -> frame.Message:
+        self._secrets = EncryptionSecrets(start.secrets)
         self._open = ObjectStore.open(
             start.url,
             node=start.node,
             limits=ObjectLimits(bytes_max=start.bytes_max),
             instance_credentials=start.instance_credentials,
+            encryption=self._secrets if start.secrets else None,
         )
         return frame.Done()
 
@@ -128,6 +134,7 @@ class ObjectWorker(WorkerProcess):
             digest=order.digest,
             part=order.part,
             nbytes=order.nbytes,
+            keys=order.keys,
             locations=locations,
             destination=self.memory.table(order.segment, order.stride),
             rows=_rows(order.rows),

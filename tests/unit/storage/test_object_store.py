@@ -126,12 +126,14 @@ class World:
         return self.remote.put(batch, timeout_s=kwargs.get("timeout_s", PATIENCE_S))
 
     def get(
-        self, digest: bytes, part: int, locations: np.ndarray, nbytes: int = NBYTES, **kwargs: float
+        self, digest: bytes, part: int, locations: np.ndarray, nbytes: int = NBYTES, **kwargs: Any
     ) -> tuple[list[int], np.ndarray]:
+        """keys: of encrypted blocks; others are found without."""
         n = len(locations)
         destination = np.full((n + 2, nbytes + 40), 7, np.uint8)
         rows = np.random.default_rng(n).permutation(n + 2)[:n].astype(np.intp)
-        batch = GetBatch(digest, part, nbytes, locations, destination, rows)
+        keys = kwargs.get("keys", bytes(16 * n))
+        batch = GetBatch(digest, part, nbytes, keys, locations, destination, rows)
         statuses = self.remote.get(batch, timeout_s=kwargs.get("timeout_s", PATIENCE_S))
         untouched = np.ones(n + 2, np.bool_)
         untouched[rows] = False
@@ -516,6 +518,7 @@ def test_a_read_that_nobody_waits_for_ends(make: Callable[..., World]) -> None:
         DIGESTS[0],
         0,
         NBYTES,
+        bytes(16 * 4),
         put.locations,
         np.full((4, NBYTES), 7, np.uint8),
         np.arange(4, dtype=np.intp),
@@ -650,28 +653,29 @@ def test_a_check_tells_settings_from_weather(
 def test_batches_are_checked(world: World) -> None:
     rows = np.arange(2, dtype=np.intp)
     space = np.zeros((2, 64), np.uint8)
-    locations = np.zeros(2, LOCATION)
+    locations, keys = np.zeros(2, LOCATION), bytes(32)
     read_only = space.copy()
     read_only.flags.writeable = False
     for wrong in (
-        (b"short", 0, 64, locations, space, rows),
-        (DIGESTS[0], 0, 65, locations, space, rows),
-        (DIGESTS[0], 0, 0, locations, space, rows),
-        (DIGESTS[0], 0, 64, locations, space, rows + 1),
-        (DIGESTS[0], 0, 64, locations, space, rows - 1),
-        (DIGESTS[0], 0, 64, locations, space, rows * 0),
-        (DIGESTS[0], 0, 64, locations[:1], space, rows),
-        (DIGESTS[0], 0, 64, locations, read_only, rows),
-        (DIGESTS[0], 0, 64, locations, space[0], rows),
-        (DIGESTS[0], 0, 64, locations, space, rows.astype(np.uint8)),
+        (b"short", 0, 64, keys, locations, space, rows),
+        (DIGESTS[0], 0, 65, keys, locations, space, rows),
+        (DIGESTS[0], 0, 0, keys, locations, space, rows),
+        (DIGESTS[0], 0, 64, keys, locations, space, rows + 1),
+        (DIGESTS[0], 0, 64, keys, locations, space, rows - 1),
+        (DIGESTS[0], 0, 64, keys, locations, space, rows * 0),
+        (DIGESTS[0], 0, 64, keys, locations[:1], space, rows),
+        (DIGESTS[0], 0, 64, keys[:16], locations, space, rows),
+        (DIGESTS[0], 0, 64, keys, locations, read_only, rows),
+        (DIGESTS[0], 0, 64, keys, locations, space[0], rows),
+        (DIGESTS[0], 0, 64, keys, locations, space, rows.astype(np.uint8)),
     ):
         with pytest.raises(InvalidRequest):
             GetBatch(*wrong)
     table, depths = ObjectTable(DIGESTS[0], 0), np.zeros(2, np.uint32)
     PutBatch(table, 64, bytes(32), bytes(32), depths, bytes(32), space, rows)
-    for keys, parents, checksums in ((31, 32, 32), (48, 32, 32), (32, 16, 32), (32, 32, 48)):
+    for named, parents, checksums in ((31, 32, 32), (48, 32, 32), (32, 16, 32), (32, 32, 48)):
         with pytest.raises(InvalidRequest):
-            PutBatch(table, 64, bytes(keys), bytes(parents), depths, bytes(checksums), space, rows)
+            PutBatch(table, 64, bytes(named), bytes(parents), depths, bytes(checksums), space, rows)
     with pytest.raises(InvalidRequest):
         PutBatch(table, 64, bytes(32), bytes(32), depths[:1], bytes(32), space, rows)
     with pytest.raises(InvalidRequest, match="8 bytes"):
