@@ -17,6 +17,7 @@ import uvloop
 
 from kvpool.errors import ConfigError, KvpoolError, ProtocolError
 from kvpool.net import raise_descriptor_limit
+from kvpool.security.failed_logins import Failures
 from kvpool.telemetry import logs
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
@@ -69,7 +70,7 @@ async def _serve(channel: socket.socket, request: int, start: worker_wire.Gatewa
             raise ConfigError(
                 f"http: the gateway needs {error.name}: pip install 'kvpool[admin]'"
             ) from None
-        gateway = Gateway(start)
+        gateway = Gateway(start, lambda failures: _tell(channel, failures))
         urls = await gateway.start()
     except KvpoolError as error:
         await loop.sock_sendall(channel, frame.encode(frame.error_message(error), request))
@@ -80,6 +81,16 @@ async def _serve(channel: socket.socket, request: int, start: worker_wire.Gatewa
         await loop.sock_recv(channel, READ_BYTES)
     finally:
         await gateway.close()
+
+
+def _tell(channel: socket.socket, failures: Failures) -> None:
+    """Tell the daemon of failed logins; if it does not read, these are not told."""
+    framed = frame.encode(worker_wire.LoginsFailed(failures), 0)
+    try:
+        if channel.send(framed) < len(framed):
+            channel.shutdown(socket.SHUT_RDWR)  # half a frame: the daemon starts another gateway
+    except OSError:
+        pass
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 
 from kvpool import __version__
 from kvpool.admin.api import FIELD_BYTES_MAX, HEADERS_MAX, Api
@@ -25,6 +26,7 @@ from kvpool.admin.routes import routes
 from kvpool.admin.span_export import SERVICE, export_of
 from kvpool.admin.tokens import Tokens
 from kvpool.http_listeners import HttpLimits, Listeners, peer_uid
+from kvpool.security.failed_logins import FailedLogins, Failures
 from kvpool.telemetry.otlp import Counts, Exporter
 from kvpool.wire import worker as worker_wire
 
@@ -36,16 +38,26 @@ LIMITS = HttpLimits(
 
 
 class Gateway:
-    """One gateway, from `start` to `close`. Raises `ConfigError` for tokens that cannot be used."""
+    """One gateway, from `start` to `close`. Raises `ConfigError` for tokens that cannot be used.
 
-    def __init__(self, start: worker_wire.GatewayStart) -> None:
+    logins_failed: is told of users that could not prove who they are.
+    """
+
+    def __init__(
+        self,
+        start: worker_wire.GatewayStart,
+        logins_failed: Callable[[Failures], object] = lambda _: None,
+    ) -> None:
         clock = time.monotonic
         self._start = start
         entrance = Entrance(start.socket, start.tenant, start.token, start.operator_token)
         self._daemon = Daemon(entrance)
         cluster = Cluster(self._daemon, clock)
         tokens = Tokens(start.tokens_file, start.digest, clock, log.warning)
-        guard = Guard(tokens, start.rate, os.getuid(), clock)
+        failed = FailedLogins(
+            logins_failed, lambda s, work: asyncio.get_running_loop().call_later(s, work)
+        )
+        guard = Guard(tokens, start.rate, os.getuid(), clock, failed.add)
         # Polls wait: they have connections of their own.
         self._listening = Daemon(entrance)
         self._events = Events(cluster, self._listening)

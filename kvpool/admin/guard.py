@@ -30,10 +30,19 @@ _HOST = re.compile(r"[A-Za-z0-9._\[\]:-]{0,255}")
 class Guard:
     """Decides about requests before anything is done for them. Event loop only.
 
-    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket accepts.
+    rate: requests a second of each token. uid: of the daemon, whose processes a unix socket accepts. failed: is told
+    of each wrong token: from where, and what is wrong.
     """
 
-    def __init__(self, tokens: Tokens, rate: float, uid: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        rate: float,
+        uid: int,
+        clock: Callable[[], float],
+        failed: Callable[[str, str], object] = lambda *_: None,
+    ) -> None:
+        self._failed = failed
         self._tokens = tokens
         self._uid = uid
         self._wrong_s = 1 / (WRONG_SHARE * rate)
@@ -69,6 +78,8 @@ class Guard:
         if found is None:
             self._known.pop(place, None)
             self._wrong.take(address)
+            if authorization:
+                self._failed(address or "unix socket", "a wrong token")
             raise Refused(
                 401,
                 "not_authenticated",

@@ -342,6 +342,17 @@ METRICS: tuple[Metric, ...] = (
         "refused_connections",
     ),
     _counter(
+        "failed_logins",
+        "Failed logins: clients at the socket, users of the HTTP gateway (http), and peers.",
+        "failed_logins.*",
+        labels=("door",),
+    ),
+    _counter("audit_records", "Records that the audit file has, since the start.", "audit.written"),
+    _counter(
+        "audit_lost_records", "Records that the audit file did not take in time.", "audit.lost"
+    ),
+    _counter("audit_errors", "Writes to the audit file that failed.", "audit.errors"),
+    _counter(
         "clients_died",
         "Clients whose process ended while they held leases or reservations.",
         "counters.dead_holders",

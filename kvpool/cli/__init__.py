@@ -18,7 +18,7 @@ COMMANDS = (
     *("serve", "router", "status", "tiers", "nodes", "namespaces", "locate", "lookup", "blocks"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin"),
     *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
-    *("doctor", "version", "config", "bench", "completion", "certs", "secret", "token"),
+    *("doctor", "version", "config", "bench", "completion", "certs", "secret", "token", "audit"),
 )
 # The module of a command, if its name differs.
 MODULES = {"serve": "serving", "unpin": "pin"}

@@ -72,6 +72,14 @@ def object_bytes(value: object, where: str) -> int:
     return size
 
 
+def audit_bytes(value: object, where: str) -> int:
+    """How large an audit file may become."""
+    found = parse_size(value, where)
+    if not isinstance(found, int) or found < 64 << 10:
+        raise ConfigError(f"{where}: must be a size of at least 64KiB")
+    return found
+
+
 def mode(value: object, where: str) -> int:
     """Permissions. A text is octal, as `chmod` takes it; a number is what TOML's 0o660 gives."""
     try:

@@ -517,6 +517,22 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         LogFormat,
         setting("One line of text per record, or one [JSON object](operations.md#logs) per line."),
     ] = "text"
+    audit_file: Annotated[
+        File,
+        setting(
+            "A file that keeps [operators' changes and failed logins](security.md#the-audit-file), each record chained to "
+            "the one before."
+        ),
+    ] = ""
+    audit_file_bytes: Annotated[
+        int,
+        kind(parse=parse.audit_bytes, metavar="SIZE"),
+        setting("The size at which the audit file is rotated, 64KiB or more.", default="64MiB"),
+    ] = 64 << 20
+    audit_files: Annotated[
+        int,
+        setting("How many audit files are kept, the present one included.", ge=1, le=1000),
+    ] = 10
     clients_max: Annotated[
         int,
         setting(

@@ -601,8 +601,19 @@ class PathsStats(Branch):
     peers: dict[str, PeerWays] = {}
 
 
+class AuditStats(Branch):
+    """The audit file: records that are durable, and that the disk did not take in time. errors: of writes."""
+
+    written: int = 0
+    lost: int = 0
+    errors: int = 0
+
+
 class NodeStats(Branch):
-    """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only."""
+    """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only.
+
+    failed_logins: by where: `socket` (clients), `http` (the gateway), `peer`.
+    """
 
     node: str = ""
     incarnation: str = ""
@@ -611,6 +622,8 @@ class NodeStats(Branch):
     clients: int = 0
     connections: int = 0
     refused_connections: int = 0
+    failed_logins: dict[str, int] = {}
+    audit: AuditStats | None = None
     counters: Counters = msgspec.field(default_factory=Counters)
     gone: dict[str, int] = {}
     leases: int = 0

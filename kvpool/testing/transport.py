@@ -34,6 +34,7 @@ from kvpool.errors import (
 )
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Credentials
+from kvpool.security.failed_logins import Failures
 from kvpool.transfer import transport_for
 from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
@@ -147,6 +148,9 @@ class ScriptedSource:
         owed = ScriptedAnswer(self.closed)
         self.waiting.put((question, owed))
         return owed
+
+    def logins_failed(self, failures: Failures) -> None:
+        pass
 
     def corrupt(self, report: Corrupt) -> None:
         with self._lock:

@@ -36,6 +36,7 @@ from kvpool.errors import (
 )
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Credentials
+from kvpool.security.failed_logins import Failures
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
 from kvpool.wire.frame import KEYS_MAX, PROTOCOL_VERSION, Bytes, Done
@@ -135,6 +136,10 @@ class Source(Protocol):
 
     def answer_later(self, question: Await | Operate) -> Owed:
         """The same for a request that may have to wait, until `wait_s` is over. Does not block itself."""
+        ...
+
+    def logins_failed(self, failures: Failures) -> None:
+        """Peers that could not prove who they are. Never raises."""
         ...
 
     def corrupt(self, report: Corrupt) -> None:

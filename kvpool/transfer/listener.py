@@ -17,6 +17,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
+from kvpool.security.failed_logins import FailedLogins
 from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
 from kvpool.transfer.admission import Places
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits, check_secrets
@@ -58,6 +59,12 @@ class Complaints:
         log.warning("a peer was refused: %s%s", error, more)
 
 
+def _later(seconds: float, work: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+
+
 class Server:
     """Listens, and serves each peer's connection in a thread of its own.
 
@@ -93,6 +100,7 @@ class Server:
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._complaints = Complaints()
+        self._failed = FailedLogins(source.logins_failed, _later)
 
     def listen(self, url: str) -> str:
         """See `Transport.listen`."""
@@ -155,7 +163,7 @@ class Server:
         with listener:
             while not self._closing.is_set():
                 try:
-                    sock, _ = listener.accept()
+                    sock, address = listener.accept()
                 except OSError as error:
                     if self._closing.is_set():
                         return
@@ -163,11 +171,12 @@ class Server:
                         self._closing.wait(ACCEPT_PAUSE_S)
                     continue  # otherwise the connection died while it waited
                 deadline = Deadline(self._limits.hello_s)
-                self._welcome(open_stream(sock, deadline, self._identity.tls, listens=True))
+                stream = open_stream(sock, deadline, self._identity.tls, listens=True)
+                self._welcome(stream, str(address[0]))
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _welcome(self, stream: Stream) -> None:
+    def _welcome(self, stream: Stream, address: str) -> None:
         with self._lock:
             welcome = self._has_room() and not self._closing.is_set()
             if welcome:
@@ -177,7 +186,7 @@ class Server:
             stream.close()
             return
         try:
-            self._start("kvpool-serve", self._serve, stream)
+            self._start("kvpool-serve", self._serve, stream, address)
         except RuntimeError:  # the machine has no thread left
             with self._lock:
                 self._streams.discard(stream)
@@ -205,7 +214,7 @@ class Server:
         if displaced is not None:
             displaced.shut()
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, address: str) -> None:
         try:
             stream.secure()
             admit(stream, self._identity, lambda: self._admit(stream))
@@ -221,6 +230,8 @@ class Server:
                     self._places.idle(stream)
         except (ProtocolError, NotAuthenticated, Declined) as error:
             self._complaints.say(error)
+            if isinstance(error, NotAuthenticated):
+                self._failed.add(address, str(error))
             refuse(stream, error)
             stream.linger()
         except KvpoolError:

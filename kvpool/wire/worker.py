@@ -17,6 +17,7 @@ type  message          direction             answer
 112   DemoteBlocks     control → device      Pulled
 113   ExportSegment    control → device      Bytes: a handle for one attach
 120   GatewayStart     control → gateway     Bytes: the URLs that it listens on, a JSON array
+122   LoginsFailed     worker → control      none
 """
 
 from __future__ import annotations
@@ -191,6 +192,12 @@ class ExportSegment(Message, tag=113):
     segment: int
 
 
+class LoginsFailed(Message, tag=122):
+    """Peers, or users of the gateway, that could not prove who they are: source, reason, and how many of each."""
+
+    failures: list[tuple[str, str, int]]
+
+
 class GatewayStart(Message, tag=120):
     """First frame on the gateway's control channel: all its settings, including secrets.
 
@@ -233,6 +240,7 @@ TransferMessage = (
     | AskPeer
     | StopOrder
     | Corrupt
+    | LoginsFailed
     | Done
     | Bytes
     | Error
@@ -251,7 +259,7 @@ DeviceMessage = (
     | Bytes
     | Error
 )
-GatewayMessage = GatewayStart | Bytes | Error
+GatewayMessage = GatewayStart | LoginsFailed | Bytes | Error
 decode_transfer = Decoder(TransferMessage)
 decode_device = Decoder(DeviceMessage)
 decode_gateway = Decoder(GatewayMessage)

@@ -174,6 +174,9 @@ class Lends:
             fileno=lambda: 0, result=lambda: frame.Bytes(b""), close=lambda: None
         )
 
+    def logins_failed(self, failures: Any) -> None:
+        pass
+
     def corrupt(self, report: Any) -> None:
         pass
 

@@ -24,6 +24,7 @@ from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.daemon.workers.turns import QUESTIONS
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
+from kvpool.security.failed_logins import Failures
 from kvpool.storage.dram import DramSegment
 from kvpool.testing.transport import key_of
 from kvpool.transfer.base import Deadline, Identity
@@ -60,6 +61,7 @@ class Rules:
         self.returned = asyncio.Event()
         self.committed = asyncio.Event()
         self.awaiting = 0
+        self.failures: Failures = []
 
     def open_loan(self, request: worker_wire.OpenLoan) -> worker_wire.Loan:
         if self.error is not None:
@@ -98,6 +100,9 @@ class Rules:
         finally:
             self.awaiting -= 1
         return frame.Bytes(b"\1" * (len(question.keys) // 16))
+
+    def logins_failed(self, failures: Failures) -> None:
+        self.failures += failures
 
     def corrupt(self, report: peer_wire.Corrupt) -> None:
         self.reports.append(report)

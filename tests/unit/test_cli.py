@@ -1361,6 +1361,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --replicas-max 4 --replication-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
         " --ssd-drain-s 9 --memory-wait-s 4 --encryption-secret-file /e"
+        " --audit-file /a --audit-file-bytes 1MiB --audit-files 2"
         " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext --cluster-secret-file /s --operated-by m --operated-by n"
@@ -1412,6 +1413,8 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     secrets |= {"router_token"}
     assert config.encryption_secret_file == "/e"
+    audit = (config.audit_file, config.audit_file_bytes, config.audit_files)
+    assert audit == ("/a", 1 << 20, 2)
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
     given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events", "no_announce"}
     given |= {"peers", "labels", "rails", "routers", "forward", "events", "announce"}

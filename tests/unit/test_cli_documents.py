@@ -67,7 +67,7 @@ def test_every_verb_has_an_example_and_json(script) -> None:
         assert all(each.startswith(verb.path) for each in verb.examples), verb.path
         names = {option.names.split()[0] for option in verb.options}
         # What certs, secrets and tokens make are files; the numbers of sim and plan go to a file, too.
-        own = verb.path.split()[1] in {"certs", "secret", "token"} or verb.path in NO_JSON
+        own = verb.path.split()[1] in {"certs", "secret", "token", "audit"} or verb.path in NO_JSON
         assert own or "--json" in names, f"{verb.path} has no --json"
 
 

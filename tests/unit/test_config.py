@@ -129,6 +129,9 @@ ssd = ["/e=8MiB", "/f=1GiB"]
 ssd_write = "through"
 ssd_bytes_per_day = "1TiB"
 encryption_secret_file = "/encryption.secret"
+audit_file = "/audit.log"
+audit_file_bytes = "1MiB"
+audit_files = 3
 ssd_flush_s = 3
 ssd_drain_s = 9
 object_store = "file:///shared/kvpool"
@@ -206,6 +209,9 @@ memory = "50%"
         ssd_drain_s=9.0,
         ssd_flush_s=3.0,
         encryption_secret_file="/encryption.secret",
+        audit_file="/audit.log",
+        audit_file_bytes=1 << 20,
+        audit_files=3,
         object_store="file:///shared/kvpool",
         object_bytes_max=1 << 40,
         object_instance_credentials=True,
@@ -283,6 +289,9 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "ssd_drain_s": "0",
         "ssd_flush_s": "0",
         "encryption_secret_file": "",
+        "audit_file": "/audit.log",
+        "audit_file_bytes": "64KiB",
+        "audit_files": "1",
         "encryption_secret_command": "print-it --now",
         "object_store": "s3://bucket/prefix",
         "object_bytes_max": "2TiB",
@@ -322,6 +331,8 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert (config.object_store, config.object_bytes_max) == ("s3://bucket/prefix", 2 << 40)
     assert config.object_instance_credentials is True
     assert config.encryption_secret_command == "print-it --now"
+    audit = (config.audit_file, config.audit_file_bytes, config.audit_files)
+    assert audit == ("/audit.log", 64 << 10, 1)
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.replication_bandwidth == 64 << 10
     assert config.forward is False

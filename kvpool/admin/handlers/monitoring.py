@@ -28,7 +28,7 @@ from kvpool.admin.types import (
 )
 from kvpool.telemetry.node_stats import HotPrefix, NodeStats
 
-AUDIT = "change"
+AUDITED = {"change", "login failed"}
 HEARTBEAT_S = 15.0
 WRITE_S = 20.0
 EVENT_STREAM = "text/event-stream"
@@ -69,11 +69,11 @@ class Watching:
         return HotList("prefix", 0.0, found[: wanted.limit], answers.unreachable)
 
     async def list_audit(self, call: Call, wanted: Page) -> AuditList:
-        """Operators' changes, newest first: as far as nodes remember them."""
+        """Operators' changes and failed logins, newest first: as far as nodes remember them."""
         before = unpack_cursor(wanted.cursor, Moment) if wanted.cursor else None
 
         def keep(event: EventInfo) -> bool:
-            return event.kind == AUDIT and visible(call.who, event)
+            return event.kind in AUDITED and visible(call.who, event)
 
         found = await self._events.newest(keep, wanted.limit + 1, before)
         some = found[: wanted.limit]

@@ -176,13 +176,13 @@ function details_of(details) {
 export function audit_view(root) {
   const view = live(root, (signal) => get(path(["audit"], { limit: 500 }), signal), ({ items, unreachable }) => [
     heading("Audit"), unreachable_note(unreachable),
-    h("p", { class: "quiet" }, "Who has changed what, newest first. Nodes remember their last few thousand events; all are in their logs."),
+    h("p", { class: "quiet" }, "Who has changed what, and failed logins, newest first. Nodes remember their last few thousand events; all are in their logs."),
     h("section", { class: "card", "aria-label": "Changes" }, table("Changes", [
       { name: "When", of: (event) => h("span", { class: "nowrap" }, date_of(event.at_s)) },
-      { name: "By", of: (event) => event.details?.by ?? DASH },
+      { name: "By", of: (event) => event.details?.by ?? event.details?.source ?? DASH },
       { name: "What", head: true, of: (event) => title_of(String(event.details?.what ?? event.kind)) },
       { name: "Details", class: "name", of: (event) => {
-        const { by, what, ...rest } = event.details ?? {};
+        const { by, what, source, ...rest } = event.details ?? {};
         return details_of(rest);
       } },
       { name: "Node", of: (event) => event.node },

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 PAGE = 1000  # events in one answer
 PAGES_MAX = 8  # a node remembers 4096
-KIND_STYLES = {"change": "yellow", "node left": "red", "node joined": "green"}
+KIND_STYLES = {
+    "change": "yellow",
+    "login failed": "red",
+    "node left": "red",
+    "node joined": "green",
+}
 
 
 class Feed:

@@ -29,6 +29,7 @@ from kvpool.errors import (
     NamespaceMismatch,
     Unavailable,
 )
+from kvpool.security.failed_logins import Failures
 from kvpool.telemetry.spans import CALLED_OFF, LEND, Span, Spans, working_for
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
 from kvpool.wire import frame
@@ -59,7 +60,8 @@ class PeerService:
     may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
     that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. stores:
     whether new blocks are accepted. operate: handles requests of operators of other nodes. spans: collects those
-    of traced loans. name: this node's; what is meant for another one is declined.
+    of traced loans. name: this node's; what is meant for another one is declined. logins_failed: is told of peers that
+    could not prove who they are.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class PeerService:
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
         spans: Spans | None = None,
         name: str = "",
+        logins_failed: Callable[[Failures], None] = lambda _: None,
     ) -> None:
         self.node = node
+        self._logins_failed = logins_failed
         self._name = name
         self._below = below
         self._clock = clock
@@ -303,6 +307,10 @@ class PeerService:
             if token in holder.leases:
                 self.node.leases.release(holder, token)
                 return
+
+    def logins_failed(self, failures: Failures) -> None:
+        """See `Rules`."""
+        self._logins_failed(failures)
 
     def corrupt(self, report: peer_wire.Corrupt) -> None:
         """A peer found that bytes from here do not match their checksum: drop that replica."""

@@ -1,7 +1,7 @@
 """A node's events for operators: the last ones, numbered. One event loop.
 
 Events are rare: nodes that join and leave, jobs, operators' changes, disks that fail. Each is also one
-line of the log `kvpool.events`, or `kvpool.audit` for a change.
+line of the log `kvpool.events`; changes and failed logins are lines of `kvpool.audit`, and of the audit file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from kvpool.placement.records import NodeChange, NodeRecord, View
 EVENTS_MAX = 4096
 AUDIT = "change"
 """The kind of events that record an operator's change."""
+LOGIN_FAILED = "login failed"
+AUDITED = frozenset({AUDIT, LOGIN_FAILED})
+"""The kinds of events that the audit file has."""
 
 events_log = logging.getLogger("kvpool.events")
 audit_log = logging.getLogger("kvpool.audit")
@@ -36,11 +39,17 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """wall: seconds since 1970."""
+    """wall: seconds since 1970. audit: gets each event of a kind in `AUDITED`."""
 
-    def __init__(self, node: str, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        node: str,
+        wall: Callable[[], float],
+        audit: Callable[[Event], object] | None = None,
+    ) -> None:
         self._node = node
         self._wall = wall
+        self._audit = audit
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._news: asyncio.Event = asyncio.Event()
         self.last = 0
@@ -50,7 +59,9 @@ class EventLog:
         self.last += 1
         event = Event(self.last, self._wall(), self._node, kind, details)
         self._events.append(event)
-        log = audit_log if kind == AUDIT else events_log
+        if self._audit is not None and kind in AUDITED:
+            self._audit(event)
+        log = audit_log if kind in AUDITED else events_log
         if log.isEnabledFor(logging.INFO):
             fields = {"number": event.number, "node": event.node, "details": event.details}
             log.info("%s", kind, extra=fields)

@@ -15,7 +15,9 @@ from kvpool.daemon.core.blocks import Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
+from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
@@ -72,6 +74,8 @@ class StatsGatherer:
         sampler: Sampler,
         hot_prefixes: HotPrefixes,
         connections: ConnectionCounts,
+        logins: Logins,
+        audit: AuditFile | None,
         clock: Callable[[], float],
     ) -> None:
         self._name = name
@@ -89,6 +93,8 @@ class StatsGatherer:
         self._sampler = sampler
         self._hot_prefixes = hot_prefixes
         self._connections = connections
+        self._logins = logins
+        self._audit = audit
         self._clock = clock
         self._started = clock()
 
@@ -117,6 +123,8 @@ class StatsGatherer:
             clients=self._connections.clients,
             connections=self._connections.connections,
             refused_connections=self._connections.refused,
+            failed_logins=dict(self._logins.failed),
+            audit=None if self._audit is None else self._audit.stats(),
             counters=self._node.counters,
             gone=self._node.counters.gone(),
             leases=self._node.leases.count,

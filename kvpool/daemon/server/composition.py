@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvpool.config import DaemonConfig
@@ -31,8 +32,10 @@ from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import DISKS_MAX, NOT_NODES, PeerTransport
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.fetch.probing import Prober
+from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
@@ -105,6 +108,7 @@ class Daemon(Generic[T]):
     operators: Operators
     requests: ClientRequests
     connections: ClientConnections
+    logins: Logins
     local: DaemonNode
 
 
@@ -139,13 +143,14 @@ def compose(
     clocks: Clocks,
     cluster_secrets: Callable[[], tuple[bytes, ...]] = tuple,
     encryption: Callable[[], list[bytes]] = list,
+    audit: AuditFile | None = None,
     next_incarnation: Callable[[], str] = new_incarnation,
 ) -> Daemon[T]:
     """Make all parts of a daemon. Nothing runs yet.
 
     segments: each tenant's memory. make_transport: given the paths to a peer, by its URL. rng: for tie-breaking
     only. cluster_secrets: the cluster's, those accepted now. encryption: the secrets of the encryption at rest, in use
-    now.
+    now. audit: keeps operators' changes and failed logins; its owner closes it.
     """
     clock = clocks.monotonic
     peers = Peers(config.labels, rng, apart=NOT_NODES)
@@ -197,7 +202,12 @@ def compose(
     registry = EngineRegistry(
         config.engines_max, [each.name for each in config.all_tenants() if each.announce]
     )
-    events = EventLog(config.node, clocks.wall)
+    events = EventLog(
+        config.node,
+        clocks.wall,
+        None if audit is None else lambda e: audit.write(e.at_s, e.node, e.kind, e.details),
+    )
+    logins = Logins(events, clock)
     rules = TierRules(node, ssd, device)
 
     def may_free(namespace: NamespaceState) -> bool:
@@ -224,6 +234,8 @@ def compose(
         sampler,
         hot_prefixes,
         counts,
+        logins,
+        audit,
         clock,
     )
     operators = Operators(
@@ -277,6 +289,7 @@ def compose(
             operate=operators.operated,
             spans=spans,
             name=config.node,
+            logins_failed=partial(logins.fail_all, "peer"),
         ),
         ssd=ssd,
         objects=objects,
@@ -293,8 +306,9 @@ def compose(
         operators=operators,
         requests=requests,
         connections=ClientConnections(
-            node, requests, operators, engines, registry, device, segments, counts
+            node, requests, operators, engines, registry, device, segments, counts, logins
         ),
+        logins=logins,
         local=DaemonNode(
             node,
             ssd,

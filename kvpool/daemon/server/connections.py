@@ -18,6 +18,7 @@ from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
 from kvpool.daemon.server.requests import ClientRequests
@@ -59,7 +60,7 @@ class ClientConnections:
     """All clients of a daemon. Event loop only.
 
     segments: by tenant; each client gets its tenant's as a descriptor with the first answer. counts: kept up to
-    date. operators: for its present configuration.
+    date. operators: for its present configuration. logins: is told of failed ones.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ClientConnections:
         device: DeviceTier | None,
         segments: Mapping[str, Segment],
         counts: ConnectionCounts,
+        logins: Logins,
     ) -> None:
         self._node = node
         self._requests = requests
@@ -81,6 +83,7 @@ class ClientConnections:
         self._device = device
         self._segments = segments
         self.counts = counts
+        self._logins = logins
         self._incarnation = node.incarnation
         self._tokens = {tenant.name: tenant.token for tenant in operators.config.all_tenants()}
         # By tenant, the client's own id, and whether it is an operator.
@@ -208,6 +211,7 @@ class ClientConnections:
             expected is not None
             and not secrets.compare_digest((hello.token or "").encode(), expected.encode())
         ):
+            self._logins.fail("socket", _who(hello, sock), "unknown tenant, or wrong token")
             raise NotAuthenticated(
                 "unknown tenant, or wrong token: check tenant and token of this client"
             )
@@ -217,6 +221,8 @@ class ClientConnections:
             )
         pid = peer_pid(sock)
         operator = self._is_operator(hello, operators=operators)
+        if hello.operator and not operator:  # a client all the same
+            self._logins.fail("socket", _who(hello, sock), "wrong operator token")
         if not operator:  # tenants that take all keep out no operator
             self._check_share(self._admitted, hello.tenant, "connections")
         handle = self._clients.get((hello.tenant, hello.client, operator))
@@ -293,6 +299,11 @@ class ClientConnections:
             told = self._engines.subscribes(holder) or self._registry.has(holder)
             if holder.idle and not told:
                 self._forget(handle)
+
+
+def _who(hello: client_wire.Hello, sock: socket.socket) -> str:
+    """A client that could not prove who it is, for the audit."""
+    return f"uid {peer_uid(sock)}, process {peer_pid(sock)}, tenant {hello.tenant:.64}"
 
 
 class ClientConnection(asyncio.Protocol):

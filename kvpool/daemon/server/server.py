@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
@@ -30,6 +31,7 @@ from kvpool.daemon.cluster.joining import open_directory, open_membership, open_
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.memory_wait import (
@@ -105,6 +107,9 @@ class Server:
                 self.config.encryption_secret_file, self.config.encryption_secret_command
             )
             await encryption.open()
+            audit = open_audit(self.config)
+            if audit is not None:
+                stack.callback(audit.close)
             daemon = compose(
                 self.config,
                 self.node,
@@ -117,6 +122,7 @@ class Server:
                 Clocks(),
                 secrets.current,
                 encryption.current,
+                audit,
             )
             stack.push_async_callback(daemon.transport.stop)
             stack.push_async_callback(close, daemon)
@@ -124,7 +130,7 @@ class Server:
             segments = dict(enumerate(self.segments.values()))
             for segment_id, segment in segments.items():
                 await daemon.transport.attach_segment(segment_id, segment)
-            gateway = Gateway(self.config)
+            gateway = Gateway(self.config, partial(daemon.logins.fail_all, "http"))
             stack.push_async_callback(gateway.stop)
             tasks = Tasks()
             stack.push_async_callback(tasks.end)
@@ -213,6 +219,13 @@ class Server:
 def _use_secrets(daemon: Daemon[TransferWorkers]) -> None:
     daemon.ssd.use_secrets()
     daemon.objects.use_secrets()
+
+
+def open_audit(config: DaemonConfig) -> AuditFile | None:
+    """The audit file, if there is to be one. Raises `ConfigError`."""
+    if not config.audit_file:
+        return None
+    return AuditFile(Path(config.audit_file), config.audit_file_bytes, config.audit_files)
 
 
 def _stop_listening(connections: ClientConnections, listener: socket.socket, path: str) -> None:

@@ -12,12 +12,15 @@ import logging
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvpool.config import HTTP_UNIX, DaemonConfig
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError, ProtocolError
+from kvpool.security.failed_logins import Failures
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
@@ -35,9 +38,18 @@ class GatewayWorker(Worker):
     kind = "gateway"
     decode = worker_wire.decode_gateway
 
-    def __init__(self, start: worker_wire.GatewayStart) -> None:
+    def __init__(
+        self, start: worker_wire.GatewayStart, logins_failed: Callable[[Failures], None]
+    ) -> None:
         super().__init__()
         self._start = start
+        self._logins_failed = logins_failed
+
+    def _received(self, request: int, message: Any) -> None:
+        if isinstance(message, worker_wire.LoginsFailed):
+            self._logins_failed(message.failures)
+        else:
+            super()._received(request, message)
 
     async def _prepare(self) -> None:
         answer = await self._ask(self._start, START_S)
@@ -51,16 +63,21 @@ class GatewayWorker(Worker):
 
 
 class Gateway:
-    """Keeps the gateway running, if one is configured. Event loop only."""
+    """Keeps the gateway running, if one is configured. Event loop only.
 
-    def __init__(self, config: DaemonConfig) -> None:
+    logins_failed: is told of users that could not prove who they are.
+    """
+
+    def __init__(
+        self, config: DaemonConfig, logins_failed: Callable[[Failures], None] = lambda _: None
+    ) -> None:
         """Raises `ConfigError` if its token cannot be stored."""
         self._config = config
         digest = ""
         if config.http and not config.http_tokens:
             digest = hashlib.sha256(own_token(token_path(config)).encode()).hexdigest()
         self._start = _start_message(config, digest)
-        self._supervisor = WorkerSupervisor(lambda: GatewayWorker(self._start))
+        self._supervisor = WorkerSupervisor(lambda: GatewayWorker(self._start, logins_failed))
 
     async def run(self) -> None:
         """Start it, retrying until it succeeds, without making others wait."""

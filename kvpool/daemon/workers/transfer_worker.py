@@ -19,6 +19,7 @@ from kvpool.daemon.workers.worker_main import Control, Jobs, OwedAnswer, WorkerP
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.security.credentials import Credentials, TlsFiles
+from kvpool.security.failed_logins import Failures
 from kvpool.transfer import scheme_of, transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
 from kvpool.wire import worker as worker_wire
@@ -27,6 +28,7 @@ from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
 from kvpool.wire.worker import (
     AskPeer,
     Loan,
+    LoginsFailed,
     OpenLoan,
     PullBlocks,
     Return,
@@ -63,6 +65,9 @@ class ControlSource:
 
     def answer_later(self, question: Await | Operate) -> OwedAnswer:
         return self._control.begin(question)
+
+    def logins_failed(self, failures: Failures) -> None:
+        self._control.send(LoginsFailed(failures), 0)
 
     def corrupt(self, report: Corrupt) -> None:
         self._control.send(report, 0)

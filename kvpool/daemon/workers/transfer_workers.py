@@ -18,6 +18,7 @@ from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.nic_pairs import Route
 from kvpool.security.cluster_secrets import ClusterSecrets
+from kvpool.security.failed_logins import Failures
 from kvpool.telemetry.node_stats import NixlStats, PathsStats, WorkerStats
 from kvpool.transfer import scheme_of
 from kvpool.wire import frame
@@ -58,6 +59,10 @@ class Rules(Protocol):
 
     def operated(self, order: peer_wire.Operate) -> Coroutine[Any, Any, frame.Bytes]:
         """The answer to what an operator of another node wants. Raises `KvpoolError`."""
+        ...
+
+    def logins_failed(self, failures: Failures) -> None:
+        """Peers that could not prove who they are."""
         ...
 
     def corrupt(self, report: peer_wire.Corrupt) -> None:
@@ -148,6 +153,8 @@ class TransferWorkerProxy(Worker):
                     self._workers.source.give_back(message.token)
             case peer_wire.Corrupt():
                 self._workers.source.corrupt(message)
+            case worker_wire.LoginsFailed():
+                self._workers.source.logins_failed(message.failures)
             case _:
                 super()._received(request, message)
 

@@ -1,0 +1,273 @@
+"""The audit file: operators' changes and failed logins, one JSON object a line, kept over restarts.
+
+Each line carries the hash of the one before it, and its own, so that a line that was changed, removed or put in
+between is found (`verify`). Lines that were cut off at the end are not: their last hash must be kept elsewhere.
+
+    {"number":7,"at":"2026-12-01T12:00:00.123Z","node":"a","kind":"change","details":{...},"previous":"5f…","hash":"91…"}
+
+`hash`: SHA-256 of the line up to `,"hash"`, in hexadecimal digits. The file is rotated: NAME, NAME.1 and so on, older
+with larger numbers; the first line of a file continues the last one of the file before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import ConfigError, ProtocolError
+from kvpool.telemetry.node_stats import AuditStats
+
+QUEUE_MAX = 4096  # records that wait for the disk
+RETRY_S = 1.0
+CLOSE_S = 5.0
+LINE_BYTES_MAX = 64 << 10
+TAIL_BYTES = 2 * LINE_BYTES_MAX
+NO_HASH = "0" * 64
+
+log = logging.getLogger("kvpool.audit")
+
+_HASH = re.compile(rb',"hash":"([0-9a-f]{64})"}')
+_HASH_BYTES = len(',"hash":""}') + 64
+
+
+class AuditRecord(msgspec.Struct, frozen=True):
+    """A line of the file, without its hash. number: counts up over all files and restarts. at: UTC."""
+
+    number: int
+    at: str
+    node: str
+    kind: str
+    details: Mapping[str, Any]
+    previous: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """The last line of a chain. lines: how many were seen."""
+
+    number: int = 0
+    hash: str = NO_HASH
+    lines: int = 0
+
+
+_decode = JsonDecoder[AuditRecord](AuditRecord, "a line of the audit file")
+
+
+def line_of(record: AuditRecord) -> tuple[bytes, str]:
+    """A record's line, with its end, and its hash."""
+    body = msgspec.json.encode(record)[:-1]
+    digest = hashlib.sha256(body).hexdigest()
+    return body + f',"hash":"{digest}"}}\n'.encode(), digest
+
+
+def parse_line(line: bytes) -> tuple[AuditRecord, str]:
+    """The inverse, without the end. Raises `ProtocolError` for what is no line, or has a wrong hash."""
+    body, end = line[:-_HASH_BYTES], _HASH.fullmatch(line[-_HASH_BYTES:])
+    digest = hashlib.sha256(body).hexdigest()
+    if end is None or end[1].decode() != digest:
+        raise ProtocolError("the hash does not match the line")
+    return _decode(body + b"}"), digest
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a chain that are there, the oldest first."""
+    numbered = []
+    for each in path.parent.glob(f"{path.name}.*"):
+        suffix = each.name.removeprefix(f"{path.name}.")
+        if suffix.isdecimal():
+            numbered.append((int(suffix), each))
+    found = [each for _, each in sorted(numbered, reverse=True)]
+    return [*found, path] if path.exists() else found
+
+
+def verify(path: Path) -> Iterator[tuple[AuditRecord, ChainEnd]]:
+    """Each record of all files, the oldest first, with where the chain is then.
+
+    Raises `ProtocolError`, which names the line, and `ConfigError` if a file cannot be read. The first line's
+    predecessor may be gone: its file was rotated away.
+    """
+    end = ChainEnd()
+    for file in files_of(path):
+        try:
+            with file.open("rb") as opened:
+                for at, line in enumerate(opened, 1):
+                    where = f"{file}, line {at}"
+                    if not line.endswith(b"\n"):
+                        raise ProtocolError(f"{where}: it is incomplete")
+                    try:
+                        record, digest = parse_line(line[:-1])
+                    except ProtocolError as error:
+                        raise ProtocolError(f"{where}: {error}") from None
+                    first = not end.lines and record.number > 1
+                    if not first and (record.previous, record.number) != (end.hash, end.number + 1):
+                        raise ProtocolError(
+                            f"{where}: it does not follow record {end.number}: records were removed, or put in between"
+                        )
+                    end = ChainEnd(record.number, digest, end.lines + 1)
+                    yield record, end
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+
+
+class AuditFile:
+    """Appends records. `write` is for the event loop; one thread of its own does the work.
+
+    bytes_max: of a file. files_max: kept, the present one included. The counters are read without a lock.
+    Raises `ConfigError` if the file cannot be opened, or its last line is not one of a chain.
+    """
+
+    def __init__(self, path: Path, bytes_max: int, files_max: int) -> None:
+        self.written = 0
+        self.lost = 0  # the disk did not take them in time
+        self.errors = 0
+        self._path = path
+        self._bytes_max = bytes_max
+        self._files_max = files_max
+        self._queue: queue.Queue[AuditRecord | None] = queue.Queue(QUEUE_MAX)
+        self._closing = threading.Event()
+        try:
+            self._end = _last(path)
+            self._fd = _open(path)
+            self._size = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise ConfigError(f"audit_file: cannot open {path}: {error.strerror}") from None
+        self._thread = threading.Thread(target=self._run, name="kvpool-audit", daemon=True)
+        self._thread.start()
+
+    def write(self, at_s: float, node: str, kind: str, details: Mapping[str, Any]) -> None:
+        """Queue a record; it is durable a moment later. at_s: seconds since 1970. Never waits."""
+        at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
+        record = AuditRecord(0, at.replace("+00:00", "Z"), node, kind, details, "")
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.lost += 1
+
+    def stats(self) -> AuditStats:
+        return AuditStats(self.written, self.lost, self.errors)
+
+    def close(self) -> None:
+        """Write what is queued, within `CLOSE_S`."""
+        self._closing.set()
+        try:
+            self._queue.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while True:
+            records = [self._queue.get()]
+            while not self._queue.empty():
+                records.append(self._queue.get())
+            todo = [record for record in records if record is not None]
+            if todo:
+                self._insist(todo)
+            if len(todo) < len(records):
+                os.close(self._fd)
+                return
+
+    def _insist(self, records: list[AuditRecord]) -> None:
+        """Until the disk takes them; while closing, once."""
+        failed = False
+        while True:
+            try:
+                self._append(records)
+            except OSError as error:
+                self.errors += 1
+                if not failed:
+                    log.warning("the audit file %s cannot be written: %s", self._path, error)
+                failed = True
+                if self._closing.wait(RETRY_S):
+                    self.lost += len(records)
+                    return
+            else:
+                if failed:
+                    log.warning("the audit file %s is written again", self._path)
+                return
+
+    def _append(self, records: list[AuditRecord]) -> None:
+        """All of them, durably. Raises OSError: then none of them counts, and the file's end is as before."""
+        there = os.fstat(self._fd).st_size
+        if there > self._size:  # half of a line, by an attempt that has failed
+            os.ftruncate(self._fd, self._size)
+        self._size = min(self._size, there)
+        if self._size >= self._bytes_max:
+            self._rotate()
+        end, lines = self._end, []
+        for record in records:
+            chained = msgspec.structs.replace(record, number=end.number + 1, previous=end.hash)
+            line, digest = line_of(chained)
+            if len(line) > LINE_BYTES_MAX:
+                chained = msgspec.structs.replace(chained, details={"omitted_bytes": len(line)})
+                line, digest = line_of(chained)
+            lines.append(line)
+            end = ChainEnd(chained.number, digest)
+        data = b"".join(lines)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        os.fsync(self._fd)
+        self._end = end
+        self._size += len(data)
+        self.written += len(records)
+
+    def _rotate(self) -> None:
+        path = self._path
+        for number in range(self._files_max - 1, 0, -1):
+            older = path.with_name(f"{path.name}.{number}")
+            newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+            if newer.exists():
+                newer.replace(older)
+        if self._files_max == 1:
+            path.unlink()
+        fd = _open(path)
+        os.close(self._fd)
+        self._fd, self._size = fd, 0
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _last(path: Path) -> ChainEnd:
+    """The end of the chain. A last line that a crash has cut off was never durable, and is taken away.
+
+    Raises `ConfigError`.
+    """
+    for file in reversed(files_of(path)):
+        with file.open("r+b" if file == path else "rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - TAIL_BYTES))
+            tail = opened.read()
+            whole = tail.rfind(b"\n") + 1
+            if whole < len(tail) and file == path:
+                opened.truncate(size - (len(tail) - whole))
+        lines = tail[:whole].splitlines()
+        if lines:
+            try:
+                record, digest = parse_line(lines[-1])
+            except ProtocolError as error:
+                raise ConfigError(
+                    f"audit_file: the last line of {file} is not one of an audit file ({error}): move the file away, "
+                    "or choose another one"
+                ) from None
+            return ChainEnd(record.number, digest)
+    return ChainEnd()
