@@ -32,6 +32,7 @@ from kvpool.router.engine_hosts import EngineHosts
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.health import Health
+from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observing
 from kvpool.router.orders import Orders
@@ -151,6 +152,7 @@ class Router:
             clock=clock,
             random=os.urandom,
             spans=self._spans if config.otlp else None,
+            isolation=_isolation(config, secrets),
         )
         self._listeners = Listeners(config.tls_cert, config.tls_key, _limits(config), "listen")
         api = Api(
@@ -274,6 +276,13 @@ def _pool(config: RouterConfig) -> Client | None:
 def _given(table: EngineTable) -> dict[str, object]:
     """An engine's configured fields."""
     return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not None}
+
+
+def _isolation(config: RouterConfig, secrets: Secrets) -> Isolation | None:
+    if not config.isolate:
+        return None
+    regions = {name: tenant.region for name, tenant in config.tenants.items() if tenant.region}
+    return Isolation(secrets.isolation, regions)
 
 
 def _settings(config: RouterConfig) -> Settings:

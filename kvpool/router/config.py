@@ -85,11 +85,13 @@ class TenantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """One `[tenants.NAME]`: requests with the token in `token_file`.
 
     weight: its share of the engines relative to other tenants. priority_max: the highest priority it may request.
+    region: with `isolate`, tenants of one region share caches; empty: it is alone.
     """
 
     token_file: str
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     priority_max: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    region: Name | Literal[""] = ""
 
 
 _ENGINE_FIELDS = tuple(
@@ -160,10 +162,24 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[Name, TenantTable],
         setting(
             "`[tenants.NAME]`: `token_file`, `weight` of its share of the engines under load (1), `priority_max` "
-            "(0).",
+            "(0), `region` (none).",
             file_only=True,
         ),
     ] = {}
+    isolate: Annotated[
+        bool,
+        setting(
+            "Keep tenants' caches apart: [isolation](router.md#isolation). Tenants of one `region` share them."
+        ),
+    ] = False
+    isolate_secret_file: Annotated[
+        str,
+        kind(metavar="FILE"),
+        setting(
+            "A file of mode 0600 with the secret of the isolation, the same for all routers of these engines: `kvpool "
+            "secret create` makes one. Required with `isolate`. Another secret is another cache."
+        ),
+    ] = ""
     engines: Annotated[
         tuple[EngineTable, ...],
         kind(parse=_engines, metavar="URL"),
@@ -369,12 +385,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Secrets(msgspec.Struct, frozen=True):
     """Secrets, never shown. token: the operator's; empty: none is required. tenants: names by token.
 
-    api_keys: by URL, of configured engines. Announced ones get none: they may be anybody.
+    api_keys: by URL, of configured engines. Announced ones get none: they may be anybody. isolation: of `isolate`.
     """
 
     token: str
     tenants: Mapping[str, str]
     api_keys: Mapping[str, str]
+    isolation: bytes = b""
 
     def __repr__(self) -> str:
         return "Secrets()"
@@ -425,6 +442,12 @@ def _check(config: RouterConfig) -> None:
     _address(config.listen)
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("tls_cert, tls_key: set both, or none")
+    if config.isolate != bool(config.isolate_secret_file):
+        raise ConfigError(
+            "isolate, isolate_secret_file: set both, or none; `kvpool secret create FILE` makes the secret"
+        )
+    if not config.isolate and (regions := [n for n, t in config.tenants.items() if t.region]):
+        raise ConfigError(f"tenants.{regions[0]}.region: has no meaning without isolate")
     if config.policy not in POLICIES:
         raise ConfigError(f"policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
     if config.deadline_s > config.deadline_s_max:
@@ -493,4 +516,12 @@ def _secrets(config: RouterConfig, environ: Mapping[str, str]) -> Secrets:
         else common
         for table in config.engines
     }
-    return Secrets(token, tenants, keys)
+    isolation = b""
+    if config.isolate:
+        isolation = read_secret_file(config.isolate_secret_file, "isolate_secret_file").encode()
+        if len(isolation) < TOKEN_CHARACTERS_MIN:
+            raise ConfigError(
+                f"isolate_secret_file: the secret has fewer than {TOKEN_CHARACTERS_MIN} characters: `kvpool secret "
+                "create` makes one"
+            )
+    return Secrets(token, tenants, keys, isolation)

@@ -14,6 +14,7 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
 from kvpool.router.hashing import Prompt
+from kvpool.router.isolation import Isolation
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
 from kvpool.scheduler.values import Request
@@ -63,7 +64,9 @@ class Intake:
         roster: EngineRoster,
         prompts: Prompts,
         clock: Callable[[], float],
+        isolation: Isolation | None = None,
     ) -> None:
+        self._isolation = isolation
         self._config = config
         self._roster = roster
         self._prompts = prompts
@@ -79,6 +82,8 @@ class Intake:
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", config.probe_s)
         body = limited(parse(incoming.kind, incoming.raw, models), incoming.priority_max)
+        if self._isolation is not None:
+            body = self._isolation.salted(body, incoming.tenant)
         account.model = body.model
         prompt: Prompt | None = None
         try:

@@ -67,10 +67,12 @@ class Prompts:
             raise UnknownModel(f"no engine serves {str(model)[:200]!r}")
         serving, kinds, chosen = served.engines, served.kinds, served.chosen
         asked = question(body, kind)
+        salt = body.get("cache_salt")
         tokens: Sequence[int] | None = None
         if isinstance(asked, dict):
             tokens = await self._tokenize(
-                serving, {"model": model or serving[0].model, **asked}, deadline_s
+                *(serving, {"model": model or serving[0].model, **asked}, deadline_s),
+                scope=salt if isinstance(salt, str) else "",
             )
         elif asked is not None:
             tokens = asked
@@ -79,7 +81,6 @@ class Prompts:
         hashing = chosen.hashing
         assert hashing is not None
         path = chosen.adapters.get(model)
-        salt = body.get("cache_salt")
         try:
             hashes = self._hasher.chain(
                 hashing,
@@ -93,7 +94,11 @@ class Prompts:
         return Prompt(model, tokens, hashes, keys, kinds, hashing)
 
     async def _tokenize(
-        self, serving: Sequence[EngineSpec], asked: Mapping[str, Any], deadline_s: float
+        self,
+        serving: Sequence[EngineSpec],
+        asked: Mapping[str, Any],
+        deadline_s: float,
+        scope: str = "",
     ) -> Sequence[int] | None:
         """By one engine after the other, starting with a different one each time; healthy ones first."""
         serving = [spec for spec in serving if self._catalog.answers(spec)] or serving
@@ -105,7 +110,10 @@ class Prompts:
             wait_s = max(0.001, (deadline - self._clock()) / left)
             try:
                 return await self._tokenizer.tokenize(
-                    spec.url, asked, deadline_s=wait_s, api_key=self._api_key(spec)
+                    *(spec.url, asked),
+                    deadline_s=wait_s,
+                    api_key=self._api_key(spec),
+                    scope=scope,
                 )
             except Unavailable as error:
                 failed = error

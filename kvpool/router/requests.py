@@ -22,6 +22,7 @@ from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
 from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
+from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observer
 from kvpool.router.orders import Orders
@@ -54,12 +55,13 @@ class Serving:
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[int], bytes] = os.urandom,
         spans: Spans | None = None,
+        isolation: Isolation | None = None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._orders = orders
         self._roster = roster
-        self._intake = Intake(config, roster, prompts, clock)
+        self._intake = Intake(config, roster, prompts, clock, isolation)
         self._upstream = upstream
         self._observer = observer
         self._metrics = metrics

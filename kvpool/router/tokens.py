@@ -135,15 +135,22 @@ class Tokenizer:
         self.hits = self.misses = 0
 
     async def tokenize(
-        self, url: str, asked: Mapping[str, Any], *, deadline_s: float, api_key: str = ""
+        self,
+        url: str,
+        asked: Mapping[str, Any],
+        *,
+        deadline_s: float,
+        api_key: str = "",
+        scope: str = "",
     ) -> list[int] | None:
         """The tokens for `question`, with the model's name; None: this engine cannot tokenise it.
 
-        url: of the engine. The list must not be changed. Raises `TokenizeRefused`, and `Unavailable` for
+        url: of the engine. scope: requests of two scopes share no cached answer, so that neither learns by its time
+        what the other has asked. The list must not be changed. Raises `TokenizeRefused`, and `Unavailable` for
         an engine that fails or does not answer in time.
         """
         data = _encode(asked)
-        key = xxhash.xxh3_128_digest(data)
+        key = xxhash.xxh3_128_digest(data + b"\0" + scope.encode(errors="surrogatepass"))
         known = self._known.pop(key, None)
         if known is not None:
             self._known[key] = known
