@@ -14,8 +14,6 @@ import atheris
 with atheris.instrument_imports(include=["kvpool"]):
     from tests.fuzz import targets
 
-from tests.fuzz.mutation import mutate
-
 
 def main() -> None:
     logging.disable()
@@ -26,7 +24,7 @@ def main() -> None:
         rng = random.Random(seed)
         if rng.random() < 0.3:
             return bytes(atheris.Mutate(data, size_max))
-        return mutate(data or rng.choice(target.seeds), rng, target.choices)[:size_max]
+        return target.mutated(data or rng.choice(target.seeds), rng)[:size_max]
 
     atheris.Setup(sys.argv, lambda data: targets.run(name, data), custom_mutator=changed)
     atheris.Fuzz()

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from kvpool.wire.frame import HEADER
+
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 255, 256, 65536, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1, -(1 << 63)),
     *(float("nan"), float("inf"), float("-inf"), 1e308, -1e308, 5e-324, 0.5),
@@ -45,6 +47,47 @@ def mutate(data: bytes, rng: random.Random, choices: int = 0) -> bytes:
     if rng.random() < 0.4:
         data = damaged(data, rng)
     return head + data[:SIZE_MAX]
+
+
+def mutate_frames(data: bytes, rng: random.Random, frames: int) -> bytes:
+    """The same for inputs that begin with so many frames (-1: consist of frames): mostly one payload is changed, before
+    it is framed, so that the changed one is reached.
+    """
+    parts, tail = split_frames(data, frames)
+    if not parts or rng.random() < 0.1:
+        return mutate(data, rng)
+    at = rng.randrange(len(parts))
+    match rng.randrange(12):
+        case 0:
+            parts.insert(at, parts[rng.randrange(len(parts))])
+        case 1 if len(parts) > 1:
+            del parts[at]
+        case 2:
+            other = rng.randrange(len(parts))
+            parts[at], parts[other] = parts[other], parts[at]
+        case 3 if tail:
+            tail = damaged(tail, rng)
+        case _:
+            request, payload = parts[at]
+            parts[at] = request, mutate(payload, rng)
+    return (join_frames(parts) + tail)[:SIZE_MAX]
+
+
+def split_frames(data: bytes, frames: int) -> tuple[list[tuple[int, bytes]], bytes]:
+    """(number, payload) of the first whole frames, at most so many (-1: all), and what follows them."""
+    parts: list[tuple[int, bytes]] = []
+    while len(data) >= HEADER.size and len(parts) != frames:
+        length, request = HEADER.unpack_from(data)
+        if length > len(data) - HEADER.size:
+            break
+        parts.append((request, data[HEADER.size : HEADER.size + length]))
+        data = data[HEADER.size + length :]
+    return parts, data
+
+
+def join_frames(parts: list[tuple[int, bytes]]) -> bytes:
+    """The inverse."""
+    return b"".join(HEADER.pack(len(payload), request) + payload for request, payload in parts)
 
 
 def _structured(data: bytes, rng: random.Random) -> bytes | None:

@@ -7,7 +7,6 @@ import traceback
 from typing import NamedTuple
 
 from tests.fuzz import targets
-from tests.fuzz.mutation import mutate
 
 POOL_MAX = 256  # inputs that were not refused, to go on from
 FINDINGS_MAX = 20
@@ -28,7 +27,7 @@ def fuzz(name: str, count: int, seed: int) -> list[Finding]:
     pool = list(target.seeds)
     findings: list[Finding] = []
     for _ in range(count):
-        data = mutate(rng.choice(pool), rng, target.choices)
+        data = target.mutated(rng.choice(pool), rng)
         try:
             taken = accepted(target, data)
         except Exception:  # noqa: BLE001  (whatever it is, it is a finding)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import msgspec
 import numpy as np
@@ -36,6 +38,7 @@ from kvpool.storage.object import packs
 from kvpool.telemetry import node_stats, spans
 from kvpool.testing.membership import entry, record
 from kvpool.testing.transport import DIGEST, SEGMENT
+from kvpool.transfer import handshake
 from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
@@ -46,6 +49,7 @@ from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import CHECKSUM_BYTES
 from kvpool.wire import client, frame, jobs, operator, peer, storage, worker
+from tests.fuzz.mutation import mutate, mutate_frames
 
 EXPECTED = (KvpoolError, Refused, bodies.BadRequest, PeerRefused)
 US = Identity("kvpool", "n", "0" * 16, ClusterSecrets.of("a secret for fuzzing only"))
@@ -54,11 +58,20 @@ PACK = packs.PackName(DIGEST, 0, bytes(16))
 
 
 class Target(NamedTuple):
-    """take: what is done with an input. seeds: inputs that are right. choices: their first bytes that only select."""
+    """take: what is done with an input. seeds: inputs that are right. choices: their first bytes that only select.
+    frames: how many frames they begin with; -1: they are frames.
+    """
 
     take: Callable[[bytes], object]
     seeds: list[bytes]
     choices: int = 0
+    frames: int = 0
+
+    def mutated(self, data: bytes, rng: random.Random) -> bytes:
+        """Another input, near this one."""
+        if self.frames:
+            return mutate_frames(data, rng, self.frames)
+        return mutate(data, rng, self.choices)
 
 
 # ---- messages -----------------------------------------------------------------------------------------------
@@ -69,10 +82,13 @@ def sample(kind: inspect.Type, rng: random.Random) -> Any:
     match kind:
         case inspect.StructType():
             return kind.cls(*(sample(each.type, rng) for each in kind.fields))
+        case inspect.Metadata():
+            return sample(kind.type, rng)
         case inspect.UnionType():
             return sample(rng.choice(kind.types), rng)
         case inspect.ListType():
-            return [sample(kind.item_type, rng) for _ in range(rng.randrange(3))]
+            least = kind.min_length or 0
+            return [sample(kind.item_type, rng) for _ in range(least + rng.randrange(3))]
         case inspect.VarTupleType():
             return tuple(sample(kind.item_type, rng) for _ in range(rng.randrange(3)))
         case inspect.TupleType():
@@ -86,15 +102,27 @@ def sample(kind: inspect.Type, rng: random.Random) -> Any:
         case inspect.BoolType():
             return rng.random() < 0.5
         case inspect.IntType():
-            return rng.choice((0, 1, 7, 4096))
+            return rng.choice([each for each in (0, 1, 7, 4096) if in_bounds(kind, each)])
         case inspect.FloatType():
-            return rng.choice((0.0, 0.5, 30.0))
+            return rng.choice([each for each in (0.0, 0.5, 30.0) if in_bounds(kind, each)])
         case inspect.StrType():
-            return rng.choice(("default", "n", "", "0" * 32))
+            texts = ("default", "n", "", "0" * 32)
+            fits = re.compile(kind.pattern or "").search
+            return rng.choice([each for each in texts if fits(each)])
         case inspect.BytesType():
             return rng.choice((b"", DIGEST, bytes(16), bytes(32)))
         case _:
             return None
+
+
+def in_bounds(kind: inspect.IntType | inspect.FloatType, number: float) -> bool:
+    """Whether a number is within a type's bounds."""
+    return (
+        (kind.ge is None or number >= kind.ge)
+        and (kind.gt is None or number > kind.gt)
+        and (kind.le is None or number <= kind.le)
+        and (kind.lt is None or number < kind.lt)
+    )
 
 
 def messages(union: Any) -> list[bytes]:
@@ -127,10 +155,16 @@ def take_frames(data: bytes) -> None:
 class Scripted(Stream):
     """A connection from which these bytes come, and into which anything goes."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, *, peer_node: str | None = None) -> None:
         self.deadline = Deadline(60)
         self._left = memoryview(data)
-        self.peer_node = None
+        self.peer_node = peer_node
+        self.binding = b""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all bytes were taken."""
+        return not self._left
 
     def send_buffers(self, buffers: list[memoryview]) -> None:
         pass
@@ -146,18 +180,44 @@ class Scripted(Stream):
         pass
 
 
+REACHED: Counter[str] = Counter()
+"""How often what lies behind the first checks was reached, for tests."""
+NONCE = b"n" * 32
+
+
 def take_greeting(data: bytes) -> None:
-    admit(Scripted(data), US)
+    with patch.object(handshake, "os", SimpleNamespace(urandom=lambda _: NONCE)):
+        admit(Scripted(data), US, lambda: REACHED.update(["admitted"]))
 
 
 def take_challenge(data: bytes) -> None:
-    greet(Scripted(data), US)
+    with patch.object(handshake, "os", SimpleNamespace(urandom=lambda _: NONCE)):
+        greet(Scripted(data), US)
+    REACHED.update(["greeted"])
+
+
+def handshakes() -> tuple[list[bytes], list[bytes]]:
+    """What the two ends of a right handshake send, of which one is `US` with nonces that are known."""
+    hello = peer.PeerHello(US.protocol, US.cluster, "n", NONCE, frame.PROTOCOL_OLDEST)
+    bare = peer.PeerChallenge(
+        US.protocol, US.node, US.incarnation, NONCE, b"", frame.PROTOCOL_OLDEST
+    )
+    said, (secret,) = handshake._said(hello, bare, b""), US.secrets.current()
+    digests = [
+        handshake._digest(secret, role, said) for role in (handshake.LISTENS, handshake.CONNECTS)
+    ]
+    challenge = msgspec.structs.replace(bare, proof=digests[0], more=(bytes(32),))
+    connects = frame.encode(hello, 1) + frame.encode(peer.PeerProof(digests[1]), 2)
+    listens = frame.encode(challenge, 1) + frame.encode(frame.Done(), 2)
+    refused = frame.encode(frame.error_message(KvpoolError("no")), 1)
+    return [connects], [listens, refused]
 
 
 class Lends:
     """A `Source` that has nothing, or a wrong answer."""
 
     def open_loan(self, request: worker.OpenLoan) -> worker.Loan:
+        REACHED.update(["loan"])
         count = len(request.keys) // 16
         return worker.Loan(
             "", SEGMENT, NBYTES, array("I", [0] * count).tobytes(), bytes(16 * count)
@@ -167,9 +227,11 @@ class Lends:
         pass
 
     def asked(self, question: Any) -> Any:
+        REACHED.update([type(question).__name__])
         return frame.Done(1)
 
     def answer_later(self, question: Any) -> Any:
+        REACHED.update([type(question).__name__])
         return SimpleNamespace(
             fileno=lambda: 0, result=lambda: frame.Bytes(b""), close=lambda: None
         )
@@ -178,7 +240,26 @@ class Lends:
         pass
 
     def corrupt(self, report: Any) -> None:
-        pass
+        REACHED.update(["Corrupt"])
+
+
+def peer_requests() -> list[bytes]:
+    """What a peer asks rightly, in an order in which all is answered."""
+    keys, request = bytes(32), msgspec.msgpack.encode(operator.Locate(bytes(16)))
+    made: list[Any] = [
+        peer.Ask("default", DIGEST, [0], keys),
+        peer.Fetch("default", DIGEST, 0, NBYTES, keys, 5.0),
+        peer.Corrupt("default", DIGEST, 0, keys),
+        sample_of(peer.Offer, node="n", deadline_s=5.0),
+        sample_of(peer.Await, node="n", wait_s=1.0),
+        sample_of(peer.Operate, node="n", wait_s=1.0, request=request),
+    ]
+    return [msgspec.msgpack.encode(each) for each in made]
+
+
+def sample_of(kind: Any, **fields: Any) -> Any:
+    """A message with these fields."""
+    return msgspec.structs.replace(sample(inspect.type_info(kind), random.Random(1)), **fields)
 
 
 def memory() -> Memory:
@@ -188,11 +269,12 @@ def memory() -> Memory:
 
 
 def take_requests(data: bytes) -> None:
-    stream = Scripted(data)
+    stream = Scripted(data, peer_node="n")
+    stream.binding = b"TLS"  # as over a connection whose bytes are authentic
     limits = TransferLimits(inflight_bytes_max=1 << 20, fetch_bytes_max=1 << 20)
     source: Any = Lends()
     conversation = Conversation(stream, memory(), source, limits, Budgets.of(1 << 20), Priority())
-    while True:
+    while not stream.at_end:
         stream.deadline = Deadline(60)
         conversation.answer(*conversation.hear())
 
@@ -357,13 +439,15 @@ def all_targets() -> Iterator[tuple[str, Target]]:
     ):
         yield name, Target(module, messages(union))
     yield "frames", Target(take_frames, [b"\7" + b"".join(framed(messages(operator.Locate)))])
-    yield "handshake_listens", Target(take_greeting, framed(peers))
-    yield "handshake_connects", Target(take_challenge, framed(peers))
+    connects, listens = handshakes()
     requests = framed(peers)
-    yield "peer_requests", Target(take_requests, [*requests, b"".join(requests[6:14])])
+    yield "handshake_listens", Target(take_greeting, [*connects * 8, *requests], frames=-1)
+    yield "handshake_connects", Target(take_challenge, [*listens * 8, *requests], frames=-1)
+    asked = framed(peer_requests())
+    yield "peer_requests", Target(take_requests, [*asked, b"".join(asked), *requests], frames=-1)
     fetched = msgspec.msgpack.encode(peer.Fetched(b"\1" * COUNT, bytes(16 * COUNT)))
     whole = frame.HEADER.pack(len(fetched), 1) + fetched + bytes(NBYTES * COUNT)
-    yield "peer_answers", Target(take_answer, [whole, *requests])
+    yield "peer_answers", Target(take_answer, [*[whole] * 8, *requests], frames=1)
     yield "etcd", Target(take_record, records(), 1)
     yield "kv_events", Target(take_events, event_batches())
     yield "pack", Target(take_tail, pack_tails())
