@@ -359,6 +359,23 @@ def test_the_images_extras_exist() -> None:
     assert {"admin", "cluster", "router"} <= set(extras)
 
 
+def test_the_image_begins_from_a_digest_and_says_what_is_in_it() -> None:
+    instructions = docker_instructions()
+    (base,) = [
+        rest.removeprefix("BASE=")
+        for word, rest in instructions
+        if word == "ARG" and rest.startswith("BASE=")
+    ]
+    assert re.fullmatch(r"[a-z0-9./-]+:[\w.-]+@sha256:[0-9a-f]{64}", base)
+    assert {rest.split()[0] for word, rest in instructions if word == "FROM"} == {"${BASE}"}
+    (bill,) = [rest for word, rest in instructions if word == "RUN" and "cyclonedx-py" in rest]
+    assert "/opt/kvpool/share/kvpool/sbom.cdx.json /opt/kvpool/bin/python" in bill
+    lock = (DEPLOY / "requirements-sbom.lock").read_text().splitlines()
+    pinned = [line for line in lock if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pinned)
+    assert any(line.startswith("cyclonedx-bom==") for line in pinned)
+
+
 def test_the_image_is_run_by_nobody_special_and_checks_itself() -> None:
     last = docker_instructions()
     last = last[max(at for at, (word, _) in enumerate(last) if word == "FROM") :]
