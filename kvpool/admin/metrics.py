@@ -342,6 +342,11 @@ METRICS: tuple[Metric, ...] = (
         "refused_connections",
     ),
     _counter(
+        "tenant_waits",
+        "Waits of connections whose tenant had used its share of the daemon's time, while others needed it.",
+        "tenant_waits",
+    ),
+    _counter(
         "failed_logins",
         "Failed logins: clients at the socket, users of the HTTP gateway (http), and peers.",
         "failed_logins.*",

@@ -622,6 +622,7 @@ class NodeStats(Branch):
     clients: int = 0
     connections: int = 0
     refused_connections: int = 0
+    tenant_waits: int = 0  # of connections whose tenant had used its share of the loop's time
     failed_logins: dict[str, int] = {}
     audit: AuditStats | None = None
     counters: Counters = msgspec.field(default_factory=Counters)

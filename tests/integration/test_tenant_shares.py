@@ -1,6 +1,7 @@
 """No tenant can take all of a node's connections, engines or receive buffers, and nobody who has not said Hello can."""
 
 import socket
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -108,3 +109,37 @@ def test_those_who_say_no_hello_keep_nobody_out(daemon):
             sock.connect(daemon.socket)
         assert connected(daemon, "default")
         assert connected(daemon, "other")
+
+
+def test_a_tenant_that_floods_leaves_time_for_another(daemon, until):
+    """Eight connections ask for statistics without pause, and each answer costs the daemon more than the question."""
+    ended = threading.Event()
+    asked = frame.encode(client_wire.Stats(), 1) * 20
+
+    def flood(raw):
+        while not ended.is_set():
+            raw.sock.sendall(asked)
+            answered = 0
+            while answered < 20:
+                answered += len(raw.reader.feed(raw.sock.recv(1 << 18)))
+
+    threads = [threading.Thread(target=flood, args=(connected(daemon, "other"),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        with daemon.client(connect=True) as client:
+            ns = client.open(RECORD)
+
+            def waited():
+                for number in range(20):
+                    key = number.to_bytes(16, "big")
+                    client.put(ns, [key], [bytes([number]) * 4096])
+                    assert client.get(ns, [key]) == [bytes([number]) * 4096]
+                return client.stats().tenant_waits
+
+            until(waited, "the flood has to wait")
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -16,6 +16,7 @@ import msgspec
 
 from kvpool.daemon.core.blocks import PIN_HARD, Block, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.ops.event_log import EventLog
@@ -65,11 +66,19 @@ class Job:
 
 
 class JobRunner:
-    """The jobs of a node: a few at a time, the most recent ones remembered."""
+    """The jobs of a node: a few at a time, half of them kept for the tenants in equal parts, the most recent ones
+    remembered.
+    """
 
     def __init__(
-        self, node: str, work: Work, journal: EventLog, clock: Callable[[], float]
+        self,
+        node: str,
+        work: Work,
+        journal: EventLog,
+        clock: Callable[[], float],
+        tenants: Collection[str] = (),
     ) -> None:
+        self._shares = Shares(tenants)
         self._node = node
         self._work = work
         self._journal = journal
@@ -92,9 +101,11 @@ class JobRunner:
                 f"job {name!r:.80} already exists on this node, or the name is invalid"
             )
         running = [j.tenant.name for j in self._jobs.values() if j.state is JobState.RUNNING]
-        if running.count(tenant.name) >= RUNNING_OF_TENANT_MAX or len(running) >= RUNNING_MAX:
+        mine = running.count(tenant.name)
+        room = self._shares.room(Counter(running), tenant.name, RUNNING_MAX)
+        if mine >= RUNNING_OF_TENANT_MAX or not room:
             raise LimitExceeded(
-                f"{running.count(tenant.name)} jobs of tenant {tenant.name!r} are running on node {self._node}, "
+                f"{mine} jobs of tenant {tenant.name!r} are running on node {self._node}, "
                 f"{len(running)} in all: wait until one ends, or stop one"
             )
         job = Job(name, spec, tenant, by, dry_run, self._clock())

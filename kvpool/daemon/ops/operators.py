@@ -125,7 +125,8 @@ class Operators:
         self._stats = stats
         self._spans = spans
         work = Work(tiers, fetcher, rules.by_tier, self._list_on, self._evict_on, clock)
-        self.jobs = JobRunner(config.node, work, journal, clock)
+        tenants = [each.name for each in config.all_tenants()]
+        self.jobs = JobRunner(config.node, work, journal, clock, tenants)
         self._handlers: dict[type, Callable[[Tenant, str, Any], Awaitable[Answer]]] = {
             operator_wire.Cluster: self._describe_cluster,
             operator_wire.Inspect: self._inspect,

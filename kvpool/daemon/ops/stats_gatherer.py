@@ -37,11 +37,14 @@ from kvpool.telemetry.node_stats import (
 
 @dataclass(slots=True)
 class ConnectionCounts:
-    """Clients and connections that there are, and connections that were refused."""
+    """Clients and connections that there are, connections that were refused, and waits of connections whose tenant
+    had used its share of the loop's time.
+    """
 
     clients: int = 0
     connections: int = 0
     refused: int = 0
+    waits: int = 0
 
 
 class TransferStats(Protocol):
@@ -123,6 +126,7 @@ class StatsGatherer:
             clients=self._connections.clients,
             connections=self._connections.connections,
             refused_connections=self._connections.refused,
+            tenant_waits=self._connections.waits,
             failed_logins=dict(self._logins.failed),
             audit=None if self._audit is None else self._audit.stats(),
             counters=self._node.counters,

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from types import CoroutineType
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.core.blocks import Holder
+from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import Tasks
@@ -89,6 +91,8 @@ class ClientConnections:
         # By tenant, the client's own id, and whether it is an operator.
         self._clients: dict[tuple[str, str, bool], ClientHandle] = {}
         self._shares = Shares(self._tokens)
+        # Alone, a tenant has all of the loop's time.
+        self.loop_shares = LoopShares(self._tokens) if len(self._tokens) > 1 else None
         self._admitted: Counter[str] = Counter()  # connections, by tenant
         self._received: Counter[str] = Counter()  # bytes of incomplete frames, by tenant
         self._introducing: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -321,6 +325,7 @@ class ClientConnection(asyncio.Protocol):
         self.tasks: set[asyncio.Task[None]] = set()
         self.closed = False
         self.paused = False  # answers pile up
+        self.waiting = False  # its tenant has used its share of the loop's time
         self.backlog: list[tuple[int, bytes]] = []  # requests that wait for that to end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -367,14 +372,41 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(LimitExceeded("too many unfinished requests of this tenant"), [])
                 return
             self.held = now
-        if self.backlog:
+        if self.backlog or self._must_wait():
             self.backlog += frames
             return
         self._serve(frames)
         self._requests.settle_soon()
 
+    def _must_wait(self) -> bool:
+        """Whether its tenant's requests have to wait now; then it goes on by itself."""
+        shares = self._connections.loop_shares
+        if shares is None or self.waiting:
+            return self.waiting
+        wait_s = shares.wait_s(self.handle.holder.tenant.name, time.monotonic())
+        if wait_s > 0:
+            self.waiting = True
+            self._connections.counts.waits += 1
+            self._live_transport.pause_reading()
+            asyncio.get_running_loop().call_later(wait_s, self._waited)
+        return self.waiting
+
+    def _waited(self) -> None:
+        self.waiting = False
+        self._go_on()
+
     def _serve(self, frames: list[tuple[int, bytes]]) -> None:
         """Answer requests in order; send large amounts of answers in pieces."""
+        shares = self._connections.loop_shares
+        if shares is None:
+            self._answer_all(frames)
+            return
+        began = time.monotonic()
+        self._answer_all(frames)
+        now = time.monotonic()
+        shares.used(self.handle.holder.tenant.name, now, now - began)
+
+    def _answer_all(self, frames: list[tuple[int, bytes]]) -> None:
         holder = self.handle.holder
         answers: list[bytes] = []
         size = 0
@@ -413,7 +445,7 @@ class ClientConnection(asyncio.Protocol):
     def _go_on(self) -> None:
         """Take up the requests that were waiting, then new ones."""
         transport = self._live_transport
-        if self.paused or transport.is_closing():
+        if self.paused or transport.is_closing() or self._must_wait():
             return
         frames, self.backlog = self.backlog, []
         if frames:
@@ -423,7 +455,9 @@ class ClientConnection(asyncio.Protocol):
             transport.resume_reading()
 
     def _may_read(self) -> bool:
-        return not (self.backlog or self.paused or self._live_transport.is_closing())
+        return not (
+            self.backlog or self.paused or self.waiting or self._live_transport.is_closing()
+        )
 
     def _refuse(self, error: KvpoolError, answers: list[bytes]) -> None:
         answers.append(frame.encode(frame.error_message(error), 0))

@@ -1,6 +1,7 @@
 """Operators' jobs on one node, and what they and lists look at of its books."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvpool.types import PartSpec
 from kvpool.wire.jobs import EvictJob, JobState, JobView
 from tests.support.tiers import without_disks
 from tests.support.waiting import PATIENCE_S
-from tests.unit.daemon.conftest import BASE, QUARTER, Pool
+from tests.unit.daemon.conftest import BASE, QUARTER, SLAB, Pool
 
 
 @pytest.fixture
@@ -53,6 +54,16 @@ class Jobs:
         return self.runner.views([name])[0]
 
 
+class Forever(Work):
+    """Work that does not end."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def run(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+
 def test_chains_that_lead_in_a_circle_end(pool: Pool) -> None:
     """What comes before a block is what its client says."""
     first, second, third, itself, free = range(1, 6)
@@ -68,6 +79,27 @@ def test_chains_that_lead_in_a_circle_end(pool: Pool) -> None:
     view = asyncio.run(story())
     assert (view.state, view.blocks) == (JobState.DONE, 1), view
     assert pool.here([first, second, third, itself, free]) == [first, second, third, itself]
+
+
+def test_two_tenants_leave_a_job_for_the_third(pool: Pool) -> None:
+    tenants = {"red": pool.tenant}
+    for name in ("blue", "green"):
+        tenants[name] = pool.node.add_tenant(name, 0, SLAB, SLAB)
+
+    async def story() -> dict[str, int]:
+        jobs = Jobs(pool)
+        jobs.runner = JobRunner("a", Forever(), jobs.journal, lambda: 0.0, list(tenants))
+        begun = dict.fromkeys(tenants, 0)
+        for name, tenant in tenants.items():
+            with contextlib.suppress(LimitExceeded):
+                while True:
+                    what = f"{name} {begun[name]}"
+                    jobs.runner.begin(what, EvictJob(), [], tenant, "x", dry_run=True)
+                    begun[name] += 1
+        await jobs.runner.close()
+        return begun
+
+    assert asyncio.run(story()) == {"red": 4, "blue": 3, "green": 1}
 
 
 def test_a_job_that_is_stopped_before_it_begins_has_ended(pool: Pool) -> None:
