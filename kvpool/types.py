@@ -227,6 +227,7 @@ class Namespace:
     """A namespace as a client holds it once `Client.open` has registered it with the daemon.
 
     replicas, write, ttl_s, ssd_codec, write_remote: requested by the client; see `Client.open`.
+    verify: this client compares what it reads with its checksums.
     """
 
     record: NamespaceRecord
@@ -236,6 +237,7 @@ class Namespace:
     ttl_s: float = 0.0
     ssd_codec: str = ""
     write_remote: str = ""
+    verify: bool = False
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:

@@ -24,14 +24,15 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Bytes1D = npt.NDArray[np.uint8]
 
@@ -73,6 +74,8 @@ class BlockSealer:
     """
 
     def __init__(self, secrets: EncryptionSecrets, store_id: bytes) -> None:
+        """Raises `ConfigError` if the package cryptography is missing, or too old."""
+        check_package()
         self._secrets = secrets
         self._store_id = store_id
         self._opening = os.urandom(_OPENING_BYTES)
@@ -129,7 +132,7 @@ class BlockSealer:
         key = self._keys.get(secret)
         if key is None:
             made = _derive(secret, self._store_id, b"kvpool disk 1", KEY_BYTES + 8)
-            key = _DiskKey(made[KEY_BYTES:], AESGCM(made[:KEY_BYTES]))
+            key = _DiskKey(made[KEY_BYTES:], _cipher_of(made[:KEY_BYTES]))
             with self._lock:
                 self._keys = {
                     each: known
@@ -146,6 +149,8 @@ class ObjectSealer:
     """
 
     def __init__(self, secrets: EncryptionSecrets) -> None:
+        """Raises `ConfigError` if the package cryptography is missing, or too old."""
+        check_package()
         self._secrets = secrets
         self._ciphers: OrderedDict[tuple[bytes, str], AESGCM] = OrderedDict()  # the last used ones
         self._lock = threading.Lock()
@@ -171,11 +176,13 @@ class ObjectSealer:
 
     def open_table(self, path: str, sealed: bytes, name: bytes) -> bytes | None:
         """The inverse; None: it is not this object's table, or was changed."""
-        for secret in self._secrets.current:
-            try:
-                return self._cipher(secret, path).decrypt(_TABLE_NONCE, sealed, name)
-            except InvalidTag:
-                continue
+        out = np.empty(max(0, len(sealed) - TAG_BYTES), np.uint8)
+        data = np.frombuffer(sealed, np.uint8)
+        if any(
+            _decrypts(self._cipher(secret, path), _TABLE_NONCE, data, name, out)
+            for secret in self._secrets.current
+        ):
+            return out.tobytes()
         return None
 
     def _cipher(self, secret: bytes, path: str) -> AESGCM:
@@ -185,7 +192,7 @@ class ObjectSealer:
             if cipher is not None:
                 self._ciphers.move_to_end(at)
                 return cipher
-        cipher = AESGCM(_derive(secret, path.encode(), b"kvpool object 1", KEY_BYTES))
+        cipher = _cipher_of(_derive(secret, path.encode(), b"kvpool object 1", KEY_BYTES))
         with self._lock:
             self._ciphers[at] = cipher
             while len(self._ciphers) > _CIPHERS_MAX:
@@ -203,7 +210,31 @@ def place_name(digest: bytes, part: int) -> bytes:
     return digest + part.to_bytes(2, "little")
 
 
+def check_package() -> None:
+    """Raises `ConfigError` if the package cryptography is missing, or too old."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise ConfigError(
+            f"encryption at rest needs a package that cannot be imported ({error}): pip install 'kvpool[cluster]'"
+        ) from None
+    if not hasattr(AESGCM, "decrypt_into"):
+        raise ConfigError(
+            "encryption at rest needs a newer package cryptography: pip install --upgrade 'kvpool[cluster]'"
+        )
+
+
+def _cipher_of(key: bytes) -> AESGCM:
+    # Imported only when needed: most daemons do without.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
 def _derive(secret: bytes, salt: bytes, use: bytes, nbytes: int) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     return HKDF(SHA256(), nbytes, salt, use).derive(secret)
 
 
@@ -212,6 +243,8 @@ def _number(key_id: bytes) -> int:
 
 
 def _decrypts(cipher: AESGCM, nonce: bytes, data: Bytes1D, name: bytes, out: Bytes1D) -> bool:
+    from cryptography.exceptions import InvalidTag
+
     try:
         cipher.decrypt_into(nonce, data.data, name, out.data)
     except InvalidTag:

@@ -69,6 +69,7 @@ class PluginConfig:
         length. What computing brings sooner than disks or other nodes is not waited for.
     url: of the engine's HTTP server as routers reach it, `http://HOST:PORT`; None: they are not told of it.
     engine_role: what they use it for: `both`, `prefill` or `decode`.
+    verify_loads: compare blocks with their checksums before they are loaded; wrong ones are computed.
     accept_weak_hashes: share blocks although they are hashed with xxhash (`namespace.check_hashes`).
     attach_device: whether blocks in the daemon's spare device memory are read there, if it is on the engine's
         own device; else they are brought into memory first.
@@ -96,6 +97,7 @@ class PluginConfig:
     url: str | None = None
     engine_role: EngineRole = EngineRole.BOTH
     accept_weak_hashes: bool = False
+    verify_loads: bool = False
 
     def __post_init__(self) -> None:
         if self.url is not None and not _URL.fullmatch(self.url):

@@ -304,6 +304,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             counters=counters,
             timer=None if not first else HostTimer() if on_host else DeviceTimer(module),
             attachment=attachment,
+            verify=self._config.verify_loads,
         )
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:

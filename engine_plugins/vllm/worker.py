@@ -70,6 +70,7 @@ class WorkerHalf:
     record_ready: an event behind all that the engine has queued on its device, or None on a host.
     timer: for forward passes; None where another rank of the pipeline stage measures them.
     attachment: to the daemon's device memory, taken over; None where blocks are not read there.
+    verify: compare slots in the segment with their checksums before they are copied.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class WorkerHalf:
         counters: Counters | None = None,
         timer: StepTimer | None = None,
         attachment: Attachment | None = None,
+        verify: bool = False,
     ) -> None:
+        self._verify = verify
         self._client = client
         self._attachment = attachment
         self.report = replace(report, life=attachment.life) if attachment is not None else report
@@ -247,11 +250,13 @@ class WorkerHalf:
         """
         wanted = [position for position, group in enumerate(job.groups) if group.block_ids]
         parts = [self._first_part + each for each in wanted]
-        lease = self._client.join(job.token, parts=parts, device=device)
+        lease = self._client.join(job.token, parts=parts, device=device, verify=self._verify)
         if lease is None:
             raise LeaseLost("the lease or its device memory was lost, or the daemon is unreachable")
         try:
             lease.check()  # what is known to be gone is not even touched
+            if self._verify:
+                self._check_bytes(lease)
             for position in wanted:
                 slots = lease.slots[self._first_part + position]
                 self._copy_group(job.groups[position], slots, pages[position], ready)
@@ -263,6 +268,14 @@ class WorkerHalf:
                 self._read.append(lease)
             else:
                 self._client.release(lease)
+
+    def _check_bytes(self, lease: Lease) -> None:
+        """Raises `LeaseLost` if any slot is not what was saved. The load is lost: its blocks are computed."""
+        wrong = {part: slots.wrong() for part, slots in lease.slots.items()}
+        for part, indices in wrong.items():
+            lease.report(part, indices)
+        if any(map(len, wrong.values())):
+            raise LeaseLost("some blocks in the pool's memory do not match their checksums")
 
     def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages, ready: Any) -> None:
         skip = group.first - slots.first // group.stride

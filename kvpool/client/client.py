@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvpool.client.connection import TIMEOUT_S_MAX
 from kvpool.client.connections import Connections
-from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of
+from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of, wrong_blocks
 from kvpool.client.namespaces import OpenNamespaces
 from kvpool.client.puts import GrantedPuts, Reservations
 from kvpool.client.slots import Lease, Reservation, lease_of
@@ -160,6 +160,7 @@ class Client:
         ssd_codec: str = "",
         write_remote: str = "",
         generation: int = -1,
+        verify: bool = False,
     ) -> Namespace:
         """Register a namespace with the daemon, now or when it is reachable, and again after each restart.
 
@@ -176,6 +177,9 @@ class Client:
         generation: of the caller's weights, as reported to another client of the same engine
             (`generation`); -1: the present one, at the time of the first answer. After a reset by
             another engine -1 lets this one in again, so its weights must be the new ones.
+        verify: compare what this client reads with the checksums of what was put. `get` and `get_into` leave out
+            blocks that differ, and have them dropped; of a lease, ask `Slots.wrong`, and `Lease.report` them. Other
+            clients of the tenant can write to the shared memory: one that does so by mistake is found out.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
         namespace = Namespace(
@@ -186,6 +190,7 @@ class Client:
             finite(ttl_s, "ttl_s"),
             ssd_codec,
             write_remote,
+            verify,
         )
         self._namespaces.generations[namespace.digest] = generation
         try:
@@ -273,6 +278,7 @@ class Client:
                 price,
                 life,
                 trace,
+                ns.verify,
             ),
             wait_s,
             device=device,
@@ -285,14 +291,16 @@ class Client:
         *,
         parts: Sequence[int] | None = None,
         device: DeviceMemory | None = None,
+        verify: bool = False,
     ) -> Lease | None:
         """Become a holder of a lease that another process of this instance acquired; None if it ended.
 
         parts: whose slots to describe; default: all of the lease's.
         device: see `acquire`. Also None if the lease has slots in other device memory
             than this one.
+        verify: the slots are to have checksums, for `Slots.wrong`.
         """
-        message = client_wire.Join(token, list(parts) if parts else [])
+        message = client_wire.Join(token, list(parts) if parts else [], verify)
         sent = time.monotonic()
         try:
             with self._connections.request() as connection:
@@ -353,7 +361,9 @@ class Client:
         lease = self._acquire(
             ns,
             lambda number: client_wire.Acquire(
-                number, packed, [part], finite(lease_s, "lease_s"), finite(wait_s, "wait_s"), True
+                *(number, packed, [part], finite(lease_s, "lease_s"), finite(wait_s, "wait_s")),
+                scattered=True,
+                verify=ns.verify,
             ),
             wait_s,
             n * nbytes,
@@ -362,6 +372,14 @@ class Client:
             return nothing
         here = copy_out(lease.slots[part], targets)
         valid = lease.valid
+        if ns.verify and valid:
+            try:
+                wrong = wrong_blocks(lease.slots[part], targets, here)
+            except Unavailable:  # an older daemon, whose blocks this client does not take
+                valid = False
+            else:
+                here[wrong] = False
+                lease.report(part, wrong)
         self._connections.release_later(lease.token)
         return here if valid else nothing
 

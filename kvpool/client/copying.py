@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvpool.client.slots import Indices, Slots
 from kvpool.errors import InvalidRequest
@@ -76,6 +77,17 @@ def copy_out(slots: Slots, targets: Any) -> npt.NDArray[np.bool_]:
         found = np.flatnonzero(here)
         targets[found] = slots.table[slots.rows[found], : slots.nbytes]
     return here
+
+
+def wrong_blocks(slots: Slots, targets: Any, here: npt.NDArray[np.bool_]) -> Indices:
+    """Which of the copied slots are not what was committed, by the copies. Raises as `Slots.wrong`."""
+    expected = slots.expected()
+    found = [
+        index
+        for index in np.flatnonzero(here).tolist()
+        if xxhash.xxh3_128_digest(targets[index].data) != expected[index].tobytes()
+    ]
+    return np.array(found, np.int64)
 
 
 def part_bytes(ns: Namespace, part: int) -> int:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvpool.client.connection import Connection, DaemonState
 from kvpool.client.connections import Connections
 from kvpool.errors import LeaseLost, Unavailable
 from kvpool.memory.buffers import Rows2D
+from kvpool.types import CHECKSUM_BYTES
 from kvpool.wire import client as client_wire
+from kvpool.wire.frame import NO_ROW
 
 if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
@@ -29,6 +32,7 @@ class Slots:
         `first + (i + 1) * s - 1`.
     nbytes: bytes used of each slot. stride: bytes from one row of the segment to the next.
     rows: int64, one a slot; slot i starts at byte `rows[i] * stride` of the segment.
+    checksums: u8 (n, 16), xxh3-128 of the slots in the segment, for a lease that asked for them; else None.
     device_rows: None, or if some of the slots are in device memory, one a slot: the row of
         `device_table`, and `frame.NO_ROW` for those that are in the segment. Each slot is in one of both.
 
@@ -38,6 +42,7 @@ class Slots:
     __slots__ = (
         "_daemon",
         "_device",
+        "checksums",
         "device_rows",
         "first",
         "nbytes",
@@ -56,7 +61,9 @@ class Slots:
         rows: Indices,
         device_rows: Indices | None = None,
         device: DeviceMemory | None = None,
+        checksums: Rows2D | None = None,
     ) -> None:
+        self.checksums = checksums
         self._daemon = daemon
         self.part = part
         self.first = first
@@ -93,6 +100,29 @@ class Slots:
     def view(self, index: int) -> memoryview:
         """The bytes of one slot."""
         return self.table[int(self.rows[index]), : self.nbytes].data
+
+    def expected(self) -> Rows2D:
+        """The checksums. Raises as `wrong`."""
+        if self.checksums is None:
+            raise Unavailable(
+                "the lease has no checksums: acquire it with a namespace opened with verify=True, from a daemon of "
+                "this version"
+            )
+        return self.checksums
+
+    def wrong(self) -> Indices:
+        """Which slots in the segment do not have the bytes that were committed.
+
+        Raises `Unavailable` if the lease has no checksums: it was not asked for them, or the daemon is older.
+        """
+        table, nbytes, expected = self.table, self.nbytes, self.expected()
+        found = [
+            index
+            for index in np.flatnonzero(self.rows != NO_ROW).tolist()
+            if xxhash.xxh3_128_digest(table[int(self.rows[index]), :nbytes].data)
+            != expected[index].tobytes()
+        ]
+        return np.array(found, np.int64)
 
     def __repr__(self) -> str:
         return f"<Slots part={self.part} first={self.first} n={len(self)} nbytes={self.nbytes}>"
@@ -151,6 +181,19 @@ class Lease:
                 f"lease {self.token} ended {late:.3f} s before its reader finished: discard the data and recompute"
             )
 
+    def report(self, part: int, wrong: Indices) -> None:
+        """Have the daemon drop blocks whose slots are wrong (`Slots.wrong`): they are read from elsewhere next time, or
+        computed. Never raises.
+        """
+        if not len(wrong):
+            return
+        rows = self.slots[part].rows[wrong].astype(np.uint32).tobytes()
+        try:
+            with self._connections.request() as connection:
+                connection.tell(client_wire.CorruptSlots(self.token, part, rows))
+        except Unavailable:
+            pass
+
     def release(self) -> None:
         """Stop reading. Never raises: a lease whose release is lost ends at its deadline. Idempotent."""
         if not self.token:
@@ -204,11 +247,18 @@ def lease_of(
             _rows(part.rows),
             _rows(part.device_rows) if part.device_rows else None,
             device,
+            _checksums(part.checksums),
         )
         for part in answer.parts
     }
     deadline = sent + answer.lease_s
     return Lease(connections, answer.token, answer.blocks, deadline, slots, device, answer.life)
+
+
+def _checksums(packed: bytes) -> Rows2D | None:
+    if not packed:
+        return None
+    return np.frombuffer(packed, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)
 
 
 def _rows(packed: bytes) -> Indices:

@@ -25,6 +25,7 @@ type  message          direction             answer
 29    GiveBack         client → daemon       Done, or none
 30    Reset            client → daemon       Opened
 36    Opened           daemon → client
+49    CorruptSlots     client → daemon       Done: blocks dropped; or none
 50    FollowEvents     client → daemon       Done: 1 if they are followed; or none
 51    Follow           client → daemon       Done: blocks now here
 52    Progress         client → daemon       Done, or none
@@ -162,7 +163,8 @@ class Acquire(Message, tag=15):
 
     `parts`: empty means all. `wait_s`: how long to wait for blocks from other nodes. `recompute`:
     see `Pull`; not with `scattered`, where blocks do not depend on each other. `life`: of the
-    device memory that the client is attached to and reads itself; 0: none. Not with `scattered`.
+    device memory that the client is attached to and reads itself; 0: none. Not with `scattered`. `verify`: the
+    answer is to have checksums.
     """
 
     ns: int
@@ -174,13 +176,15 @@ class Acquire(Message, tag=15):
     recompute: tuple[Finite, Finite] | None = None
     life: int = 0
     trace: str = ""
+    verify: bool = False
 
 
 class LeasedPart(Message):
     """Slots of one part: rows in block order, from block index `first` on.
 
     `device_rows`: of the tenant's device memory, as many; each block has one of both, and `NO_ROW` for the
-    other. Empty where all are in memory.
+    other. Empty where all are in memory. `checksums`: xxh3-128 of each block, 16 bytes a row, zeros for `NO_ROW`;
+    empty: they were not asked for.
     """
 
     part: int
@@ -189,6 +193,7 @@ class LeasedPart(Message):
     nbytes: int
     rows: bytes
     device_rows: bytes = b""
+    checksums: bytes = b""
 
 
 class Leased(Message, tag=16):
@@ -207,10 +212,21 @@ class Leased(Message, tag=16):
 
 
 class Join(Message, tag=17):
-    """Share a lease by its token."""
+    """Share a lease by its token. `verify`: see `Acquire`."""
 
     token: str
     parts: list[int]
+    verify: bool = False
+
+
+class CorruptSlots(Message, tag=49):
+    """Slots of a lease whose bytes do not match their checksums: `rows` (u32) of one part. Their blocks are dropped
+    from memory; a `Done` with how many. Copies elsewhere stay.
+    """
+
+    token: str
+    part: int
+    rows: bytes
 
 
 class Release(Message, tag=18):
@@ -394,6 +410,7 @@ ClientMessage = (
     | Acquire
     | Join
     | Release
+    | CorruptSlots
     | Match
     | Contains
     | Remove

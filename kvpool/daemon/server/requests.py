@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -54,6 +55,8 @@ _INDIFFERENT_TO_RELEASES = {
     client_wire.Join,
     client_wire.Release,
 }
+log = logging.getLogger("kvpool.daemon")
+
 _NOTHING_LEASED = client_wire.Leased("", 0, 0.0, [])
 
 
@@ -110,6 +113,7 @@ class ClientRequests:
             client_wire.Abort: self._abort,
             client_wire.Acquire: self._acquire,
             client_wire.Join: self._join,
+            client_wire.CorruptSlots: self._corrupt_slots,
             client_wire.Release: self._release,
             client_wire.Match: self._match,
             client_wire.Contains: self._contains,
@@ -342,7 +346,9 @@ class ClientRequests:
             self._device.was_read(lease)
         if not m.scattered:
             self._hot_prefixes.read(namespace, m.keys, lease.blocks)
-        return describe_lease(lease, lease.parts, asked_at, keys if m.scattered else None)
+        return describe_lease(
+            *(lease, lease.parts, asked_at, keys if m.scattered else None), checksums=m.verify
+        )
 
     async def _acquire_with_pull(
         self,
@@ -377,10 +383,29 @@ class ClientRequests:
         if lease is None:
             return _NOTHING_LEASED
         try:
-            return describe_lease(lease, m.parts or lease.parts, now, None)
+            return describe_lease(lease, m.parts or lease.parts, now, None, checksums=m.verify)
         except InvalidRequest:
             self._node.leases.release(holder, m.token)
             raise
+
+    def _corrupt_slots(self, holder: Holder, m: client_wire.CorruptSlots) -> frame.Done:
+        """A client's word is enough: it may remove its tenant's blocks anyway."""
+        lease = holder.leases.get(m.token)
+        if lease is None or m.part not in lease.parts:
+            return frame.Done(0)
+        wanted = set(rows(m.rows))
+        _, blocks = lease.parts[m.part]
+        found = [block for block in blocks if block.row in wanted and not block.gone]
+        for block in found:
+            self._node.removal.drop_corrupt(block.table.namespace, m.part, block.key)
+        if found:
+            log.warning(
+                "client %s of tenant %s found %d blocks in memory that do not match their checksums: dropped",
+                holder.name,
+                holder.tenant.name,
+                len(found),
+            )
+        return frame.Done(len(found))
 
     def _release(self, holder: Holder, m: client_wire.Release) -> frame.Done:
         # Not waited for: done when the answers of this round are written.

@@ -56,6 +56,7 @@ from kvpool.placement.records import (
     new_incarnation,
 )
 from kvpool.security.encryption_secrets import EncryptionSecrets
+from kvpool.storage.at_rest import check_package
 from kvpool.storage.dram import DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 
@@ -107,6 +108,8 @@ class Server:
                 self.config.encryption_secret_file, self.config.encryption_secret_command
             )
             await encryption.open()
+            if encryption.current():
+                check_package()
             audit = open_audit(self.config)
             if audit is not None:
                 stack.callback(audit.close)

@@ -60,6 +60,10 @@ class FakeSlots:
         self.rows = np.asarray(rows, np.int64)
         self.device_rows: np.ndarray | None = None
         self.device_table: np.ndarray | None = None
+        self.damaged: list[int] = []
+
+    def wrong(self) -> np.ndarray:
+        return np.array(self.damaged, np.int64)
 
 
 class FakeLease:
@@ -69,6 +73,11 @@ class FakeLease:
         self.pool, self.token, self.blocks, self.slots = pool, token, blocks, slots
         self.deadline = pool.clock() + 10.0
         self.device: FakeDevice | None = None
+        self.reports: list[tuple[int, list[int]]] = []
+
+    def report(self, part: int, wrong: np.ndarray) -> None:
+        if len(wrong):
+            self.reports.append((part, wrong.tolist()))
 
     @property
     def life(self) -> int:
@@ -255,7 +264,12 @@ class FakePool:
         return self.leases[token]
 
     def join(
-        self, token: str, *, parts: Sequence[int] | None = None, device: FakeDevice | None = None
+        self,
+        token: str,
+        *,
+        parts: Sequence[int] | None = None,
+        device: FakeDevice | None = None,
+        verify: bool = False,
     ) -> FakeLease | None:
         if self.away or token not in self.leases:
             return None

@@ -41,6 +41,7 @@ class Rank:
         seed: int = 0,
         timer: Any = None,
         attachment: Attachment | None = None,
+        verify: bool = False,
     ) -> None:
         random = np.random.default_rng(seed)
         self.full = [random.integers(0, 256, (BLOCKS, size), np.uint8) for size in (16, 8)]
@@ -53,6 +54,7 @@ class Rank:
             record_ready=lambda: None,
             timer=timer,
             attachment=attachment,
+            verify=verify,
         )
         self.step(StepPlan(opening=Opening(1, RECORD, 0)))
 
@@ -182,6 +184,19 @@ def test_a_load_without_its_lease_fails(pool: Any, stored: list[Rank], why: str)
     )
     reader = Rank(pool)
     assert reader.step(plan).failed_requests == {"r"}
+    assert pool.holds == {lease.token: 1}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_load_of_damaged_blocks_fails_where_they_are_verified(
+    pool: Any, stored: list[Rank], verify: bool
+) -> None:
+    lease = leased(pool)
+    reader = Rank(pool, verify=verify)
+    assert reader.step(load(lease.token)).failed_requests == set()
+    lease.slots[1].damaged = [0]
+    assert reader.step(load(lease.token)).failed_requests == ({"r"} if verify else set())
+    assert lease.reports == ([(1, [0])] if verify else [])
     assert pool.holds == {lease.token: 1}
 
 

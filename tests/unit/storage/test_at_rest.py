@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from obstore.store import MemoryStore
 
-from kvpool.errors import ProtocolError
+from kvpool.errors import ConfigError, ProtocolError
 from kvpool.storage.at_rest import (
     SEAL_BYTES,
     TAG_BYTES,
@@ -131,6 +132,12 @@ def test_encryption_is_not_switched_while_running() -> None:
     for before, after in (([OLD], []), ([], [OLD])):
         with pytest.raises(ValueError, match="restart"):
             EncryptionSecrets(before).change(after)
+
+
+def test_without_the_package_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[cluster\]'"):
+        BlockSealer(EncryptionSecrets([OLD]), b"store")
 
 
 @given(st.binary(max_size=200))
