@@ -68,6 +68,8 @@ class Client:
     timeout_s: deadline of every request.
     connect: True raises `Unavailable` or the daemon's refusal now, instead of missing later.
     operator_token: the daemon's operator token, if it has one.
+    read_only: map the pool's memory without the right to write: nothing in this process can damage blocks, and `put`
+        and `reserve` are refused.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Client:
         connections_max: int = 16,
         connect: bool = False,
         operator_token: str = "",
+        read_only: bool = False,
     ) -> None:
         if not 0 < timeout_s <= TIMEOUT_S_MAX:
             raise InvalidRequest(
@@ -98,6 +101,7 @@ class Client:
             operator_socket=self._operators_at(socket_path or default_socket_path()),
             timeout_s=timeout_s,
             connections_max=connections_max,
+            read_only=read_only,
         )
         self._namespaces = OpenNamespaces(timeout_s)
         self._copy_in = CopyIn()
@@ -105,6 +109,12 @@ class Client:
         self._granted_puts = GrantedPuts(self._connections, self._namespaces, self._copy_in)
         if connect:
             self._connections.connect()
+
+    def _check_writes(self) -> None:
+        if self._connections.read_only:
+            raise InvalidRequest(
+                "this client has mapped the pool's memory read-only: it writes no blocks"
+            )
 
     def _operators_at(self, socket_path: str) -> str | None:
         """The operators' socket, for a client that needs it."""
@@ -404,6 +414,7 @@ class Client:
         Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
         """
         packed = pack_keys(keys)
+        self._check_writes()
         if not packed:
             raise InvalidRequest("a reservation needs at least one key")
         with self._connections.request() as connection:
@@ -474,6 +485,7 @@ class Client:
         Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
         `Unavailable`, `InvalidRequest`.
         """
+        self._check_writes()
         packed = pack_keys(keys)
         n = len(packed) // KEY_BYTES
         source = Source(blocks, n, part_bytes(ns, part))

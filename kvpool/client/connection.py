@@ -34,10 +34,12 @@ _HEADER_BYTES = frame.HEADER.size
 class DaemonState:
     """State of one incarnation of the daemon: its segment and its numbers.
 
-    Dropped as a whole when another incarnation answers; the mapping is removed when its last reader ends.
+    Dropped as a whole when another incarnation answers; the mapping is removed when its last reader ends. writable:
+    the mapping.
     """
 
-    def __init__(self, welcome: client_wire.Welcome, fd: int) -> None:
+    def __init__(self, welcome: client_wire.Welcome, fd: int, *, writable: bool = True) -> None:
+        self._writable = writable
         weakref.finalize(self, os.close, fd)
         self.incarnation = welcome.incarnation
         self.node = welcome.node
@@ -59,7 +61,7 @@ class DaemonState:
         if table is None:
             with self._lock:
                 if self._bytes is None:
-                    mapping = self.segment.map(populate=True)
+                    mapping = self.segment.map(populate=True, writable=self._writable)
                     self._bytes = np.frombuffer(mapping, dtype=np.uint8)
                 n = self.segment.size // stride
                 table = self._bytes[: n * stride].reshape(n, stride)

@@ -42,7 +42,7 @@ class Connections:
     are sent ahead of the next request.
 
     daemon: the incarnation that answered last; None: none did, or its process has ended. incarnation: its name, also
-    after its end.
+    after its end. read_only: the segment is mapped without the right to write.
 
     The memory of a dead daemon is let go at once, whether there are requests or not: it is unmapped with the last
     lease, reservation or array of the caller that refers to it.
@@ -59,7 +59,9 @@ class Connections:
         operator_socket: str | None,
         timeout_s: float,
         connections_max: int,
+        read_only: bool = False,
     ) -> None:
+        self.read_only = read_only
         self.socket_path = socket_path
         self._operator_socket = operator_socket
         self.tenant = tenant
@@ -386,7 +388,7 @@ class Connections:
             if daemon is not None and daemon.incarnation == welcome.incarnation:
                 os.close(fd)
                 return daemon
-            daemon = DaemonState(welcome, fd)
+            daemon = DaemonState(welcome, fd, writable=not self.read_only)
             self.daemon = daemon
             self.incarnation = daemon.incarnation
             self._close_idle()

@@ -49,13 +49,15 @@ class Segment:
         """Which segment it is, to the kernel: unlike its descriptor, the same in all processes."""
         return os.fstat(self.fd).st_ino
 
-    def map(self, *, populate: bool = False) -> mmap.mmap:
-        """A shared, writable mapping of the whole segment, not inherited by forked children.
+    def map(self, *, populate: bool = False, writable: bool = True) -> mmap.mmap:
+        """A shared mapping of the whole segment, not inherited by forked children.
 
-        populate: fault all pages now, so that the first copies run at full speed.
+        populate: fault all pages now, so that the first copies run at full speed. writable: False: a write to it ends
+        the process (SIGSEGV), whoever writes.
         """
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-        mapping = mmap.mmap(self.fd, self.size, flags=flags)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        mapping = mmap.mmap(self.fd, self.size, flags=flags, prot=access)
         # A child that outlived its parent could write into slots after the parent's death freed them.
         mapping.madvise(mmap.MADV_DONTFORK)
         return mapping

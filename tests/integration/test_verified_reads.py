@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 from kvpool.wire.frame import NO_ROW
+from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
 COUNT = 12
@@ -127,3 +129,38 @@ def test_only_ones_own_leases(daemon: Any, writer: Any) -> None:
             own.report(0, np.array([0, 1]))
             stolen.token = ""
         assert other.contains(named, KEYS).all()
+
+
+READER = """
+import numpy as np
+from kvpool.errors import InvalidRequest
+client = Client(SOCKET, connect=True, read_only=True)
+ns = client.open(NamespaceRecord.simple("verified", block_bytes=65536, block_tokens=16))
+keys = [key(number) for number in range(12)]
+say(sum(block is not None for block in client.get(ns, keys)))
+for refused in (lambda: client.put(ns, keys[:1], [bytes(65536)]), lambda: client.reserve(ns, keys[:1])):
+    try:
+        refused()
+    except InvalidRequest as error:
+        say(error)
+lease = client.acquire(ns, keys)
+slots = lease.slots[0]
+say(slots.table.flags.writeable)
+hear()
+# As a fault in a library would: past numpy's own flag.
+import ctypes
+ctypes.memset(slots.table.ctypes.data + int(slots.offsets[0]), 7, 1)
+say("written")
+"""
+
+
+def test_a_reader_that_maps_read_only_cannot_damage_blocks(daemon: Any, writer: Any) -> None:
+    client, ns = writer
+    reader = daemon.script(READER)
+    assert reader.hear() == str(COUNT)
+    for _ in range(2):
+        assert "read-only" in reader.hear()
+    assert reader.hear() == "False"
+    reader.say()
+    assert reader.process.wait(PATIENCE_S) == -signal.SIGSEGV
+    assert client.get(ns, KEYS) == BLOCKS
