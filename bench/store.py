@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def shared_memory(report: Report, client: Client) -> None:
 
     Each get and each memcpy takes another batch at random of 256 MiB that are resident; each put
     goes to the slots that were used longest ago, and its memcpy into those of a random batch. So store
-    and limit meet equally cold memory. "hot" repeats one batch, which then lies in the CPU's cache.
+    and limit meet equally cold memory. "hot" repeats one batch, which then lies in the CPU's cache. "verified"
+    compares each block with its checksum.
     """
     print("same node, GB/s")
     rng = np.random.default_rng(3)
@@ -85,6 +87,7 @@ def shared_memory(report: Report, client: Client) -> None:
         small = nbytes * n < 8 * MIB
         rounds = (41 if report.quick else 201) if small else (21 if report.quick else 51)
         ns = open_namespace(client, f"shm-{nbytes}-{n}", nbytes)
+        verified_ns = replace(ns, verify=True)
         source = rng.integers(0, 255, (n, nbytes), dtype=np.uint8)
         out = np.empty_like(source)
         ring = [fresh_keys(n) for _ in range(RESIDENT_BYTES // (nbytes * n))]
@@ -97,10 +100,13 @@ def shared_memory(report: Report, client: Client) -> None:
         def get() -> None:
             client.get_into(ns, ring[next(order)], out)
 
+        def get_verified() -> None:
+            client.get_into(verified_ns, ring[next(order)], out)
+
         def copy_out() -> None:
             np.take(table, places[next(order)][1], axis=0, out=out, mode="clip")
 
-        got, copied_out = in_turns(rounds, get, copy_out)
+        got, verified, copied_out = in_turns(rounds, get, get_verified, copy_out)
         out[:] = 0
         assert client.get_into(ns, ring[0], out).all(), "a block is gone"
         assert (out == source).all(), "wrong bytes"
@@ -141,6 +147,8 @@ def shared_memory(report: Report, client: Client) -> None:
             get=total / median(got),
             memcpy_out=total / median(copied_out),
             get_ratio=ratio_get,
+            verified_get=total / median(verified),
+            verified_ratio=median(got) / median(verified),
             put=total / median(put),
             memcpy_in=total / median(copied_in),
             put_ratio=ratio_put,
