@@ -1,12 +1,15 @@
 """A gateway over TLS, with the certificates that daemons use."""
 
+import contextlib
 import http.client
 import shutil
 import ssl
+from json import loads
 
 import pytest
 
 from kvpool.admin.tokens import add_token
+from tests.integration.admin.test_routers import TOKEN, program
 from tests.support.pki import Pki
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
@@ -65,3 +68,47 @@ def test_tokens_go_over_tls_and_new_certificates_are_taken(start, tmp_path, unti
     fresh = pki.files("n")
     assert fresh.cert == files.cert
     until(lambda: ask(port, pki.ca, token)[1] not in {"", serial})
+
+
+def test_routers_are_asked_over_tls_and_verified(start, tmp_path, until):
+    """The authority of `tls_ca` is trusted beside the public ones; a router of another one gets no token."""
+    pki, others = Pki(tmp_path / "pki"), Pki(tmp_path / "others")
+    files = pki.files("n")
+    tokens, port = tmp_path / "tokens.toml", free_port()
+    token = add_token(tokens, "ci", "admin", [])
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(program("tests.support.stub_engine", "--port", "0"))
+        engine = loads(line)["url"]
+        routers = []
+        for authority in (pki, others):
+            own, at = authority.files("router"), f"localhost:{free_port()}"
+            command = ("kvpool.cli", "router", "--engine", engine, "--no-daemon", "--listen", at)
+            tls = ("--tls-cert", own.cert, "--tls-key", own.key)
+            stack.enter_context(program(*command, *tls, KVPOOL_ROUTER_TOKEN=TOKEN))
+            routers.append(f"https://{at}")
+        start(
+            *("--http", f"127.0.0.1:{port}", "--http-tokens", str(tokens)),
+            *("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca),
+            KVPOOL_ROUTERS=",".join(routers),
+            KVPOOL_ROUTER_TOKEN=TOKEN,
+            **SETTINGS,
+        )
+
+        def engines():
+            context = ssl.create_default_context(cafile=str(pki.ca))
+            connection = http.client.HTTPSConnection(
+                "localhost", port, timeout=PATIENCE_S, context=context
+            )
+            with contextlib.closing(connection):
+                try:
+                    connection.request(
+                        "GET", "/v1/engines", headers={"Authorization": f"Bearer {token}"}
+                    )
+                except ConnectionRefusedError:
+                    return None  # the gateway is still starting
+                return loads(connection.getresponse().read())
+
+        found = until(lambda: (told := engines()) and told["items"] and told)
+        assert [list(each["routers"]) for each in found["items"]] == [[routers[0]]]
+        assert list(found["unreachable"]) == [routers[1]]
+        assert "certificate" in found["unreachable"][routers[1]].lower()
