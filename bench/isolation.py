@@ -34,7 +34,9 @@ from harness import REPO, Report, median, parse_arguments
 from kvpool.simulator.traces import read_trace
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/traces/conversation_trace.jsonl"
-TRIALS, TRIALS_QUICK = 400, 120
+# The standard deviation of the AUC of guessing is 0.29 / sqrt(trials / 4): 0.018, and 0.053 in the quick run.
+TRIALS, TRIALS_QUICK = 1000, 120
+LIMIT, LIMIT_QUICK = 0.55, 0.65
 WARMUP = 20
 PROMPT_WORDS = 400
 TENANTS = ("victim", "attacker")
@@ -86,7 +88,8 @@ async def timing(report: Report) -> None:
             not_sent_ms=1e3 * median(found[False]),
         )
         if isolate:
-            report.check("isolation_auc", max(value, 1 - value), at_most=0.55)
+            limit = LIMIT_QUICK if report.quick else LIMIT
+            report.check("isolation_auc", max(value, 1 - value), at_most=limit)
 
 
 def auc(fast: list[float], slow: list[float]) -> float:

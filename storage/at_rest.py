@@ -111,6 +111,13 @@ class BlockSealer:
         _, _, length = _HEADER.unpack(sealed[: _HEADER.size].data)
         return int(length) if length <= sealed.size - SEAL_BYTES else 0
 
+    def has_key(self, sealed: Bytes1D) -> bool:
+        """Whether a secret in use decrypts it, by its header; True for what is no sealed block."""
+        if not self.length(sealed):
+            return True
+        _, key_id, _ = _HEADER.unpack(sealed[: _HEADER.size].data)
+        return any(self._key(secret).id == key_id for secret in self._secrets.current)
+
     def open(self, sealed: Bytes1D, name: bytes, out: Bytes1D) -> bool:
         """Fill `out`, of `length` bytes, contiguous and writable. False: it is not this block, or was changed.
 

@@ -9,6 +9,7 @@ thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -59,6 +60,9 @@ class Saved(Enum):
     OUTDATED = "outdated"
 
 
+log = logging.getLogger("kvpool.vllm")
+
+
 class WorkerHalf:
     """One rank of one engine.
 
@@ -88,6 +92,7 @@ class WorkerHalf:
         verify: bool = False,
     ) -> None:
         self._verify = verify
+        self._unverified = False  # that it cannot be was logged
         self._client = client
         self._attachment = attachment
         self.report = replace(report, life=attachment.life) if attachment is not None else report
@@ -271,6 +276,11 @@ class WorkerHalf:
 
     def _check_bytes(self, lease: Lease) -> None:
         """Raises `LeaseLost` if any slot is not what was saved. The load is lost: its blocks are computed."""
+        if any(slots.checksums is None for slots in lease.slots.values()) and not self._unverified:
+            self._unverified = True
+            log.warning(
+                "verify_loads: the daemon gives no checksums, so nothing is loaded: upgrade it, or switch verify_loads off"
+            )
         wrong = {part: slots.wrong() for part, slots in lease.slots.items()}
         for part, indices in wrong.items():
             lease.report(part, indices)

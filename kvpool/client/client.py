@@ -68,8 +68,8 @@ class Client:
     timeout_s: deadline of every request.
     connect: True raises `Unavailable` or the daemon's refusal now, instead of missing later.
     operator_token: the daemon's operator token, if it has one.
-    read_only: map the pool's memory without the right to write: nothing in this process can damage blocks, and `put`
-        and `reserve` are refused.
+    read_only: map the pool's memory without the right to write, so that a stray write in this process cannot damage
+        blocks. `put`, `reserve` and `attach_device` are refused.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Client:
             (`generation`); -1: the present one, at the time of the first answer. After a reset by
             another engine -1 lets this one in again, so its weights must be the new ones.
         verify: compare what this client reads with the checksums of what was put. `get` and `get_into` leave out
-            blocks that differ, and have them dropped; of a lease, ask `Slots.wrong`, and `Lease.report` them. Other
+            blocks that differ, and have them dropped (not in device memory, which only engines read); of a lease, ask `Slots.wrong`, and `Lease.report` them. Other
             clients of the tenant can write to the shared memory: one that does so by mistake is found out.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
@@ -330,6 +330,10 @@ class Client:
         """
         from kvpool.client.device_memory import DeviceMemory
 
+        if self._connections.read_only:
+            raise InvalidRequest(
+                "a read-only client does not map device memory: it could not be kept from writing there"
+            )
         found = self._connections.attach_device()
         if found is None:
             return None

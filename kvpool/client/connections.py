@@ -388,6 +388,11 @@ class Connections:
             if daemon is not None and daemon.incarnation == welcome.incarnation:
                 os.close(fd)
                 return daemon
+            if self.read_only:
+                # So that the descriptor has no more rights than the mapping.
+                narrow = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                os.close(fd)
+                fd = narrow
             daemon = DaemonState(welcome, fd, writable=not self.read_only)
             self.daemon = daemon
             self.incarnation = daemon.incarnation

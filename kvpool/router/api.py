@@ -42,6 +42,7 @@ log = logging.getLogger("kvpool.router")
 REQUEST_ID = "x-kvpool-request-id"
 PRIORITY = "x-kvpool-priority"
 DEADLINE = "x-kvpool-deadline-s"
+AS_TENANT = "x-kvpool-tenant"
 SESSION = "x-session-id"
 SESSION_CHARACTERS_MAX = 256
 HEADER_BYTES_MAX = 16 << 10
@@ -334,6 +335,8 @@ class Api:
         # It reveals what is cached, by any sender.
         _operators_only(request)
         incoming = await self._incoming(request, Kind.COMPLETIONS)
+        if (tenant := request.headers.get(AS_TENANT)) is not None:
+            incoming = replace(incoming, tenant=tenant)
         if b'"messages"' in incoming.raw:
             incoming = replace(incoming, kind=Kind.CHAT)
         return _json(await self._serving.explain(incoming))

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import shlex
+import signal
 import time
 from collections.abc import Awaitable, Callable
 
@@ -23,6 +25,8 @@ FILE, COMMAND = "encryption_secret_file", "encryption_secret_command"
 COMMAND_S = 30.0  # for the command to end
 ASK_S = 300.0  # between two runs of it
 LOOK_S = 1.0
+SETTLE_S = 3600.0
+"""A new secret does not encrypt before it is so old: other nodes that read the same objects get it meanwhile."""
 ERROR_CHARACTERS_MAX = 200
 
 log = logging.getLogger("kvpool.daemon")
@@ -48,6 +52,7 @@ class EncryptionSecrets:
         self._now = now
         self._sleep = sleep
         self._known: tuple[ClusterSecret, ...] = ()
+        self._since = -math.inf  # how long it has known the first one, by the machine's clock
         self._files: Reloaded[tuple[ClusterSecret, ...]] | None = None
         self._asked_at = -math.inf
         self._complaint = ""
@@ -62,14 +67,26 @@ class EncryptionSecrets:
                 log,
                 self._clock,
             )
-            self._known = self._files.current()
+            self._take(self._files.current())
         elif self._command:
-            self._known = await self._ask()
+            self._take(await self._ask())
 
     def current(self) -> list[bytes]:
-        """Those in use, the newest first. Empty: nothing is encrypted."""
+        """Those in use, the one that encrypts first. Empty: nothing is encrypted."""
         now = self._now()
-        return [each.secret for each in self._known if now < each.until]
+        found = [each.secret for each in self._known if now < each.until]
+        if len(found) > 1 and now - self._since < SETTLE_S:
+            found[:2] = found[1], found[0]
+        return found
+
+    def _take(self, secrets: tuple[ClusterSecret, ...]) -> None:
+        if secrets == self._known:
+            return
+        self._known = secrets
+        self._since = self._now()
+        if self._file:
+            with contextlib.suppress(OSError):  # it was read a moment ago
+                self._since = os.stat(self._file).st_mtime
 
     async def follow(self, changed: Callable[[], object]) -> None:
         """Keep them as the file or the command has them. changed: called when `current` gives others."""
@@ -77,7 +94,7 @@ class EncryptionSecrets:
         while before:
             await self._sleep(LOOK_S)
             if self._files is not None:
-                self._known = self._files.current()
+                self._take(self._files.current())
             elif self._clock() - self._asked_at >= ASK_S:
                 await self._ask_again()
             if (now := self.current()) != before:
@@ -86,7 +103,7 @@ class EncryptionSecrets:
 
     async def _ask_again(self) -> None:
         try:
-            self._known = await self._ask()
+            self._take(await self._ask())
             self._complaint = ""
         except ConfigError as error:
             if str(error) != self._complaint:
@@ -102,11 +119,15 @@ class EncryptionSecrets:
 async def _run(command: str) -> str:
     """What a command prints. Raises `ConfigError`; it is killed if it does not end, or prints too much."""
     try:
+        words = shlex.split(command)
+        if not words:
+            raise ValueError("it is empty")
         process = await asyncio.create_subprocess_exec(
-            *shlex.split(command),
+            *words,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{COMMAND}: cannot be run: {error}") from None
@@ -114,14 +135,16 @@ async def _run(command: str) -> str:
     assert process.stderr is not None
     try:
         async with asyncio.timeout(COMMAND_S):
-            output, complaint = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+            output, complaint = await asyncio.gather(
+                _read(process.stdout), _read_end(process.stderr)
+            )
             status = await process.wait()
     except TimeoutError:
         raise ConfigError(f"{COMMAND}: did not end within {COMMAND_S:g} s") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
             await process.wait()
     if status:
         said = plain(complaint.decode(errors="replace").strip())[-ERROR_CHARACTERS_MAX:]
@@ -130,6 +153,14 @@ async def _run(command: str) -> str:
         return output.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{COMMAND}: its output is not UTF-8 text") from None
+
+
+async def _read_end(stream: asyncio.StreamReader) -> bytes:
+    """The last of it."""
+    data = b""
+    while some := await stream.read(SECRET_FILE_BYTES_MAX):
+        data = (data + some)[-SECRET_FILE_BYTES_MAX:]
+    return data
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 TELL_S = 1.0  # from the first one until they are told
 SOURCES_MAX = 64  # told apart at a time
 OTHERS = "others"
+TEXT_CHARACTERS_MAX = 200  # of what strangers say
 
 Failures = list[tuple[str, str, int]]
 """(source, reason, how many), as far as they are told apart."""
@@ -31,14 +32,18 @@ class FailedLogins:
 
     def add(self, source: str, reason: str) -> None:
         """source: an address, or what else says where it came from."""
-        at = source, reason
+        at = source[:TEXT_CHARACTERS_MAX], reason[:TEXT_CHARACTERS_MAX]
         with self._lock:
             first = not self._counts
             if at not in self._counts and len(self._counts) >= SOURCES_MAX:
                 at = OTHERS, ""
             self._counts[at] = self._counts.get(at, 0) + 1
         if first:
-            self._later(TELL_S, self._flush)
+            try:
+                self._later(TELL_S, self._flush)
+            except RuntimeError:  # the machine has no thread left: these are not told
+                with self._lock:
+                    self._counts = {}
 
     def _flush(self) -> None:
         with self._lock:

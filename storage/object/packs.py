@@ -56,6 +56,11 @@ PACK_BLOCKS_MAX = 1 << 16
 PACK_BYTES_MAX = 2 << 30
 """No block of a pack ends beyond this: room for one of the largest, or for many small ones."""
 
+
+class OtherKindError(ProtocolError):
+    """A pack that is encrypted where none should be, or is not, or that no secret in use decrypts."""
+
+
 ROOT = f"kvpool/{PACK_FORMAT}"
 
 LOCATION = np.dtype(
@@ -282,10 +287,10 @@ def tail_bytes(name: PackName, end: bytes, size: int, *, sealed: bool = False) -
         raise ProtocolError(f"{name.path}: not a pack: shorter than a trailer")
     version, count, record, part, data, digest, pack, _, magic = _TRAILER.unpack(end)
     expected = PACK_FORMAT_SEALED if sealed else PACK_FORMAT
+    if magic == _MAGIC and version in {PACK_FORMAT, PACK_FORMAT_SEALED} and version != expected:
+        raise OtherKindError(f"{name.path}: it is {'not ' if sealed else ''}encrypted")
     if magic != _MAGIC or version != expected:
-        raise ProtocolError(
-            f"{name.path}: not a pack of format {expected}, {'' if sealed else 'not '}encrypted"
-        )
+        raise ProtocolError(f"{name.path}: not a pack of format {expected}")
     if (digest, part, pack) != (name.digest, name.part, name.pack):
         raise ProtocolError(f"{name.path}: its contents were written under another name")
     if not 0 < count <= PACK_BLOCKS_MAX or record > RECORD_BYTES_MAX or data > PACK_BYTES_MAX:
@@ -315,7 +320,7 @@ def parse_tail(
         sizes = _sizes(version, count, record_bytes, data)
         table = sealer.open_table(name.path, tail[:-TRAILER_BYTES], sizes)
         if table is None:
-            raise ProtocolError(f"{name.path}: no secret in use decrypts its table")
+            raise OtherKindError(f"{name.path}: no secret in use decrypts its table")
     assert table is not None
     entries = np.frombuffer(table[record_bytes:], ENTRY)
     ends = entries["offset"] + entries["stored"]

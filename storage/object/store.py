@@ -46,6 +46,7 @@ from kvpool.storage.object.packs import (
     Bytes1D,
     Bytes2D,
     ObjectTable,
+    OtherKindError,
     PackName,
     PackTable,
     build,
@@ -63,6 +64,8 @@ from kvpool.types import KEY_BYTES, PART_BYTES_MAX, BlockStatus
 
 TAIL_GUESS_BYTES = 64 << 10
 """Bytes of a pack's end that are read at first; the tables of most packs are shorter."""
+OTHER_KIND_S = 7 * 86_400.0
+"""Own packs that cannot be decrypted, or are not encrypted though they should be, are deleted when they are so old."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 Statuses = npt.NDArray[np.uint8]
@@ -556,13 +559,15 @@ class ObjectStore:
             yield fresh
 
     async def _read_tail(self, name: PackName, size: int) -> bytes | None:
-        """The end of a pack from its record on; None if it is not a pack."""
+        """The end of a pack from its record on; None if it is not a pack, empty if it is of the other kind."""
         at = max(0, size - TAIL_GUESS_BYTES)
         if not size:
             return None
         tail = (await self._objects.get(name.path, at, size)).tobytes()
         try:
             needed = tail_bytes(name, tail[-TRAILER_BYTES:], size, sealed=self._sealed)
+        except OtherKindError:
+            return b""
         except ProtocolError:
             return None
         if needed > len(tail):
@@ -575,11 +580,15 @@ class ObjectStore:
         try:
             if tail is None:
                 raise ProtocolError(f"{name.path} is not a pack")
+            if not tail:
+                raise OtherKindError(f"{name.path} is of the other kind")
             table = parse_tail(name, tail, listed.size, self._sealer)
-        except ProtocolError:
+        except ProtocolError as error:
+            young = self._wall() - listed.modified < OTHER_KIND_S
             with self._lock:
                 self._counts.packs_unreadable += 1
-                if own:
+                # The secret may be wrong by mistake.
+                if own and not (young and isinstance(error, OtherKindError)):
                     self._books.condemn(name, listed.size)
             return None
         if own:

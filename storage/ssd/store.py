@@ -413,7 +413,8 @@ class SsdStore:
         return statuses
 
     def read(self, batch: ReadBatch) -> Statuses:
-        """Fetch blocks: u8[n] of `BlockStatus`: PRESENT (read, and the checksum is right), MISMATCH or FAILED.
+        """Fetch blocks: u8[n] of `BlockStatus`: PRESENT (read, and the checksum is right), MISMATCH, FAILED, or ABSENT
+        (no secret in use decrypts it).
 
         Rows of blocks that are not PRESENT hold garbage afterwards. The index is not consulted.
         """
@@ -739,7 +740,9 @@ class _Reader:
         else:
             coded = np.empty(self._sealer.length(slot), np.uint8)
             done = self._opened(self._sealer, block, slot, coded) and self._decoded(coded, out)
-        if done:
+        if not done and self._sealer is not None and not self._sealer.has_key(slot):
+            self._statuses[block] = BlockStatus.ABSENT
+        elif done:
             self._statuses[block] = self._verdict(block, xxhash.xxh3_128_digest(out.data))
         else:
             self._statuses[block] = BlockStatus.MISMATCH

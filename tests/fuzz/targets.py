@@ -248,8 +248,11 @@ def peer_requests() -> list[bytes]:
     keys, request = bytes(32), msgspec.msgpack.encode(operator.Locate(bytes(16)))
     made: list[Any] = [
         peer.Ask("default", DIGEST, [0], keys),
-        peer.Fetch("default", DIGEST, 0, NBYTES, keys, 5.0),
-        peer.Corrupt("default", DIGEST, 0, keys),
+        *(
+            peer.Fetch("default", DIGEST, 0, NBYTES, keys, 5.0),
+            peer.Corrupt("default", DIGEST, 0, keys),
+        )
+        * 4,
         sample_of(peer.Offer, node="n", deadline_s=5.0),
         sample_of(peer.Await, node="n", wait_s=1.0),
         sample_of(peer.Operate, node="n", wait_s=1.0, request=request),
@@ -314,7 +317,12 @@ def take_record(data: bytes) -> None:
 
 def records() -> list[bytes]:
     config = ClusterConfig("c", secret_proof="0" * 64, other_proofs=("1" * 64,))
-    made = ((0, config), (1, record("n")), (3, entry()), (3, entry(epoch=5, fence=5)))
+    made = (
+        (0, config),
+        (1, record("n", incarnation="0" * 16)),
+        (3, entry()),
+        (3, entry(epoch=5, fence=5)),
+    )
     return [bytes([number]) + encode_record(each) for number, each in made]
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvpool.client import Client, OperatorClient
 from kvpool.errors import KvpoolError
 from kvpool.types import EngineRecord, NamespaceRecord
 from kvpool.wire import client as client_wire
@@ -111,7 +112,8 @@ def test_those_who_say_no_hello_keep_nobody_out(daemon):
         assert connected(daemon, "other")
 
 
-def test_a_tenant_that_floods_leaves_time_for_another(daemon, until):
+@pytest.mark.parametrize("who", [Client, OperatorClient])
+def test_a_tenant_that_floods_leaves_time_for_another(daemon, until, who):
     """Eight connections ask for statistics without pause, and each answer costs the daemon more than the question."""
     ended = threading.Event()
     asked = frame.encode(client_wire.Stats(), 1) * 20
@@ -127,7 +129,7 @@ def test_a_tenant_that_floods_leaves_time_for_another(daemon, until):
     for thread in threads:
         thread.start()
     try:
-        with daemon.client(connect=True) as client:
+        with who(daemon.socket, timeout_s=PATIENCE_S) as client:
             ns = client.open(RECORD)
 
             def waited():

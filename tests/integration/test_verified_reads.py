@@ -138,7 +138,7 @@ client = Client(SOCKET, connect=True, read_only=True)
 ns = client.open(NamespaceRecord.simple("verified", block_bytes=65536, block_tokens=16))
 keys = [key(number) for number in range(12)]
 say(sum(block is not None for block in client.get(ns, keys)))
-for refused in (lambda: client.put(ns, keys[:1], [bytes(65536)]), lambda: client.reserve(ns, keys[:1])):
+for refused in (lambda: client.put(ns, keys[:1], [bytes(65536)]), lambda: client.reserve(ns, keys[:1]), client.attach_device):
     try:
         refused()
     except InvalidRequest as error:
@@ -146,6 +146,10 @@ for refused in (lambda: client.put(ns, keys[:1], [bytes(65536)]), lambda: client
 lease = client.acquire(ns, keys)
 slots = lease.slots[0]
 say(slots.table.flags.writeable)
+try:
+    os.pwrite(slots.fd, b"x", int(slots.offsets[0]))
+except OSError as error:
+    say(error.strerror)
 hear()
 # As a fault in a library would: past numpy's own flag.
 import ctypes
@@ -158,9 +162,10 @@ def test_a_reader_that_maps_read_only_cannot_damage_blocks(daemon: Any, writer: 
     client, ns = writer
     reader = daemon.script(READER)
     assert reader.hear() == str(COUNT)
-    for _ in range(2):
+    for _ in range(3):
         assert "read-only" in reader.hear()
     assert reader.hear() == "False"
+    assert reader.hear() == "Bad file descriptor", "it is open for reading alone"
     reader.say()
     assert reader.process.wait(PATIENCE_S) == -signal.SIGSEGV
     assert client.get(ns, KEYS) == BLOCKS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 from collections.abc import Callable, Coroutine
@@ -13,7 +14,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.security import encryption_secrets
-from kvpool.security.encryption_secrets import ASK_S, LOOK_S, EncryptionSecrets
+from kvpool.security.encryption_secrets import ASK_S, LOOK_S, SETTLE_S, EncryptionSecrets
 
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 NOON = 1_764_590_400.0  # 2025-12-01T12:00:00Z
@@ -76,11 +77,16 @@ def test_without_a_source_there_are_none() -> None:
 def test_a_file_is_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, world = tmp_path / "secret", World()
     write(file, OLD)
-    world.events[2.0] = lambda: write(file, f"{NEW}\n{OLD} until 2025-12-01T12:00:06Z")
+
+    def rotate() -> None:
+        write(file, f"{NEW}\n{OLD} until 2025-12-01T12:00:06Z")
+        os.utime(file, (NOON, NOON))
+
+    world.events[2.0] = rotate
     world.events[8.0] = lambda: write(file, "short")
     told = run(world.follow(world.secrets(file=str(file))))
     old, new = OLD.encode(), NEW.encode()
-    assert told == [[old], [new, old], [new]], "an ended one is told too, an invalid file is not"
+    assert told == [[old], [old, new], [new]], "an ended one is told too, an invalid file is not"
     assert "new encryption secrets are in use" in caplog.text
     assert "encryption_secret_file" in caplog.text, "names the setting"
     assert OLD not in caplog.text
@@ -111,7 +117,7 @@ def test_a_command_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         ("import sys; sys.exit(1)", "exit status 1"),
         ("import sys; sys.exit('what is\\033[2J wrong')", "exit status 1: what is\ufffd.2J wrong"),
         ("print('x' * 5000)", "printed more than 4096 bytes"),
-        ("import sys; print('x' * 5000, file=sys.stderr)", "printed more than 4096 bytes"),
+        ("import sys; print('x' * 9000, file=sys.stderr); sys.exit(2)", "exit status 2: xxx"),
         ("import sys; sys.stdout.buffer.write(b'\\xff' * 20)", "not UTF-8"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
     ],
@@ -123,7 +129,32 @@ def test_what_commands_do_wrong(tmp_path: Path, code: str, reason: str) -> None:
     assert "encryption_secret_command" in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["/there/is/none", "'unbalanced"])
+def test_what_a_command_says_beside_its_secrets_is_no_fault(tmp_path: Path) -> None:
+    code = f"import sys; print('debug' * 5000, file=sys.stderr); print({OLD!r})"
+    secrets = World().secrets(command=command_of(tmp_path, code))
+    run(secrets.open())
+    assert secrets.current() == [OLD.encode()]
+
+
+def test_a_new_secret_does_not_encrypt_at_once(tmp_path: Path) -> None:
+    """The other nodes have to get it first."""
+    file, world = tmp_path / "secret", World()
+    world.end_s = SETTLE_S + 20
+    write(file, OLD)
+    os.utime(file, (NOON - 9e6, NOON - 9e6))
+
+    def rotate() -> None:
+        write(file, f"{NEW}\n{OLD} until 2026-12-01T12:00:00Z")
+        os.utime(file, (NOON + 5, NOON + 5))
+
+    world.events[5.0] = rotate
+    old, new = OLD.encode(), NEW.encode()
+    told = run(world.follow(world.secrets(file=str(file))))
+    assert told == [[old], [old, new], [new, old]]
+    assert run(World().follow(world.secrets(file=str(file))))[0] == [new, old], "after a restart"
+
+
+@pytest.mark.parametrize("command", ["/there/is/none", "'unbalanced", "  "])
 def test_commands_that_cannot_be_run(command: str) -> None:
     with pytest.raises(ConfigError, match="encryption_secret_command: cannot be run"):
         run(World().secrets(command=command).open())

@@ -21,6 +21,10 @@ class Collected:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.failed = FailedLogins(self.told.append, lambda s, work: self.timers.append((s, work)))
 
+    @staticmethod
+    def refuse(seconds: float, work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
     def ring(self) -> None:
         (_, work) = self.timers.pop()
         work()
@@ -50,6 +54,19 @@ def test_none_is_lost_and_few_are_told_apart(sources: list[int]) -> None:
     assert sum(count for _, _, count in found) == len(sources)
     assert len(found) <= SOURCES_MAX + 1
     assert (len(set(sources)) > SOURCES_MAX) == (OTHERS in {source for source, _, _ in found})
+
+
+def test_texts_are_cut_and_a_machine_without_threads_goes_on() -> None:
+    collected = Collected()
+    collected.failed.add("x" * 70_000, "y" * 70_000)
+    collected.ring()
+    assert [(len(a), len(b), n) for a, b, n in collected.told[0]] == [(200, 200, 1)]
+    refused = FailedLogins(collected.told.append, Collected.refuse)
+    refused.add("a", "")
+    refused._later = lambda s, work: collected.timers.append((s, work))
+    refused.add("b", "")
+    collected.ring()
+    assert collected.told[1:] == [[("b", "", 1)]]
 
 
 class World:

@@ -4,39 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-WINDOW_S = 0.05
+BURST_S = 0.04
+"""A tenant may use so much at once."""
+DEBT_S_MAX = 0.25
+"""More than this is not held against it."""
+RECENT_S = 1.0
+"""Who has asked for something within this time needs the loop."""
 
 
 class LoopShares:
-    """Within each window a tenant may use half of the time and its part of the other half, which is divided evenly
-    among the tenants; the rest of the window it waits. While no other tenant asks for anything it has all of it.
+    """A tenant may use half of the time and its part of the other half, which is divided evenly among the tenants.
+    Who has used more waits, as long as any other tenant needs the loop; alone, a tenant has all of it.
 
-    tenants: at least two. now: monotonic seconds.
+    Used time is a level that falls at the rate of the tenant's share. tenants: at least two. now: monotonic seconds.
     """
 
     def __init__(self, tenants: Collection[str]) -> None:
-        self._share_s = WINDOW_S * (0.5 + 0.5 / len(tenants))
-        self._began = 0.0
-        self._used: dict[str, float] = {}
-        self._before: Collection[str] = ()  # who used any in the window before
+        self._rate = 0.5 + 0.5 / len(tenants)
+        self._levels: dict[str, tuple[float, float]] = {}  # the level, and when it was that
+        self._asked: dict[str, float] = {}
 
     def used(self, tenant: str, now: float, seconds: float) -> None:
         """Some time was used until now."""
-        self._turn(now)
-        self._used[tenant] = self._used.get(tenant, 0.0) + seconds
+        level = min(self._level(tenant, now) + seconds, BURST_S + DEBT_S_MAX)
+        self._levels[tenant] = level, now
+
+    def asks(self, who: str, now: float) -> None:
+        """Somebody needs the loop: a tenant, or an operator, who is none."""
+        self._asked[who] = now
 
     def wait_s(self, tenant: str, now: float) -> float:
-        """How long the tenant's requests have to wait; 0: not at all."""
-        self._turn(now)
-        if self._used.get(tenant, 0.0) < self._share_s:
+        """The tenant asks for something: how long that has to wait; 0: not at all."""
+        self.asks(tenant, now)
+        level = self._level(tenant, now)
+        if level < BURST_S:
             return 0.0
-        others = self._used.keys() | self._before
-        if not others - {tenant}:
+        if not any(now - at <= RECENT_S for other, at in self._asked.items() if other != tenant):
+            self._levels[tenant] = BURST_S, now  # what it used alone is not held against it
             return 0.0
-        return max(0.0, self._began + WINDOW_S - now)
+        return (level - BURST_S) / self._rate
 
-    def _turn(self, now: float) -> None:
-        if now - self._began >= WINDOW_S:
-            just = now - self._began < 2 * WINDOW_S
-            self._before = self._used.keys() if just else ()
-            self._used, self._began = {}, now
+    def _level(self, tenant: str, now: float) -> float:
+        level, at = self._levels.get(tenant, (0.0, now))
+        return max(0.0, level - self._rate * (now - at))

@@ -9,7 +9,7 @@ from kvpool.errors import LimitExceeded
 
 class Shares:
     """Half of a limit is divided evenly among the tenants, and kept for each of them; the other half is for whoever
-    comes first. So none can take all, and a tenant that is alone on a node has it all.
+    comes first. Where that half is less than one each, each has one, if the limit has as many. So none can take all, and a tenant that is alone on a node has it all.
     """
 
     def __init__(self, tenants: Collection[str]) -> None:
@@ -18,6 +18,8 @@ class Shares:
     def room(self, used: Mapping[str, int], tenant: str, limit: int, more: int = 1) -> bool:
         """Whether a tenant may have so many more. used: by tenant; those without any may be missing."""
         own = limit // (2 * self._count) if self._count > 1 else limit
+        if not own and limit >= self._count:
+            own = 1
         common = limit - own * self._count
         beyond = sum(max(0, each - own) for name, each in used.items() if name != tenant)
         return beyond + max(0, used.get(tenant, 0) + more - own) <= common

@@ -11,6 +11,7 @@ with larger numbers; the first line of a file continues the last one of the file
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -39,6 +40,7 @@ NO_HASH = "0" * 64
 log = logging.getLogger("kvpool.audit")
 
 _HASH = re.compile(rb',"hash":"([0-9a-f]{64})"}')
+_BEGIN = b'{"number":'
 _HASH_BYTES = len(',"hash":""}') + 64
 
 
@@ -138,9 +140,18 @@ class AuditFile:
         self._queue: queue.Queue[AuditRecord | None] = queue.Queue(QUEUE_MAX)
         self._closing = threading.Event()
         try:
-            self._end = _last(path)
             self._fd = _open(path)
-            self._size = os.fstat(self._fd).st_size
+            try:
+                self._end = _last(path)
+                self._drop_surplus()
+                self._size = os.fstat(self._fd).st_size
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except BlockingIOError:
+            raise ConfigError(
+                f"audit_file: another daemon writes {path}: give each its own file"
+            ) from None
         except OSError as error:
             raise ConfigError(f"audit_file: cannot open {path}: {error.strerror}") from None
         self._thread = threading.Thread(target=self._run, name="kvpool-audit", daemon=True)
@@ -148,6 +159,10 @@ class AuditFile:
 
     def write(self, at_s: float, node: str, kind: str, details: Mapping[str, Any]) -> None:
         """Queue a record; it is durable a moment later. at_s: seconds since 1970. Never waits."""
+        try:
+            msgspec.json.encode(details)
+        except (TypeError, ValueError) as error:  # what has no place in JSON, or is no text
+            details = {"omitted": str(error)[:200]}
         at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
         record = AuditRecord(0, at.replace("+00:00", "Z"), node, kind, details, "")
         try:
@@ -200,6 +215,9 @@ class AuditFile:
 
     def _append(self, records: list[AuditRecord]) -> None:
         """All of them, durably. Raises OSError: then none of them counts, and the file's end is as before."""
+        if not _is(self._path, self._fd):
+            log.warning("the audit file %s was moved or removed: a new one is begun", self._path)
+            self._use(_open(self._path))
         there = os.fstat(self._fd).st_size
         if there > self._size:  # half of a line, by an attempt that has failed
             os.ftruncate(self._fd, self._size)
@@ -226,25 +244,57 @@ class AuditFile:
 
     def _rotate(self) -> None:
         path = self._path
-        for number in range(self._files_max - 1, 0, -1):
-            older = path.with_name(f"{path.name}.{number}")
-            newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
-            if newer.exists():
-                newer.replace(older)
-        if self._files_max == 1:
-            path.unlink()
-        fd = _open(path)
-        os.close(self._fd)
-        self._fd, self._size = fd, 0
+        # First the new file: if there is none, nothing has changed.
+        made = path.with_name(f".{path.name}.new")
+        made.unlink(missing_ok=True)
+        fd = _open(made)
+        try:
+            for number in range(self._files_max - 1, 0, -1):
+                older = path.with_name(f"{path.name}.{number}")
+                newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+                if newer.exists():
+                    newer.replace(older)
+            made.replace(path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._use(fd)
+        self._drop_surplus()
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
+    def _use(self, fd: int) -> None:
+        os.close(self._fd)
+        self._fd, self._size = fd, os.fstat(fd).st_size
+
+    def _drop_surplus(self) -> None:
+        """Files beyond those that are kept, the oldest first: fewer are wanted now than before."""
+        for file in files_of(self._path):
+            suffix = file.name.removeprefix(f"{self._path.name}.")
+            if file != self._path and int(suffix) >= self._files_max:
+                file.unlink(missing_ok=True)
+
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    """Its descriptor, locked against other daemons. Raises `BlockingIOError` if one has it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is(path: Path, fd: int) -> bool:
+    """Whether the open file is still at this path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _last(path: Path) -> ChainEnd:
@@ -258,16 +308,20 @@ def _last(path: Path) -> ChainEnd:
             opened.seek(max(0, size - TAIL_BYTES))
             tail = opened.read()
             whole = tail.rfind(b"\n") + 1
-            if whole < len(tail) and file == path:
-                opened.truncate(size - (len(tail) - whole))
-        lines = tail[:whole].splitlines()
-        if lines:
+            end, rest = None, tail[whole:]
             try:
-                record, digest = parse_line(lines[-1])
+                if lines := tail[:whole].splitlines():
+                    record, digest = parse_line(lines[-1])
+                    end = ChainEnd(record.number, digest)
+                elif rest and not (rest.startswith(_BEGIN) and len(rest) == size):
+                    raise ProtocolError("it has no line")
             except ProtocolError as error:
                 raise ConfigError(
                     f"audit_file: the last line of {file} is not one of an audit file ({error}): move the file away, "
                     "or choose another one"
                 ) from None
-            return ChainEnd(record.number, digest)
+            if rest and file == path:
+                opened.truncate(size - len(rest))
+        if end is not None:
+            return end
     return ChainEnd()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpool.daemon.core.blocks import Block, Lease
+from kvpool.daemon.core.blocks import Block, Lease, checksums_of
 from kvpool.errors import (
     InvalidRequest,
 )
-from kvpool.types import CHECKSUM_BYTES
+from kvpool.types import CHECKSUM_BYTES, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
@@ -57,7 +57,12 @@ def describe_lease(
 
 
 def _checksums(blocks: Sequence[Block | None]) -> bytes:
-    return b"".join([NO_CHECKSUM if block is None else block.checksum for block in blocks])
+    here = [block for block in blocks if block is not None]
+    packed = checksums_of(here)
+    if len(here) == len(blocks):
+        return packed
+    found = iter(split_keys(packed))
+    return b"".join([NO_CHECKSUM if block is None else next(found) for block in blocks])
 
 
 def _beside(

@@ -275,10 +275,11 @@ class SsdBooks:
         tenant = self.node.tenants.get(namespace.tenant.name)
         if tenant is None or namespace.retired:
             return None
-        specs = [
-            PartSpec(-(-(spec.nbytes + self.seal_bytes) // PAGE) * PAGE) for spec in namespace.parts
-        ]
         try:
+            specs = [
+                PartSpec(-(-(spec.nbytes + self.seal_bytes) // PAGE) * PAGE)
+                for spec in namespace.parts
+            ]
             state = self.node.namespaces.open(
                 *(tenant, namespace.base, namespace.fields, specs),
                 # What memory has freed.
@@ -475,7 +476,14 @@ class SsdBooks:
             node.leases.release(self.holders[own.namespace.tenant.name], lease.token)
 
     def drop_bad(self, node: Node, blocks: Sequence[Block], status: bytes) -> int:
-        """Drop blocks that do not match their checksum, or cannot be read; returns how many."""
+        """Drop blocks that do not match their checksum, or cannot be read; returns how many.
+
+        Those whose secret has ended are dropped too, and are nobody's fault.
+        """
+        ended = [b for b, s in zip(blocks, status, strict=True) if s == BlockStatus.ABSENT]
+        if self.node is node:
+            for block in ended:
+                node.removal.remove(block.table.namespace, [block.key])
         bad = [
             block
             for block, s in zip(blocks, status, strict=True)

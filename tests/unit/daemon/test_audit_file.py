@@ -137,6 +137,89 @@ def test_a_file_that_is_another_ones_is_refused(path: Path) -> None:
         AuditFile(path.parent / "none" / "audit.log", 1 << 20, 3)
 
 
+@pytest.mark.parametrize("text", ['{"important": "settings"}', "line 1\nline 2", "\0" * 200_000])
+def test_a_file_that_is_refused_stays_as_it_is(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is not one of an audit file"):
+        AuditFile(path, 1 << 20, 3)
+    assert path.read_text() == text
+
+
+def test_two_daemons_do_not_share_a_file(begin: Callable[..., AuditFile], path: Path) -> None:
+    first = begin(bytes_max=300)
+    write(first, 0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another daemon writes"):
+            AuditFile(path, 1 << 20, 3)
+        write(first, 1)  # into the next file
+    first.close()
+    write(begin(), 2)
+
+
+def test_fewer_files_than_before(begin: Callable[..., AuditFile], path: Path) -> None:
+    many = begin(bytes_max=300, files_max=6)
+    for n in range(10):
+        write(many, n)
+    many.close()
+    assert len(files_of(path)) == 5, "a file has two records"
+    few = begin(bytes_max=300, files_max=3)
+    assert len(files_of(path)) == 3
+    for n in range(10, 14):
+        write(few, n)
+    assert whats(path)[-1] == "change 13"
+    assert len(files_of(path)) == 3
+
+
+def test_a_rotation_that_fails_again_and_again_costs_no_file(
+    begin: Callable[..., AuditFile], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_file, "RETRY_S", 0.01)
+    audit = begin(bytes_max=300, files_max=6)
+    for n in range(10):
+        write(audit, n)
+    before = [file.read_bytes() for file in files_of(path)]
+
+    def refuse(_: Path) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(audit_file, "_open", refuse)
+        audit.write(NOON, "a", "change", {"what": "while none could be opened"})
+        until(lambda: audit.errors >= 5)
+        assert [file.read_bytes() for file in files_of(path)] == before
+    until(lambda: audit.written == 11)
+    assert whats(path)[-1] == "while none could be opened"
+
+
+@pytest.mark.parametrize("files_max", [1, 3])
+def test_a_file_that_is_taken_away_is_begun_anew(
+    begin: Callable[..., AuditFile],
+    path: Path,
+    caplog: pytest.LogCaptureFixture,
+    files_max: int,
+) -> None:
+    audit = begin(files_max=files_max)
+    write(audit, 0)
+    moved = path.rename(path.with_name("elsewhere"))
+    write(audit, 1)
+    assert "was moved or removed" in caplog.text
+    assert [record.number for record in records_of(path)] == [2]
+    assert [record.number for record in records_of(moved)] == [1]
+    path.unlink()
+    write(audit, 2)
+    assert [record.number for record in records_of(path)] == [3]
+
+
+@pytest.mark.parametrize("value", ["\ud800", object(), b"\xff"])
+def test_details_that_no_line_can_have(
+    begin: Callable[..., AuditFile], path: Path, value: object
+) -> None:
+    audit = begin()
+    write(audit, 0, odd=value)
+    write(audit, 1)
+    assert [record.number for record in records_of(path)] == [1, 2]
+
+
 def lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 

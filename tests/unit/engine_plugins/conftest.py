@@ -61,8 +61,11 @@ class FakeSlots:
         self.device_rows: np.ndarray | None = None
         self.device_table: np.ndarray | None = None
         self.damaged: list[int] = []
+        self.checksums: np.ndarray | None = np.zeros((len(rows), 16), np.uint8)
 
     def wrong(self) -> np.ndarray:
+        if self.checksums is None:
+            raise Unavailable("the fake daemon is older")
         return np.array(self.damaged, np.int64)
 
 

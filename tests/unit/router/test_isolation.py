@@ -81,6 +81,40 @@ def test_a_salt_that_is_given_twice_is_replaced() -> None:
     assert made.raw.startswith(raw[:-1])
 
 
+def test_names_of_media_are_a_regions_own() -> None:
+    isolation = Isolation(SECRET, REGIONS)
+    parts = [
+        {"type": "text", "text": "what is this?"},
+        {"type": "image_url", "image_url": None, "uuid": "photo"},
+        {"type": "image_url", "image_url": {"url": "data:x"}},
+        "a text",
+    ]
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": parts}]
+    raw = json.dumps({"model": "m", "messages": messages}).encode()
+    seen = {}
+    for tenant in ("red", "blue", "gold"):
+        made = isolation.salted(parse(Kind.CHAT, raw, ["m"]), tenant)
+        said = json.loads(made.raw)
+        assert said == made.value
+        first, (text, named, plain, word) = said["messages"][0], said["messages"][1]["content"]
+        assert (first, text, plain, word) == (messages[0], parts[0], parts[2], parts[3])
+        assert named | {"uuid": "photo"} == parts[1]
+        seen[tenant] = named["uuid"]
+        assert named["uuid"] != said["cache_salt"]
+    assert seen["red"] == seen["blue"] != seen["gold"]
+    raw = json.dumps({"model": "m", "messages": [{"content": [{"uuid": 7}]}]}).encode()
+    with pytest.raises(BadRequest, match="uuid"):
+        isolation.salted(parse(Kind.CHAT, raw, ["m"]), "red")
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_what_leads_past_the_prefix_cache_is_refused(name: str) -> None:
+    isolation = Isolation(SECRET, {})
+    with pytest.raises(BadRequest, match=name):
+        isolation.salted(body(**{name: {"remote_block_ids": [1]}}), "red")
+    assert isolation.salted(body(**{name: None}), "red").value["cache_salt"]
+
+
 def test_all_that_is_sent_has_it() -> None:
     made = Isolation(SECRET, {}).salted(body(), "red")
     salt = made.value["cache_salt"]
