@@ -94,9 +94,9 @@ METHODS = {
         "pin_blocks",
         "scrub",
     },
-    "Lease": {"check", "release", "valid"},
+    "Lease": {"check", "release", "report", "valid"},
     "Reservation": {"abort"},
-    "Slots": {"device_table", "fd", "offsets", "table", "view"},
+    "Slots": {"device_table", "expected", "fd", "offsets", "table", "view", "wrong"},
 }
 """Methods and properties of the client's classes; what a class inherits stands with the one that it is from."""
 
