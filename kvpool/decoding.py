@@ -23,6 +23,8 @@ Finite = Annotated[float, msgspec.Meta(ge=-FINITE_MAX, le=FINITE_MAX)]
 
 def finite(number: float, name: str) -> float:
     """The same as a message can carry it: at most `FINITE_MAX`. Raises `InvalidRequest` for what is no number."""
+    if -FINITE_MAX <= number <= FINITE_MAX:
+        return number
     if math.isnan(number):
         raise InvalidRequest(f"{name} must be a number, not NaN")
     return min(max(number, -FINITE_MAX), FINITE_MAX)
