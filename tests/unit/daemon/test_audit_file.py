@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvpool.cli import audit as audit_command
-from kvpool.cli.base import app
+from kvpool.cli.verbs import app
 from kvpool.daemon.ops import audit_file
 from kvpool.daemon.ops.audit_file import (
     LINE_BYTES_MAX,
@@ -31,7 +30,6 @@ from kvpool.errors import ConfigError, ProtocolError
 from tests.support.waiting import until
 
 NOON = 1_764_590_400.25  # 2025-12-01T12:00:00.250Z
-assert audit_command
 
 
 @pytest.fixture
