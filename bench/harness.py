@@ -22,6 +22,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 START_S = 120.0
+END_S = 60.0
 SECRET = "a secret for these benches only"
 
 
@@ -136,6 +137,28 @@ class Daemon:
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [pid, *map(int, children)]
+
+
+def run_module(stack: contextlib.ExitStack, module: str, *arguments: str) -> str:
+    """Start a module; its first line. It ends with the bench."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, cwd=REPO
+    )
+    stack.callback(_end, process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"{module} did not start")
+    return line
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

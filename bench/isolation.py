@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from harness import REPO, Report, median, parse_arguments
+from harness import Report, median, parse_arguments, run_module
 
 from kvpool.simulator.traces import read_trace
 
@@ -42,7 +40,6 @@ PROMPT_WORDS = 400
 TENANTS = ("victim", "attacker")
 TRACE_TENANTS = (2, 8, 32)
 CACHE_BLOCKS = 20_000  # of the bounded cache: about a tenth of the trace's
-START_S = 60.0
 
 
 def main() -> int:
@@ -62,7 +59,7 @@ async def timing(report: Report) -> None:
     print(f"{trials} prompts of {PROMPT_WORDS} words, of which the victim has sent half")
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        engine = json.loads(run(stack, "tests.support.stub_engine"))["url"]
+        engine = json.loads(run_module(stack, "tests.support.stub_engine"))["url"]
         urls = {
             isolate: router(stack, folder, engine, isolate=isolate) for isolate in (False, True)
         }
@@ -123,7 +120,7 @@ def router(stack: ExitStack, folder: Path, engine: str, *, isolate: bool) -> str
         lines += [f"[tenants.{tenant}]", f'token_file = "{token}"']
     lines += ["[[engines]]", f'url = "{engine}"', 'hash = "sha256_cbor"', "block_tokens = 16"]
     config = written(folder / f"router-{isolate}.toml", "\n".join(lines))
-    line = run(stack, "kvpool.cli", "router", "--config", str(config))
+    line = run_module(stack, "kvpool.cli", "router", "--config", str(config))
     return line.split("router at ")[1].split(",")[0].split()[0]
 
 
@@ -131,32 +128,6 @@ def written(path: Path, text: str) -> Path:
     path.write_text(text)
     path.chmod(0o600)
     return path
-
-
-def run(stack: ExitStack, module: str, *arguments: str) -> str:
-    """Start a module; its first line. It ends with the bench."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPO,
-        env={**os.environ},
-    )
-    stack.callback(end, process)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"{module} did not start")
-    return line
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(START_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 # ---- trace ---------------------------------------------------------------------------------------------

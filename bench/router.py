@@ -23,7 +23,6 @@ import gc
 import json
 import math
 import multiprocessing
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from harness import REPO, Report, median, parse_arguments, percentile
+from harness import Report, median, parse_arguments, percentile, run_module
 
 from kvpool.placement.kv_events.engine_blocks import short_hash
 from kvpool.router.engine_catalog import EngineCatalog
@@ -62,7 +61,6 @@ SPEC = HashSpec(BLOCK_TOKENS, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SE
 RATE, TURN_S, TURNS, TURNS_QUICK = 50, 1.0, 60, 16
 DEADLINE_S = 600.0
 TEXT_TOKENS, ANSWER_TOKENS = 1000, 8
-START_S = 60.0
 EVENT_ENGINES, EVENT_BLOCKS, EVENT_RATE, EVENT_ASKED = 16, 16, 20, 7
 EVENT_ROUNDS, EVENT_ROUNDS_QUICK = 600, 200
 EVENT_SETTLE_S, EVENT_POLL_S, EVENT_LOST_S = 1.0, 0.001, 10.0
@@ -262,7 +260,7 @@ def start(stack: ExitStack, folder: Path) -> tuple[str, str]:
     """A stub engine and a router before it: their URLs."""
     events, replay = (f"ipc://{folder}/{name}" for name in ("events", "replay"))
     free = ("--prefill-tokens-s", "inf", "--decode-s", "0")
-    place = run(
+    place = run_module(
         stack,
         "tests.support.stub_engine",
         *free,
@@ -275,7 +273,7 @@ def start(stack: ExitStack, folder: Path) -> tuple[str, str]:
         f'url = "{engine}"\nnode = "a"\nevents = "{events}"\nreplay = "{replay}"\n'
         'groups = [0]\nhash = "sha256_cbor"\nblock_tokens = 16\n'
     )
-    said = run(stack, "kvpool.cli", "router", "--config", str(path))
+    said = run_module(stack, "kvpool.cli", "router", "--config", str(path))
     return engine, said.split("router at ")[1].split(",")[0].strip()
 
 
@@ -387,28 +385,6 @@ async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float
         finally:
             await catalog.close()
     return found, told
-
-
-def run(stack: ExitStack, module: str, *arguments: str) -> str:
-    """Start a module; its first line. It ends with the bench."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, cwd=REPO
-    )
-    stack.callback(end, process)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise SystemExit(f"{module} did not start")
-    return line
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(START_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -211,6 +211,20 @@ def timed(name: str, work: Callable[[], None], into: dict[str, list[float]]) -> 
     into.setdefault(name, []).append(PASS_BYTES / seconds(work))
 
 
+def beside(rounds: int, blocks: Blocks | PackedBlocks, plain: Blocks) -> dict[str, float]:
+    """Passes of both by turns: the medians, in GB/s."""
+    taken: dict[str, list[float]] = {}
+    in_turns(
+        rounds,
+        partial(timed, "put", blocks.put, taken),
+        partial(timed, "put_plain", plain.put, taken),
+        partial(timed, "get", blocks.get, taken),
+        partial(timed, "get_plain", plain.get, taken),
+        warmup=1,
+    )
+    return {name: median(times) / 1e9 for name, times in taken.items()}
+
+
 def codec(report: Report, folder: Path) -> None:
     print(f"blocks like KV in bf16, packed and as they are, {PASS_BYTES >> 20} MiB a pass, GB/s")
     rounds, sizes = (2, 1) if report.quick else (9, 2)
@@ -218,18 +232,10 @@ def codec(report: Report, folder: Path) -> None:
         source = kv_like(BATCH_BYTES // nbytes, nbytes, np.random.default_rng(1))
         packed = PackedBlocks(folder / f"{label}-packed", nbytes, source)
         plain = Blocks(folder / f"{label}-plain", nbytes, source)
-        taken: dict[str, list[float]] = {}
-        in_turns(
-            rounds,
-            partial(timed, "put", packed.put, taken),
-            partial(timed, "put_plain", plain.put, taken),
-            partial(timed, "get", packed.get, taken),
-            partial(timed, "get_plain", plain.get, taken),
-            warmup=1,
-        )
+        speeds = beside(rounds, packed, plain)
         report.row(
             f"ssd_codec_{label}",
-            **{name: median(times) / 1e9 for name, times in taken.items()},
+            **speeds,
             stored=packed.length / nbytes,
         )
         for one, name in ((packed, "packed"), (plain, "plain")):
@@ -243,16 +249,7 @@ def encryption(report: Report, folder: Path) -> None:
     for label, nbytes in (("1m", MIB), ("64k", 64 * KIB)):
         sealed = Blocks(folder / f"{label}-sealed", nbytes, encrypted=True)
         plain = Blocks(folder / f"{label}-plain", nbytes)
-        taken: dict[str, list[float]] = {}
-        in_turns(
-            rounds,
-            partial(timed, "put", sealed.put, taken),
-            partial(timed, "put_plain", plain.put, taken),
-            partial(timed, "get", sealed.get, taken),
-            partial(timed, "get_plain", plain.get, taken),
-            warmup=1,
-        )
-        speeds = {name: median(times) / 1e9 for name, times in taken.items()}
+        speeds = beside(rounds, sealed, plain)
         ratio = speeds["get"] / speeds["get_plain"]
         report.row(f"ssd_encrypted_{label}", **speeds, get_ratio=ratio)
         if label == "1m":

@@ -188,8 +188,9 @@ class Client:
             (`generation`); -1: the present one, at the time of the first answer. After a reset by
             another engine -1 lets this one in again, so its weights must be the new ones.
         verify: compare what this client reads with the checksums of what was put. `get` and `get_into` leave out
-            blocks that differ, and have them dropped (not in device memory, which only engines read); of a lease, ask `Slots.wrong`, and `Lease.report` them. Other
-            clients of the tenant can write to the shared memory: one that does so by mistake is found out.
+            blocks that differ, and have them dropped (not in device memory, which only engines read); of a lease,
+            ask `Slots.wrong`, and `Lease.report` them. Other clients of the tenant can write to the shared memory:
+            one that does so by mistake is found out.
         Raises `NamespaceMismatch` if the daemon, or the cluster, knows it with other sizes.
         """
         namespace = Namespace(

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from kvpool.client.slots import Indices, Slots
+from kvpool.client.slots import Indices, Slots, differing
 from kvpool.errors import InvalidRequest
 from kvpool.memory.buffers import Rows2D, Source, as_bytes, read_rows
 from kvpool.types import Namespace
@@ -81,13 +80,7 @@ def copy_out(slots: Slots, targets: Any) -> npt.NDArray[np.bool_]:
 
 def wrong_blocks(slots: Slots, targets: Any, here: npt.NDArray[np.bool_]) -> Indices:
     """Which of the copied slots are not what was committed, by the copies. Raises as `Slots.wrong`."""
-    expected = slots.expected()
-    found = [
-        index
-        for index in np.flatnonzero(here).tolist()
-        if xxhash.xxh3_128_digest(targets[index].data) != expected[index].tobytes()
-    ]
-    return np.array(found, np.int64)
+    return differing(np.flatnonzero(here), targets.__getitem__, slots.expected())
 
 
 def part_bytes(ns: Namespace, part: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -115,17 +116,22 @@ class Slots:
 
         Raises `Unavailable` if the lease has no checksums: it was not asked for them, or the daemon is older.
         """
-        table, nbytes, expected = self.table, self.nbytes, self.expected()
-        found = [
-            index
-            for index in np.flatnonzero(self.rows != NO_ROW).tolist()
-            if xxhash.xxh3_128_digest(table[int(self.rows[index]), :nbytes].data)
-            != expected[index].tobytes()
-        ]
-        return np.array(found, np.int64)
+        table, nbytes = self.table, self.nbytes
+        here = np.flatnonzero(self.rows != NO_ROW)
+        return differing(here, lambda index: table[int(self.rows[index]), :nbytes], self.expected())
 
     def __repr__(self) -> str:
         return f"<Slots part={self.part} first={self.first} n={len(self)} nbytes={self.nbytes}>"
+
+
+def differing(indices: Indices, bytes_of: Callable[[int], Any], expected: Rows2D) -> Indices:
+    """Those of the indices whose bytes do not have the expected checksum."""
+    found = [
+        index
+        for index in indices.tolist()
+        if xxhash.xxh3_128_digest(bytes_of(index).data) != expected[index].tobytes()
+    ]
+    return np.array(found, np.int64)
 
 
 class Lease:

@@ -197,7 +197,6 @@ class ObjectStore:
         self._wall = wall
         self._token = token
         self._sealer = None if encryption is None else ObjectSealer(encryption)
-        self._sealed = encryption is not None
         self._lock = threading.Lock()  # of the books and the counts
         self._making_room = threading.Lock()
         self._books = ObjectUsage(limits.bytes_max, limits.dead_share_max)
@@ -312,7 +311,7 @@ class ObjectStore:
         """
         deadline = self._clock() + timeout_s
         statuses = np.full(len(batch.rows), BlockStatus.FAILED, np.uint8)
-        fits = usable(batch.locations, batch.nbytes, sealed=self._sealed)
+        fits = usable(batch.locations, batch.nbytes, sealed=self._sealer is not None)
         statuses[~fits] = BlockStatus.MISMATCH
         ranges = plan(
             batch.locations,
@@ -455,7 +454,7 @@ class ObjectStore:
         entries["checksum"] = columns(batch.checksums)
         entries["depth"] = batch.depths
         step = min(max(1, self._limits.pack_bytes // nbytes), PACK_BLOCKS_MAX)
-        sealed = self._sealed
+        sealed = self._sealer is not None
         for first in range(0, len(entries), step):
             if self._requests.suspended_s:
                 return  # nothing is deleted to make room for packs that will not be sent
@@ -565,7 +564,7 @@ class ObjectStore:
             return None
         tail = (await self._objects.get(name.path, at, size)).tobytes()
         try:
-            needed = tail_bytes(name, tail[-TRAILER_BYTES:], size, sealed=self._sealed)
+            needed = tail_bytes(name, tail[-TRAILER_BYTES:], size, sealed=self._sealer is not None)
         except OtherKindError:
             return b""
         except ProtocolError:

@@ -9,7 +9,8 @@ from kvpool.errors import LimitExceeded
 
 class Shares:
     """Half of a limit is divided evenly among the tenants, and kept for each of them; the other half is for whoever
-    comes first. Where that half is less than one each, each has one, if the limit has as many. So none can take all, and a tenant that is alone on a node has it all.
+    comes first. Where that half is less than one each, each has one, if the limit has
+    as many. So none can take all, and a tenant that is alone on a node has it all.
     """
 
     def __init__(self, tenants: Collection[str]) -> None:

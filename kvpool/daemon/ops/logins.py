@@ -10,9 +10,8 @@ from kvpool.plain_text import plain
 from kvpool.security.failed_logins import Failures
 
 BURST = 20.0
-A_SECOND = (
-    1 / 60
-)  # else strangers would push operators' changes out of the events, and of the audit file
+A_SECOND = 1 / 60
+"""More, and strangers would push operators' changes out of the events, and of the audit file."""
 TEXT_CHARACTERS_MAX = 200
 
 
