@@ -16,6 +16,7 @@ from kvpool.memory.buffers import Rows2D, Source, as_bytes, read_rows
 from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW
 
+_BYTES = np.dtype(np.uint8)
 HASH_IN_THREAD_BYTES = 2 << 20  # below this, the handover costs more than it saves
 
 
@@ -63,19 +64,24 @@ class CopyIn:
         return hasher
 
 
-def copy_out(slots: Slots, targets: Any) -> npt.NDArray[np.bool_]:
-    """Copy slots to their destinations (`targets_of`); True for each present one. Within the lease."""
-    here: npt.NDArray[np.bool_] = slots.rows != NO_ROW
+def copy_out(slots: Slots, targets: Any, here: npt.NDArray[np.bool_], *, complete: bool) -> None:
+    """Copy slots to their destinations (`targets_of`), within the lease; `here` tells which were present.
+
+    complete: all of them are, as the lease says: looking for those that are not takes longer than a small copy.
+    """
+    if complete:
+        here.fill(True)
+    else:
+        np.not_equal(slots.rows, NO_ROW, out=here)
     if isinstance(targets, list):
         table = slots.table
         for index in np.flatnonzero(here).tolist():
             np.copyto(targets[index], table[int(slots.rows[index]), : slots.nbytes])
-    elif here.all():
+    elif complete:
         read_rows(slots.table, slots.rows, targets)
     else:
         found = np.flatnonzero(here)
         targets[found] = slots.table[slots.rows[found], : slots.nbytes]
-    return here
 
 
 def wrong_blocks(slots: Slots, targets: Any, here: npt.NDArray[np.bool_]) -> Indices:
@@ -99,6 +105,10 @@ def targets_of(out: Any, n: int, nbytes: int) -> Any:
         if len(flats) != n or any(flat.size != nbytes for flat in flats):
             raise InvalidRequest(f"the destination must be {n} buffers of {nbytes} bytes")
         return flats
+    if type(out) is np.ndarray and out.dtype is _BYTES and out.shape == (n, nbytes):
+        flags = out.flags
+        if flags.c_contiguous and flags.writeable:
+            return out  # it is what would be made of it
     flat = as_bytes(out, writable=True)
     if flat.size != n * nbytes:
         raise InvalidRequest(

@@ -253,7 +253,7 @@ def lease_of(
             _rows(part.rows),
             _rows(part.device_rows) if part.device_rows else None,
             device,
-            _checksums(part.checksums),
+            _checksums(part.checksums) if part.checksums else None,
         )
         for part in answer.parts
     }
@@ -261,9 +261,7 @@ def lease_of(
     return Lease(connections, answer.token, answer.blocks, deadline, slots, device, answer.life)
 
 
-def _checksums(packed: bytes) -> Rows2D | None:
-    if not packed:
-        return None
+def _checksums(packed: bytes) -> Rows2D:
     return np.frombuffer(packed, dtype=np.uint8).reshape(-1, CHECKSUM_BYTES)
 
 

@@ -142,7 +142,7 @@ def write_pieces(fd: int, at: int, pieces: Sequence[Bytes1D]) -> None:
 def read_rows(table: Rows2D, rows: Any, out: Rows2D) -> None:
     """Copy rows of a segment into the rows of `out`, which may be narrower than the segment's."""
     if out.shape[1] == table.shape[1] and out.flags.c_contiguous:
-        np.take(table, rows, axis=0, out=out, mode="clip")
+        table.take(rows, 0, out, "clip")  # a microsecond less than `np.take`
     else:
         out[:] = table[rows, : out.shape[1]]
 

@@ -412,6 +412,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _serve(self, frames: list[tuple[int, bytes]]) -> None:
         """Answer requests in order; send large amounts of answers in pieces."""
+        if self._connections.loop_shares is None:
+            self._answer_all(frames)
+            return
         began = time.monotonic()
         self._answer_all(frames)
         self._charge(time.monotonic() - began)
