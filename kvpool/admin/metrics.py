@@ -914,6 +914,11 @@ METRICS: tuple[Metric, ...] = (
     _gauge("membership_connected", "1 while etcd confirms this node's membership.", _connected),
     _counter("membership_leases_lost", "Membership leases lost.", "cluster.leases_lost"),
     _counter(
+        "membership_namespaces_deleted",
+        "Namespaces that this node deleted from the cluster because nobody had used them for long.",
+        "cluster.namespaces_deleted",
+    ),
+    _counter(
         "membership_failures",
         "Requests that etcd did not answer, or refused. kvpool doctor shows the reason.",
         "cluster.membership_failures",

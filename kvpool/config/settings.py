@@ -307,6 +307,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=64,
         ),
     ] = 8
+    namespace_unused_days: Annotated[
+        int,
+        setting(
+            "A namespace that nothing in the cluster has used for so many days is deleted: no client has it open, and no "
+            "node has blocks of it in memory or on disks. 0: never.",
+            panel=LIMITS,
+            ge=0,
+            le=3650,
+        ),
+    ] = 30
     replication_bandwidth: Annotated[
         int,
         kind(parse=parse.bandwidth, metavar="SIZE"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
@@ -245,7 +245,8 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     epoch: bumped by every reset. fence: clients that opened the namespace at an epoch below it must
         open it again, because their weights may be old; others continue in the new epoch. generation: number of
         fences: one for each change of weights.
-    settings: of the first node that registered it, and of later changes.
+    settings: of the first node that registered it, and of later changes. used: when it was last known to be used, in
+        hours of the `NamespaceClock`.
     """
 
     tenant: str
@@ -256,6 +257,20 @@ class NamespaceEntry(msgspec.Struct, frozen=True):
     fence: int = 0
     generation: int = 0
     settings: NamespaceSettings = DEFAULT_SETTINGS
+    used: int = 0
+
+
+class NamespaceClock(msgspec.Struct, frozen=True):
+    """What all namespaces of a cluster have in common.
+
+    hours: counted by its members while they run, so that nobody's clock needs to be right.
+    epoch, generation: from which namespaces that are registered begin; beyond those of all that were deleted, so that
+        one that comes back never meets its former blocks, nor engines with its former weights.
+    """
+
+    hours: int = 0
+    epoch: int = 0
+    generation: int = 0
 
 
 def check_entry(entry: NamespaceEntry, where: str) -> NamespaceEntry:
@@ -266,10 +281,20 @@ def check_entry(entry: NamespaceEntry, where: str) -> NamespaceEntry:
         is_digest = False
     if not is_digest:
         raise ProtocolError(f"{where} has the digest {entry.digest!r}, which is not in hex")
-    for name in ("epoch", "fence", "generation"):
-        if not 0 <= getattr(entry, name) <= EPOCH_MAX:
-            raise ProtocolError(f"{where} has {name} {getattr(entry, name)}: 0 to {EPOCH_MAX}")
+    _check_counts(entry, ("epoch", "fence", "generation", "used"), where)
     return entry
+
+
+def check_clock(clock: NamespaceClock, where: str) -> NamespaceClock:
+    """The same clock. Raises `ProtocolError` for values that it cannot have."""
+    _check_counts(clock, clock.__struct_fields__, where)
+    return clock
+
+
+def _check_counts(record: msgspec.Struct, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if not 0 <= getattr(record, name) <= EPOCH_MAX:
+            raise ProtocolError(f"{where} has {name} {getattr(record, name)}: 0 to {EPOCH_MAX}")
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):
@@ -297,13 +322,14 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 class View:
     """The cluster at one moment. Immutable; a change makes a new one.
 
-    nodes: by name, all that hold a lease. namespaces: by digest (hex) and tenant, `(tenant, digest)`.
+    nodes: by name, all that hold a lease. namespaces: by digest (hex) and tenant, `(tenant, digest)`. clock: theirs.
     drains: names of the nodes that an operator wants drained.
     revision: grows with every change; comparable only within one process.
     """
 
     nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
     namespaces: Mapping[tuple[str, str], NamespaceEntry] = field(default_factory=dict)
+    clock: NamespaceClock = field(default_factory=NamespaceClock)
     drains: frozenset[str] = frozenset()
     config: ClusterConfig | None = None
     revision: int = 0

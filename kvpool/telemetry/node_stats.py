@@ -533,8 +533,9 @@ class ClusterStats(Branch):
     """How a node stands in its cluster. others: nodes to fetch from. directory: None without one.
 
     drain: a `DrainProgress`, None without a drain. swept: entries of dead nodes that it dropped from the directory;
-    sweep_failures: steps that the directory did not do. membership_failures: what etcd did not do. The errors: as long
-    as that lasts. undecodable_records: in etcd, each time that one was read.
+    sweep_failures: steps that the directory did not do. namespaces_deleted: from the cluster, by this node, because
+    nobody used them. membership_failures: what etcd did not do. The errors: as long as that lasts. undecodable_records:
+    in etcd, each time that one was read.
     """
 
     cluster: str = ""
@@ -546,6 +547,7 @@ class ClusterStats(Branch):
     drain: dict[str, Any] | None = None
     leases_lost: int = 0
     swept: int = 0
+    namespaces_deleted: int = 0
     sweep_failures: int = 0
     sweep_error: str = ""
     membership_failures: int = 0

@@ -19,10 +19,19 @@ from typing import Any, Protocol
 import msgspec
 import pytest
 
-from kvpool.errors import ConfigError, InvalidRequest, NamespaceMismatch, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    LimitExceeded,
+    NamespaceMismatch,
+    Unavailable,
+)
+from kvpool.placement.membership import admission
+from kvpool.placement.membership.admission import GENERATIONS_APART, NOTE_HOURS
 from kvpool.placement.membership.base import Membership, Standing
 from kvpool.placement.records import (
     DrainProgress,
+    NamespaceClock,
     NamespaceEntry,
     NamespaceSettings,
     NodeRecord,
@@ -387,6 +396,118 @@ class MembershipContract:
 
         self.run(main())
 
+    def test_a_namespace_that_was_deleted_begins_after_its_former_epochs(
+        self, backend: Backend
+    ) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                there = await a.register(entry("11" * 16))
+                await a.register(entry())
+                for expected in range(3):
+                    last = await a.bump_epoch("t", entry().digest, expected, fence=expected == 1)
+                assert (last.epoch, last.fence, last.generation) == (3, 2, 1)
+                later = 1 + GENERATIONS_APART
+                assert not await b.delete_unused("t", "ff" * 16, 0), "there is none"
+
+                await asyncio.gather(a.count_hour(0), b.count_hour(0))
+                await until(lambda: a.view.clock == b.view.clock == NamespaceClock(1))
+                await b.count_hour(0)
+                assert b.view.clock.hours == 1, "it had been counted"
+                await b.use("t", last.digest)
+                await until(lambda: a.view.namespaces["t", last.digest].used == 1)
+                assert not await a.delete_unused("t", last.digest, 0), "it was used since"
+                assert await a.delete_unused("t", last.digest, 1)
+                assert ("t", last.digest) not in a.view.namespaces
+                await until(lambda: b.view.clock == a.view.clock == NamespaceClock(1, 4, later))
+                assert a.view.namespaces == b.view.namespaces == {("t", there.digest): there}
+                assert not await b.delete_unused("t", last.digest, 1), "once is enough"
+                for wrong in (
+                    b.use("t", last.digest),
+                    b.bump_epoch("t", last.digest, 3, fence=False),
+                ):
+                    with pytest.raises(InvalidRequest):
+                        await wrong
+
+                # Known to a node that was away, in the epoch and with the weights of that time.
+                again = await b.register(entry(epoch=3, fence=2, generation=1))
+                assert again == entry(epoch=4, fence=4, generation=later, used=1)
+                new = await a.register(entry("22" * 16))
+                assert new == entry("22" * 16, epoch=4, fence=4, generation=later, used=1)
+                assert await b.register(entry("11" * 16)) == there, "others stay as they are"
+                await until(lambda: a.view.namespaces == b.view.namespaces)
+                assert len(a.view.namespaces) == 3
+
+        self.run(main())
+
+    def test_whoever_registers_a_namespace_again_after_a_day_uses_it(
+        self, backend: Backend
+    ) -> None:
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                await a.register(entry())
+                for hour in range(NOTE_HOURS - 1):
+                    await a.count_hour(hour)
+                assert (await a.register(entry())).used == 0, "not each time"
+                await a.count_hour(NOTE_HOURS - 1)
+                await until(lambda: b.view.clock.hours == NOTE_HOURS)
+                assert (await b.register(entry())).used == NOTE_HOURS
+                assert not await a.delete_unused("t", entry().digest, 0)
+
+        self.run(main())
+
+    def test_a_namespace_is_used_or_deleted_but_not_both(self, backend: Backend) -> None:
+        """Whichever comes first: it is used and stays, or it begins anew."""
+
+        async def main() -> None:
+            async with self._members(backend, 3) as members:
+                a, b, c = members
+                deleted = 0
+                for hour in range(8):
+                    before = await a.register(entry())
+                    await a.count_hour(hour)
+                    await until(lambda h=hour: all(m.view.clock.hours > h for m in members))  # type: ignore[misc]
+                    used, gone, stored = await asyncio.gather(
+                        b.use("t", before.digest),
+                        a.delete_unused("t", before.digest, before.used),
+                        c.register(entry()),
+                        return_exceptions=True,
+                    )
+                    assert isinstance(gone, bool), gone
+                    assert isinstance(stored, NamespaceEntry), stored
+                    deleted += gone
+                    if gone:
+                        assert a.view.clock.epoch > before.epoch
+                        assert stored == before or stored.epoch > before.epoch
+                        if isinstance(used, InvalidRequest):
+                            assert stored == before, "it was there until then"
+                    else:
+                        assert used is None
+                        assert stored.epoch == before.epoch
+                    there = [m.view.namespaces.get(("t", before.digest)) for m in members]
+                    assert a.view.clock.epoch >= deleted, (gone, used, stored, there)
+
+        self.run(main())
+
+    def test_a_tenant_may_have_so_many_namespaces(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(admission, "NAMESPACES_PER_TENANT_MAX", 2)
+
+        async def main() -> None:
+            async with self._members(backend, 2) as (a, b):
+                for digest in ("00", "11"):
+                    await a.register(entry(digest * 16))
+                await a.register(entry("22" * 16, tenant="u"))
+                await until(lambda: len(b.view.namespaces) == 3)
+                for member in (a, b):
+                    with pytest.raises(LimitExceeded, match="namespace_unused_days"):
+                        await member.register(entry("22" * 16))
+                await b.register(entry("11" * 16))
+                assert await b.delete_unused("t", "11" * 16, 0)
+                await b.register(entry("22" * 16))
+
+        self.run(main())
+
     def test_drains_are_wished_for_and_end_with_a_restart(self, backend: Backend) -> None:
         async def main() -> None:
             async with self._members(backend, 2) as (a, b):
@@ -512,6 +633,7 @@ class Model:
         self.nodes: dict[str, NodeRecord] = {}
         self.namespaces: dict[tuple[str, str], NamespaceEntry] = {}
         self.drains: set[str] = set()
+        self.clock = NamespaceClock()
         self._rng = rng
         self._members = dict(zip("abcdefgh", members, strict=False))
         self._never_joined = set(self._members)
@@ -522,11 +644,13 @@ class Model:
             view.nodes == self.nodes
             and view.namespaces == self.namespaces
             and view.drains == self.drains
+            and view.clock == self.clock
         )
 
     async def step(self) -> None:
         commands = [self._join, self._update, self._leave, self._drain]
-        await self._rng.choice([*commands, self._register, self._bump, self._configure])()
+        commands += [self._register, self._bump, self._configure]
+        await self._rng.choice([*commands, self._hour, self._use, self._delete])()
 
     def _any(self) -> tuple[str, Membership]:
         return self._rng.choice(list(self._members.items()))
@@ -562,7 +686,13 @@ class Model:
     async def _register(self) -> None:
         _, member = self._any()
         wanted = entry(self._rng.choice(["00", "11"]) * 16)
-        stored = self.namespaces.setdefault(("t", wanted.digest), wanted)
+        clock = self.clock
+        new = msgspec.structs.replace(wanted, used=clock.hours)
+        if clock.epoch:
+            new = msgspec.structs.replace(
+                new, epoch=clock.epoch, fence=clock.epoch, generation=clock.generation
+            )
+        stored = self.namespaces.setdefault(("t", wanted.digest), new)
         assert await member.register(wanted) == stored
 
     async def _bump(self) -> None:
@@ -580,6 +710,37 @@ class Model:
                 generation=old.generation + fence,
             )
         assert await member.bump_epoch(*key, expected, fence=fence) == self.namespaces[key]
+
+    async def _hour(self) -> None:
+        _, member = self._any()
+        hours = self._rng.randint(max(0, self.clock.hours - 1), self.clock.hours)
+        if hours == self.clock.hours:
+            self.clock = msgspec.structs.replace(self.clock, hours=hours + 1)
+        await member.count_hour(hours)
+
+    async def _use(self) -> None:
+        _, member = self._any()
+        if not self.namespaces:
+            return
+        key, old = self._rng.choice(list(self.namespaces.items()))
+        await until(lambda: member.view.clock == self.clock)
+        self.namespaces[key] = msgspec.structs.replace(old, used=self.clock.hours)
+        await member.use(*key)
+
+    async def _delete(self) -> None:
+        _, member = self._any()
+        if not self.namespaces:
+            return
+        key, old = self._rng.choice(list(self.namespaces.items()))
+        used = self._rng.randint(max(0, old.used - 1), old.used)
+        if used >= old.used:
+            del self.namespaces[key]
+            self.clock = msgspec.structs.replace(
+                self.clock,
+                epoch=max(self.clock.epoch, old.epoch + 1),
+                generation=max(self.clock.generation, old.generation + GENERATIONS_APART),
+            )
+        assert await member.delete_unused(*key, used) == (used >= old.used)
 
     async def _configure(self) -> None:
         _, member = self._any()

@@ -22,9 +22,10 @@ import uvloop
 
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.membership.admission import GENERATIONS_APART
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd import EtcdMembership
-from kvpool.placement.records import ClusterConfig, TierRecord, encode_record
+from kvpool.placement.records import ClusterConfig, NamespaceClock, TierRecord, encode_record
 from kvpool.testing.membership import entry, record, standing, until
 from tests.support import waiting
 from tests.support.servers.etcd import Etcd
@@ -618,6 +619,11 @@ def test_an_etcd_that_lost_all_its_data(tmp_path: Path) -> None:
             a, b = nodes["a"], nodes["b"]
             await a.register(entry())
             bumped = await a.bump_epoch("t", entry().digest, 0, fence=True)
+            deleted = entry("22" * 16, epoch=2)
+            await a.register(deleted)
+            assert await a.delete_unused("t", deleted.digest, 0)
+            clock = NamespaceClock(0, 3, GENERATIONS_APART)
+            await until(lambda: all(m.view.clock == clock for m in nodes.values()))
             await until(lambda: all(set(m.view.nodes) == set("abc") for m in nodes.values()))
             await until(lambda: b.view.namespaces.get(("t", entry().digest)) == bumped)
             before = {m.view.nodes[name].incarnation for name, m in nodes.items()}
@@ -649,8 +655,10 @@ def test_an_etcd_that_lost_all_its_data(tmp_path: Path) -> None:
             )
             config = msgspec.json.decode(etcd.get("/kvpool/c/config") or b"{}", type=ClusterConfig)
             assert config == a.view.config
+            await until(lambda: etcd.get("/kvpool/c/clock") == encode_record(clock))
             fresh = await members.start()
-            assert fresh.view.namespaces[("t", bumped.digest)] == bumped
+            assert fresh.view.namespaces == {("t", bumped.digest): bumped}
+            assert fresh.view.clock == clock
             await asyncio.gather(*tasks)
 
     with Etcd(tmp_path) as etcd:

@@ -24,6 +24,9 @@ class MemoryOnly:
     def holdings(self) -> Mapping[int, Holdings]:
         return {TIERS["dram"]: self.node.inventory}
 
+    def below(self, namespace: NamespaceState) -> bool:
+        return False
+
     def lower_tiers(self) -> Sequence[TierRecord]:
         return ()
 

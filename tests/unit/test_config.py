@@ -121,6 +121,7 @@ directory_key = "/dkey"
 directory_timeout_s = 0.25
 labels = { zone = "a", rack = "7" }
 replicas_max = 3
+namespace_unused_days = 7
 replication_bandwidth = "1MiB"
 forward = false
 operator_token = "ot ot ot ot ot ot"
@@ -195,6 +196,7 @@ memory = "50%"
         directory_timeout_s=0.25,
         labels={"zone": "a", "rack": "7"},
         replicas_max=3,
+        namespace_unused_days=7,
         replication_bandwidth=1 << 20,
         forward=False,
         operator_token="ot ot ot ot ot ot",
@@ -291,6 +293,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "encryption_secret_file": "",
         "audit_file": "/audit.log",
         "audit_file_bytes": "64KiB",
+        "namespace_unused_days": "0",
         "audit_files": "1",
         "encryption_secret_command": "print-it --now",
         "object_store": "s3://bucket/prefix",
@@ -333,6 +336,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert config.encryption_secret_command == "print-it --now"
     audit = (config.audit_file, config.audit_file_bytes, config.audit_files)
     assert audit == ("/audit.log", 64 << 10, 1)
+    assert config.namespace_unused_days == 0
     assert config.labels == {"zone": "a", "rack": "7"}
     assert config.replication_bandwidth == 64 << 10
     assert config.forward is False

@@ -34,6 +34,9 @@ class LocalNode(Protocol):
     def path_to(self, url: str) -> str:
         """The transport by which the node at a URL is currently pulled from."""
 
+    def below(self, namespace: NamespaceState) -> bool:
+        """Whether a tier below memory has blocks of a namespace, in any epoch."""
+
     def namespace_entered(self, namespace: NamespaceState) -> None:
         """A namespace is in a new epoch, with this state."""
 

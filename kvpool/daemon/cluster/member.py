@@ -22,6 +22,7 @@ from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.cluster.local_node import Holdings, LocalNode
 from kvpool.daemon.cluster.namespaces import Namespaces
 from kvpool.daemon.cluster.sweep import Sweep
+from kvpool.daemon.cluster.unused_namespaces import UnusedNamespaces
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
@@ -110,6 +111,7 @@ class ClusterMember:
         self._tasks = Tasks()
         self._rejoining = False
         self._sweep = Sweep(directory, membership, self._dead, clock)
+        self._unused = UnusedNamespaces(config, node, membership, clock, rng)
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class ClusterMember:
         nodes = changed_nodes(before, self._view)
         self._local.view_changed(before, self._view, nodes)
         self._follow_nodes(nodes)
-        self.namespaces.look(self._view.namespaces)
+        self.namespaces.look(self._view)
         wanted = self.config.node in self._view.drains
         if wanted != self._drain_wanted:
             self._drain_wanted = wanted
@@ -430,6 +432,7 @@ class ClusterMember:
             await self.namespaces.register_late()
             await self.tell()
             await self._sweep.step()
+            await self._unused.step(self._local)
 
     # ---- the operator's view -------------------------------------------------------------------------
 
@@ -445,6 +448,7 @@ class ClusterMember:
             drain=None if self.progress is None else plain(self.progress),
             leases_lost=self.lost,
             swept=self._sweep.dropped,
+            namespaces_deleted=self._unused.deleted,
             sweep_failures=self._sweep.outage.failures,
             sweep_error=self._sweep.outage.error,
             membership_failures=self.membership.outage.failures,

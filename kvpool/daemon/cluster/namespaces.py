@@ -20,12 +20,14 @@ from kvpool.errors import (
     NamespaceMismatch,
     Unavailable,
 )
+from kvpool.placement.membership.admission import stale
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
     NamespaceEntry,
     NamespaceSettings,
     SettingsChange,
+    View,
 )
 from kvpool.types import PartSpec, plain_parts
 from kvpool.wire import client as client_wire
@@ -57,18 +59,27 @@ class Namespaces:
         """Apply a configuration in which some settings have changed."""
         self._config = config
 
-    def look(self, entries: Mapping[tuple[str, str], NamespaceEntry]) -> None:
+    def look(self, view: View) -> None:
         """The cluster's current records of namespaces."""
-        if entries is self._entries:
+        if view.namespaces is self._entries:
             return
-        before, self._entries = self._entries, entries
-        for (tenant_name, digest), entry in entries.items():
-            if before.get((tenant_name, digest)) is entry:
-                continue
-            tenant = self._node.tenants.get(tenant_name)
-            epochs = tenant.epochs.get(bytes.fromhex(digest)) if tenant is not None else None
-            if epochs:
-                self._apply(epochs[-1], entry)
+        before, self._entries = self._entries, view.namespaces
+        for key, entry in self._entries.items():
+            if before.get(key) is not entry:
+                self._follow(key, entry)
+        for key in before.keys() - self._entries.keys():
+            # Deleted. If this node did not know that it was unused, it was away, and so are its clients' weights.
+            epoch, generation = view.clock.epoch, view.clock.generation
+            over = msgspec.structs.replace(
+                before[key], epoch=epoch, fence=epoch, generation=generation
+            )
+            self._follow(key, over)
+
+    def _follow(self, key: tuple[str, str], entry: NamespaceEntry) -> None:
+        tenant = self._node.tenants.get(key[0])
+        epochs = tenant.epochs.get(bytes.fromhex(key[1])) if tenant is not None else None
+        if epochs:
+            self._apply(epochs[-1], entry)
 
     async def register_late(self) -> None:
         """Register namespaces that were opened while the membership did not answer, as far as it answers now.
@@ -103,22 +114,26 @@ class Namespaces:
         """Agree with the cluster about a namespace opened here; returns its state now.
 
         wanted: the settings, if it is new to the cluster. If the membership does not answer, or refuses, that is
-        done later. Raises `NamespaceMismatch`.
+        done later. Raises `NamespaceMismatch` and `LimitExceeded`.
         """
-        entry = self._entry(namespace.tenant, namespace.base)
-        if entry is None:
+        entry = known = self._entry(namespace.tenant, namespace.base)
+        # One of whose use nobody has heard for long may be deleted at any moment: its record says that it is used now.
+        if known is None or stale(known, self._membership.view.clock):
             wanted = wanted.known_here(self._config.replicas_max)
             try:
                 async with asyncio.timeout(REGISTER_S):
                     entry = await self._register(namespace, wanted)
-            except NamespaceMismatch:
+            except (NamespaceMismatch, LimitExceeded):
                 raise
             except (KvpoolError, TimeoutError):
+                if known is not None:
+                    return self._apply(namespace, known)
                 living = self._node.namespaces.living(namespace)
                 if len(self._unregistered) < UNREGISTERED_MAX and not living.retired:
                     self._settle_on(namespace, wanted)
                     self._unregistered[namespace] = None
                 return living
+        assert entry is not None, "it was known or is registered"
         return self._apply(namespace, entry)
 
     async def fill_in(self, namespace: NamespaceState, wanted: NamespaceSettings) -> NamespaceState:
@@ -279,16 +294,22 @@ class Namespaces:
 
     async def _new_epoch(self, living: NamespaceState, *, fence: bool) -> NamespaceState:
         await self.register(living, living.settings)
-        entry = await self._membership.bump_epoch(
-            living.tenant.name,
-            living.base.hex(),
-            self._node.namespaces.living(living).epoch,
-            fence=fence,
-        )
+        expected = self._node.namespaces.living(living).epoch
+        try:
+            entry = await self._membership.bump_epoch(
+                living.tenant.name, living.base.hex(), expected, fence=fence
+            )
+        except InvalidRequest:
+            entry = await self._register_again(living)
         entered = self._apply(living, entry)
         if not self._config.join:
             await self._local.keep_epoch(entered)
         return entered
+
+    async def _register_again(self, namespace: NamespaceState) -> NamespaceEntry:
+        """It was deleted, and this node has not heard of that: it begins anew, beyond all its former epochs."""
+        living = self._node.namespaces.living(namespace)
+        return await self._register(living, living.settings)
 
     async def configure(self, tenant: Tenant, base: bytes, change: SettingsChange) -> None:
         """Change settings of a namespace, for the whole cluster.
@@ -305,7 +326,11 @@ class Namespaces:
             await self._membership.configure(tenant.name, base.hex(), change)
             return
         living = await self.register(epochs[-1], epochs[-1].settings)
-        entry = await self._membership.configure(tenant.name, base.hex(), change)
+        try:
+            entry = await self._membership.configure(tenant.name, base.hex(), change)
+        except InvalidRequest:
+            living = self._apply(living, await self._register_again(living))
+            entry = await self._membership.configure(tenant.name, base.hex(), change)
         living = self._apply(living, entry)
         if not self._config.join:
             await self._local.keep_epoch(living)

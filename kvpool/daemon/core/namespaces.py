@@ -100,6 +100,12 @@ class Namespaces:
         users.intersection_update(namespace.tenant.holders.values())
         users.add(holder)
 
+    def in_use(self, tenant: Tenant, base: bytes) -> bool:
+        """Whether a client has a namespace open, or it has slots here."""
+        self._ledger.settle()
+        users = self._users.get((tenant.name, base), ())
+        return any(id(user) in tenant.holders for user in users) or self.holds(tenant, base)
+
     def holds(self, tenant: Tenant, base: bytes) -> bool:
         """Whether a namespace has slots here, in any epoch."""
         states = [*tenant.epochs.get(base, ())]

@@ -113,9 +113,16 @@ def membership_news(
                 yield "engine announced", {"of": new.node, "engine": engine.url}
     for record in gone:
         yield "node left", {"of": record.node, "incarnation": record.incarnation}
+    yield from _deleted_namespaces(before, after)
     if before.drains is after.drains:
         return
     for node in sorted(after.drains - before.drains):
         yield "drain wanted", {"of": node}
     for node in sorted(before.drains - after.drains):
         yield "drain taken back", {"of": node}
+
+
+def _deleted_namespaces(before: View, after: View) -> Iterator[tuple[str, dict[str, Any]]]:
+    if before.namespaces is not after.namespaces:
+        for tenant, digest in sorted(before.namespaces.keys() - after.namespaces.keys()):
+            yield "namespace deleted", {"tenant": tenant, "namespace": digest}

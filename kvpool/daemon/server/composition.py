@@ -319,6 +319,7 @@ def compose(
             replication,
             drainer,
             events,
+            rules,
             transport,
         ),
     )

@@ -16,6 +16,7 @@ from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.records import NodeChange, TierRecord, View, quota_bytes
 from kvpool.types import EngineRecord
@@ -41,6 +42,7 @@ class DaemonNode:
         replication: Replication,
         drainer: Drainer,
         events: EventLog,
+        rules: TierRules,
         transport: PathTo,
     ) -> None:
         self._node = node
@@ -52,6 +54,7 @@ class DaemonNode:
         self._replication = replication
         self._drainer = drainer
         self._events = events
+        self._rules = rules
         self.path_to = transport.path_to
 
     def holdings(self) -> Mapping[int, Holdings]:
@@ -71,6 +74,10 @@ class DaemonNode:
     def engines(self) -> tuple[EngineRecord, ...]:
         """See `LocalNode`."""
         return self._registry.records()
+
+    def below(self, namespace: NamespaceState) -> bool:
+        """See `LocalNode`."""
+        return self._rules.below(namespace)
 
     def namespace_entered(self, namespace: NamespaceState) -> None:
         """See `LocalNode`."""

@@ -128,8 +128,9 @@ class ObjectScan:
         named = directory_digest(record.tenant, epoch_digest(record.base, record.epoch))
         if digest != named or part >= PARTS_MAX:
             return
-        known = self._books.membership.view.namespaces.get((record.tenant, record.base.hex()))
-        if known is not None and known.epoch > record.epoch:
+        view = self._books.membership.view
+        known = view.namespaces.get((record.tenant, record.base.hex()))
+        if (view.clock.epoch if known is None else known.epoch) > record.epoch:
             self._throw_away(digest)
             return
         wished_s = record.ttl_s if known is None else known.settings.ttl_s

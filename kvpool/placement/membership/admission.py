@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 
 import msgspec
 
-from kvpool.errors import ConfigError, NamespaceMismatch
+from kvpool.errors import ConfigError, LimitExceeded, NamespaceMismatch
 from kvpool.placement.records import (
     FORMAT_VERSION,
     ClusterConfig,
+    NamespaceClock,
     NamespaceEntry,
     NodeRecord,
     SettingsChange,
 )
 
 PROOFS_MAX = 4
+NAMESPACES_PER_TENANT_MAX = 16_384
+# An engine that missed a namespace's deletion counts on from its former generation, one for each change of its weights.
+# It must not come to a number of those who registered the namespace anew.
+GENERATIONS_APART = 1 << 20
+NOTE_HOURS = 24  # the use of a namespace is noted at most that often
 
 
 def secret_proof(secret: bytes, cluster: str) -> str:
@@ -118,3 +125,55 @@ def bumped(entry: NamespaceEntry, expected: int, *, fence: bool) -> NamespaceEnt
 def configured(entry: NamespaceEntry, change: SettingsChange) -> NamespaceEntry:
     """With the settings after a change."""
     return msgspec.structs.replace(entry, settings=change.apply(entry.settings))
+
+
+def check_room(known: Mapping[tuple[str, str], NamespaceEntry], entry: NamespaceEntry) -> None:
+    """Raises `LimitExceeded` for one namespace more than a tenant may have in the cluster."""
+    there = sum(1 for tenant, _ in known if tenant == entry.tenant)
+    if there >= NAMESPACES_PER_TENANT_MAX:
+        raise LimitExceeded(
+            f"tenant {entry.tenant!r} has {there} namespaces in the cluster, the limit. Those that nothing uses are "
+            "deleted after `namespace_unused_days`"
+        )
+
+
+def registered(entry: NamespaceEntry, clock: NamespaceClock) -> NamespaceEntry:
+    """A new namespace, as it begins now.
+
+    Its epoch may have to be a later one than its node's. Then that node was away while the namespace was deleted, and
+    does not know which weights others had meanwhile: so its clients have to open it again, with the latest.
+    """
+    if entry.epoch < clock.epoch:
+        generation = max(entry.generation, clock.generation)
+        entry = msgspec.structs.replace(
+            entry, epoch=clock.epoch, fence=clock.epoch, generation=generation
+        )
+    return noted(entry, clock)
+
+
+def stale(entry: NamespaceEntry, clock: NamespaceClock) -> bool:
+    """Whether the last note of a namespace's use is so old that another one is due."""
+    return clock.hours - entry.used >= NOTE_HOURS
+
+
+def noted(entry: NamespaceEntry, clock: NamespaceClock) -> NamespaceEntry:
+    """A namespace that is in use now."""
+    return msgspec.structs.replace(entry, used=max(entry.used, clock.hours))
+
+
+def after_deletion(clock: NamespaceClock, entry: NamespaceEntry) -> NamespaceClock:
+    """The clock once a namespace has been deleted."""
+    return msgspec.structs.replace(
+        clock,
+        epoch=max(clock.epoch, entry.epoch + 1),
+        generation=max(clock.generation, entry.generation + GENERATIONS_APART),
+    )
+
+
+def later(one: NamespaceClock, other: NamespaceClock) -> NamespaceClock:
+    """Of two records of a cluster's clock what is later in either: it never goes back."""
+    return NamespaceClock(
+        max(one.hours, other.hours),
+        max(one.epoch, other.epoch),
+        max(one.generation, other.generation),
+    )

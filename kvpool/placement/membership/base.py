@@ -95,8 +95,22 @@ class Membership(Protocol):
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
         """Register a namespace, if it is new, and return the cluster's epoch and settings for it.
 
-        Raises `NamespaceMismatch` when it is known with other parts, and `Unavailable`.
+        Its epoch is that of the view's `clock` at least. Raises `NamespaceMismatch` when it is known with other parts,
+        `LimitExceeded` for one too many of its tenant, and `Unavailable`.
         """
+
+    async def use(self, tenant: str, digest: str) -> None:
+        """Note that a namespace is used at this hour of the view's `clock`. Raises as `bump_epoch`."""
+
+    async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
+        """Delete a namespace, unless it was used after that hour; returns whether it is deleted.
+
+        In the same moment the cluster's `clock` moves to a later epoch and generation than it had. Raises
+        `Unavailable`.
+        """
+
+    async def count_hour(self, hours: int) -> None:
+        """Add an hour to the cluster's `clock`, if it stands at so many. Raises `Unavailable`."""
 
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool

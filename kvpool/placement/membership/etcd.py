@@ -19,6 +19,7 @@ import msgspec
 
 from kvpool.errors import (
     ConfigError,
+    InvalidRequest,
     KvpoolError,
     NotAuthenticated,
     ProtocolError,
@@ -41,10 +42,12 @@ from kvpool.placement.etcd.watch import Follower
 from kvpool.placement.membership.admission import (
     check_config,
     check_parts,
+    check_room,
     config_of,
     incarnation_taken,
     name_taken,
     same_address,
+    stale,
 )
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd_lease import LeaseWatch
@@ -212,7 +215,8 @@ class EtcdMembership:
             own = self._paths.node(member.written.node)
             if not any(kv.key == own and kv.lease == member.lease for kv in kvs):
                 self._lose(member, "its record is not in etcd any more")
-        if self._mirror.unsaved or (self.view.config is not None and not self._mirror.config_seen):
+        lost = self._mirror.unsaved or self._mirror.clock_lost
+        if lost or (self.view.config is not None and not self._mirror.config_seen):
             self._spawn(self._save_again(), "save")
 
     def changed(self, events: list[Any], revision: int) -> None:
@@ -510,9 +514,17 @@ class EtcdMembership:
         if known is not None and not self.connected:
             stored = known  # while etcd is unavailable, known values stay
         else:
+            if known is None:
+                check_room(self.view.namespaces, entry)
             try:
                 with _refusals_as_unavailable():
                     stored = await self._shared.create_or_read(entry)
+                    if stale(stored, self.view.clock):
+                        stored = await self._shared.use(entry.tenant, entry.digest)
+            except InvalidRequest:  # deleted between the two: as one that was never there
+                raise Unavailable(
+                    f"namespace {entry.digest} was deleted at this moment: open it again"
+                ) from None
             except Unavailable:
                 if known is None:
                     raise
@@ -529,6 +541,18 @@ class EtcdMembership:
     async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
         with _refusals_as_unavailable():
             return await self._shared.configure(tenant, digest, change)
+
+    async def use(self, tenant: str, digest: str) -> None:
+        with _refusals_as_unavailable():
+            await self._shared.use(tenant, digest)
+
+    async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
+        with _refusals_as_unavailable():
+            return await self._shared.delete_unused(tenant, digest, used)
+
+    async def count_hour(self, hours: int) -> None:
+        with _refusals_as_unavailable():
+            await self._shared.count_hour(hours)
 
     async def set_drain(self, node: str, wanted: bool) -> None:
         with _refusals_as_unavailable():

@@ -6,6 +6,7 @@ Below `/kvpool/<cluster>/`:
     nodes/<node>                 NodeRecord; bound to the node's lease
     incarnations/<hex>           the node's name; bound to the same lease
     namespaces/<tenant>/<digest> NamespaceEntry
+    clock                        NamespaceClock
     drains/<node>                empty; an operator wants the node drained
     chores/<chore>               the name of the node that does it; bound to its lease
 
@@ -25,13 +26,16 @@ import msgspec
 
 from kvpool.errors import ConfigError, ProtocolError
 from kvpool.placement.etcd import rpc_pb2 as rpc
+from kvpool.placement.membership.admission import later
 from kvpool.placement.records import (
     INCARNATION_BYTES,
     ClusterConfig,
+    NamespaceClock,
     NamespaceEntry,
     NodeRecord,
     NodeState,
     View,
+    check_clock,
     check_entry,
     decode_record,
 )
@@ -48,6 +52,7 @@ class Paths:
     def __init__(self, cluster: str) -> None:
         self.root = f"/kvpool/{element(cluster, 'a cluster')}/".encode()
         self.config = self.root + b"config"
+        self.clock = self.root + b"clock"
 
     def node(self, node: str) -> bytes:
         return self.root + b"nodes/" + element(node, "a node").encode()
@@ -85,8 +90,10 @@ class Mirror:
     etcd, all leases may have ended although their nodes live, and each needs a moment to return. So
     nodes that are missing then stay in the view until that time is over (`tick`).
 
-    A namespace is never dropped and its epoch never goes back, even if etcd has lost its data: old
-    misses must stay misses. `unsaved` are the entries that etcd lacked at the last `reset`.
+    A namespace is dropped only if it was deleted because nobody used it, and its epoch never goes back, even if etcd has
+    lost its data: old misses must stay misses. A deletion moves the clock beyond the namespace's epoch in the same
+    transaction, so one that is missing while the clock has not moved there, or has gone back, is lost.
+    `unsaved` are the entries that etcd lacked at the last `reset`; `clock_lost`: whether its clock had gone back then.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -100,6 +107,12 @@ class Mirror:
         self._missing: dict[str, float] = {}  # in `_nodes`, but not in etcd: when to drop them
         self._namespaces: dict[tuple[str, str], NamespaceEntry] = {}
         self._saved: set[tuple[str, str]] = set()
+        self._absent: set[tuple[str, str]] = (
+            set()
+        )  # whose keys went away in the changes that are being read
+        self.clock = NamespaceClock()
+        self.clock_revision = 0  # at which etcd had this one; 0: it has none
+        self.clock_lost = False
         self._drains: set[str] = set()
         self._config: ClusterConfig | None = None
         self._forgiven_until = float("-inf")
@@ -115,6 +128,7 @@ class Mirror:
             made: dict[str, Any] = {
                 "nodes": lambda: MappingProxyType(dict(self._nodes)),
                 "namespaces": lambda: MappingProxyType(dict(self._namespaces)),
+                "clock": lambda: self.clock,
                 "drains": lambda: frozenset(self._drains),
                 "config": lambda: self._config,
             }
@@ -132,12 +146,18 @@ class Mirror:
         self._revision = revision
         self._saved.clear()
         self.config_seen = self._paths.config in listed
+        self.clock_revision = 0
+        self.clock_lost = self.clock != NamespaceClock()  # until it is found in the list
         for key in self._known.keys() - listed.keys():
             self._delete(key, now)
         # An etcd that lost its data counts from 1 again.
         self._known = {}
         for kv in listed.values():
             self._put(kv)
+        self._absent.update(
+            key for key in self._namespaces if self._paths.namespace(*key) not in listed
+        )
+        self._drop_deleted()
         return self._changes != before
 
     def changed(self, events: Iterable[Any], revision: int, now: float) -> bool:
@@ -151,6 +171,7 @@ class Mirror:
                 self._delete(event.kv.key, now)
             else:
                 self._put(event.kv)
+        self._drop_deleted()
         return self._changes != before
 
     def wrote(self, revision: int, puts: dict[bytes, bytes], deletes: Iterable[bytes] = ()) -> bool:
@@ -163,6 +184,7 @@ class Mirror:
             self._known[key] = revision
         for key, value in puts.items():
             self._put(rpc.KeyValue(key=key, value=value, mod_revision=revision))
+        self._drop_deleted()
         return self._changes != before
 
     def forgive(self, until: float) -> None:
@@ -194,6 +216,17 @@ class Mirror:
         self._stale.add(field)
         self._changes += 1
 
+    def _drop_deleted(self) -> None:
+        """Of the namespaces whose keys have gone, those that were deleted; the others are lost, and stay."""
+        absent, self._absent = self._absent, set()
+        if self.clock_lost:
+            return
+        for key in absent:
+            entry = self._namespaces.get(key)
+            if entry is not None and entry.epoch < self.clock.epoch:
+                del self._namespaces[key]
+                self._changed("namespaces")
+
     # ---- one key --------------------------------------------------------------------------------------
 
     def _split(self, key: bytes) -> tuple[str, str]:
@@ -213,6 +246,8 @@ class Mirror:
                     self._put_namespace(name, kv)
                 case "config" if kv.key == self._paths.config:
                     self._put_config(kv)
+                case "clock" if kv.key == self._paths.clock:
+                    self._put_clock(kv)
                 case "drains":
                     if name not in self._drains:
                         self._drains.add(name)
@@ -230,6 +265,15 @@ class Mirror:
         if config != self._config:
             self._config = config
             self._changed("config")
+
+    def _put_clock(self, kv: Any) -> None:
+        where = "the clock of the namespaces"
+        stored = check_clock(decode_record(kv.value, NamespaceClock, where), where)
+        clock = later(self.clock, stored)
+        self.clock_revision, self.clock_lost = kv.mod_revision, clock != stored
+        if clock != self.clock:
+            self.clock = clock
+            self._changed("clock")
 
     def _put_node(self, node: str, kv: Any) -> None:
         record = decode_node(kv.value, node)
@@ -253,6 +297,7 @@ class Mirror:
         if "/".join(key) != name:
             raise ProtocolError(f"{where} contains the record of {'/'.join(key)!r}")
         self._saved.add(key)
+        self._absent.discard(key)
         old = self._namespaces.get(key)
         if old is not None and old.epoch > entry.epoch:
             self._saved.discard(key)  # etcd was restored from a copy
@@ -281,6 +326,12 @@ class Mirror:
                     self._changed("drains")
             case "chores":
                 self.chores.pop(name, None)
+            case "namespaces":
+                tenant, _, digest = name.rpartition("/")
+                self._saved.discard((tenant, digest))
+                self._absent.add((tenant, digest))
+            case "clock":
+                self.clock_revision, self.clock_lost = 0, True
 
 
 def decode_node(value: bytes, node: str) -> NodeRecord:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from kvpool.errors import ConfigError, InvalidRequest, ProtocolError, Unavailable
 from kvpool.placement.etcd.client import (
@@ -14,12 +17,23 @@ from kvpool.placement.etcd.client import (
     read,
     unchanged,
 )
-from kvpool.placement.membership.admission import bumped, configured, founding, renewed
+from kvpool.placement.membership.admission import (
+    after_deletion,
+    bumped,
+    configured,
+    founding,
+    later,
+    noted,
+    registered,
+    renewed,
+)
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
     ClusterConfig,
+    NamespaceClock,
     NamespaceEntry,
     SettingsChange,
+    check_clock,
     check_entry,
     decode_record,
     encode_record,
@@ -106,26 +120,100 @@ class SharedRecords:
         )
         for entry in self._mirror.unsaved:
             await self._raise_epoch(entry)
+        if self._mirror.clock_lost:  # last: until then, what is missing does not look deleted
+            await self._change_clock(lambda stored: later(stored, self._mirror.clock))
 
     async def _raise_epoch(self, entry: NamespaceEntry) -> None:
         def change(stored: NamespaceEntry) -> NamespaceEntry:
             return stored if stored.epoch >= entry.epoch else entry
 
-        await self.create_or_read(entry)
-        await self._change(entry.tenant, entry.digest, change, "putting an epoch back")
+        key, what = self._paths.namespace(entry.tenant, entry.digest), "putting an epoch back"
+        await self._client.txn([absent(key)], [put(key, encode_record(entry))], [], what)
+        await self._change(entry.tenant, entry.digest, change, what)
 
     async def create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
         """As stored, after storing it if necessary."""
         key = self._paths.namespace(entry.tenant, entry.digest)
-        value = encode_record(entry)
-        answer = await self._client.txn(
-            [absent(key)], [put(key, value)], [read(key)], f"registering namespace {entry.digest}"
+        what = f"registering namespace {entry.digest}"
+        clock, clock_revision = self._mirror.clock, self._mirror.clock_revision
+        for _ in range(CHANGES_MAX):
+            # By the clock of this very moment: another namespace of this name may just have been deleted.
+            value = encode_record(registered(entry, clock))
+            answer = await self._client.txn(
+                [absent(key), unchanged(self._paths.clock, clock_revision)],
+                [put(key, value)],
+                [read(key), read(self._paths.clock)],
+                what,
+            )
+            if answer.succeeded:
+                revision = answer.header.revision
+                return self._take_namespace(value, entry.tenant, entry.digest, revision)
+            if (kv := found(answer, 0)) is not None:
+                return self._take_namespace(kv.value, entry.tenant, entry.digest, 0)
+            clock, clock_revision = self._clock_in(found(answer, 1))
+        raise Unavailable(f"{what}: the clock of the namespaces kept changing at the same time")
+
+    def _clock_in(self, kv: Any | None) -> tuple[NamespaceClock, int]:
+        """The clock that was read, and its revision. Raises `Unavailable` if it cannot be decoded."""
+        if kv is None:
+            return self._mirror.clock, 0
+        where = self._paths.clock.decode()
+        try:
+            clock = check_clock(decode_record(kv.value, NamespaceClock, where), where)
+        except ProtocolError as error:
+            raise Unavailable(
+                f"{error}. A node of a newer version may have written it: upgrade"
+            ) from None
+        return later(self._mirror.clock, clock), kv.mod_revision
+
+    async def use(self, tenant: str, digest: str) -> NamespaceEntry:
+        def change(entry: NamespaceEntry) -> NamespaceEntry:
+            return noted(entry, self._mirror.clock)
+
+        return await self._change(tenant, digest, change, "noting the use of a namespace")
+
+    async def count_hour(self, hours: int) -> None:
+        def change(clock: NamespaceClock) -> NamespaceClock:
+            passed = int(clock.hours == hours)
+            return msgspec.structs.replace(clock, hours=clock.hours + passed)
+
+        await self._change_clock(change)
+
+    async def _change_clock(self, change: Callable[[NamespaceClock], NamespaceClock]) -> None:
+        """One try: of several nodes that write at the same time one does it."""
+        key, what = self._paths.clock, "the clock of the namespaces"
+        stored, revision = self._clock_in(
+            found(await self._client.txn([], [read(key)], [], what), 0)
         )
-        if not answer.succeeded:
-            kv = found(answer, 0)
-            assert kv is not None  # it is not absent, in the same transaction
-            return self._take_namespace(kv.value, entry.tenant, entry.digest, 0)
-        return self._take_namespace(value, entry.tenant, entry.digest, answer.header.revision)
+        value = encode_record(changed := change(stored))
+        if changed == stored and revision:
+            return
+        answer = await self._client.txn([unchanged(key, revision)], [put(key, value)], [], what)
+        if answer.succeeded:
+            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+
+    async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
+        """One try: whoever changes it at the same time uses it."""
+        key, what = self._paths.namespace(tenant, digest), f"deleting namespace {digest}"
+        there = await self._client.txn([], [read(key), read(self._paths.clock)], [], what)
+        kv = found(there, 0)
+        if kv is None:
+            return False
+        entry = self._take_namespace(kv.value, tenant, digest, 0)
+        if entry.used > used:
+            return False
+        clock, clock_revision = self._clock_in(found(there, 1))
+        value = encode_record(after_deletion(clock, entry))
+        answer = await self._client.txn(
+            [unchanged(key, kv.mod_revision), unchanged(self._paths.clock, clock_revision)],
+            [put(self._paths.clock, value), delete(key)],
+            [],
+            what,
+        )
+        if answer.succeeded:
+            written = {self._paths.clock: value}
+            self._told(self._mirror.wrote(answer.header.revision, written, [key]))
+        return bool(answer.succeeded)
 
     def _take_namespace(
         self, value: bytes, tenant: str, digest: str, revision: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,22 +21,28 @@ import msgspec
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError, InvalidRequest, ProtocolError, Unavailable
 from kvpool.placement.membership.admission import (
+    after_deletion,
     bumped,
     check_config,
     check_parts,
+    check_room,
     config_of,
     configured,
     founding,
     incarnation_taken,
     name_taken,
+    noted,
+    registered,
     renewed,
     same_address,
+    stale,
 )
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     FORMAT_VERSION,
     ClusterConfig,
+    NamespaceClock,
     NamespaceEntry,
     NodeRecord,
     SettingsChange,
@@ -51,6 +57,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     namespaces: tuple[NamespaceEntry, ...]
     format: int = FORMAT_VERSION
+    clock: NamespaceClock = NamespaceClock()
 
 
 Deliver = Callable[["StaticMembership", Callable[[], None]], None]
@@ -81,8 +88,9 @@ class StaticCluster:
         self._cut: set[str] = set()
         self._away = False
         self._saving = asyncio.Lock()
-        namespaces = {} if path is None else _load(path)
-        self._view = View(namespaces=MappingProxyType(namespaces), revision=1)
+        stored = Stored(()) if path is None else _load(path)
+        namespaces = {(entry.tenant, entry.digest): entry for entry in stored.namespaces}
+        self._view = View(namespaces=MappingProxyType(namespaces), clock=stored.clock, revision=1)
 
     @property
     def view(self) -> View:
@@ -179,12 +187,33 @@ class StaticCluster:
             old = self._view.namespaces.get(key)
             entry = change(old)
             if entry != old:
-                namespaces = {**self._view.namespaces, key: entry}
-                if self._path is not None:
-                    stored = Stored(tuple(namespaces.values()))
-                    await asyncio.to_thread(_save, self._path, stored)
-                self._set(namespaces=namespaces)
+                await self._keep({**self._view.namespaces, key: entry}, self._view.clock)
             return entry
+
+    async def delete(self, key: tuple[str, str], used: int) -> bool:
+        """Delete a namespace that was not used after that hour, on disk first."""
+        async with self._saving:
+            namespaces = dict(self._view.namespaces)
+            entry = namespaces.pop(key, None)
+            if entry is None or entry.used > used:
+                return False
+            await self._keep(namespaces, after_deletion(self._view.clock, entry))
+            return True
+
+    async def count_hour(self, hours: int) -> None:
+        async with self._saving:
+            clock = self._view.clock
+            if clock.hours == hours:
+                later = msgspec.structs.replace(clock, hours=hours + 1)
+                await self._keep(self._view.namespaces, later)
+
+    async def _keep(
+        self, namespaces: Mapping[tuple[str, str], NamespaceEntry], clock: NamespaceClock
+    ) -> None:
+        if self._path is not None:
+            stored = Stored(tuple(namespaces.values()), clock=clock)
+            await asyncio.to_thread(_save, self._path, stored)
+        self._set(namespaces=namespaces, clock=clock)
 
     def _drop(self, node: str) -> None:
         del self._owners[node]
@@ -194,14 +223,16 @@ class StaticCluster:
         self,
         *,
         nodes: dict[str, NodeRecord] | None = None,
-        namespaces: dict[tuple[str, str], NamespaceEntry] | None = None,
+        namespaces: Mapping[tuple[str, str], NamespaceEntry] | None = None,
+        clock: NamespaceClock | None = None,
         drains: frozenset[str] | None = None,
         config: ClusterConfig | None = None,
     ) -> None:
         old = self._view
         self._view = View(
             nodes=old.nodes if nodes is None else MappingProxyType(nodes),
-            namespaces=old.namespaces if namespaces is None else MappingProxyType(namespaces),
+            namespaces=old.namespaces if namespaces is None else MappingProxyType(dict(namespaces)),
+            clock=clock or old.clock,
             drains=old.drains if drains is None else drains,
             config=config or old.config,
             revision=old.revision,
@@ -340,10 +371,36 @@ class StaticMembership:
         known = self._view.namespaces.get(key)
         if known is None or not self._cluster.out_of_reach(self._name):
             self._reach()
-            known = await self._cluster.change(key, lambda old: old or entry)
+            known = await self._cluster.change(key, self._registered(entry))
             self._see(self._cluster.view)
         check_parts(known, entry)
         return known
+
+    def _registered(
+        self, entry: NamespaceEntry
+    ) -> Callable[[NamespaceEntry | None], NamespaceEntry]:
+        def change(old: NamespaceEntry | None) -> NamespaceEntry:
+            view = self._cluster.view
+            if old is not None:
+                return noted(old, view.clock) if stale(old, view.clock) else old
+            check_room(view.namespaces, entry)
+            return registered(entry, view.clock)
+
+        return change
+
+    async def use(self, tenant: str, digest: str) -> None:
+        await self._change(tenant, digest, lambda entry: noted(entry, self._cluster.view.clock))
+
+    async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
+        self._reach()
+        deleted = await self._cluster.delete((tenant, digest), used)
+        self._see(self._cluster.view)
+        return deleted
+
+    async def count_hour(self, hours: int) -> None:
+        self._reach()
+        await self._cluster.count_hour(hours)
+        self._see(self._cluster.view)
 
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
@@ -384,11 +441,11 @@ class StaticMembership:
 # ---- the file -----------------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> dict[tuple[str, str], NamespaceEntry]:
+def _load(path: Path) -> Stored:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return {}
+        return Stored(())
     except OSError as error:
         raise ConfigError(f"the namespaces' epochs in {path} cannot be read: {error}") from None
     try:
@@ -403,7 +460,7 @@ def _load(path: Path) -> dict[tuple[str, str], NamespaceEntry]:
             f"{path} has format {stored.format}, this version of kvpool supports formats up to {FORMAT_VERSION}: "
             "upgrade"
         )
-    return {(entry.tenant, entry.digest): entry for entry in stored.namespaces}
+    return stored
 
 
 def _save(path: Path, stored: Stored) -> None:

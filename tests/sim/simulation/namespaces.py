@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
+from kvpool.errors import Unavailable
+from kvpool.placement.records import EPOCH_MAX
 from kvpool.types import DEFAULT_TENANT, NamespaceRecord, PartKind, PartSpec
 
 if TYPE_CHECKING:
@@ -105,6 +107,15 @@ class SimulatedNamespace:
             if e == epoch and (part, key) not in held and name not in self._world.reported:
                 return f"block {key[:4].hex()}, part {part} of {self.name}"
         return ""
+
+    async def delete(self) -> None:
+        """As one that nobody has used for long; some have it open, and were away or not for all of that time."""
+        if self._world.cluster.out_of_reach(""):
+            raise Unavailable("nobody deletes anything while the membership is away")
+        self.ended = True
+        if await self._world.cluster.delete((self.tenant, self.digest.hex()), EPOCH_MAX):
+            self._world.note(f"{self.name} is deleted")
+            self._world.count("namespaces deleted")
 
     # ---- what there is ---------------------------------------------------------------------------------------
 

@@ -153,7 +153,8 @@ class Plan:
     roomy: all that is ever put fits into every node. actions: what happens to nodes, with weights. disks: None: there are none.
     limits: of `LIMITS`, those that are lower than in a daemon. namespaces: of the default tenant; tenants: the others.
     stays: what goes wrong for good once all else has come right. dies: how often a node dies at one of the places where
-    that is worst (`World.may_die`). members: nodes of which there is nothing but a record.
+    that is worst (`World.may_die`). members: nodes of which there is nothing but a record. delete: how often the cluster
+    deletes a namespace, although it is used.
     """
 
     nodes: int
@@ -198,6 +199,7 @@ class Plan:
     stays: Stays = ""
     dies: float = 0.0
     members: int = 0
+    delete: float = 0.0
 
     @property
     def quiet(self) -> bool:
@@ -292,6 +294,10 @@ class Plan:
         if drawn < 2 / 200:
             return replace(self, members=rng.choice((100, 300, 1000)), directory=True)
         return self
+
+    def with_deletions(self, rng: random.Random) -> Plan:
+        """Namespaces are deleted, in a tenth of the seeds."""
+        return replace(self, delete=0.03) if rng.random() < 0.1 else self
 
     @property
     def segments(self) -> dict[str, int]:

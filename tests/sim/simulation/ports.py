@@ -223,6 +223,11 @@ class BadMembership(StaticMembership):
         await self._after()
         return known
 
+    async def use(self, tenant: str, digest: str) -> None:
+        await self._before()
+        await super().use(tenant, digest)
+        await self._after()
+
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
     ) -> NamespaceEntry:

@@ -420,6 +420,7 @@ class World:
             (plan.remove, lambda: client.remove(keys)),
             (plan.pin, lambda: client.pin(keys, rng.choice(("soft", "hard", "none")))),
             (plan.quota, lambda: client.set_quotas(rng.choice(QUOTAS), rng.choice(QUOTAS))),
+            (plan.delete, client.namespace.delete),
         ):
             if rare < chance:
                 self._disturbed.add(client.namespace.tenant)
@@ -519,7 +520,7 @@ class World:
                 epoch, known = namespace.epoch(), namespace.epoch_known_to(life)
                 if known != epoch:
                     return f"{life.name} is in epoch {known} of {epoch} of {namespace.name}"
-                if epoch > 0 and not namespace.ended:
+                if epoch > self.cluster.view.clock.epoch and not namespace.ended:
                     raise Violation(
                         f"an epoch of {namespace.name} ended, and nobody asked for that"
                     )
@@ -909,6 +910,7 @@ def plan_of(
             ("stays", Plan.with_what_stays),
             ("deaths", Plan.with_deaths),
             ("many", Plan.with_many),
+            ("deletions", Plan.with_deletions),
         ):
             plan = add(plan, random.Random(f"{seed}/{name}"))
     return plan.with_quotas() if quotas else plan

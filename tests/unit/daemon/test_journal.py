@@ -4,6 +4,7 @@ import asyncio
 
 from kvpool.daemon.ops.event_log import EVENTS_MAX, EventLog, membership_news
 from kvpool.placement.records import NodeRecord, NodeState, View, changed_nodes
+from kvpool.testing.membership import entry
 from kvpool.types import EngineRecord
 
 
@@ -68,3 +69,11 @@ def test_news_of_the_members():
         ("node state", "b"),
     ]
     assert list(membership_news(after, after, changed_nodes(after, after))) == []
+
+
+def test_a_namespace_that_was_deleted_is_news():
+    known = {(one.tenant, one.digest): one for one in (entry("00"), entry("11"))}
+    before, after = View(namespaces=known), View(namespaces={("t", "11"): known["t", "11"]})
+    told = list(membership_news(before, after, []))
+    assert told == [("namespace deleted", {"tenant": "t", "namespace": "00"})]
+    assert list(membership_news(after, before, [])) == [], "who opens one is not"

@@ -30,6 +30,7 @@ from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
     DrainProgress,
+    NamespaceClock,
     NamespaceSettings,
     NodeState,
     TierRecord,
@@ -279,11 +280,113 @@ def test_epochs_never_go_back() -> None:
     assert mirror.unsaved == []
 
 
+def clock_event(revision: int, *values: int) -> Any:
+    return put_event(PATHS.clock, encode_record(NamespaceClock(*values)), revision)
+
+
+def with_namespaces(**epochs: int) -> Mirror:
+    """Of tenant t, each in its epoch, at revision 9."""
+    mirror = Mirror(PATHS)
+    entries = [entry(name.removeprefix("n"), epoch=epoch) for name, epoch in epochs.items()]
+    listed = [kv(PATHS.namespace("t", one.digest), encode_record(one), 9) for one in entries]
+    mirror.reset(listed, 9, 0.0)
+    return mirror
+
+
+def digests(mirror: Mirror) -> list[str]:
+    return sorted(digest for _, digest in mirror.view.namespaces)
+
+
+@pytest.mark.parametrize("clock_first", [True, False])
+def test_a_namespace_that_was_deleted_is_told_from_one_that_was_lost(clock_first: bool) -> None:
+    mirror = with_namespaces(n00=3, n11=4)
+    first, second = PATHS.namespace("t", "00"), PATHS.namespace("t", "11")
+    # By hand, or with an etcd that has lost some of its data.
+    assert not mirror.changed([delete_event(first, 10)], 10, 0.0)
+    assert digests(mirror) == ["00", "11"]
+    # One transaction, whose changes come in any order.
+    events = [clock_event(11, 0, 5, 1), delete_event(second, 11)]
+    assert mirror.changed(events if clock_first else events[::-1], 11, 0.0)
+    assert digests(mirror) == ["00"]
+    assert mirror.view.clock == NamespaceClock(0, 5, 1)
+    assert [e.digest for e in mirror.unsaved] == ["00"]
+
+
+def test_deleted_while_nobody_watched() -> None:
+    mirror = with_namespaces(n00=3, n11=7, n22=1)
+    listed = [
+        kv(PATHS.namespace("t", "22"), encode_record(entry("22", epoch=1)), 9),
+        kv(PATHS.clock, encode_record(NamespaceClock(40, 4, 1)), 20),
+    ]
+    mirror.reset(listed, 30, 0.0)
+    assert digests(mirror) == ["11", "22"], (
+        "the one in epoch 7 cannot have been deleted: it is lost"
+    )
+    assert [e.digest for e in mirror.unsaved] == ["11"]
+    assert (mirror.clock_revision, mirror.clock_lost) == (20, False)
+
+
+@pytest.mark.parametrize("restored", [None, NamespaceClock(10, 2, 0)])
+def test_an_etcd_whose_clock_has_gone_back_has_deleted_nothing(
+    restored: NamespaceClock | None,
+) -> None:
+    mirror = with_namespaces(n00=3)
+    mirror.changed([clock_event(10, 50, 8, 2)], 10, 0.0)
+    listed = [] if restored is None else [kv(PATHS.clock, encode_record(restored), 3)]
+    mirror.reset(listed, 4, 0.0)
+    assert digests(mirror) == ["00"]
+    assert [e.digest for e in mirror.unsaved] == ["00"]
+    assert mirror.view.clock == NamespaceClock(50, 8, 2), "it never goes back"
+    assert mirror.clock_lost
+    # Put back by another node, after the namespaces.
+    changes = [
+        put_event(PATHS.namespace("t", "00"), encode_record(entry("00", epoch=3)), 5),
+        clock_event(6, 50, 8, 2),
+    ]
+    mirror.changed(changes, 6, 0.0)
+    assert digests(mirror) == ["00"]
+    assert (mirror.unsaved, mirror.clock_lost) == ([], False)
+
+
+def test_deleted_and_registered_anew_between_two_looks() -> None:
+    mirror = with_namespaces(n00=3)
+    key = PATHS.namespace("t", "00")
+    anew = entry("00", epoch=4, fence=4, generation=1)
+    events = [
+        clock_event(10, 0, 4, 1),
+        delete_event(key, 10),
+        put_event(key, encode_record(anew), 11),
+    ]
+    mirror.changed(events, 11, 0.0)
+    assert mirror.view.namespaces["t", "00"] == anew
+    # The same, from a list; and one that was restored in a former epoch stays as it was.
+    mirror = with_namespaces(n00=3, n11=3)
+    mirror.reset(
+        [
+            kv(key, encode_record(anew), 11),
+            kv(PATHS.namespace("t", "11"), encode_record(entry("11", epoch=1)), 2),
+            kv(PATHS.clock, encode_record(NamespaceClock(0, 4, 1)), 10),
+        ],
+        12,
+        0.0,
+    )
+    assert mirror.view.namespaces["t", "00"] == anew
+    assert mirror.view.namespaces["t", "11"].epoch == 3
+
+
+def test_a_clock_that_cannot_be_read_is_left_out() -> None:
+    mirror = with_namespaces(n00=3)
+    for value in (b"{", encode_record(NamespaceClock(-1))):
+        mirror.changed([put_event(PATHS.clock, value, 10)], 10, 0.0)
+    assert mirror.view.clock == NamespaceClock()
+    assert (mirror.undecodable, mirror.clock_revision) == (2, 0)
+
+
 @given(st.binary(max_size=60), st.binary(max_size=60))
 def test_no_key_and_no_value_does_harm(name: bytes, value: bytes) -> None:
     mirror = with_nodes("a")
     before = dict(mirror.view.nodes)
-    for kind in (b"", b"nodes/", b"namespaces/", b"incarnations/", b"chores/", b"config"):
+    for kind in (b"", b"nodes/", b"namespaces/", b"incarnations/", b"chores/", b"config", b"clock"):
         mirror.changed([put_event(PATHS.root + kind + name, value, 6)], 6, 0.0)
     assert dict(mirror.view.nodes) == before
     assert dict(mirror.view.namespaces) == {}

@@ -1,0 +1,130 @@
+"""Notes in the cluster which namespaces are used here, and deletes those that nobody has used for long.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.local_node import LocalNode
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.node import Node
+from kvpool.errors import InvalidRequest, KvpoolError
+from kvpool.placement.membership.admission import NOTE_HOURS, stale
+from kvpool.placement.membership.base import Membership
+from kvpool.placement.records import NamespaceEntry, View
+
+log = logging.getLogger("kvpool.daemon")
+
+CHORE = "namespaces"
+HOUR_S = 3600.0
+SPREAD_S = 600.0  # so that the first of many nodes notes a use before the others look
+CHECKED_MAX = 64  # namespaces in a step
+WRITTEN_MAX = 16  # of them are noted or deleted
+NOTES_SINCE = 8  # the protocol of the first version whose nodes note what they use
+
+
+class UnusedNamespaces:
+    """Keeps the cluster's records of namespaces from growing for ever.
+
+    A namespace is used where a client has it open, or where there are blocks of it in memory or on a disk. Each node
+    notes that once a day. The hours are counted by one member, and it deletes what was not noted for so many
+    (`namespace_unused_days`). deleted: by this node.
+
+    A node that is alone deletes none: only namespaces that were reset or configured have a record there, and one without
+    a record begins in the first epoch.
+    """
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        membership: Membership,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self.deleted = 0
+        self._alone = not config.join
+        self._days = config.namespace_unused_days
+        self._node = node
+        self._membership = membership
+        self._clock = clock
+        self._rng = rng
+        self._hours = -1  # of the cluster, as seen last
+        self._seen_at = -math.inf  # when they were first seen
+        self._look_at = math.inf
+        self._to_look_at: deque[NamespaceState] = deque()
+        self._to_delete: deque[NamespaceEntry] = deque()
+
+    async def step(self, local: LocalNode) -> None:
+        """Call it about every second. What a membership that is away does not take is repeated in the next hour."""
+        if self._alone:
+            return
+        view, now = self._membership.view, self._clock()
+        if view.clock.hours != self._hours:
+            self._hours, self._seen_at = view.clock.hours, now
+            self._look_at = now + self._rng.uniform(0, SPREAD_S)
+            self._to_delete = deque(unused(view, self._days) if self._days else ())
+        if now >= self._look_at:
+            self._look_at = math.inf
+            every = self._node.tenants.values()
+            self._to_look_at = deque(
+                epochs[-1] for tenant in every for epochs in tenant.epochs.values()
+            )
+        try:
+            await self._note(local)
+            if await self._membership.lead(CHORE):
+                await self._delete()
+                if now - self._seen_at >= HOUR_S and view.namespaces:
+                    await self._membership.count_hour(self._hours)
+        except KvpoolError as error:
+            log.debug("the use of namespaces was not noted: %s", error)
+
+    async def _note(self, local: LocalNode) -> None:
+        written = 0
+        for _ in range(min(CHECKED_MAX, len(self._to_look_at))):
+            if written >= WRITTEN_MAX:
+                return
+            namespace = self._to_look_at.popleft()
+            tenant, base = namespace.tenant, namespace.base
+            view = self._membership.view
+            entry = view.namespaces.get((tenant.name, base.hex()))
+            if entry is None or not stale(entry, view.clock):
+                continue
+            if self._node.namespaces.in_use(tenant, base) or local.below(namespace):
+                written += 1
+                try:
+                    await self._membership.use(tenant.name, base.hex())
+                except InvalidRequest:
+                    pass  # it was deleted at this moment, and is registered anew when it is opened
+
+    async def _delete(self) -> None:
+        for _ in range(min(WRITTEN_MAX, len(self._to_delete))):
+            entry = self._to_delete.popleft()
+            if await self._membership.delete_unused(entry.tenant, entry.digest, entry.used):
+                self.deleted += 1
+                log.info(
+                    "namespace %s of tenant %s was not used for %d hours: deleted from the cluster",
+                    entry.digest,
+                    entry.tenant,
+                    self._hours - entry.used,
+                    extra={"namespace": entry.digest},
+                )
+
+
+def unused(view: View, days: int) -> list[NamespaceEntry]:
+    """Those that nobody has used for so many days, the oldest use first. Pure.
+
+    None while a node of an older version is there, which does not note what it uses.
+    """
+    if any(node.protocol < NOTES_SINCE for node in view.nodes.values()):
+        return []
+    hours = view.clock.hours - (24 * days + NOTE_HOURS)
+    found = [entry for entry in view.namespaces.values() if entry.used < hours]
+    return sorted(found, key=lambda entry: entry.used)
