@@ -121,11 +121,20 @@ class HttpLimits(NamedTuple):
 class Listeners:
     """All that is listened on, for one application, which says which connections are known: `trust`. Event loop only.
 
-    cert, key: PEM files for TLS; empty: none. setting: that names the addresses, for messages.
+    cert, key: PEM files for TLS; empty: none. setting: that names the addresses, for messages. dropped: called for each
+    connection that is closed because all places are taken: an idle one, to make way, or a new one.
     """
 
-    def __init__(self, cert: str, key: str, limits: HttpLimits, setting: str) -> None:
+    def __init__(
+        self,
+        cert: str,
+        key: str,
+        limits: HttpLimits,
+        setting: str,
+        dropped: Callable[[], object],
+    ) -> None:
         self._setting = setting
+        self._dropped = dropped
         self._limits = limits
         self._runner: web.AppRunner | None = None
         self._cert = cert
@@ -237,8 +246,10 @@ class Listeners:
         if displaced is not None:
             places.leave(displaced)
             displaced.end()
+            self._dropped()
         if places.full:  # of requests under way
-            self._refused(address)
+            self._dropped()
+            self._complain(address)
             sock.close()
             return
         connection = _Connection(sock)
@@ -276,8 +287,8 @@ class Listeners:
         self._connections.leave(connection)
         connection.sock.close()
 
-    def _refused(self, address: str) -> None:
-        """Say so, at most once in a while."""
+    def _complain(self, address: str) -> None:
+        """Say that a connection was refused, at most once in a while."""
         now = time.monotonic()
         if now >= self._complain_at:
             self._complain_at = now + COMPLAINT_S

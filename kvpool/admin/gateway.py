@@ -17,7 +17,7 @@ from kvpool.admin.guard import Guard
 from kvpool.admin.handlers.blocks import Blocks
 from kvpool.admin.handlers.changes import Changing
 from kvpool.admin.handlers.inventory import Looking
-from kvpool.admin.handlers.monitoring import Watching
+from kvpool.admin.handlers.monitoring import Dropped, Watching
 from kvpool.admin.handlers.pages import Pages
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.history import Sampler
@@ -63,17 +63,17 @@ class Gateway:
         self._events = Events(cluster, self._listening)
         self._sampler = Sampler(cluster, time.time)
         self._routers = Routers(cluster, list(start.routers), start.router_token, start.tls_ca)
-        looking, pages = Looking(cluster), Pages()
+        looking, pages, dropped = Looking(cluster), Pages(), Dropped()
         table = routes(
             looking,
             Blocks(cluster, self._routers),
             Changing(cluster, looking),
             self._routers,
-            Watching(cluster, self._events, self._sampler),
+            Watching(cluster, self._events, self._sampler, dropped),
             pages,
         )
         pages.describe(table)
-        self._listeners = Listeners(start.tls_cert, start.tls_key, LIMITS, "http")
+        self._listeners = Listeners(start.tls_cert, start.tls_key, LIMITS, "http", dropped.add)
         api = Api(guard, Remembered(clock), peer_uid, self._listeners.trust)
         self._app = api.application(table)
         self._tasks: list[asyncio.Task[None]] = []

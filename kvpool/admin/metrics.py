@@ -342,6 +342,11 @@ METRICS: tuple[Metric, ...] = (
         "refused_connections",
     ),
     _counter(
+        "http_connections_dropped",
+        "Connections that the HTTP gateway closed because all places were taken, idle ones first.",
+        "http_dropped",
+    ),
+    _counter(
         "tenant_waits",
         "Waits of connections whose tenant had used its share of the daemon's time, while others needed it.",
         "tenant_waits",

@@ -154,7 +154,10 @@ class Router:
             spans=self._spans if config.otlp else None,
             isolation=_isolation(config, secrets),
         )
-        self._listeners = Listeners(config.tls_cert, config.tls_key, _limits(config), "listen")
+        self._listeners = Listeners(
+            *(config.tls_cert, config.tls_key, _limits(config), "listen"),
+            metrics.connections_dropped.inc,
+        )
         api = Api(
             config,
             secrets,

@@ -54,6 +54,10 @@ class Metrics:
         self.engine_call_failures = counter(
             "engine_call_failures", "Failed calls to engines, by reason.", ("engine", "reason")
         )
+        self.connections_dropped = counter(
+            "connections_dropped",
+            "Connections closed because all places were taken, idle ones first.",
+        )
         self.retries = counter("retries", "Calls repeated on another engine.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = counter(

@@ -614,7 +614,8 @@ class AuditStats(Branch):
 class NodeStats(Branch):
     """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only.
 
-    failed_logins: by where: `socket` (clients), `http` (the gateway), `peer`.
+    failed_logins: by where: `socket` (clients), `http` (the gateway), `peer`. http_dropped: connections that
+    the gateway which shows this closed because all places were taken.
     """
 
     node: str = ""
@@ -624,6 +625,7 @@ class NodeStats(Branch):
     clients: int = 0
     connections: int = 0
     refused_connections: int = 0
+    http_dropped: int | None = None
     tenant_waits: int = 0  # of connections whose tenant had used its share of the loop's time
     failed_logins: dict[str, int] = {}
     audit: AuditStats | None = None

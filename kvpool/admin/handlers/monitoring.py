@@ -37,10 +37,22 @@ LAST_EVENT_ID_MAX = 128
 RETRY_MS = 2000
 
 
+class Dropped:
+    """Counts the connections that this gateway closed because all places were taken."""
+
+    count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
 class Watching:
     """Handlers; see `routes.py`."""
 
-    def __init__(self, cluster: Cluster, events: Events, sampler: Sampler) -> None:
+    def __init__(
+        self, cluster: Cluster, events: Events, sampler: Sampler, dropped: Dropped
+    ) -> None:
+        self._dropped = dropped
         self._cluster = cluster
         self._events = events
         self._sampler = sampler
@@ -52,6 +64,7 @@ class Watching:
         if stats is None:
             why = answers.unreachable.get(view.node, "no answer")
             raise Refused(503, "unavailable", f"the daemon did not report its statistics: {why}")
+        stats.http_dropped = self._dropped.count
         return web.Response(
             body=metrics.render(stats), headers={"Content-Type": metrics.CONTENT_TYPE}
         )

@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.admin.gateway import LIMITS
 from kvpool.admin.tokens import add_token
@@ -40,6 +41,14 @@ def ask(port, path="/healthz", token="", connection=None):
             used.close()
 
 
+def parse_metrics(text):
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
 @pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\nHost: x"])
 def test_conns_idle_strangers_do_not_keep_out_a_health_probe(gateway, said):
     """512 of them once had every further connection closed, probes too."""
@@ -59,3 +68,6 @@ def test_conns_idle_strangers_do_not_keep_out_a_health_probe(gateway, said):
             assert ask(port, "/v1/me", token) == 200
         assert ask(port, "/v1/me", token, kept) == 200
         assert kept.sock is sock, "who has shown a token makes way for no stranger"
+        kept.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+        metrics = parse_metrics(kept.getresponse().read())
+        assert metrics["kvpool_http_connections_dropped_total"] >= 50
