@@ -62,7 +62,7 @@ class Gateway:
         self._listening = Daemon(entrance)
         self._events = Events(cluster, self._listening)
         self._sampler = Sampler(cluster, time.time)
-        self._routers = Routers(cluster, list(start.routers), start.router_token, start.tls_ca)
+        self._routers = Routers(cluster, list(start.routers), start.router_token, start.router_ca)
         looking, pages, dropped = Looking(cluster), Pages(), Dropped()
         table = routes(
             looking,

@@ -97,6 +97,8 @@ def _check_tls(config: DaemonConfig) -> None:
     for name, path in files.items():
         if path:
             _check_readable(name, path, secret=name == "tls_key")
+    if config.router_ca:
+        _check_readable("router_ca", config.router_ca, secret=False)
     chosen = config.plaintext or config.pull_over == "nixl"
     if config.tls_cert and _nixl_urls(config) and not chosen:
         raise ConfigError(

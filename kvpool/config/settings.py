@@ -492,6 +492,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             panel=GATEWAY,
         ),
     ] = ()
+    router_ca: Annotated[
+        File,
+        setting(
+            "The certificate authority of these routers, PEM. None: that of `tls_ca`. Public authorities are trusted too.",
+            panel=GATEWAY,
+        ),
+    ] = ""
     router_token: Annotated[
         str,
         kind(parse=parse.secret),

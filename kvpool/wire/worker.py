@@ -221,7 +221,7 @@ class GatewayStart(Message, tag=120):
     router_token: str
     otlp: str = ""
     node: str = ""
-    tls_ca: str = ""
+    router_ca: str = ""
 
 
 TransferMessage = (

@@ -1367,7 +1367,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext --cluster-secret-file /s --operated-by m --operated-by n"
         " --operator-socket /o --plaintext-passwords --no-announce"
         f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
-        " --router http://r:1 --otlp http://c:4318 --log-level error --log-format json -v"
+        f" --router http://r:1 --router-ca {pem} --otlp http://c:4318 --log-level error --log-format json -v"
     )
     result = CliRunner().invoke(verbs.app, args.split())
     assert result.exit_code == 0, result.output
@@ -1409,6 +1409,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     assert (config.http_tokens, config.http_rate) == (str(pem), 7)
     assert (config.cluster_secret_file, config.operated_by) == ("/s", ("m", "n"))
     assert (config.routers, config.otlp) == (("http://r:1",), "http://c:4318")
+    assert config.router_ca == str(pem)
     assert (config.log_level, config.log_format) == ("error", "json"), "-v is less than a level"
     secrets = {"cluster_secret", "join_password", "directory_password", "operator_token"}
     secrets |= {"router_token"}

@@ -89,6 +89,7 @@ def test_every_setting_can_come_from_the_file(tmp_path, tls_files):
         tmp_path,
         "".join(f'{name} = "{path}"\n' for name, path in tls_files.items())
         + f'http_tokens = "{tls_files["tls_key"]}"\n'
+        + f'router_ca = "{tls_files["tls_ca"]}"\n'
         + """
 plaintext = true
 operator_socket = "/o"
@@ -234,6 +235,7 @@ memory = "50%"
         http_tokens=tls_files["tls_key"],
         http_rate=7.0,
         routers=("http://r:8080",),
+        router_ca=tls_files["tls_ca"],
         router_token="rt rt rt rt rt rt",
     )
     red, default = config.all_tenants()
@@ -316,6 +318,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "http_tokens": tls_files["tls_key"],
         "http_rate": ".5",
         "routers": "http://r:8080,https://s:1/",
+        "router_ca": tls_files["tls_ca"],
         "router_token": "rt rt rt rt rt rt",
     }
     assert values.keys() | {"tenants", "cluster_secret"} == set(SETTINGS)
@@ -347,6 +350,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert config.otlp == "http://127.0.0.1:4318"
     assert (config.http, config.http_rate) == (("[::1]:7071", "unix:/h"), 0.5)
     assert config.routers == ("http://r:8080", "https://s:1")
+    assert config.router_ca == tls_files["tls_ca"]
     assert (config.http_tokens, config.router_token) == (
         values["http_tokens"],
         values["router_token"],

@@ -66,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "router": {
             "replicas": 3,
-            "tls": {"existingSecret": "router-tls"},
+            "tls": {"existingSecret": "router-tls", "ca": "router-ca.pem"},
             "settings": {"policy": "kvpool", "ttft_slo_s": 5, "daemon": True},
             "engines": [{"url": "http://vllm-0:8000", "node": "n0", "flexible": True}],
             "nodeSelector": {"pool": "gpu"},
@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "routerFrom": [{"namespaceSelector": {}}],
         },
         "metrics": {
-            "serviceMonitor": {"enabled": True, "labels": {"release": "p"}},
+            "serviceMonitor": {"enabled": True, "labels": {"release": "p"}, "serverName": "kvpool"},
             "rules": {"enabled": True, "labels": {"release": "p"}},
             "dashboards": {"enabled": True},
         },
@@ -99,6 +99,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "etcd": {"replicas": 1},
         "daemon": {"prepareFolders": False},
         "serviceAccount": {"create": False},
+    },
+    "the router alone has a certificate": {
+        "plaintext": {"peers": True, "passwords": True},
+        "router": {"tls": {"existingSecret": "router-tls", "ca": "router-ca.pem"}},
     },
     "own configuration": {"plaintext": CLEAR, "daemon": {"existingConfigSecret": "mine"}},
 }
@@ -402,6 +406,7 @@ def test_the_daemon_takes_its_configuration(
         assert config.labels == {"zone": "a", "rack": "7"}
         assert config.ssd[0].size == 400 << 30
         assert config.tls_cert.endswith("node-n1.pem") and not config.plaintext
+        assert config.router_ca == config.tls_ca.replace("ca.pem", "router-ca.pem")
     elif variant != "own configuration":
         assert config.plaintext, "no certificates: said in so many words"
         limit = container["resources"]["limits"]["memory"]
@@ -448,6 +453,30 @@ def test_a_pod_ends_in_its_own_time(manifests: list[Manifest], variant: str) -> 
     timeout = int(re.search(r'"--timeout", "(\d+)"', command[2])[1])
     assert '["kvpool", "drain", os.environ["KVPOOL_NODE"]' in command[2]
     assert grace >= timeout + flush + 60
+
+
+def test_what_is_scraped_is_verified() -> None:
+    """Prometheus sends its token, so it must know to whom. Daemons only with a name that all certificates have."""
+    variant = VARIANTS["everything"]
+    daemon, router = endpoints(variant)
+    authority = {"secret": {"name": "kvpool-tls", "key": "ca.pem"}}
+    assert daemon["tlsConfig"] == {"ca": authority, "serverName": "kvpool"}
+    authority = {"secret": {"name": "kvpool-tls", "key": "router-ca.pem"}}
+    assert router["tlsConfig"] == {"ca": authority, "serverName": "release-name-kvpool-router"}
+    metrics = {"serviceMonitor": {"enabled": True}}
+    daemon, router = endpoints({**variant, "metrics": metrics})
+    assert daemon["tlsConfig"] == {"insecureSkipVerify": True}
+    public = {"plaintext": CLEAR, "router": {"tls": {"existingSecret": "public"}}}
+    daemon, router = endpoints({**public, "metrics": metrics})
+    assert "tlsConfig" not in daemon
+    assert router["tlsConfig"] == {"serverName": "release-name-kvpool-router"}
+
+
+def endpoints(values: dict[str, Any]) -> tuple[Any, Any]:
+    """What Prometheus asks: of daemons, and of routers."""
+    monitors = of_kind(render(values), "ServiceMonitor")
+    daemon, router = (monitors[f"release-name-kvpool-{of}"] for of in ("daemon", "router"))
+    return daemon["spec"]["endpoints"][0], router["spec"]["endpoints"][0]
 
 
 @pytest.mark.parametrize(

@@ -159,5 +159,5 @@ def _start_message(config: DaemonConfig, digest: str) -> worker_wire.GatewayStar
         router_token=config.router_token,
         otlp=config.otlp,
         node=config.node,
-        tls_ca=config.tls_ca,
+        router_ca=config.router_ca or config.tls_ca,
     )

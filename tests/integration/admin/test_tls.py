@@ -70,8 +70,11 @@ def test_tokens_go_over_tls_and_new_certificates_are_taken(start, tmp_path, unti
     until(lambda: ask(port, pki.ca, token)[1] not in {"", serial})
 
 
-def test_routers_are_asked_over_tls_and_verified(start, tmp_path, until):
-    """The authority of `tls_ca` is trusted beside the public ones; a router of another one gets no token."""
+@pytest.mark.parametrize("own_authority", [False, True])
+def test_routers_are_asked_over_tls_and_verified(start, tmp_path, until, own_authority):
+    """The authority of `tls_ca`, or of `router_ca`, is trusted beside the public ones; a router of another one gets no
+    token.
+    """
     pki, others = Pki(tmp_path / "pki"), Pki(tmp_path / "others")
     files = pki.files("n")
     tokens, port = tmp_path / "tokens.toml", free_port()
@@ -89,6 +92,7 @@ def test_routers_are_asked_over_tls_and_verified(start, tmp_path, until):
         start(
             *("--http", f"127.0.0.1:{port}", "--http-tokens", str(tokens)),
             *("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca),
+            *(("--router-ca", str(others.ca)) if own_authority else ()),
             KVPOOL_ROUTERS=",".join(routers),
             KVPOOL_ROUTER_TOKEN=TOKEN,
             **SETTINGS,
@@ -109,6 +113,7 @@ def test_routers_are_asked_over_tls_and_verified(start, tmp_path, until):
                 return loads(connection.getresponse().read())
 
         found = until(lambda: (told := engines()) and told["items"] and told)
-        assert [list(each["routers"]) for each in found["items"]] == [[routers[0]]]
-        assert list(found["unreachable"]) == [routers[1]]
-        assert "certificate" in found["unreachable"][routers[1]].lower()
+        trusted, other = reversed(routers) if own_authority else routers
+        assert [list(each["routers"]) for each in found["items"]] == [[trusted]]
+        assert list(found["unreachable"]) == [other]
+        assert "certificate" in found["unreachable"][other].lower()

@@ -50,6 +50,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- define "kvpool.routerTls" -}}
 {{- with .Values.router.tls }}{{ .existingSecret }}{{ end }}
 {{- end }}
+{{- define "kvpool.routerCa" -}}
+{{- with .Values.router.tls }}{{ .ca | default "" }}{{ end }}
+{{- end }}
 
 {{- /* Whether clients may speak with the router in the clear. */ -}}
 {{- define "kvpool.routerPlaintext" -}}
