@@ -264,13 +264,13 @@ class NamespaceClock(msgspec.Struct, frozen=True):
     """What all namespaces of a cluster have in common.
 
     hours: counted by its members while they run, so that nobody's clock needs to be right.
-    epoch, generation: from which namespaces that are registered begin; beyond those of all that were deleted, so that
-        one that comes back never meets its former blocks, nor engines with its former weights.
+    first_epoch, first_generation: in which new namespaces begin; beyond those of all that were deleted, so that one that
+        comes back never meets its former blocks, nor engines with its former weights.
     """
 
     hours: int = 0
-    epoch: int = 0
-    generation: int = 0
+    first_epoch: int = 0
+    first_generation: int = 0
 
 
 def check_entry(entry: NamespaceEntry, where: str) -> NamespaceEntry:

@@ -476,7 +476,7 @@ class MembershipContract:
                     assert isinstance(stored, NamespaceEntry), stored
                     deleted += gone
                     if gone:
-                        assert a.view.clock.epoch > before.epoch
+                        assert a.view.clock.first_epoch > before.epoch
                         assert stored == before or stored.epoch > before.epoch
                         if isinstance(used, InvalidRequest):
                             assert stored == before, "it was there until then"
@@ -484,7 +484,7 @@ class MembershipContract:
                         assert used is None
                         assert stored.epoch == before.epoch
                     there = [m.view.namespaces.get(("t", before.digest)) for m in members]
-                    assert a.view.clock.epoch >= deleted, (gone, used, stored, there)
+                    assert a.view.clock.first_epoch >= deleted, (gone, used, stored, there)
 
         self.run(main())
 
@@ -688,9 +688,12 @@ class Model:
         wanted = entry(self._rng.choice(["00", "11"]) * 16)
         clock = self.clock
         new = msgspec.structs.replace(wanted, used=clock.hours)
-        if clock.epoch:
+        if clock.first_epoch:
             new = msgspec.structs.replace(
-                new, epoch=clock.epoch, fence=clock.epoch, generation=clock.generation
+                new,
+                epoch=clock.first_epoch,
+                fence=clock.first_epoch,
+                generation=clock.first_generation,
             )
         stored = self.namespaces.setdefault(("t", wanted.digest), new)
         assert await member.register(wanted) == stored
@@ -737,8 +740,10 @@ class Model:
             del self.namespaces[key]
             self.clock = msgspec.structs.replace(
                 self.clock,
-                epoch=max(self.clock.epoch, old.epoch + 1),
-                generation=max(self.clock.generation, old.generation + GENERATIONS_APART),
+                first_epoch=max(self.clock.first_epoch, old.epoch + 1),
+                first_generation=max(
+                    self.clock.first_generation, old.generation + GENERATIONS_APART
+                ),
             )
         assert await member.delete_unused(*key, used) == (used >= old.used)
 

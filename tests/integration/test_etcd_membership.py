@@ -665,6 +665,44 @@ def test_an_etcd_that_lost_all_its_data(tmp_path: Path) -> None:
         uvloop.run(main(etcd))
 
 
+def test_what_was_deleted_stays_so_whatever_etcd_says_later(etcd: Etcd, cluster: str) -> None:
+    """A copy of etcd was brought back, or a node of an older version remembers what it should not."""
+
+    async def main() -> None:
+        async with Members(etcd.url, cluster) as members:
+            a, b = [await members.start() for _ in range(2)]
+            there = await a.register(entry("11" * 16))
+            await a.register(entry(epoch=2, generation=1))
+            assert await a.delete_unused("t", entry().digest, 0)
+            clock = NamespaceClock(0, 3, 1 + GENERATIONS_APART)
+            await until(lambda: a.view.clock == b.view.clock == clock)
+            at = f"/kvpool/{cluster}/clock"
+
+            await asyncio.to_thread(etcd.put, at, encode_record(NamespaceClock(0, 1, 0)))
+            await until(lambda: etcd.get(at) == encode_record(clock))
+            await asyncio.to_thread(etcd.delete, at)
+            await until(lambda: etcd.get(at) == encode_record(clock))
+            assert a.view.clock == b.view.clock == clock
+
+            again = f"/kvpool/{cluster}/namespaces/t/{entry().digest}"
+            await asyncio.to_thread(etcd.put, again, encode_record(entry(epoch=1)))
+            anew = entry(epoch=3, fence=3, generation=clock.first_generation)
+            await until(lambda: etcd.get(again) == encode_record(anew))
+            both = {("t", there.digest): there, ("t", anew.digest): anew}
+            await until(lambda: a.view.namespaces == b.view.namespaces == both)
+
+            await a.count_hour(0)
+            await a.use("t", there.digest)
+            used = msgspec.structs.replace(there, used=1)
+            await until(lambda: b.view.namespaces["t", there.digest] == used)
+            other = f"/kvpool/{cluster}/namespaces/t/{there.digest}"
+            await asyncio.to_thread(etcd.put, other, encode_record(there))
+            await until(lambda: etcd.get(other) == encode_record(used))
+            assert not await b.delete_unused("t", there.digest, 0)
+
+    uvloop.run(main())
+
+
 @pytest.mark.slow
 def test_a_node_that_died_with_etcd_away_is_dropped_in_the_end(tmp_path: Path) -> None:
     async def main(etcd: Etcd) -> None:

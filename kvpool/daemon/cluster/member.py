@@ -135,6 +135,7 @@ class ClusterMember:
             for tier, held in self.holdings.items():
                 self._begin_to_announce(self._told, tier, held)
         self._tasks.begin(self._run())
+        self._tasks.begin(self._tend_namespaces())
 
     def _describe_ways(self, urls: Sequence[str]) -> None:
         """This node's addresses as announced, and its own network cards."""
@@ -432,6 +433,10 @@ class ClusterMember:
             await self.namespaces.register_late()
             await self.tell()
             await self._sweep.step()
+
+    async def _tend_namespaces(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
             await self._unused.step(self._local)
 
     # ---- the operator's view -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvpool.errors import (
     NamespaceMismatch,
     Unavailable,
 )
-from kvpool.placement.membership.admission import stale
+from kvpool.placement.membership.admission import begun, stale
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
@@ -64,16 +64,13 @@ class Namespaces:
         if view.namespaces is self._entries:
             return
         before, self._entries = self._entries, view.namespaces
-        for key, entry in self._entries.items():
-            if before.get(key) is not entry:
-                self._follow(key, entry)
-        for key in before.keys() - self._entries.keys():
-            # Deleted. If this node did not know that it was unused, it was away, and so are its clients' weights.
-            epoch, generation = view.clock.epoch, view.clock.generation
-            over = msgspec.structs.replace(
-                before[key], epoch=epoch, fence=epoch, generation=generation
-            )
-            self._follow(key, over)
+        known = before.get
+        for key in [key for key, entry in self._entries.items() if known(key) is not entry]:
+            self._follow(key, self._entries[key])
+        if not before.keys() <= self._entries.keys():
+            for key in before.keys() - self._entries.keys():
+                # Deleted. If this node did not know that it was unused, it was away, and so are its clients' weights.
+                self._follow(key, begun(before[key], view.clock))
 
     def _follow(self, key: tuple[str, str], entry: NamespaceEntry) -> None:
         tenant = self._node.tenants.get(key[0])
@@ -89,7 +86,7 @@ class Namespaces:
         for namespace in list(self._unregistered):
             try:
                 entry = await self._register(namespace, namespace.settings)
-            except NamespaceMismatch as error:
+            except (NamespaceMismatch, LimitExceeded) as error:
                 log.warning(
                     "namespace %s is not shared with the cluster: %s",
                     namespace.base.hex(),
@@ -119,6 +116,8 @@ class Namespaces:
         entry = known = self._entry(namespace.tenant, namespace.base)
         # One of whose use nobody has heard for long may be deleted at any moment: its record says that it is used now.
         if known is None or stale(known, self._membership.view.clock):
+            if known is None:
+                self._begin(namespace)
             wanted = wanted.known_here(self._config.replicas_max)
             try:
                 async with asyncio.timeout(REGISTER_S):
@@ -135,6 +134,23 @@ class Namespaces:
                 return living
         assert entry is not None, "it was known or is registered"
         return self._apply(namespace, entry)
+
+    def _begin(self, namespace: NamespaceState) -> None:
+        """The cluster does not know it, so it may have been deleted: whatever is here of a former life is over.
+
+        Not only once it is registered, which may be late.
+        """
+        clock = self._membership.view.clock
+        self._enter(namespace, clock.first_epoch, clock.first_epoch, clock.first_generation)
+
+    def _enter(
+        self, namespace: NamespaceState, epoch: int, fence: int, generation: int
+    ) -> NamespaceState:
+        was = self._node.namespaces.living(namespace)
+        living = self._node.namespaces.set_epoch(namespace, epoch, fence, generation)
+        if living is not was:
+            self._local.namespace_entered(living)
+        return living
 
     async def fill_in(self, namespace: NamespaceState, wanted: NamespaceSettings) -> NamespaceState:
         """On a node that is alone, a client's settings apply if none were set before.
@@ -200,11 +216,7 @@ class Namespaces:
         was = self._node.namespaces.living(namespace)
         if was.retired:  # freed while the cluster was asked
             return was
-        living = self._node.namespaces.set_epoch(
-            namespace, entry.epoch, entry.fence, entry.generation
-        )
-        if living is not was:
-            self._local.namespace_entered(living)
+        living = self._enter(namespace, entry.epoch, entry.fence, entry.generation)
         before = living.settings.replicas
         self._settle_on(living, entry.settings.known_here(self._config.replicas_max))
         if living.settings.replicas > before and any(table.blocks for table in living.tables):
@@ -233,25 +245,22 @@ class Namespaces:
         namespace = self._node.namespaces.open(tenant, base, fields, specs)
         known = self.known_epoch(namespace)
         if known is None:
-            was = self._node.namespaces.living(namespace)
-            known = self._node.namespaces.set_epoch(namespace, epoch, 0, generation)
-            if known is not was:
-                self._local.namespace_entered(known)
+            known = self._enter(namespace, epoch, 0, generation)
             known = await self.register(known, settings)
         return known
 
     async def opened(self, namespace: NamespaceState, generation: int) -> client_wire.Opened:
         """For a client that opens a namespace, with weights of this generation (-1: the present one)."""
         living = self._node.namespaces.living(namespace)
+        if generation > living.generation and self._config.join:
+            raise Unavailable(
+                "this node has not yet received the namespace's last reset: try again"
+            )
         if generation > living.generation + GENERATIONS_AHEAD_MAX:
             raise InvalidRequest(
                 f"the request is for generation {generation}, but {living.generation} is current"
             )
         while generation > living.generation:
-            if self._config.join:
-                raise Unavailable(
-                    "this node has not yet received the namespace's last reset: try again"
-                )
             # Alone and restarted without saved state: the pool is empty, and the client's generation is right.
             living = await self._new_epoch(living, fence=True)
         if generation < 0:

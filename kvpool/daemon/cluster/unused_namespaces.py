@@ -27,6 +27,9 @@ HOUR_S = 3600.0
 SPREAD_S = 600.0  # so that the first of many nodes notes a use before the others look
 CHECKED_MAX = 64  # namespaces in a step
 WRITTEN_MAX = 16  # of them are noted or deleted
+SURE_S = (
+    2 * HOUR_S
+)  # of watching before anything is deleted: who came last, or was upgraded, has noted by then
 NOTES_SINCE = 8  # the protocol of the first version whose nodes note what they use
 
 
@@ -35,7 +38,7 @@ class UnusedNamespaces:
 
     A namespace is used where a client has it open, or where there are blocks of it in memory or on a disk. Each node
     notes that once a day. The hours are counted by one member, and it deletes what was not noted for so many
-    (`namespace_unused_days`). deleted: by this node.
+    (`namespace_unused_days`), in the second half of an hour: in the first one the others look. deleted: by this node.
 
     A node that is alone deletes none: only namespaces that were reset or configured have a record there, and one without
     a record begins in the first epoch.
@@ -59,6 +62,8 @@ class UnusedNamespaces:
         self._hours = -1  # of the cluster, as seen last
         self._seen_at = -math.inf  # when they were first seen
         self._look_at = math.inf
+        self._delete_at = math.inf
+        self._all_note_since = clock()  # nodes that do not were not seen since
         self._to_look_at: deque[NamespaceState] = deque()
         self._to_delete: deque[NamespaceEntry] = deque()
 
@@ -66,25 +71,31 @@ class UnusedNamespaces:
         """Call it about every second. What a membership that is away does not take is repeated in the next hour."""
         if self._alone:
             return
+        self._pass_time()
+        try:
+            await self._note(local)
+            if await self._membership.lead(CHORE):
+                await self._delete(local)
+                if self._clock() - self._seen_at >= HOUR_S and self._membership.view.namespaces:
+                    await self._membership.count_hour(self._hours)
+        except KvpoolError as error:
+            log.debug("the use of namespaces was not noted: %s", error)
+
+    def _pass_time(self) -> None:
         view, now = self._membership.view, self._clock()
         if view.clock.hours != self._hours:
             self._hours, self._seen_at = view.clock.hours, now
             self._look_at = now + self._rng.uniform(0, SPREAD_S)
-            self._to_delete = deque(unused(view, self._days) if self._days else ())
+            self._delete_at = now + HOUR_S / 2
+            self._to_delete.clear()
         if now >= self._look_at:
             self._look_at = math.inf
             every = self._node.tenants.values()
             self._to_look_at = deque(
                 epochs[-1] for tenant in every for epochs in tenant.epochs.values()
             )
-        try:
-            await self._note(local)
-            if await self._membership.lead(CHORE):
-                await self._delete()
-                if now - self._seen_at >= HOUR_S and view.namespaces:
-                    await self._membership.count_hour(self._hours)
-        except KvpoolError as error:
-            log.debug("the use of namespaces was not noted: %s", error)
+        if any(node.protocol < NOTES_SINCE for node in view.nodes.values()):
+            self._all_note_since = now
 
     async def _note(self, local: LocalNode) -> None:
         written = 0
@@ -104,9 +115,18 @@ class UnusedNamespaces:
                 except InvalidRequest:
                     pass  # it was deleted at this moment, and is registered anew when it is opened
 
-    async def _delete(self) -> None:
+    async def _delete(self, local: LocalNode) -> None:
+        """Some of those that are unused, by the one that leads. Not before all have had the time to note their own."""
+        now = self._clock()
+        if not self._days or now - self._all_note_since < SURE_S:
+            return
+        if now >= self._delete_at:
+            self._delete_at = math.inf
+            self._to_delete = deque(unused(self._membership.view, self._days))
         for _ in range(min(WRITTEN_MAX, len(self._to_delete))):
             entry = self._to_delete.popleft()
+            if self._used_here(entry, local):
+                continue
             if await self._membership.delete_unused(entry.tenant, entry.digest, entry.used):
                 self.deleted += 1
                 log.info(
@@ -117,14 +137,22 @@ class UnusedNamespaces:
                     extra={"namespace": entry.digest},
                 )
 
+    def _used_here(self, entry: NamespaceEntry, local: LocalNode) -> bool:
+        tenant, base = self._node.tenants.get(entry.tenant), bytes.fromhex(entry.digest)
+        if tenant is None or base not in tenant.epochs:
+            return False
+        return self._node.namespaces.in_use(tenant, base) or local.below(tenant.epochs[base][-1])
+
 
 def unused(view: View, days: int) -> list[NamespaceEntry]:
     """Those that nobody has used for so many days, the oldest use first. Pure.
 
-    None while a node of an older version is there, which does not note what it uses.
+    Quotas are an operator's word: a namespace that has one stays.
     """
-    if any(node.protocol < NOTES_SINCE for node in view.nodes.values()):
-        return []
     hours = view.clock.hours - (24 * days + NOTE_HOURS)
-    found = [entry for entry in view.namespaces.values() if entry.used < hours]
+    found = [
+        entry
+        for entry in view.namespaces.values()
+        if entry.used < hours and not (entry.settings.dram_quota or entry.settings.ssd_quota)
+    ]
     return sorted(found, key=lambda entry: entry.used)

@@ -123,6 +123,6 @@ def membership_news(
 
 
 def _deleted_namespaces(before: View, after: View) -> Iterator[tuple[str, dict[str, Any]]]:
-    if before.namespaces is not after.namespaces:
+    if not before.namespaces.keys() <= after.namespaces.keys():
         for tenant, digest in sorted(before.namespaces.keys() - after.namespaces.keys()):
             yield "namespace deleted", {"tenant": tenant, "namespace": digest}

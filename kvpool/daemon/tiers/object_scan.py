@@ -130,7 +130,7 @@ class ObjectScan:
             return
         view = self._books.membership.view
         known = view.namespaces.get((record.tenant, record.base.hex()))
-        if (view.clock.epoch if known is None else known.epoch) > record.epoch:
+        if (view.clock.first_epoch if known is None else known.epoch) > record.epoch:
             self._throw_away(digest)
             return
         wished_s = record.ttl_s if known is None else known.settings.ttl_s

@@ -23,7 +23,7 @@ NAMESPACES_PER_TENANT_MAX = 16_384
 # An engine that missed a namespace's deletion counts on from its former generation, one for each change of its weights.
 # It must not come to a number of those who registered the namespace anew.
 GENERATIONS_APART = 1 << 20
-NOTE_HOURS = 24  # the use of a namespace is noted at most that often
+NOTE_HOURS = 24  # within so many the use of a namespace is noted again
 
 
 def secret_proof(secret: bytes, cluster: str) -> str:
@@ -137,23 +137,26 @@ def check_room(known: Mapping[tuple[str, str], NamespaceEntry], entry: Namespace
         )
 
 
-def registered(entry: NamespaceEntry, clock: NamespaceClock) -> NamespaceEntry:
-    """A new namespace, as it begins now.
+def begun(entry: NamespaceEntry, clock: NamespaceClock) -> NamespaceEntry:
+    """A namespace that the cluster does not know, as it begins now.
 
     Its epoch may have to be a later one than its node's. Then that node was away while the namespace was deleted, and
     does not know which weights others had meanwhile: so its clients have to open it again, with the latest.
     """
-    if entry.epoch < clock.epoch:
-        generation = max(entry.generation, clock.generation)
-        entry = msgspec.structs.replace(
-            entry, epoch=clock.epoch, fence=clock.epoch, generation=generation
-        )
-    return noted(entry, clock)
+    if entry.epoch >= clock.first_epoch:
+        return entry
+    return msgspec.structs.replace(
+        entry,
+        epoch=clock.first_epoch,
+        fence=clock.first_epoch,
+        generation=max(entry.generation, clock.first_generation),
+    )
 
 
 def stale(entry: NamespaceEntry, clock: NamespaceClock) -> bool:
-    """Whether the last note of a namespace's use is so old that another one is due."""
-    return clock.hours - entry.used >= NOTE_HOURS
+    """Whether the last note of a namespace's use is so old that another one is due: for each at an hour of its own."""
+    spread = int(entry.digest[:2], 16) % (NOTE_HOURS // 2)
+    return clock.hours - entry.used >= NOTE_HOURS - spread
 
 
 def noted(entry: NamespaceEntry, clock: NamespaceClock) -> NamespaceEntry:
@@ -165,8 +168,8 @@ def after_deletion(clock: NamespaceClock, entry: NamespaceEntry) -> NamespaceClo
     """The clock once a namespace has been deleted."""
     return msgspec.structs.replace(
         clock,
-        epoch=max(clock.epoch, entry.epoch + 1),
-        generation=max(clock.generation, entry.generation + GENERATIONS_APART),
+        first_epoch=max(clock.first_epoch, entry.epoch + 1),
+        first_generation=max(clock.first_generation, entry.generation + GENERATIONS_APART),
     )
 
 
@@ -174,6 +177,6 @@ def later(one: NamespaceClock, other: NamespaceClock) -> NamespaceClock:
     """Of two records of a cluster's clock what is later in either: it never goes back."""
     return NamespaceClock(
         max(one.hours, other.hours),
-        max(one.epoch, other.epoch),
-        max(one.generation, other.generation),
+        max(one.first_epoch, other.first_epoch),
+        max(one.first_generation, other.first_generation),
     )

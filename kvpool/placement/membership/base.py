@@ -95,7 +95,7 @@ class Membership(Protocol):
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
         """Register a namespace, if it is new, and return the cluster's epoch and settings for it.
 
-        Its epoch is that of the view's `clock` at least. Raises `NamespaceMismatch` when it is known with other parts,
+        A new one begins in the first epoch of the view's `clock` at least. Raises `NamespaceMismatch` when it is known with other parts,
         `LimitExceeded` for one too many of its tenant, and `Unavailable`.
         """
 
@@ -105,7 +105,7 @@ class Membership(Protocol):
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         """Delete a namespace, unless it was used after that hour; returns whether it is deleted.
 
-        In the same moment the cluster's `clock` moves to a later epoch and generation than it had. Raises
+        In the same moment the cluster's `clock` moves to a later first epoch and generation than it had. Raises
         `Unavailable`.
         """
 

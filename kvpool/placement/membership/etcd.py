@@ -80,6 +80,7 @@ SMALL_USE_S = 60.0  # and that often, when it has changed by less than
 SMALL_USE = 1 / 64  # of the tier
 PROGRESS_S = 0.5  # the progress of a drain is written at most that often
 WRITES_S = 10.0  # and of all nodes together at most so many a second are written of either
+SAVE_PAUSE_S = 60.0  # after records could not be restored
 NO_LEASE = 0
 
 
@@ -153,6 +154,8 @@ class EtcdMembership:
         self._telling: asyncio.TimerHandle | None = None
         self._told_at = -math.inf  # by the loop's clock
         self._closed = False
+        self._saving = False
+        self._save_at = -math.inf  # not before, after a failure
 
     # ---- the view -------------------------------------------------------------------------------------
 
@@ -215,12 +218,20 @@ class EtcdMembership:
             own = self._paths.node(member.written.node)
             if not any(kv.key == own and kv.lease == member.lease for kv in kvs):
                 self._lose(member, "its record is not in etcd any more")
-        lost = self._mirror.unsaved or self._mirror.clock_lost
-        if lost or (self.view.config is not None and not self._mirror.config_seen):
+        self._save_at = -math.inf
+        self._save_if_lost(
+            config_lost=self.view.config is not None and not self._mirror.config_seen
+        )
+
+    def _save_if_lost(self, *, config_lost: bool = False) -> None:
+        lost = self._mirror.incomplete or config_lost
+        if lost and not self._saving and self._clock() >= self._save_at:
+            self._saving = True
             self._spawn(self._save_again(), "save")
 
     def changed(self, events: list[Any], revision: int) -> None:
         self._heard(self._mirror.changed(events, revision, self._clock()))
+        self._save_if_lost()
         for event in events:
             if event.kv.key == self._joining:
                 gone = event.type == rpc.Event.DELETE
@@ -282,13 +293,14 @@ class EtcdMembership:
 
     async def _save_again(self) -> None:
         """Etcd has lost its data: restore the cluster's epochs from this node."""
-        log.warning("etcd has lost records of this cluster: they are restored")
+        log.warning("etcd lacks records of this cluster as they were: they are restored")
         try:
             await self._shared.save_again()
         except KvpoolError as error:
-            log.warning(
-                "not all records could be restored, the next full read tries again: %s", error
-            )
+            self._save_at = self._clock() + SAVE_PAUSE_S
+            log.warning("not all records could be restored, which is tried again: %s", error)
+        finally:
+            self._saving = False
 
     # ---- this node ------------------------------------------------------------------------------------
 
@@ -520,11 +532,7 @@ class EtcdMembership:
                 with _refusals_as_unavailable():
                     stored = await self._shared.create_or_read(entry)
                     if stale(stored, self.view.clock):
-                        stored = await self._shared.use(entry.tenant, entry.digest)
-            except InvalidRequest:  # deleted between the two: as one that was never there
-                raise Unavailable(
-                    f"namespace {entry.digest} was deleted at this moment: open it again"
-                ) from None
+                        stored = await self._use(entry)
             except Unavailable:
                 if known is None:
                     raise
@@ -541,6 +549,12 @@ class EtcdMembership:
     async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
         with _refusals_as_unavailable():
             return await self._shared.configure(tenant, digest, change)
+
+    async def _use(self, entry: NamespaceEntry) -> NamespaceEntry:
+        try:
+            return await self._shared.use(entry.tenant, entry.digest)
+        except InvalidRequest:  # deleted since it was read
+            return await self._shared.create_or_read(entry)
 
     async def use(self, tenant: str, digest: str) -> None:
         with _refusals_as_unavailable():

@@ -26,7 +26,7 @@ import msgspec
 
 from kvpool.errors import ConfigError, ProtocolError
 from kvpool.placement.etcd import rpc_pb2 as rpc
-from kvpool.placement.membership.admission import later
+from kvpool.placement.membership.admission import begun, later
 from kvpool.placement.records import (
     INCARNATION_BYTES,
     ClusterConfig,
@@ -92,8 +92,10 @@ class Mirror:
 
     A namespace is dropped only if it was deleted because nobody used it, and its epoch never goes back, even if etcd has
     lost its data: old misses must stay misses. A deletion moves the clock beyond the namespace's epoch in the same
-    transaction, so one that is missing while the clock has not moved there, or has gone back, is lost.
-    `unsaved` are the entries that etcd lacked at the last `reset`; `clock_lost`: whether its clock had gone back then.
+    transaction, so one that is missing while the clock has not moved there, or has gone back, is lost. And one that
+    appears below the clock was deleted before: an older kvpool has made it again, or a copy of etcd has brought it
+    back. It is taken as beginning now.
+    `unsaved` are the entries that etcd does not have as they are here; `clock_lost`: its clock has gone back.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -119,6 +121,7 @@ class Mirror:
         self._logged: set[bytes] = set()
         self._view = View()
         self._stale: set[str] = set()  # fields of the view that have changed since
+        self._urgent = False
         self._changes = 0
 
     @property
@@ -135,6 +138,7 @@ class Mirror:
             changed = {name: made[name]() for name in self._stale}
             self._view = replace(self._view, revision=self._view.revision + 1, **changed)
             self._stale.clear()
+            self._urgent = False
         return self._view
 
     # ---- what happens; each says whether the view has changed -----------------------------------------
@@ -152,8 +156,11 @@ class Mirror:
             self._delete(key, now)
         # An etcd that lost its data counts from 1 again.
         self._known = {}
+        if (clock := listed.get(self._paths.clock)) is not None:
+            self._put(clock)  # the namespaces are judged by it
         for kv in listed.values():
-            self._put(kv)
+            if kv is not clock:
+                self._put(kv)
         self._absent.update(
             key for key in self._namespaces if self._paths.namespace(*key) not in listed
         )
@@ -200,8 +207,8 @@ class Mirror:
 
     @property
     def urgent(self) -> bool:
-        """Whether the next view differs in more than the records of nodes: somebody opens a namespace by it."""
-        return not self._stale <= {"nodes"}
+        """Whether the next view differs in what somebody opens a namespace by, or drains a node."""
+        return self._urgent and bool(self._stale)
 
     @property
     def next_tick(self) -> float | None:
@@ -209,11 +216,17 @@ class Mirror:
         return min(self._missing.values(), default=None)
 
     @property
+    def incomplete(self) -> bool:
+        """Whether etcd lacks something of the namespaces: some are `unsaved`, or the clock is lost."""
+        return self.clock_lost or len(self._saved) < len(self._namespaces)
+
+    @property
     def unsaved(self) -> list[NamespaceEntry]:
         return [entry for key, entry in self._namespaces.items() if key not in self._saved]
 
-    def _changed(self, field: str) -> None:
+    def _changed(self, field: str, *, urgent: bool = True) -> None:
         self._stale.add(field)
+        self._urgent = self._urgent or urgent
         self._changes += 1
 
     def _drop_deleted(self) -> None:
@@ -223,7 +236,7 @@ class Mirror:
             return
         for key in absent:
             entry = self._namespaces.get(key)
-            if entry is not None and entry.epoch < self.clock.epoch:
+            if entry is not None and entry.epoch < self.clock.first_epoch:
                 del self._namespaces[key]
                 self._changed("namespaces")
 
@@ -273,7 +286,7 @@ class Mirror:
         self.clock_revision, self.clock_lost = kv.mod_revision, clock != stored
         if clock != self.clock:
             self.clock = clock
-            self._changed("clock")
+            self._changed("clock", urgent=False)
 
     def _put_node(self, node: str, kv: Any) -> None:
         record = decode_node(kv.value, node)
@@ -283,12 +296,12 @@ class Mirror:
         self._missing.pop(node, None)
         if self._nodes.get(node) != record:
             self._nodes[node] = record
-            self._changed("nodes")
+            self._changed("nodes", urgent=False)
 
     def _drop_node(self, node: str) -> None:
         self._missing.pop(node, None)
         if self._nodes.pop(node, None) is not None:
-            self._changed("nodes")
+            self._changed("nodes", urgent=False)
 
     def _put_namespace(self, name: str, kv: Any) -> None:
         where = f"the record of namespace {name!r}"
@@ -307,9 +320,22 @@ class Mirror:
                 fence=max(old.fence, entry.fence),
                 generation=max(old.generation, entry.generation),
             )
+        elif old is None and self._was_deleted(entry, kv):
+            self._saved.discard(key)
+            entry = begun(entry, self.clock)
+        if old is not None and old.used > entry.used:  # of an older kvpool, or a copy of etcd
+            self._saved.discard(key)
+            entry = msgspec.structs.replace(entry, used=old.used)
         if old != entry:
             self._namespaces[key] = entry
-            self._changed("namespaces")
+            of_use = old is not None and msgspec.structs.replace(old, used=entry.used) == entry
+            self._changed("namespaces", urgent=not of_use)
+
+    def _was_deleted(self, entry: NamespaceEntry, kv: Any) -> bool:
+        """Whether a namespace that appears cannot have been registered by the clock as it stands."""
+        made_since = kv.create_revision > self.clock_revision or self.clock_lost
+        # What this node writes itself has no revision of its making here, and is right.
+        return made_since and kv.create_revision > 0 and entry.epoch < self.clock.first_epoch
 
     def _delete(self, key: bytes, now: float) -> None:
         self._known.pop(key, None)

@@ -7,7 +7,13 @@ from typing import Any
 
 import msgspec
 
-from kvpool.errors import ConfigError, InvalidRequest, ProtocolError, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    InvalidRequest,
+    KvpoolError,
+    ProtocolError,
+    Unavailable,
+)
 from kvpool.placement.etcd.client import (
     EtcdClient,
     absent,
@@ -19,12 +25,12 @@ from kvpool.placement.etcd.client import (
 )
 from kvpool.placement.membership.admission import (
     after_deletion,
+    begun,
     bumped,
     configured,
     founding,
     later,
     noted,
-    registered,
     renewed,
 )
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
@@ -118,14 +124,21 @@ class SharedRecords:
             [],
             "putting the cluster's configuration back",
         )
+        failed: KvpoolError | None = None
         for entry in self._mirror.unsaved:
-            await self._raise_epoch(entry)
+            try:
+                await self._raise_epoch(entry)
+            except KvpoolError as error:
+                failed = error
         if self._mirror.clock_lost:  # last: until then, what is missing does not look deleted
-            await self._change_clock(lambda stored: later(stored, self._mirror.clock))
+            await self._change_clock(lambda stored: stored)
+        if failed is not None:
+            raise failed
 
     async def _raise_epoch(self, entry: NamespaceEntry) -> None:
         def change(stored: NamespaceEntry) -> NamespaceEntry:
-            return stored if stored.epoch >= entry.epoch else entry
+            kept = stored if stored.epoch >= entry.epoch else entry
+            return msgspec.structs.replace(kept, used=max(stored.used, entry.used))
 
         key, what = self._paths.namespace(entry.tenant, entry.digest), "putting an epoch back"
         await self._client.txn([absent(key)], [put(key, encode_record(entry))], [], what)
@@ -138,7 +151,7 @@ class SharedRecords:
         clock, clock_revision = self._mirror.clock, self._mirror.clock_revision
         for _ in range(CHANGES_MAX):
             # By the clock of this very moment: another namespace of this name may just have been deleted.
-            value = encode_record(registered(entry, clock))
+            value = encode_record(noted(begun(entry, clock), clock))
             answer = await self._client.txn(
                 [absent(key), unchanged(self._paths.clock, clock_revision)],
                 [put(key, value)],
@@ -150,13 +163,14 @@ class SharedRecords:
                 return self._take_namespace(value, entry.tenant, entry.digest, revision)
             if (kv := found(answer, 0)) is not None:
                 return self._take_namespace(kv.value, entry.tenant, entry.digest, 0)
-            clock, clock_revision = self._clock_in(found(answer, 1))
+            stored, clock_revision = self._clock_in(found(answer, 1))
+            clock = later(self._mirror.clock, stored)
         raise Unavailable(f"{what}: the clock of the namespaces kept changing at the same time")
 
     def _clock_in(self, kv: Any | None) -> tuple[NamespaceClock, int]:
-        """The clock that was read, and its revision. Raises `Unavailable` if it cannot be decoded."""
+        """The clock that etcd has, and its revision; 0: it has none. Raises `Unavailable` if it cannot be decoded."""
         if kv is None:
-            return self._mirror.clock, 0
+            return NamespaceClock(), 0
         where = self._paths.clock.decode()
         try:
             clock = check_clock(decode_record(kv.value, NamespaceClock, where), where)
@@ -164,7 +178,7 @@ class SharedRecords:
             raise Unavailable(
                 f"{error}. A node of a newer version may have written it: upgrade"
             ) from None
-        return later(self._mirror.clock, clock), kv.mod_revision
+        return clock, kv.mod_revision
 
     async def use(self, tenant: str, digest: str) -> NamespaceEntry:
         def change(entry: NamespaceEntry) -> NamespaceEntry:
@@ -180,17 +194,20 @@ class SharedRecords:
         await self._change_clock(change)
 
     async def _change_clock(self, change: Callable[[NamespaceClock], NamespaceClock]) -> None:
-        """One try: of several nodes that write at the same time one does it."""
+        """Change it, and write what this node knows better. Raises `Unavailable`."""
         key, what = self._paths.clock, "the clock of the namespaces"
-        stored, revision = self._clock_in(
-            found(await self._client.txn([], [read(key)], [], what), 0)
-        )
-        value = encode_record(changed := change(stored))
-        if changed == stored and revision:
-            return
-        answer = await self._client.txn([unchanged(key, revision)], [put(key, value)], [], what)
-        if answer.succeeded:
-            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+        for _ in range(CHANGES_MAX):
+            answer = await self._client.txn([], [read(key)], [], what)
+            stored, revision = self._clock_in(found(answer, 0))
+            changed = later(self._mirror.clock, change(stored))
+            if changed == stored:
+                return
+            value = encode_record(changed)
+            answer = await self._client.txn([unchanged(key, revision)], [put(key, value)], [], what)
+            if answer.succeeded:
+                self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+                return
+        raise Unavailable(f"{what}: other nodes kept changing it at the same time")
 
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         """One try: whoever changes it at the same time uses it."""
@@ -200,18 +217,20 @@ class SharedRecords:
         if kv is None:
             return False
         entry = self._take_namespace(kv.value, tenant, digest, 0)
-        if entry.used > used:
-            return False
-        clock, clock_revision = self._clock_in(found(there, 1))
-        value = encode_record(after_deletion(clock, entry))
+        known = self._mirror.view.namespaces.get((tenant, digest))
+        if entry.used > used or (known is not None and known.epoch > entry.epoch):
+            return False  # in the second case etcd is yet to be told of its epoch
+        stored, clock_revision = self._clock_in(found(there, 1))
+        clock = later(self._mirror.clock, stored)
+        moved = after_deletion(clock, entry)
+        written = {} if moved == stored else {self._paths.clock: encode_record(moved)}
         answer = await self._client.txn(
             [unchanged(key, kv.mod_revision), unchanged(self._paths.clock, clock_revision)],
-            [put(self._paths.clock, value), delete(key)],
+            [*(put(*pair) for pair in written.items()), delete(key)],
             [],
             what,
         )
         if answer.succeeded:
-            written = {self._paths.clock: value}
             self._told(self._mirror.wrote(answer.header.revision, written, [key]))
         return bool(answer.succeeded)
 

@@ -22,6 +22,7 @@ from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError, InvalidRequest, ProtocolError, Unavailable
 from kvpool.placement.membership.admission import (
     after_deletion,
+    begun,
     bumped,
     check_config,
     check_parts,
@@ -32,7 +33,6 @@ from kvpool.placement.membership.admission import (
     incarnation_taken,
     name_taken,
     noted,
-    registered,
     renewed,
     same_address,
     stale,
@@ -384,7 +384,7 @@ class StaticMembership:
             if old is not None:
                 return noted(old, view.clock) if stale(old, view.clock) else old
             check_room(view.namespaces, entry)
-            return registered(entry, view.clock)
+            return noted(begun(entry, view.clock), view.clock)
 
         return change
 

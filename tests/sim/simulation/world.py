@@ -520,7 +520,7 @@ class World:
                 epoch, known = namespace.epoch(), namespace.epoch_known_to(life)
                 if known != epoch:
                     return f"{life.name} is in epoch {known} of {epoch} of {namespace.name}"
-                if epoch > self.cluster.view.clock.epoch and not namespace.ended:
+                if epoch > self.cluster.view.clock.first_epoch and not namespace.ended:
                     raise Violation(
                         f"an epoch of {namespace.name} ended, and nobody asked for that"
                     )

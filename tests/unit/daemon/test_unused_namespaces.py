@@ -31,6 +31,7 @@ from kvpool.placement.records import (
     DEFAULT_SETTINGS,
     NamespaceClock,
     NodeRecord,
+    SettingsChange,
     View,
     new_incarnation,
 )
@@ -212,18 +213,103 @@ def test_one_that_is_opened_again_at_the_last_moment_stays() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("reason", ["never", "an older node"])
+@pytest.mark.parametrize("reason", ["never", "a quota"])
 def test_nothing_is_deleted(reason: str) -> None:
     async def main() -> None:
         async with OneCluster("a", days=0 if reason == "never" else DAYS) as world:
             (a,) = world.nodes.values()
-            if reason == "an older node":
-                older = StaticMembership(world.cluster)
-                await older.start()
-                await older.join(NodeRecord("old", new_incarnation(), protocol=7))
+            state = await a.open("m")
+            if reason == "a quota":
+                change = SettingsChange(dram_quota=0.5)
+                await a.member.namespaces.configure(a.tenant, state.base, change)
+            await world.pass_hours(AFTER_HOURS + NOTE_HOURS)
+            assert world.names == ["m"]
+
+    run(main())
+
+
+def test_nothing_is_deleted_until_a_node_that_was_upgraded_has_noted_what_it_uses() -> None:
+    async def main() -> None:
+        async with OneCluster("a", "b") as world:
+            a, b = world.nodes.values()
+            older = StaticMembership(world.cluster)
+            await older.start()
+            await older.join(NodeRecord("old", new_incarnation(), protocol=7))
             await a.open("m")
             await world.pass_hours(AFTER_HOURS + NOTE_HOURS)
             assert world.names == ["m"]
+            await older.close()
+            await world.pass_hours(1)
+            assert world.names == ["m"]
+            await b.open("m", b.node.holders.add("red", "engine", "upgraded"))
+            await world.pass_hours(NOTE_HOURS)
+            assert world.names == ["m"]
+
+    run(main())
+
+
+def test_what_the_leader_uses_itself_stays_whatever_the_records_say() -> None:
+    """As after a copy of etcd was brought back, in which the last uses are older than the clock says."""
+
+    async def main() -> None:
+        async with OneCluster("a") as world:
+            (a,) = world.nodes.values()
+            await a.open("m", a.node.holders.add("red", "engine", "client"))
+            await world.pass_hours(3)
+            clock = NamespaceClock(10 * AFTER_HOURS)
+            world.cluster._set(clock=clock)
+            a.now += HOUR_S
+            await a.unused._delete(a.local)
+            assert world.names == ["m"]
+            await world.pass_hours(2)
+            assert world.names == ["m"]
+            assert a.unused.deleted == 0
+
+    run(main())
+
+
+def test_a_node_without_an_answer_finds_nothing_of_what_it_had_before_a_deletion() -> None:
+    """Its disk has blocks of weights that changed while it was off; then the namespace was deleted."""
+
+    async def main() -> None:
+        async with OneCluster("a") as world:
+            (a,) = world.nodes.values()
+            first = await a.open("m")
+            await a.member.namespaces.reset(first, 0)
+            await world.pass_hours(AFTER_HOURS + 3)
+            assert world.names == []
+            b = OneNode(world.cluster, "b")
+            world.nodes["b"] = b
+            await b.start()
+            world.cluster.go_away("b")
+            restored = await b.member.namespaces.adopt(
+                b.tenant, first.base, first.fields, first.parts, 0, 0
+            )
+            assert restored.epoch == world.cluster.view.clock.first_epoch == 2
+            opened = await b.open("m")
+            assert (opened, opened.retired) == (restored, False)
+
+    run(main())
+
+
+def test_what_is_opened_without_an_answer_is_kept_when_it_is_registered() -> None:
+    async def main() -> None:
+        async with OneCluster("a", "b") as world:
+            a, b = world.nodes.values()
+            await b.open("another")
+            await world.pass_hours(AFTER_HOURS + 3)
+            assert world.cluster.view.clock.first_epoch == 1
+            world.cluster.go_away("a")
+            client = a.node.holders.add("red", "engine", "client")
+            state = await a.open("m", client)
+            rows = a.node.grants.grant(client, state, 0, 1)
+            a.node.grants.store(client, state, 0, rows, [b"k" * 16], b"c" * 16)
+            world.cluster.come_back("a")
+            await a.member.namespaces.register_late()
+            assert world.names == ["m"]
+            again = await a.open("m", client, state.generation)
+            assert (again, again.retired) == (state, False)
+            assert a.node.leases.match(again, [], [b"k" * 16]) == 1
 
     run(main())
 
@@ -238,6 +324,9 @@ def test_many_at_once_are_deleted_in_steps() -> None:
                 await world.pass_hours(1)
             a.now += HOUR_S
             await a.step()  # counts the hour
+            await a.step()
+            assert len(world.names) == 3 * WRITTEN_MAX, "others look first"
+            a.now += HOUR_S / 2
             found = [len(world.names)]
             while world.names and len(found) < 9:
                 await a.step()

@@ -374,6 +374,66 @@ def test_deleted_and_registered_anew_between_two_looks() -> None:
     assert mirror.view.namespaces["t", "11"].epoch == 3
 
 
+def made(entry_: Any, at: int) -> Any:
+    """It was created then, and not changed since."""
+    key = PATHS.namespace(entry_.tenant, entry_.digest)
+    return rpc.KeyValue(key=key, value=encode_record(entry_), mod_revision=at, create_revision=at)
+
+
+def test_what_appears_below_the_clock_was_deleted_before_and_begins_anew() -> None:
+    """An older kvpool, which does not know the clock, makes it again as it remembers it."""
+    mirror = with_namespaces(n00=3)
+    mirror.changed([clock_event(10, 0, 8, 2)], 10, 0.0)
+    rightly, wrongly = entry("11", epoch=2), entry("22", epoch=2, generation=1)
+    events = [rpc.Event(kv=made(rightly, 7)), rpc.Event(kv=made(wrongly, 12))]
+    mirror.changed(events, 12, 0.0)
+    assert mirror.view.namespaces["t", "11"] == rightly, "it was made before the clock moved"
+    anew = entry("22", epoch=8, fence=8, generation=2)
+    assert mirror.view.namespaces["t", "22"] == anew
+    assert mirror.unsaved == [anew]
+    mirror.changed([put_event(PATHS.namespace("t", "22"), encode_record(anew), 13)], 13, 0.0)
+    assert mirror.unsaved == []
+    # A node that starts then reads the same.
+    fresh = Mirror(PATHS)
+    clock = kv(PATHS.clock, encode_record(NamespaceClock(0, 8, 2)), 10)
+    fresh.reset([made(rightly, 7), made(wrongly, 12), clock], 20, 0.0)
+    assert fresh.view.namespaces["t", "11"] == rightly
+    assert fresh.view.namespaces["t", "22"] == anew
+
+
+def test_a_copy_of_etcd_brings_back_what_was_deleted_since() -> None:
+    mirror = with_namespaces(n00=3)
+    mirror.changed([clock_event(10, 50, 8, 2)], 10, 0.0)
+    copy = [
+        made(entry("00", epoch=3, used=40), 2),
+        made(entry("11", epoch=1), 3),  # deleted since, and reset before that
+        kv(PATHS.clock, encode_record(NamespaceClock(30, 1, 0)), 4),
+    ]
+    mirror.reset(copy, 5, 0.0)
+    assert mirror.clock_lost
+    assert mirror.view.namespaces["t", "00"].epoch == 3
+    anew = mirror.view.namespaces["t", "11"]
+    assert (anew.epoch, anew.fence, anew.generation) == (8, 8, 2)
+    assert mirror.unsaved == [anew]
+
+
+def test_when_a_namespace_was_used_never_goes_back_and_is_not_urgent() -> None:
+    mirror = with_namespaces(n00=3)
+    key = PATHS.namespace("t", "00")
+    assert mirror.view is not None
+    used = encode_record(entry("00", epoch=3, used=9))
+    assert mirror.changed([put_event(key, used, 10)], 10, 0.0)
+    assert not mirror.urgent
+    assert mirror.view.namespaces["t", "00"].used == 9
+    assert not mirror.incomplete
+    assert not mirror.changed([put_event(key, encode_record(entry("00", epoch=3)), 11)], 11, 0.0)
+    assert mirror.view.namespaces["t", "00"].used == 9
+    assert mirror.incomplete
+    assert [e.used for e in mirror.unsaved] == [9]
+    mirror.changed([put_event(key, encode_record(entry("00", epoch=4)), 12)], 12, 0.0)
+    assert mirror.urgent
+
+
 def test_a_clock_that_cannot_be_read_is_left_out() -> None:
     mirror = with_namespaces(n00=3)
     for value in (b"{", encode_record(NamespaceClock(-1))):
