@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+OPERATORS = ""
+"""All of them together, as one who needs the loop."""
 BURST_S = 0.04
 """A tenant may use so much at once."""
 DEBT_S_MAX = 0.25
@@ -28,6 +30,13 @@ class LoopShares:
         """Some time was used until now."""
         level = min(self._level(tenant, now) + seconds, BURST_S + DEBT_S_MAX)
         self._levels[tenant] = level, now
+
+    def used_together(self, requests: Mapping[str, int], now: float, seconds: float) -> None:
+        """Some time was used for requests of several, these many of each; what operators used is held against none."""
+        each = seconds / max(1, sum(requests.values()))
+        for who, count in requests.items():
+            if who != OPERATORS:
+                self.used(who, now, each * count)
 
     def asks(self, who: str, now: float) -> None:
         """Somebody needs the loop: a tenant, or an operator, who is none."""

@@ -26,6 +26,7 @@ from kvpool.daemon.cluster.peer_service import PeerService
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.limits import Limits
+from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
@@ -209,6 +210,8 @@ def compose(
     )
     logins = Logins(events, clock)
     rules = TierRules(node, ssd, device)
+    tenants = [tenant.name for tenant in config.all_tenants()]
+    loop_shares = LoopShares(tenants) if len(tenants) > 1 else None
 
     def may_free(namespace: NamespaceState) -> bool:
         return not rules.below(namespace) and not cluster.namespaces.pending(namespace)
@@ -272,6 +275,7 @@ def compose(
         hot_prefixes,
         may_free,
         spans,
+        loop_shares,
         clock,
     )
     return Daemon(
@@ -306,7 +310,8 @@ def compose(
         operators=operators,
         requests=requests,
         connections=ClientConnections(
-            node, requests, operators, engines, registry, device, segments, counts, logins
+            *(node, requests, operators, engines, registry, device, segments, counts, logins),
+            loop_shares,
         ),
         logins=logins,
         local=DaemonNode(

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.core.blocks import Holder
-from kvpool.daemon.core.loop_shares import LoopShares
+from kvpool.daemon.core.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import Tasks
@@ -60,7 +60,6 @@ class ClientHandle:
         self.connections: set[ClientConnection] = set()
 
 
-OPERATORS = ""  # all of them together, as one who needs the loop
 TIMER_S = 0.001  # uvloop's timers count in milliseconds
 
 
@@ -68,7 +67,8 @@ class ClientConnections:
     """All clients of a daemon. Event loop only.
 
     segments: by tenant; each client gets its tenant's as a descriptor with the first answer. counts: kept up to
-    date. operators: for its present configuration. logins: is told of failed ones.
+    date. operators: for its present configuration. logins: is told of failed ones. loop_shares: None for one tenant
+    alone, who has all of the loop's time.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class ClientConnections:
         segments: Mapping[str, Segment],
         counts: ConnectionCounts,
         logins: Logins,
+        loop_shares: LoopShares | None,
     ) -> None:
         self._node = node
         self._requests = requests
@@ -97,8 +98,7 @@ class ClientConnections:
         # By tenant, the client's own id, and whether it is an operator.
         self._clients: dict[tuple[str, str, bool], ClientHandle] = {}
         self._shares = Shares(self._tokens)
-        # Alone, a tenant has all of the loop's time.
-        self.loop_shares = LoopShares(self._tokens) if len(self._tokens) > 1 else None
+        self.loop_shares = loop_shares
         self._admitted: Counter[str] = Counter()  # connections, by tenant
         self._received: Counter[str] = Counter()  # bytes of incomplete frames, by tenant
         self._introducing: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -383,7 +383,13 @@ class ClientConnection(asyncio.Protocol):
             self.backlog += frames
             return
         self._serve(frames)
-        self._requests.settle_soon()
+        self._requests.settle_soon(self._who, len(frames))
+
+    @property
+    def _who(self) -> str:
+        """Against whom the time is held that its requests take."""
+        holder = self.handle.holder
+        return OPERATORS if holder.operator else holder.tenant.name
 
     def _must_wait(self) -> bool:
         """Whether its tenant's requests have to wait now; then it goes on by itself."""
@@ -463,7 +469,7 @@ class ClientConnection(asyncio.Protocol):
         frames, self.backlog = self.backlog, []
         if frames:
             self._serve(frames)
-            self._requests.settle_soon()
+            self._requests.settle_soon(self._who, len(frames))
         if self._may_read():
             transport.resume_reading()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from kvpool.daemon.cluster.engine_registry import EngineRegistry, describe
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable
+from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts, parse_wish, rows
 from kvpool.daemon.fetch.fetcher import BlockFetcher
@@ -81,9 +84,13 @@ class ClientRequests:
         hot_prefixes: HotPrefixes,
         may_free: Callable[[NamespaceState], bool],
         spans: Spans,
+        loop_shares: LoopShares | None,
         clock: Callable[[], float],
     ) -> None:
-        """may_free: whether nothing but memory and clients could need a namespace."""
+        """may_free: whether nothing but memory and clients could need a namespace. loop_shares: as for
+        `ClientConnections`.
+        """
+        self._loop_shares = loop_shares
         self._may_free = may_free
         self._config = config
         self._node = node
@@ -103,6 +110,9 @@ class ClientRequests:
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_due = math.inf
         self._settling = False
+        self._settled_for: Counter[str] = (
+            Counter()
+        )  # requests since the last time, by whose they are
         self._released: list[tuple[Holder, str]] = []
         self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
         self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
@@ -506,14 +516,26 @@ class ClientRequests:
 
     # ---- what nobody waits for -----------------------------------------------------------------------
 
-    def settle_soon(self) -> None:
-        """Update the policies once the answers of this round are written."""
+    def settle_soon(self, who: str, requests: int) -> None:
+        """Update the policies once the answers of this round are written. who: made so many requests in it."""
+        if self._loop_shares is not None:
+            self._settled_for[who] += requests
         if not self._settling:
             self._settling = True
             asyncio.get_running_loop().call_soon(self._settle)
 
     def _settle(self) -> None:
         self._settling = False
+        if self._loop_shares is None:
+            self._settle_all()
+            return
+        began = time.monotonic()
+        self._settle_all()
+        now = time.monotonic()
+        self._loop_shares.used_together(self._settled_for, now, now - began)
+        self._settled_for.clear()
+
+    def _settle_all(self) -> None:
         self._release_now()
         self._node.settle()
         asked, self._asked_grants = self._asked_grants, []

@@ -109,9 +109,8 @@ class Mirror:
         self._missing: dict[str, float] = {}  # in `_nodes`, but not in etcd: when to drop them
         self._namespaces: dict[tuple[str, str], NamespaceEntry] = {}
         self._saved: set[tuple[str, str]] = set()
-        self._absent: set[tuple[str, str]] = (
-            set()
-        )  # whose keys went away in the changes that are being read
+        # Whose keys went away in the changes that are being read.
+        self._absent: set[tuple[str, str]] = set()
         self.clock = NamespaceClock()
         self.clock_revision = 0  # at which etcd had this one; 0: it has none
         self.clock_lost = False

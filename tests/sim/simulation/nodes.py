@@ -207,7 +207,7 @@ class Life:
             session.tasks.append(task)
         else:
             self._reply(session, message, answer, found, known)
-        self.server.daemon.requests.settle_soon()
+        self.server.daemon.requests.settle_soon("", 1)
 
     def _later(
         self,

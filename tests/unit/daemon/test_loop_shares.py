@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.daemon.core.loop_shares import BURST_S, DEBT_S_MAX, RECENT_S, LoopShares
+from kvpool.daemon.core.loop_shares import BURST_S, DEBT_S_MAX, OPERATORS, RECENT_S, LoopShares
 
 EVERY_S = 0.05  # between two requests of a tenant that is not greedy
 
@@ -96,3 +96,15 @@ def test_waits_end(steps: list[tuple[str, float, float]]) -> None:
             later._levels, later._asked = dict(shares._levels), dict(shares._asked)
             assert later.wait_s(each, now + wait + 1e-6) == 0.0
     assert shares.wait_s("a", now + RECENT_S + 1.0) == 0.0
+
+
+def test_what_is_done_for_several_is_held_against_each_by_its_requests() -> None:
+    together, apart = LoopShares("ab"), LoopShares("ab")
+    together.used_together({"a": 3, "b": 1, OPERATORS: 4}, 5.0, 0.8)
+    apart.used("a", 5.0, 0.3)
+    apart.used("b", 5.0, 0.1)
+    for shares in (together, apart):
+        shares.asks(OPERATORS, 5.0)
+    for tenant in "ab":
+        assert together.wait_s(tenant, 5.0) == pytest.approx(apart.wait_s(tenant, 5.0))
+    together.used_together({}, 5.0, 1.0)
