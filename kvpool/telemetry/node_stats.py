@@ -625,7 +625,7 @@ class NodeStats(Branch):
     clients: int = 0
     connections: int = 0
     refused_connections: int = 0
-    http_dropped: int | None = None
+    http_dropped: int = 0
     tenant_waits: int = 0  # of connections whose tenant had used its share of the loop's time
     failed_logins: dict[str, int] = {}
     audit: AuditStats | None = None

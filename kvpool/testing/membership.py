@@ -22,11 +22,9 @@ import pytest
 from kvpool.errors import (
     ConfigError,
     InvalidRequest,
-    LimitExceeded,
     NamespaceMismatch,
     Unavailable,
 )
-from kvpool.placement.membership import admission
 from kvpool.placement.membership.admission import GENERATIONS_APART, NOTE_HOURS
 from kvpool.placement.membership.base import Membership, Standing
 from kvpool.placement.records import (
@@ -485,26 +483,6 @@ class MembershipContract:
                         assert stored.epoch == before.epoch
                     there = [m.view.namespaces.get(("t", before.digest)) for m in members]
                     assert a.view.clock.first_epoch >= deleted, (gone, used, stored, there)
-
-        self.run(main())
-
-    def test_a_tenant_may_have_so_many_namespaces(
-        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(admission, "NAMESPACES_PER_TENANT_MAX", 2)
-
-        async def main() -> None:
-            async with self._members(backend, 2) as (a, b):
-                for digest in ("00", "11"):
-                    await a.register(entry(digest * 16))
-                await a.register(entry("22" * 16, tenant="u"))
-                await until(lambda: len(b.view.namespaces) == 3)
-                for member in (a, b):
-                    with pytest.raises(LimitExceeded, match="namespace_unused_days"):
-                        await member.register(entry("22" * 16))
-                await b.register(entry("11" * 16))
-                assert await b.delete_unused("t", "11" * 16, 0)
-                await b.register(entry("22" * 16))
 
         self.run(main())
 

@@ -20,7 +20,7 @@ from kvpool.errors import (
     NamespaceMismatch,
     Unavailable,
 )
-from kvpool.placement.membership.admission import begun, stale
+from kvpool.placement.membership.admission import begun, check_room, stale
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
@@ -86,7 +86,7 @@ class Namespaces:
         for namespace in list(self._unregistered):
             try:
                 entry = await self._register(namespace, namespace.settings)
-            except (NamespaceMismatch, LimitExceeded) as error:
+            except NamespaceMismatch as error:
                 log.warning(
                     "namespace %s is not shared with the cluster: %s",
                     namespace.base.hex(),
@@ -111,18 +111,19 @@ class Namespaces:
         """Agree with the cluster about a namespace opened here; returns its state now.
 
         wanted: the settings, if it is new to the cluster. If the membership does not answer, or refuses, that is
-        done later. Raises `NamespaceMismatch` and `LimitExceeded`.
+        done later. Raises `NamespaceMismatch`, and `LimitExceeded` for one more than the tenant may have in the cluster.
         """
         entry = known = self._entry(namespace.tenant, namespace.base)
         # One of whose use nobody has heard for long may be deleted at any moment: its record says that it is used now.
         if known is None or stale(known, self._membership.view.clock):
             if known is None:
+                check_room(self._entries, namespace.tenant.name)
                 self._begin(namespace)
             wanted = wanted.known_here(self._config.replicas_max)
             try:
                 async with asyncio.timeout(REGISTER_S):
                     entry = await self._register(namespace, wanted)
-            except (NamespaceMismatch, LimitExceeded):
+            except NamespaceMismatch:
                 raise
             except (KvpoolError, TimeoutError):
                 if known is not None:

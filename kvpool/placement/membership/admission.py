@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -127,12 +127,12 @@ def configured(entry: NamespaceEntry, change: SettingsChange) -> NamespaceEntry:
     return msgspec.structs.replace(entry, settings=change.apply(entry.settings))
 
 
-def check_room(known: Mapping[tuple[str, str], NamespaceEntry], entry: NamespaceEntry) -> None:
-    """Raises `LimitExceeded` for one namespace more than a tenant may have in the cluster."""
-    there = sum(1 for tenant, _ in known if tenant == entry.tenant)
+def check_room(known: Iterable[tuple[str, str]], tenant: str) -> None:
+    """Raises `LimitExceeded` for one namespace more than a tenant may have in the cluster. known: (tenant, digest)."""
+    there = sum(1 for whose, _ in known if whose == tenant)
     if there >= NAMESPACES_PER_TENANT_MAX:
         raise LimitExceeded(
-            f"tenant {entry.tenant!r} has {there} namespaces in the cluster, the limit. Those that nothing uses are "
+            f"tenant {tenant!r} has {there} namespaces in the cluster, the limit. Those that nothing uses are "
             "deleted after `namespace_unused_days`"
         )
 

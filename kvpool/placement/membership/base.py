@@ -95,8 +95,8 @@ class Membership(Protocol):
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
         """Register a namespace, if it is new, and return the cluster's epoch and settings for it.
 
-        A new one begins in the first epoch of the view's `clock` at least. Raises `NamespaceMismatch` when it is known with other parts,
-        `LimitExceeded` for one too many of its tenant, and `Unavailable`.
+        A new one begins in the first epoch of the view's `clock` at least. Raises `NamespaceMismatch` when it is known
+        with other parts, and `Unavailable`.
         """
 
     async def use(self, tenant: str, digest: str) -> None:

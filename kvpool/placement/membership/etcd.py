@@ -42,7 +42,6 @@ from kvpool.placement.etcd.watch import Follower
 from kvpool.placement.membership.admission import (
     check_config,
     check_parts,
-    check_room,
     config_of,
     incarnation_taken,
     name_taken,
@@ -526,8 +525,6 @@ class EtcdMembership:
         if known is not None and not self.connected:
             stored = known  # while etcd is unavailable, known values stay
         else:
-            if known is None:
-                check_room(self.view.namespaces, entry)
             try:
                 with _refusals_as_unavailable():
                     stored = await self._shared.create_or_read(entry)

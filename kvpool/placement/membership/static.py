@@ -26,7 +26,6 @@ from kvpool.placement.membership.admission import (
     bumped,
     check_config,
     check_parts,
-    check_room,
     config_of,
     configured,
     founding,
@@ -383,7 +382,6 @@ class StaticMembership:
             view = self._cluster.view
             if old is not None:
                 return noted(old, view.clock) if stale(old, view.clock) else old
-            check_room(view.namespaces, entry)
             return noted(begun(entry, view.clock), view.clock)
 
         return change

@@ -18,8 +18,6 @@ NOT_HERE = {
     "kvpool_audit_lost_records_total",
     "kvpool_audit_errors_total",
     "kvpool_failed_logins_total",
-    # Counted by the gateway: tests/integration/admin/test_strangers.py.
-    "kvpool_http_connections_dropped_total",
 }
 
 

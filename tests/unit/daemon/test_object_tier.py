@@ -23,7 +23,7 @@ from kvpool.daemon.tiers.object_tier import ObjectTier, folder_url
 from kvpool.daemon.tiers.object_write import AGE_S
 from kvpool.errors import Unavailable
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
-from kvpool.placement.records import NamespaceSettings
+from kvpool.placement.records import NamespaceSettings, View
 from kvpool.storage.eviction import policy_maker
 from kvpool.storage.object.packs import LOCATION
 from kvpool.types import BlockStatus, PartSpec, split_keys
@@ -152,9 +152,7 @@ class Bench:
         self.namespace = self.node.namespaces.open(self.tenant, BASE, FIELDS, [PartSpec(PAGE)])
         self.namespaces: dict[tuple[str, str], Any] = {}
         self.leads = leads
-        membership: Any = SimpleNamespace(
-            view=SimpleNamespace(namespaces=self.namespaces), lead=self._lead
-        )
+        membership: Any = SimpleNamespace(view=View(namespaces=self.namespaces), lead=self._lead)
         self.catalog = AbsentCatalog(self.loop.time)
         self.catalog.shared = not alone
         self.secrets = secrets

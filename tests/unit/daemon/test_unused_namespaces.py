@@ -24,6 +24,8 @@ from kvpool.daemon.cluster.unused_namespaces import (
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
+from kvpool.errors import LimitExceeded
+from kvpool.placement.membership import admission
 from kvpool.placement.membership.admission import GENERATIONS_APART, NOTE_HOURS
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.peers import Peers
@@ -332,6 +334,26 @@ def test_many_at_once_are_deleted_in_steps() -> None:
                 await a.step()
                 found.append(len(world.names))
             assert found == [3 * WRITTEN_MAX, 2 * WRITTEN_MAX, WRITTEN_MAX, 0]
+
+    run(main())
+
+
+def test_a_tenant_may_have_so_many_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "NAMESPACES_PER_TENANT_MAX", 2)
+
+    async def main() -> None:
+        async with OneCluster("a", "b") as world:
+            a, b = world.nodes.values()
+            await a.open("m0")
+            await b.open("m1")
+            await a.membership.register(entry("22", tenant="other"))
+            for node in (a, b):
+                with pytest.raises(LimitExceeded, match="namespace_unused_days"):
+                    await node.open("m2")
+                await node.open("m1")
+            await world.pass_hours(AFTER_HOURS + 3)
+            await b.open("m2")
+            assert world.names == ["m2"]
 
     run(main())
 
