@@ -59,7 +59,10 @@ class OneNode:
         self.membership = StaticMembership(cluster)
         rng = random.Random(1)
         config = DaemonConfig(socket="/s", node=name, join="etcd://h:1", namespace_unused_days=days)
-        clock = lambda: self.now  # noqa: E731
+
+        def clock() -> float:
+            return self.now
+
         self.member = ClusterMember(
             *(config, self.node, self.membership, None, Peers({}, rng), clock, rng),
             HostTopology(),
