@@ -27,9 +27,8 @@ HOUR_S = 3600.0
 SPREAD_S = 600.0  # so that the first of many nodes notes a use before the others look
 CHECKED_MAX = 64  # namespaces in a step
 WRITTEN_MAX = 16  # of them are noted or deleted
-SURE_S = (
-    2 * HOUR_S
-)  # of watching before anything is deleted: who came last, or was upgraded, has noted by then
+# Of watching before anything is deleted: who came last, or was upgraded, has noted its uses by then.
+SURE_S = 2 * HOUR_S
 NOTES_SINCE = 8  # the protocol of the first version whose nodes note what they use
 
 

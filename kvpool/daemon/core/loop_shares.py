@@ -27,16 +27,17 @@ class LoopShares:
         self._asked: dict[str, float] = {}
 
     def used(self, tenant: str, now: float, seconds: float) -> None:
-        """Some time was used until now."""
+        """Some time was used until now. What operators use is not held against them: they may have come to end a flood."""
+        if tenant == OPERATORS:
+            return
         level = min(self._level(tenant, now) + seconds, BURST_S + DEBT_S_MAX)
         self._levels[tenant] = level, now
 
     def used_together(self, requests: Mapping[str, int], now: float, seconds: float) -> None:
-        """Some time was used for requests of several, these many of each; what operators used is held against none."""
+        """Some time was used for requests of several, these many of each."""
         each = seconds / max(1, sum(requests.values()))
         for who, count in requests.items():
-            if who != OPERATORS:
-                self.used(who, now, each * count)
+            self.used(who, now, each * count)
 
     def asks(self, who: str, now: float) -> None:
         """Somebody needs the loop: a tenant, or an operator, who is none."""

@@ -396,10 +396,7 @@ class ClientConnection(asyncio.Protocol):
         shares = self._connections.loop_shares
         if shares is None or self.waiting:
             return self.waiting
-        if self.handle.holder.operator:  # who may have come to end a flood
-            shares.asks(OPERATORS, time.monotonic())
-            return False
-        wait_s = shares.wait_s(self.handle.holder.tenant.name, time.monotonic())
+        wait_s = shares.wait_s(self._who, time.monotonic())
         if wait_s > 0:
             self.waiting = True
             self._live_transport.pause_reading()
@@ -409,8 +406,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _charge(self, seconds: float) -> None:
         shares = self._connections.loop_shares
-        if shares is not None and not self.handle.holder.operator:
-            shares.used(self.handle.holder.tenant.name, time.monotonic(), seconds)
+        if shares is not None:
+            shares.used(self._who, time.monotonic(), seconds)
 
     def _waited(self) -> None:
         self.waiting = False

@@ -110,9 +110,7 @@ class ClientRequests:
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_due = math.inf
         self._settling = False
-        self._settled_for: Counter[str] = (
-            Counter()
-        )  # requests since the last time, by whose they are
+        self._settled_for: Counter[str] = Counter()  # requests since then, by whose they are
         self._released: list[tuple[Holder, str]] = []
         self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
         self._handlers: dict[type, Callable[[Holder, Any], Any]] = {

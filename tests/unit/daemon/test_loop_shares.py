@@ -108,3 +108,5 @@ def test_what_is_done_for_several_is_held_against_each_by_its_requests() -> None
     for tenant in "ab":
         assert together.wait_s(tenant, 5.0) == pytest.approx(apart.wait_s(tenant, 5.0))
     together.used_together({}, 5.0, 1.0)
+    together.used(OPERATORS, 5.0, 9.0)
+    assert together.wait_s(OPERATORS, 5.0) == 0.0
