@@ -18,6 +18,17 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest, LimitExceeded
 
+PinsBefore = dict[tuple[PartTable, int], list[bytes]]
+"""How blocks were pinned: (table, level) → keys."""
+
+
+def levels(blocks: Sequence[Block]) -> PinsBefore:
+    """How these are pinned."""
+    found: PinsBefore = {}
+    for block in blocks:
+        found.setdefault((block.table, block.pin), []).append(block.key)
+    return found
+
 
 class Pins:
     """Pins and unpins blocks. Not thread-safe."""
@@ -41,20 +52,28 @@ class Pins:
         quota, or the same share of the namespace's quota.
         """
         tables = namespace.tables if tables is None else tables
-        changed = self.check(namespace, keys, kind, tables)
-        level = PIN_KINDS[kind]
+        self._change(self.check(namespace, keys, kind, tables), PIN_KINDS[kind])
+        return {key for table in tables for key in keys if key in table.blocks}
+
+    def put_back(self, before: PinsBefore) -> None:
+        """Undo `pin`, for blocks that are still here. No quota is asked: these pins were within it."""
+        self._ledger.settle()
+        for (table, level), keys in before.items():
+            here = (block for block in table.blocks.found(keys) if block is not None)
+            self._change([block for block in here if block.pin != level], level)
+
+    def _change(self, changed: Sequence[Block], level: int) -> None:
         for table, blocks in by_table(changed).items():
             self._slots.take_all_out(blocks)
             if level != PIN_NONE:
                 for block in blocks:
                     block.pin = level
-                    namespace.tenant.count_pin(block, 1)
+                    table.namespace.tenant.count_pin(block, 1)
                 if level == PIN_HARD:
                     table.hard_bytes += table.stride * len(blocks)
                 else:
                     table.soft_bytes += table.stride * len(blocks)
             self._slots.put_in(blocks)
-        return {key for table in tables for key in keys if key in table.blocks}
 
     def check(
         self,

@@ -21,18 +21,17 @@ class Removal:
     def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
         """Remove blocks, all their parts. Readers with leases finish; returns the number of removed blocks."""
         self._ledger.settle()
-        gone = parts = 0
-        for key in keys:
-            hit = False
-            for table in namespace.tables:
-                block = table.blocks.get(key)
-                if block is not None:
-                    self._slots.drop(block)
-                    parts += 1
-                    hit = True
-            gone += hit
+        keys = list(dict.fromkeys(keys))
+        going = [
+            block
+            for table in namespace.tables
+            for block in table.blocks.found(keys)
+            if block is not None
+        ]
+        self._slots.drop_all(going)
+        gone = len({block.key for block in going})
         self._counters.removed += gone
-        self._counters.removed_parts += parts
+        self._counters.removed_parts += len(going)
         return gone
 
     def give_up(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:

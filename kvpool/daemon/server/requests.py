@@ -45,12 +45,13 @@ from kvpool.placement.records import (
     NodeState,
 )
 from kvpool.telemetry.spans import Spans
-from kvpool.types import Recompute, split_keys
+from kvpool.types import KEY_BYTES, Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
+REMOVED_TOGETHER = 512  # so many blocks take the event loop a millisecond or two
 _INDIFFERENT_TO_RELEASES = {
     client_wire.Acquire,
     client_wire.Match,
@@ -445,21 +446,28 @@ class ClientRequests:
         self, holder: Holder, m: client_wire.Remove
     ) -> frame.Done | Coroutine[Any, Any, frame.Done]:
         namespace = self._namespace(holder, m.ns, m.keys)
-        gone = max(
-            self._node.removal.remove(namespace, split_keys(m.keys)),
-            self._ssd.remove(namespace, m.keys),
-        )
-        if self._device is not None:
-            gone = max(gone, self._device.remove(namespace, m.keys))
+        if self._config.object_store or len(m.keys) > REMOVED_TOGETHER * KEY_BYTES:
+            return self._remove_in_turns(namespace, m.keys)
+        return frame.Done(self._remove_here(namespace, m.keys))
+
+    async def _remove_in_turns(self, namespace: NamespaceState, packed: bytes) -> frame.Done:
+        """A few at a time, and others are served in between; then beyond this node."""
+        step = REMOVED_TOGETHER * KEY_BYTES
+        gone = 0
+        for at in range(0, len(packed), step):
+            gone += self._remove_here(namespace, packed[at : at + step])
+            await asyncio.sleep(0)
         if self._config.object_store:
-            return self._remove_beyond(namespace, m.keys, gone)
+            with asking_others():
+                gone = max(gone, await self._objects.remove(namespace, packed))
         return frame.Done(gone)
 
-    async def _remove_beyond(
-        self, namespace: NamespaceState, packed: bytes, gone: int
-    ) -> frame.Done:
-        with asking_others():
-            return frame.Done(max(gone, await self._objects.remove(namespace, packed)))
+    def _remove_here(self, namespace: NamespaceState, packed: bytes) -> int:
+        gone = max(
+            self._node.removal.remove(namespace, split_keys(packed)),
+            self._ssd.remove(namespace, packed),
+        )
+        return gone if self._device is None else max(gone, self._device.remove(namespace, packed))
 
     async def _pin(self, holder: Holder, m: client_wire.Pin) -> frame.Done:
         namespaces = [self._namespace(holder, m.ns, m.keys)]

@@ -25,6 +25,7 @@ import msgspec
 
 from kvpool.daemon.core.blocks import PIN_KINDS, Block, Holder, Lease, NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.pins import PinsBefore, levels
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.disk_proxy import Disk
 from kvpool.errors import (
@@ -520,19 +521,36 @@ class SsdBooks:
         keys = split_keys(packed)
         changed = self.node.pins.check(state, keys, kind)
         found = self.node.pins.pin(state, keys, kind)
-        base = self.bases[state.tenant.name]
-        slots = array("Q", [base + block.row * block.table.stride for block in changed])
-        if slots:
-            node = self.node
-            try:
-                await self.living_disk().pin(
-                    storage_wire.PinSlots(slots.tobytes(), PIN_KINDS[kind], FORGET_S)
-                )
-            except KvpoolError:
-                if self.node is node:
-                    self.refused = True
-                raise
+        await self._keep_pins(changed, PIN_KINDS[kind])
         return found
+
+    def check_pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> PinsBefore:
+        """What `pin` would change, as it is pinned now. Raises what `pin` would raise of quotas."""
+        state = self.state_of(namespace)
+        return (
+            {} if state is None else levels(self.node.pins.check(state, split_keys(packed), kind))
+        )
+
+    async def put_back(self, node: Node, before: PinsBefore) -> None:
+        """See `Pins.put_back`; `node`: whose blocks they are. Raises `KvpoolError` if the disk cannot keep it."""
+        if self.node is not node:
+            return  # its next life has begun with what the index says
+        node.pins.put_back(before)
+        for (table, level), keys in before.items():
+            here = [block for block in table.blocks.found(keys) if block is not None]
+            await self._keep_pins(here, level)
+
+    async def _keep_pins(self, blocks: Sequence[Block], level: int) -> None:
+        """Across restarts too."""
+        if not blocks:
+            return
+        node = self.node
+        try:
+            await self.living_disk().pin(storage_wire.PinSlots(self.slots(blocks), level, FORGET_S))
+        except KvpoolError:
+            if self.node is node:
+                self.refused = True
+            raise
 
     @property
     def segment_bytes(self) -> int:

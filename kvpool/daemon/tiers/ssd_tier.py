@@ -309,13 +309,6 @@ class SsdTier:
         """Those of each disk's slots."""
         return [device.node for device in self.devices]
 
-    def check_pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> None:
-        """Raises what `pin` would raise."""
-        for device in self.devices:
-            state = device.state_of(namespace)
-            if state is not None:
-                device.node.pins.check(state, split_keys(packed), kind)
-
     async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
         """See `SsdDevice.pin`."""
         found: set[bytes] = set()
