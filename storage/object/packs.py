@@ -203,6 +203,11 @@ def decode_locations(packed: bytes) -> Array:
     return np.frombuffer(packed, LOCATION)
 
 
+def is_encrypted(location: bytes) -> bool:
+    """Whether the block at this location, in the catalog's form, is encrypted."""
+    return location[1] == CODEC_SEALED
+
+
 def usable(locations: Array, nbytes: int, *, sealed: bool = False) -> npt.NDArray[np.bool_]:
     """Which of them may name a block of `nbytes`, in a known version and codec. sealed: encrypted."""
     stored = nbytes + (TAG_BYTES if sealed else 0)

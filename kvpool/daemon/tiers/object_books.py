@@ -26,7 +26,7 @@ from kvpool.placement.catalog.base import Catalog
 from kvpool.placement.directory.base import BATCH_MAX
 from kvpool.placement.membership.base import Membership
 from kvpool.retry import Backoff
-from kvpool.storage.object.packs import LOCATION
+from kvpool.storage.object.packs import LOCATION, is_encrypted
 from kvpool.telemetry.node_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
 
@@ -48,7 +48,9 @@ class PackRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ObjectBooks:
-    """See the module. catalog: owned from now on. secrets: the cluster's, those accepted now."""
+    """See the module. catalog: owned from now on. secrets: the cluster's, those accepted now. encryption: the secrets of
+    the encryption at rest.
+    """
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class ObjectBooks:
         catalog: Catalog,
         clock: Callable[[], float],
         secrets: Callable[[], tuple[bytes, ...]],
+        encryption: Callable[[], list[bytes]],
     ) -> None:
         self.node = node
         self.state = ObjectTierState.OPENING
@@ -71,6 +74,7 @@ class ObjectBooks:
         self.stocked = False  # this node's earlier packs are known, and their size counts
         self.retry = Backoff(*RETRY_S)
         self._secrets = secrets
+        self._encryption = encryption
         self.counted = ObjectStats(path=config.object_store, size_bytes=config.object_bytes_max)
 
     def ended(self, error: str) -> None:
@@ -96,8 +100,14 @@ class ObjectBooks:
     def may_write(self) -> bool:
         return self.state is ObjectTierState.SERVING and self.stocked
 
-    async def find(self, digest: bytes, part: int, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The locations of blocks. Entries without this cluster's seal are ignored. Raises `Unavailable`."""
+    async def find(
+        self, digest: bytes, part: int, keys: Sequence[bytes], *, any_kind: bool = False
+    ) -> list[bytes | None]:
+        """The locations of blocks. Ignored are entries without this cluster's seal, and unless `any_kind` those of
+        blocks that are encrypted where this node writes plain ones, or the other way round: it could not read them.
+        Raises `Unavailable`.
+        """
+        encrypts = bool(self._encryption())
         found: list[bytes | None] = []
         for at in range(0, len(keys), BATCH_MAX):
             some = keys[at : at + BATCH_MAX]
@@ -105,10 +115,12 @@ class ObjectBooks:
             seal_keys = self._seal_keys()
             for key, entry in zip(some, entries, strict=True):
                 location = None if entry is None else entry[:LOCATION_BYTES]
-                sealed = location is not None and any(
-                    seal(seal_key, digest, part, key, location) == entry for seal_key in seal_keys
+                ours = (
+                    location is not None
+                    and (any_kind or is_encrypted(location) == encrypts)
+                    and any(seal(one, digest, part, key, location) == entry for one in seal_keys)
                 )
-                found.append(location if sealed else None)
+                found.append(location if ours else None)
             await asyncio.sleep(0)  # verifying this many seals takes milliseconds
         return found
 

@@ -48,9 +48,8 @@ class ObjectTier(ObjectBooks):
         secrets: Callable[[], tuple[bytes, ...]] = tuple,
         encryption: Callable[[], list[bytes]] = list,
     ) -> None:
-        super().__init__(config, node, membership, catalog, clock, secrets)
+        super().__init__(config, node, membership, catalog, clock, secrets, encryption)
         self._supervisor: WorkerSupervisor[ObjectWorkerProxy] | None = None
-        self._encryption = encryption
         self._worker: ObjectWorkerProxy | None = None  # the last life
         reader, writer, scan = ObjectReader(self), ObjectWriter(self), ObjectScan(self)
         self._writer, self._scan = writer, scan

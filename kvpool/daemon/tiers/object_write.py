@@ -236,7 +236,7 @@ class ObjectWriter:
         digest, keys = namespace.directory_digest, split_keys(packed)
         gone: set[bytes] = set()
         for table in namespace.tables:
-            found = await self._books.find(digest, table.part, keys)
+            found = await self._books.find(digest, table.part, keys, any_kind=True)
             there = {key: at for key, at in zip(keys, found, strict=True) if at is not None}
             if not there:
                 continue

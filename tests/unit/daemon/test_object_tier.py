@@ -25,7 +25,7 @@ from kvpool.errors import Unavailable
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
 from kvpool.placement.records import NamespaceSettings, View
 from kvpool.storage.eviction import policy_maker
-from kvpool.storage.object.packs import LOCATION
+from kvpool.storage.object.packs import CODEC_NONE, CODEC_SEALED, LOCATION
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
@@ -49,8 +49,9 @@ def numbers_of(packed: bytes) -> list[int]:
     return [int.from_bytes(one, "big") for one in split_keys(packed)]
 
 
-def location(number: int, pack: bytes = b"pack" * 4) -> bytes:
+def location(number: int, pack: bytes = b"pack" * 4, *, encrypted: bool = False) -> bytes:
     found = np.zeros(1, LOCATION)
+    found["codec"] = CODEC_SEALED if encrypted else CODEC_NONE
     found["version"], found["pack"], found["offset"] = 1, np.void(pack), number
     found["checksum"] = np.void(key(number))
     return found.tobytes()
@@ -156,8 +157,15 @@ class Bench:
         self.catalog = AbsentCatalog(self.loop.time)
         self.catalog.shared = not alone
         self.secrets = secrets
+        self.encryption: list[bytes] = []
         self.tier = ObjectTier(
-            self.config, self.node, membership, self.catalog, self.loop.time, lambda: self.secrets
+            self.config,
+            self.node,
+            membership,
+            self.catalog,
+            self.loop.time,
+            lambda: self.secrets,
+            lambda: self.encryption,
         )
         self.store = ScriptedStore()
         self.tickets = 0
@@ -517,6 +525,35 @@ def test_entries_of_an_older_secret_are_found_as_long_as_it_is_accepted() -> Non
         assert await bench.found([1, 2]) == {1, 2}
         bench.secrets = (b"new" * 8,)
         assert await bench.found([1, 2]) == {2}
+
+    run(main())
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+def test_blocks_that_were_written_the_other_way_are_written_anew_and_left_to_others(
+    encrypts: bool,
+) -> None:
+    """While a cluster begins, or ends, to encrypt, some of its nodes do and some do not."""
+
+    async def main() -> None:
+        bench = Bench()
+        bench.encryption = [b"s" * 32] if encrypts else []
+        await bench.begin()
+        digest = bench.namespace.directory_digest
+        for number in (1, 2):
+            place = location(number, encrypted=encrypts == (number == 2))
+            await bench.tier.enlist(digest, 0, [key(number)], place, 100.0)
+        assert await bench.found([1, 2]) == {2}
+        assert (await bench.load([1])).status == bytes([BlockStatus.ABSENT])
+        assert not bench.store.loaded
+        assert None not in await bench.catalog.find(digest, 0, [key(1), key(2)])
+        bench.put([1, 2])
+        status = await bench.tier.store(list(bench.namespace.tables[0].blocks.values()))
+        assert status == bytes([BlockStatus.PRESENT] * 2)
+        assert bench.store.written() == [1]
+        packed = key(1) + key(2)
+        assert await bench.tier.remove(bench.namespace, packed) == 2
+        assert await bench.catalog.find(digest, 0, [key(1), key(2)]) == [None, None]
 
     run(main())
 
