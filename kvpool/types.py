@@ -146,6 +146,7 @@ class EngineRecord:
     block_bytes: of one, all ranks together.
     capacity_tokens: of its own cache.
     step_tokens: of a step.
+    steps_at_once: how many steps it computes at a time: one for each stage of its pipeline and each rank behind the URL.
     max_len: of prompt and answer.
     follows_max: how many prompts it follows at a time while others compute them.
     tenant: owner of its blocks; filled in by the daemon.
@@ -169,6 +170,7 @@ class EngineRecord:
     follows_max: int = 0
     tenant: str = ""
     namespace: str = ""
+    steps_at_once: int = 1
 
 
 def plain_parts(parts: Iterable[PartSpec]) -> list[tuple[int, str, int, int]]:

@@ -42,6 +42,7 @@ def engine_record(
         return None
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     served = model.served_model_name or model.model
+    ranks = ranks_at_url(parallel)
     events = reachable(
         vllm_config.kv_events_config, parallel.data_parallel_index, urlsplit(config.url).hostname
     )
@@ -56,11 +57,22 @@ def engine_record(
         hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         none_hash=none_hash.hex(),
         block_tokens=hash_tokens,
-        capacity_tokens=(blocks - 1) * hash_tokens // len(rules),  # one block is for nobody
+        capacity_tokens=ranks
+        * ((blocks - 1) * hash_tokens // len(rules)),  # one block is for nobody
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        steps_at_once=ranks * parallel.pipeline_parallel_size,
         max_len=model.max_model_len,
         follows_max=config.follows_max if config.pull_wait_s else 0,
     )
+
+
+def ranks_at_url(parallel: Any) -> int:
+    """How many data-parallel ranks answer at one URL, by who spreads requests over them."""
+    if parallel.data_parallel_external_lb:
+        return 1
+    if parallel.data_parallel_hybrid_lb:
+        return max(1, int(parallel.data_parallel_size_local))
+    return int(parallel.data_parallel_size)
 
 
 def whole_groups(rules: Sequence[GroupRule]) -> tuple[int, ...]:

@@ -75,6 +75,7 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     hash_seed: str | None = None
     capacity_tokens: Tokens | None = None
     step_tokens: Tokens | None = None
+    steps_at_once: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     block_bytes: Bytes | None = None
     follows_max: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
     max_len: Tokens | None = None

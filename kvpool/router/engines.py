@@ -37,7 +37,7 @@ class EngineSpec:
     namespace: digest; empty: not known. groups: the cache groups that must hold a block for it to count as
     held; empty: its cache is not followed. hashing: None: its hashes are not known, or were found
     wrong; no block is looked up for it.
-    capacity_tokens: of its cache. step_tokens: of a step. block_bytes: of a block, all ranks; 0: not known.
+    capacity_tokens: of its cache. step_tokens: of a step; `steps_at_once` of them are computed at a time. block_bytes: of a block, all ranks; 0: not known.
     follows_max: how many prompts it may follow at a time. max_len: tokens of prompt and answer; 0: not known.
     """
 
@@ -59,6 +59,7 @@ class EngineSpec:
     hashing: HashSpec | None = None
     capacity_tokens: int = CAPACITY_TOKENS
     step_tokens: int = STEP_TOKENS
+    steps_at_once: int = 1
     block_bytes: int = 0
     follows_max: int = 0
     max_len: int = 0
@@ -120,6 +121,7 @@ def spec_of(
         hashing=_hashing(said, given),
         capacity_tokens=known("capacity_tokens", CAPACITY_TOKENS),
         step_tokens=known("step_tokens", STEP_TOKENS),
+        steps_at_once=known("steps_at_once", 1),
         block_bytes=known("block_bytes", 0),
         follows_max=known("follows_max", 0),
         max_len=known("max_len", 0),
@@ -172,6 +174,7 @@ def scheduled(spec: EngineSpec) -> Engine:
         labels=spec.labels,
         follows_max=spec.follows_max if spec.node else 0,
         flexible=spec.flexible,
+        steps_at_once=spec.steps_at_once,
     )
 
 
@@ -195,5 +198,5 @@ def differs(old: EngineSpec, new: EngineSpec) -> bool:
 
 _SCHEDULED = (
     *("url", "name", "node", "role", "kind", "namespace", "capacity_tokens", "labels"),
-    *("follows_max", "flexible"),
+    *("follows_max", "flexible", "steps_at_once"),
 )

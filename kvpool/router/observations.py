@@ -1,14 +1,16 @@
 """Measurements from orders and answers, for the estimates. No I/O.
 
-The router sees an order from its sending to its answer. An engine computes prompts one after the
-other, so the order's own time begins when the previous one was done. Computing takes the engine's steps,
-and loading comes before them: an order with hardly any of one teaches the other.
+The router sees an order from its sending to its answer. An engine computes prompts in steps, one after the
+other, so the order's own time begins when the previous step was done; orders that are done together were computed
+in one step, whose time is that of all their tokens. Computing takes the engine's steps, and loading comes before
+them: an order with hardly any of one teaches the other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpool.router.calls import Call
@@ -27,6 +29,8 @@ TOKEN_BYTES = 128 << 10
 """Of KV, if an engine does not announce it."""
 LITTLE, MUCH = 0.1, 0.5
 """Expected shares of loading in an order's time: below, it teaches computing; above, loading."""
+SAME_STEP = 0.2
+"""Orders that are done within this share of a step's time after the first one were computed in it."""
 EVENTS_MIN = 8
 """Minimum tokens of an answer to teach the time per token."""
 
@@ -63,29 +67,54 @@ class Observer(Protocol):
     def errors(self) -> Mapping[str, Mapping[str, Error]]: ...
 
 
+@dataclass(slots=True)
+class _Step:
+    """What an engine computed together. orders: (its estimate, tokens that were cached, its last token) each."""
+
+    kind: KindEstimates
+    began_at: float
+    ended_at: float
+    seen: bool = True
+    orders: list[tuple[Estimate, int, int]] = field(default_factory=list)
+
+    def includes(self, now: float) -> bool:
+        """Whether what is done now was computed in it."""
+        return now - self.ended_at <= SAME_STEP * (self.ended_at - self.began_at)
+
+    def teach(self) -> None:
+        """Once."""
+        orders, self.orders = self.orders, []
+        took_s = self.ended_at - self.began_at
+        if orders and self.seen and took_s > 0:
+            learn_step(self.kind, orders, took_s)
+
+
 class Observing:
     """See the module. cluster: whose estimates learn."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._done_at: dict[str, float] = {}  # by engine: when it computed its last order
+        self._steps: dict[str, _Step] = {}  # by engine: the last one
 
     def computed(self, order: Order, call: Call, *, streams: bool) -> None:
         """An order is done: its prompt, or part of it, is computed. streams: whether the answer is streamed."""
         now = self._clock()
         estimate = order.estimate
         name = estimate.engine.name
-        took_s = now - max(call.sent_at, self._done_at.get(name, 0.0))
-        self._done_at[name] = now
         kind = self._cluster.kinds[estimate.engine.kind]
         cached = call.cached_tokens
         if cached is None:
             cached = estimate.cached * kind.block_tokens
+        step = self._steps.get(name)
+        if step is None or not step.includes(now):
+            if step is not None:
+                step.teach()
+            began_at = call.sent_at if step is None else max(call.sent_at, step.ended_at)
+            self._steps[name] = step = _Step(kind, began_at, now)
         # The end of an answer that is not streamed does not show when its prompt was done.
-        seen = not call.answers or streams
-        if seen and took_s > 0 and cached < order.end:
-            learn_prompt(kind, estimate, cached, order.end, took_s)
+        step.seen = step.seen and (not call.answers or streams)
+        step.orders.append((estimate, cached, order.end))
 
     def answered(self, call: Call, engine: Engine | None = None) -> None:
         """An answer is complete. engine: its current state, still including this answer."""
@@ -98,6 +127,10 @@ class Observing:
 
     def errors(self) -> dict[str, dict[str, Error]]:
         """Errors of the estimates, by kind of engine and quantity; for metrics."""
+        now = self._clock()
+        for step in self._steps.values():
+            if not step.includes(now):
+                step.teach()
         return {
             name: {
                 "prefill": kind.prefill.error,
@@ -118,18 +151,26 @@ class Observing:
         }
 
 
-def learn_prompt(
-    kind: KindEstimates, estimate: Estimate, cached: int, end: int, took_s: float
+def learn_step(
+    kind: KindEstimates, orders: Sequence[tuple[Estimate, int, int]], took_s: float
 ) -> None:
-    """Tokens `cached` to `end` of a prompt were computed, and the estimated blocks loaded, in this time."""
-    expected_s = kind.prefill.prefill_s(cached, end, kind.step_tokens)
-    share = estimate.load_s / (estimate.load_s + expected_s)
-    tokens = end - cached
+    """Tokens `cached` to `end` of prompts were computed, and the estimated blocks loaded, in this time."""
+    orders = [(estimate, cached, end) for estimate, cached, end in orders if cached < end]
+    tokens = sum(end - cached for _, cached, end in orders)
+    if not tokens:
+        return
+    attended = sum((end - cached) * (cached + end) / 2 for _, cached, end in orders)
+    steps = -(-tokens // kind.step_tokens)
+    expected_s = sum(
+        kind.prefill.prefill_s(cached, end, kind.step_tokens) for _, cached, end in orders
+    )
+    load_s = max(estimate.load_s for estimate, _, _ in orders)
+    share = load_s / (load_s + expected_s)
     if share < LITTLE:
-        steps = -(-tokens // kind.step_tokens)
-        attended = tokens * (cached + end) / 2
-        kind.prefill.observe(tokens // steps, attended / steps, end, took_s / steps)
-    elif share > MUCH and took_s > expected_s:
+        deepest = max(end for _, _, end in orders)
+        kind.prefill.observe(tokens // steps, attended / steps, deepest, took_s / steps)
+    elif len(orders) == 1 and share > MUCH and took_s > expected_s:
+        ((estimate, _, _),) = orders
         blocks = estimate.pulled or estimate.loaded
         nbytes = blocks * kind.block_bytes
         load = kind.loads["peer"] if estimate.pulled else _own_tier(kind, nbytes, estimate.load_s)

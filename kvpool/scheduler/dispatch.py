@@ -5,7 +5,7 @@ clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.scheduler.decision_context import DecisionContext
@@ -29,6 +29,8 @@ from kvpool.scheduler.values import (
 
 MATCH_S = 0.05
 """Maximum age of a waiting request's match; events are no faster."""
+SHARED_STEP = 0.25
+"""Prompts of at most this share of a step are computed with others."""
 EXPECT_S = 3.0
 """How long after the estimated end of an order its blocks are still expected without an event."""
 
@@ -88,10 +90,9 @@ class Dispatch:
         state, settings = self._state, self._state.settings
         # Decode-only engines compute requests that must be served whole; the others do not wait for them.
         engines = state.fleet.of(Role.PREFILL) or state.fleet.of(Role.DECODE)
-        early_s = settings.ahead_s + settings.prefetch_s
-        look = _Look({e.name for e in engines if e.free_at - early_s <= now})
+        look = _Look({e.name for e in engines if self._may_have_room(e, now)})
         self.lacking = look.lacking
-        for item in list(state.queue.first(settings.look_ahead + len(engines))):
+        for item in self._next(look, settings.look_ahead + len(engines)):
             if not look.room and not item.request.whole:
                 continue
             if item.running is not None:
@@ -113,6 +114,19 @@ class Dispatch:
         busy = list(state.fleet.engines.values())
         return look.orders, min(look.looks_at, self._next_free_at(busy, now))
 
+    def _next(self, look: _Look, count: int) -> Iterator[Waiting]:
+        """Requests in the queue, in order, until so many of a group were looked at and have got no order."""
+        queue, seen = self._state.queue, set[Hashable]()
+        while True:
+            ordered = len(look.orders)
+            items = [i for i in queue.first(count + len(seen)) if i.request.ident not in seen]
+            for item in items:
+                seen.add(item.request.ident)
+                yield item
+            if len(look.orders) == ordered:
+                return
+            seen = {ident for ident in seen if ident in queue}
+
     def _goes_on(self, item: Waiting, look: _Look, now: float) -> bool:
         """Give the engine that computes a segment the next one shortly before its end, so that it does not idle.
 
@@ -129,7 +143,7 @@ class Dispatch:
         if best.cached * context.kind(engine).block_tokens < item.done:
             return False
         look.orders.append(self._send(item, Choice(best, (best,)), context, self._free(item, look)))
-        if engine.free_at - ahead_s - self._state.settings.prefetch_s > now:
+        if not self._may_have_room(engine, now):
             look.room.discard(engine.name)
         return True
 
@@ -157,10 +171,9 @@ class Dispatch:
             look.looks_at = min(look.looks_at, arrive_at)
         elif ends_at > look.gaps.get(name, math.inf):
             look.pending[name] = ends_at
-        elif in_turn and self._has_room(best, now):
+        elif in_turn and self._has_room(best, context):
             look.orders.append(self._send(item, choice, context, decoders))
-            settings = state.settings
-            if best.engine.free_at - settings.ahead_s - settings.prefetch_s > now:
+            if not self._may_have_room(best.engine, now):
                 look.room.discard(name)
         else:
             early_at = best.engine.free_at - self._early_s(best)
@@ -202,12 +215,30 @@ class Dispatch:
         answers.kept = frozenset(kept)
         return orders
 
-    def _has_room(self, estimate: Estimate, now: float) -> bool:
-        """Whether to send the order now: loading its blocks may take as long as the engine is busy."""
-        engine = estimate.engine
+    def _may_have_room(self, engine: Engine, now: float) -> bool:
+        """Whether it may get an order now, if there is a suitable one."""
+        settings, state = self._state.settings, self._state
+        if engine.prefills >= settings.orders_max:
+            return False
+        if engine.prefills < engine.steps_at_once or state.orders.room(engine) > 0:
+            return True
+        return engine.free_at - settings.ahead_s - settings.prefetch_s <= now
+
+    def _has_room(self, estimate: Estimate, context: DecisionContext) -> bool:
+        """Whether to send the order now: it is computed in one step with others, or the engine is about to be free.
+
+        Loading its blocks may take as long as the engine is busy. A prompt that fills a step, or nearly so, gains
+        nothing there before its turn, and keeps shorter ones waiting that come later.
+        """
+        engine, kind = estimate.engine, context.kind(estimate.engine)
         if engine.prefills >= self._state.settings.orders_max:
             return False
-        return engine.free_at - self._early_s(estimate) <= now
+        if engine.prefills < engine.steps_at_once:
+            return True  # one of its stages or ranks has nothing to compute
+        tokens = max(1, context.request.tokens - estimate.cached * kind.block_tokens)
+        if tokens <= min(self._state.orders.room(engine), SHARED_STEP * kind.step_tokens):
+            return True
+        return engine.free_at - self._early_s(estimate) <= context.now
 
     def _early_s(self, estimate: Estimate) -> float:
         """How long before its engine is free an order is sent."""
@@ -302,7 +333,10 @@ class Dispatch:
         if decode is not None and follow_s is not None and follow:
             state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
         order = Order(request, best, end, last, decode, whole, follow, choice.candidates, estimates)
-        begins = state.orders.add(Sent(order, end - start, best.prefill_s, item.done), now)
+        steps = -(-(end - start) // kind.step_tokens)
+        work_s = max(0.0, best.prefill_s - steps * kind.prefill.coefficients[0])
+        sent = Sent(order, end - start, best.prefill_s, work_s, item.done)
+        begins = state.orders.add(sent, now)
         # If a prompt continues where it is, the rest is expected since its first segment there.
         later_s = 0.0 if item.running is engine else rest_s
         self._expect(order, max(begins, now + best.starts_s), later_s)

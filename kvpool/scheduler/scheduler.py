@@ -93,7 +93,7 @@ class Scheduler:
             rng,
             settings,
             RequestQueue(settings.queue, settings.tenants),
-            Orders(counts_blocks=policy.counts_blocks),
+            Orders(cluster.kinds, counts_blocks=policy.counts_blocks),
             Answers(settings.decode),
             Spreading(settings.spread),
         )

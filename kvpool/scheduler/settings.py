@@ -16,9 +16,10 @@ from kvpool.scheduler.tenants import TenantRule
 class Settings:
     """queue: the order of waiting requests. segment_s: seconds of prefill per order.
 
-    ahead_s: an engine gets its next order this long before it is free, plus the time to load its
-    blocks, `prefetch_s` at most. orders_max: open orders of one engine, of
-    waiting requests. look_ahead: requests examined per poll and group of engines, at most. queue_max:
+    An engine gets orders as long as all that it has to compute fits one step (of each of its stages and ranks): what
+    waits there waits no longer than here, and is computed with the rest. Beyond that it gets its next order shortly
+    before it is free: ahead_s, plus the time to load its blocks, `prefetch_s` at most. orders_max: open orders of one
+    engine, at most: as many requests as engines schedule at a time. look_ahead: requests examined per poll and group of engines, at most. queue_max:
     the most waiting requests. ttft_slo_s, tpot_slo_s: requests that would miss these are refused.
 
     retries_max: how often a request whose order failed is retried. decodes: whether the scheduler
@@ -30,7 +31,7 @@ class Settings:
     segment_s: float = 0.25
     ahead_s: float = 0.005
     prefetch_s: float = 0.5
-    orders_max: int = 4
+    orders_max: int = 256
     look_ahead: int = 16
     queue_max: int = 100_000
     ttft_slo_s: float = math.inf

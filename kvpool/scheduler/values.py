@@ -92,8 +92,11 @@ class Engine:
     knows its own cache, and its node's tiers from the fastest to the slowest. labels: its location, as
     `rack` and `zone`. follows_max: prompts that its node can follow at a time for it.
 
+    steps_at_once: of how many tokens each: its pipeline's stages times its data-parallel ranks.
+
     free_at: when it will have computed what was sent to it. queued_tokens: of prompts, uncached ones only, until
-    the first token. prefills: sent and not computed yet. blocks: of these, whole, each with how many of them
+    the first token; `in_step` of them are in the step that began at `step_began`. work_s: seconds that they take
+    beside those of steps. prefills: sent and not computed yet. blocks: of these, whole, each with how many of them
     share it; kept for policies that use it. decodes, context_tokens: of requests that decode here or hold a
     reservation for it, each with its whole context. held_tokens: of those among them that were sent to decode, at
     most `capacity_tokens`. follows: prompts that are followed for it now. computing: seconds of prompts that were
@@ -110,8 +113,12 @@ class Engine:
     labels: Mapping[str, str] = field(default_factory=dict)
     follows_max: int = 0
     flexible: bool = False
+    steps_at_once: int = 1
     free_at: float = 0.0
     queued_tokens: int = 0
+    in_step: int = 0
+    step_began: float = 0.0
+    work_s: float = 0.0
     prefills: int = 0
     blocks: dict[Hashable, int] = field(default_factory=dict)
     decodes: int = 0

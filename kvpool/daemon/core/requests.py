@@ -126,7 +126,7 @@ def check_engine(engine: EngineRecord) -> None:
         raise InvalidRequest(f"an engine's groups must be from 0 to {GROUPS_MAX - 1}")
     sizes = (
         *(engine.block_tokens, engine.block_bytes, engine.capacity_tokens),
-        *(engine.step_tokens, engine.max_len, engine.follows_max),
+        *(engine.step_tokens, engine.steps_at_once, engine.max_len, engine.follows_max),
     )
     if not all(0 <= size <= SIZE_MAX for size in sizes):
         raise InvalidRequest(f"an engine's sizes must be from 0 to {SIZE_MAX}")

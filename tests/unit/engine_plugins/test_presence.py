@@ -19,7 +19,14 @@ def vllm(**events):
         model_config=SimpleNamespace(model="/m", served_model_name=["m", "n"], max_model_len=99),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=77),
-        parallel_config=SimpleNamespace(data_parallel_index=1),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=1,
+            data_parallel_size=4,
+            data_parallel_size_local=2,
+            data_parallel_external_lb=True,
+            data_parallel_hybrid_lb=False,
+            pipeline_parallel_size=3,
+        ),
         kv_events_config=SimpleNamespace(
             **{
                 "enable_kv_cache_events": True,
@@ -50,9 +57,27 @@ def test_what_is_told():
     assert (found.events, found.replay) == ("tcp://h.example:5558", "tcp://h.example:5601")
     assert (found.topic, found.groups, found.none_hash) == ("kv", (3,), "ab")
     assert (found.capacity_tokens, found.step_tokens, found.max_len) == (1600, 77, 99)
-    assert found.follows_max == 8
+    assert (found.follows_max, found.steps_at_once) == (8, 3)
     assert record(PluginConfig(url="http://h:1", pull_wait_s=0)).follows_max == 0
     assert record(PluginConfig(url="http://[::1]:1")).events == "tcp://[::1]:5558"
+
+
+@pytest.mark.parametrize(
+    ("balanced_by", "ranks"), [("external", 1), ("hybrid", 2), ("this server", 4)]
+)
+def test_ranks_behind_one_url_are_one_engine_that_computes_more_at_a_time(balanced_by, ranks):
+    config = vllm()
+    config.parallel_config.data_parallel_external_lb = balanced_by == "external"
+    config.parallel_config.data_parallel_hybrid_lb = balanced_by == "hybrid"
+    found = engine_record(
+        config,
+        PluginConfig(url="http://h:1"),
+        [GroupRule(3)],
+        hash_tokens=16,
+        none_hash=b"",
+        blocks=101,
+    )
+    assert (found.steps_at_once, found.capacity_tokens) == (3 * ranks, 1600 * ranks)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ ANNOUNCED = {
     "block_bytes": 4096,
     "capacity_tokens": 1000,
     "step_tokens": 512,
+    "steps_at_once": 6,
     "max_len": 900,
     "follows_max": 8,
     "tenant": "default",
@@ -51,6 +52,7 @@ def test_what_was_announced():
     assert engine.gpu == "gpu:h:8000"
     assert engine.tiers == ("dram:n/cdcdcdcd", "ssd:n/cdcdcdcd")
     assert (engine.capacity_tokens, engine.follows_max, engine.labels) == (1000, 8, {"zone": "z"})
+    assert engine.steps_at_once == 6
 
 
 def test_the_configuration_goes_before_it_field_by_field():

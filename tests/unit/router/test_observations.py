@@ -67,6 +67,23 @@ def test_prompts_teach_how_fast_an_engine_is(known):
     assert world.kind.prefill.error.mean < 0.1
 
 
+def test_prompts_that_are_computed_together_teach_as_one_step():
+    """Their answers come one right after the other: what the first one took is the time of all."""
+    world, rng = World(), random.Random(3)
+    for _ in range(300):
+        sent_at = world.now
+        ends = [rng.randrange(1, 200) for _ in range(rng.randrange(1, 6))]
+        world.now += A + sum(B * end + C * end * end / 2 for end in ends)
+        for end in ends:
+            world.order(0, end, sent_at)
+            world.now += 1e-4
+        world.now += rng.random()
+    for end in (10, 300, 900):
+        assert world.kind.prefill.prefill_s(0, end, 1000) == pytest.approx(
+            computing_s(0, end), rel=0.05
+        )
+
+
 def test_what_is_loaded_teaches_how_fast_that_is():
     world = World()
     for _ in range(100):
@@ -74,9 +91,10 @@ def test_what_is_loaded_teaches_how_fast_that_is():
         sent_at = world.now
         world.now += 0.5 + world.kind.prefill.prefill_s(16000, 16010, 1000)
         world.order(16000, 16010, sent_at, load_s=max(expected, 0.2), loaded=1000, pulled=1000)
+    world.now += 1.0
+    assert world.observing.stats()["k"]["load_peer"]["count"] == 100
     assert world.kind.loads["peer"].seconds(1000 * 4096) == pytest.approx(0.5, rel=0.05)
     assert world.kind.prefill.error.count == 0
-    assert world.observing.stats()["k"]["load_peer"]["count"] == 100
 
 
 def test_what_teaches_nothing():
@@ -84,11 +102,13 @@ def test_what_teaches_nothing():
     world.now = 1.0
     world.order(100, 100, 0.0)  # nothing was computed
     world.order(0, 1000, 0.5, stream=False)  # its end says nothing of its prompt's
-    world.order(0, 1000, 0.5, load_s=0.05, loaded=10)  # neither one nor the other
-    assert all(error.count == 0 for error in world.observing.errors()["k"].values())
     world.now = 2.0
-    world.order(0, 1000, 1.5, stream=True)
-    assert world.kind.prefill.error.count == 1
+    world.order(0, 1000, 1.5, load_s=0.05, loaded=10)  # neither one nor the other
+    world.now = 5.0
+    assert all(error.count == 0 for error in world.observing.errors()["k"].values())
+    world.order(0, 1000, 4.5, stream=True)
+    world.now = 6.0
+    assert world.observing.errors()["k"]["prefill"].count == 1
 
 
 def test_answers_teach_how_long_a_token_takes():

@@ -31,9 +31,9 @@ from tests.support.scripted_engines import (
 from tests.support.waiting import until_async
 
 CONFIG: dict[str, Any] = {
-    "answer_s": 0.05,
-    "stall_s": 0.05,
-    "client_stall_s": 0.05,
+    "answer_s": 0.5,
+    "stall_s": 0.5,
+    "client_stall_s": 0.5,
     "deadline_s": 20.0,
     "probe_s": 50.0,
     "backoff_s": 50.0,
@@ -355,7 +355,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
         bench.upstream.hold["a"] = asyncio.Event()
         tasks = [
             asyncio.create_task(bench.serving.serve(bench.incoming(STREAM), Client()))
-            for _ in range(12)
+            for _ in range(Settings().orders_max + 1)
         ]
         await until_async(lambda: bool(bench.scheduler.waiting))
         for task in tasks:
@@ -828,4 +828,5 @@ def test_whatever_fails_each_request_ends_right_or_clearly(
         }
         await asyncio.gather(*(one(bench, s, n, seed) for seed, (s, n) in enumerate(wanted)))
 
-    run(work, *shape, answer_s=0.005, stall_s=0.005, deadline_s=1.0, failures_max=failures_max)
+    short = {"answer_s": 0.005, "stall_s": 0.005, "client_stall_s": 0.05, "deadline_s": 1.0}
+    run(work, *shape, **short, failures_max=failures_max)
