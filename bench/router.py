@@ -345,7 +345,7 @@ async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float
     index, told, found = PrefixIndex(), [], []
     async with open_session() as session:
         nodes: dict[str, str] = {}
-        pools = PoolViews(index, nodes)
+        pools = PoolViews(index, nodes, {})
         catalog = EngineCatalog(
             engines=tables,
             daemon=None,

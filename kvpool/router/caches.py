@@ -34,6 +34,7 @@ class _Followed:
 
     source: EngineSource
     holder: str
+    namespace: str
     need: int
     salt: int
 
@@ -87,13 +88,17 @@ class Caches:
         if spec.events and spec.groups and spec.hashing is not None:
             source = EngineSource(spec.name, spec.events, spec.replay or None, spec.topic)
         known = self._followed.get(spec.name)
-        if known is not None and (known.source, known.need, known.salt) == (source, need, salt):
+        namespace = spec.namespace.hex()
+        wanted = (
+            None if source is None else _Followed(source, gpu_holder(spec), namespace, need, salt)
+        )
+        if known is not None and known == wanted:
             return
         self.forget(spec.name)
-        self._index.join(gpu_holder(spec), pool=False)
-        if source is not None:
-            self._subscriber.add(source)
-            self._followed[spec.name] = _Followed(source, gpu_holder(spec), need, salt)
+        self._index.join(gpu_holder(spec), pool=False, namespace=namespace)
+        if wanted is not None:
+            self._subscriber.add(wanted.source)
+            self._followed[spec.name] = wanted
 
     def forget(self, name: str) -> None:
         """An engine has left. Idempotent."""
@@ -137,7 +142,7 @@ class Caches:
         changes = feed.blocks.take_changes(SLICE_BLOCKS)
         index, holder, salt = self._index, followed.holder, followed.salt
         if changes.reset:
-            index.join(holder, pool=False)
+            index.join(holder, pool=False, namespace=followed.namespace)
         lag = max(0.0, self._wall() - feed.told_at)
         now = self._clock()
         held: list[int] = []

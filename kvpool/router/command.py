@@ -81,9 +81,10 @@ class Router:
         self._config = config
         self._metrics = metrics = Metrics()
         nodes: dict[str, str] = {}
-        cluster = Cluster({}, nodes, Traffic())
+        namespaces: dict[str, str] = {}
+        cluster = Cluster({}, nodes, Traffic(), namespaces)
         index = PrefixIndex()
-        pools = PoolViews(index, nodes)
+        pools = PoolViews(index, nodes, namespaces)
 
         def api_key(spec: EngineSpec) -> str:
             return secrets.api_key_of(spec.url)

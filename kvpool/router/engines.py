@@ -32,12 +32,13 @@ class EngineSpec:
     labels: of the node's location.
     model: the name that it was configured or announced with, or its first one. models: all its names,
     adapters included, from the engine itself; adapters: by name, where each was loaded from. kind: engines of one
-    kind share estimates; the model unless configured.
+    kind share estimates; the model and the namespace unless configured.
     events, replay, topic: ZeroMQ addresses of its KV events; empty: none.
     namespace: digest; empty: not known. groups: the cache groups that must hold a block for it to count as
     held; empty: its cache is not followed. hashing: None: its hashes are not known, or were found
     wrong; no block is looked up for it.
-    capacity_tokens: of its cache. step_tokens: of a step; `steps_at_once` of them are computed at a time. block_bytes: of a block, all ranks; 0: not known.
+    capacity_tokens: of its cache. step_tokens: of a step; `steps_at_once` are computed at a time. block_bytes: of a
+    block, all ranks; 0: not known.
     follows_max: how many prompts it may follow at a time. max_len: tokens of prompt and answer; 0: not known.
     """
 
@@ -112,7 +113,7 @@ def spec_of(
         flexible=bool(known("flexible", False)),
         labels=dict(known("labels", {})),
         model=model,
-        kind=known("kind", model),
+        kind=known("kind", _kind(model, namespace)),
         events=events,
         replay=str(endpoints["replay"]) if events else "",
         topic=known("topic", ""),
@@ -126,6 +127,11 @@ def spec_of(
         follows_max=known("follows_max", 0),
         max_len=known("max_len", 0),
     )
+
+
+def _kind(model: str, namespace: bytes) -> str:
+    """Engines of one model and namespace are as fast as each other; of other ranks or types they are not."""
+    return f"{model}@{namespace.hex()[:8]}" if model and namespace else model
 
 
 def _hashing(said: Mapping[str, Any], given: Mapping[str, Any]) -> HashSpec | None:
@@ -156,7 +162,7 @@ def with_models(spec: EngineSpec, cards: Sequence[Mapping[str, Any]]) -> EngineS
         model=model,
         models=names,
         adapters={card["id"]: str(card.get("root") or "") for card in cards if card.get("parent")},
-        kind=spec.kind or model,
+        kind=spec.kind or _kind(model, spec.namespace),
         max_len=spec.max_len or max(lengths, default=0),
     )
 
@@ -175,6 +181,7 @@ def scheduled(spec: EngineSpec) -> Engine:
         follows_max=spec.follows_max if spec.node else 0,
         flexible=spec.flexible,
         steps_at_once=spec.steps_at_once,
+        namespace=spec.namespace.hex(),
     )
 
 
@@ -184,8 +191,11 @@ def gpu_holder(spec: EngineSpec) -> str:
 
 
 def pool_holders(node: str, namespace: bytes) -> tuple[str, ...]:
-    """The prefix index's names of a node's tiers for engines of a namespace: memory, and memory with disks."""
-    if not node:
+    """The prefix index's names of a node's tiers for engines of a namespace: memory, and memory with disks.
+
+    None for an unknown namespace: nobody knows what its engines could use of each other's blocks.
+    """
+    if not node or not namespace:
         return ()
     place = f"{node}/{namespace.hex()[:8]}"
     return f"dram:{place}", f"ssd:{place}"

@@ -9,7 +9,7 @@ No I/O, no clock of its own. Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from kvpool.router.engines import EngineSpec, pool_holders
@@ -31,20 +31,21 @@ _Entry = tuple[Holders, int]
 class PoolView:
     """For one namespace. See the module.
 
-    holders: names of a node's holders, unique per namespace. nodes: the node of each holder, kept
-    up to date for the scheduler.
+    namespace: its digest. nodes, namespaces: of each holder, kept up to date for the scheduler.
     """
 
     def __init__(
         self,
         index: PrefixIndex,
-        holders: Callable[[str], Holders],
+        namespace: bytes,
         nodes: dict[str, str],
+        namespaces: dict[str, str],
         keys_max: int = KEYS_MAX,
     ) -> None:
         self._index = index
-        self._holders = holders
+        self._namespace = namespace
         self._nodes = nodes
+        self._namespaces = namespaces
         self._keys_max = keys_max
         self._keys: dict[int, _Entry] = {}  # roughly in the order of their lookups
         self._turn = 0  # how many keys were put at the end
@@ -65,8 +66,7 @@ class PoolView:
     def close(self) -> None:
         """The namespace is no longer used: remove its holders from the index."""
         for holder in self._counts:
-            del self._nodes[holder]
-            self._index.leave(holder)
+            self._end(holder)
         self._counts.clear()
         self._keys.clear()
 
@@ -131,22 +131,33 @@ class PoolView:
         if holder not in self._counts:
             self._counts[holder] = 0
             self._nodes[holder] = node
-            self._index.join(holder, pool=True)
+            self._namespaces[holder] = name = self._namespace.hex()
+            self._index.join(holder, pool=True, namespace=name)
+
+    def _holders(self, node: str) -> Holders:
+        return pool_holders(node, self._namespace)
+
+    def _end(self, holder: str) -> None:
+        del self._nodes[holder], self._namespaces[holder]
+        self._index.leave(holder)
 
     def _tidy(self) -> None:
         """Unknown holders are ignored: nodes come and go."""
         for holder in [holder for holder, count in self._counts.items() if not count]:
             if self._nodes[holder] not in self._kept:
-                del self._counts[holder], self._nodes[holder]
-                self._index.leave(holder)
+                del self._counts[holder]
+                self._end(holder)
 
 
 class PoolViews:
-    """One `PoolView` for each namespace that engines use. nodes: the node of each holder; kept up to date."""
+    """One `PoolView` for each namespace that engines use. nodes, namespaces: of each holder; kept up to date."""
 
-    def __init__(self, index: PrefixIndex, nodes: dict[str, str]) -> None:
+    def __init__(
+        self, index: PrefixIndex, nodes: dict[str, str], namespaces: dict[str, str]
+    ) -> None:
         self._index = index
         self._nodes = nodes
+        self._namespaces = namespaces
         self._views: dict[bytes, PoolView] = {}
 
     def get(self, namespace: bytes) -> PoolView | None:
@@ -164,11 +175,10 @@ class PoolViews:
             self._views.pop(namespace).close()
         for namespace, nodes in wanted.items():
             if namespace not in self._views:
-                self._views[namespace] = self._view(namespace)
+                self._views[namespace] = PoolView(
+                    self._index, namespace, self._nodes, self._namespaces
+                )
             self._views[namespace].keep(nodes)
-
-    def _view(self, namespace: bytes) -> PoolView:
-        return PoolView(self._index, lambda node: pool_holders(node, namespace), self._nodes)
 
     def stats(self) -> dict[str, int]:
         """Keys in the index, and those of them that the pool reported."""

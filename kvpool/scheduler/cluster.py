@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.scheduler.estimates import KindEstimates
 
@@ -31,8 +31,16 @@ class Traffic:
 
 @dataclass(slots=True)
 class Cluster:
-    """What is known of the whole cluster. nodes: of each holder from which others can pull."""
+    """What is known of the whole cluster. nodes: of each holder from which others can pull; namespaces: of its blocks,
+    where there are several.
+    """
 
     kinds: Mapping[str, KindEstimates]
     nodes: Mapping[str, str]
     traffic: Traffic
+    namespaces: Mapping[str, str] = field(default_factory=dict)
+
+    def node_of(self, holder: str, namespace: str) -> str | None:
+        """Where engines of a namespace can pull from this holder; None: nowhere."""
+        node = self.nodes.get(holder)
+        return node if node is not None and self.namespaces.get(holder, "") == namespace else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from random import Random
 
 from kvpool.scheduler.cluster import Cluster
@@ -44,26 +43,30 @@ class DecisionContext:
     handover: Handover | None = None
     spread: bool = False
     _prefills: dict[tuple[str, int], float] = field(default_factory=dict)
+    _sources: dict[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
 
-    @cached_property
-    def longest(self) -> int:
-        """The longest part of the prefix that a single node of the pool has."""
-        nodes = self.cluster.nodes
-        return max((n for holder, n in self.match.lengths.items() if holder in nodes), default=0)
-
-    @cached_property
-    def sources(self) -> list[str]:
-        """The nodes with this much of it."""
-        nodes, longest = self.cluster.nodes, self.longest
-        lengths = self.match.lengths.items()
-        found = (nodes[holder] for holder, n in lengths if n == longest and holder in nodes)
-        return list(dict.fromkeys(found))  # a node's memory and disks are two holders
+    def sources(self, namespace: str) -> tuple[int, Sequence[str]]:
+        """The longest part of the prefix that a single node of the pool has for engines of a namespace, and the nodes
+        with this much of it.
+        """
+        known = self._sources.get(namespace)
+        if known is None:
+            longest, found = 0, dict[str, None]()  # a node's memory and disks are two holders
+            for holder, length in self.match.lengths.items():
+                node = self.cluster.node_of(holder, namespace)
+                if node is not None and length >= longest:
+                    if length > longest:
+                        longest = length
+                        found.clear()
+                    found[node] = None
+            known = self._sources[namespace] = longest, list(found)
+        return known
 
     def source_for(self, engine: Engine) -> str | None:
         """The node to pull from: among those with the longest prefix, the least busy one."""
         traffic, now = self.cluster.traffic, self.now
         best, best_s = None, math.inf
-        for node in self.sources:
+        for node in self.sources(engine.namespace)[1]:
             if node == engine.node:
                 continue
             busy_s = traffic.out_s(node, now)
@@ -104,17 +107,19 @@ class DecisionContext:
         """
         match, handover, now = self.match, self.handover, self.now
         get, promised, busy_until = match.lengths.get, self.promised, self.cluster.traffic.into
-        pullable = max(match.reach, match.coming)
+        reaches = match.namespaces
+        pullable = {name: max(found.reach, found.coming) for name, found in reaches.items()}
         first: dict[tuple[object, ...], tuple[float, list[Engine]]] = {}
         for engine in self.engines:
             starts = promised.get(engine.name, engine.free_at) if promised else engine.free_at
             starts = max(starts, now)
             busy = busy_until.get(engine.node, 0.0)
-            if busy > starts and self.own(engine) < pullable:
+            whole = pullable.get(engine.namespace, 0)
+            if busy > starts and self.own(engine) < whole:
                 starts = busy
             if handover is not None:
-                starts += handover.cost_s(engine, self.prefill_s(engine, pullable))
-            group = (engine.kind, get(engine.gpu), *map(get, engine.tiers))
+                starts += handover.cost_s(engine, self.prefill_s(engine, whole))
+            group = (engine.kind, engine.namespace, get(engine.gpu), *map(get, engine.tiers))
             found = first.get(group)
             if found is None or starts < found[0]:
                 first[group] = starts, [engine]
@@ -134,6 +139,7 @@ class DecisionContext:
         waiting: whether to wait for blocks that another engine is computing, if that is sooner.
         """
         kind, match, now = self.kind(engine), self.match, self.now
+        pool = match.of(engine.namespace)
         waits = max(0.0, self.free_at(engine) - now)
         have = gpu = match.lengths.get(engine.gpu, 0)
         prefill_s = self.prefill_s(engine, have)
@@ -147,20 +153,20 @@ class DecisionContext:
                 best = self._better(best, have, have - gpu, 0, None, load_s)
         peer = kind.loads["peer"]
         pools = bool(engine.tiers)  # without tiers there is nothing to pull into
-        if pools and match.reach > have and (source := self.source_for(engine)) is not None:
-            pulled = match.reach - have
+        if pools and pool.reach > have and (source := self.source_for(engine)) is not None:
+            pulled = pool.reach - have
             ahead_s = self.cluster.traffic.ahead_s(source, engine.node, now)
             pull_s = load_s + ahead_s + peer.seconds(pulled * kind.block_bytes)
-            best = self._better(best, match.reach, match.reach - gpu, pulled, source, pull_s)
-        if waiting and pools and match.coming > max(match.reach, have):
-            pulled = match.coming - have
+            best = self._better(best, pool.reach, pool.reach - gpu, pulled, source, pull_s)
+        if waiting and pools and pool.coming > max(pool.reach, have):
+            pulled = pool.coming - have
             pull_s = peer.seconds(pulled * kind.block_bytes) + load_s
-            later_s = max(0.0, match.ready_at - now) + pull_s
+            later_s = max(0.0, pool.ready_at - now) + pull_s
             starts_s = max(waits, later_s)
-            prefill_s = self.prefill_s(engine, match.coming)
+            prefill_s = self.prefill_s(engine, pool.coming)
             ttft_s = starts_s + prefill_s
             if ttft_s < best.cost + TWICE * (best.prefill_s - prefill_s):
-                cached, loaded = match.coming, match.coming - gpu
+                cached, loaded = pool.coming, pool.coming - gpu
                 best = Estimate(
                     engine, cached, loaded, pulled, None, pull_s, starts_s, prefill_s, ttft_s, True
                 )

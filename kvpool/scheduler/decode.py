@@ -109,8 +109,7 @@ class _Move(NamedTuple):
 
 class _Base(NamedTuple):
     """The part of a cost that does not depend on the prompt's engine. rank: 0 with room, 1 with a promise of it.
-    tokens_s: of the whole answer. ahead_s: until the link is free. pooled: whether blocks can be brought there.
-    at: index of the engine.
+    tokens_s: of the whole answer. ahead_s: until the link is free. at: index of the engine.
     """
 
     rank: int
@@ -121,14 +120,13 @@ class _Base(NamedTuple):
     move: _Move
     ahead_s: float
     follows: bool
-    pooled: bool
     at: int
 
-    def beside_s(self, engine: Engine, *, pooled: bool) -> float:
-        """The handover from an engine at the same place. pooled: whether that engine's node is in the pool."""
+    def beside_s(self, engine: Engine) -> float:
+        """The handover from an engine at the same place."""
         if self.engine is engine:
             return 0.0
-        return self.move.load_s if pooled and self.pooled else self.move.again_s
+        return self.move.load_s if self.engine.shares(engine) else self.move.again_s
 
 
 class Handover:
@@ -155,7 +153,7 @@ class Handover:
             engine = base.engine
             self._near.setdefault(place(engine), []).append(base)
             self._far.setdefault(engine.labelled, []).append(base)
-        self._known: dict[tuple[Labels, bool, float], tuple[float, float]] = {}
+        self._known: dict[tuple[Labels, str | None, float], tuple[float, float]] = {}
 
     def cost_s(self, engine: Engine, prefill_s: float) -> float:
         """Cost of the best decode engine for this prefill engine, plus the delay of requests that decode there.
@@ -167,15 +165,14 @@ class Handover:
         if self._whole:
             alone = (base.tokens_s for base in near if base.engine is engine)
             return next(alone, math.inf) + held_up_s
-        pooled = bool(engine.tiers)
-        key = engine.labelled, pooled, prefill_s
+        key = engine.labelled, engine.namespace if engine.tiers else None, prefill_s
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._from_afar(engine, prefill_s)
         rank, cost = known
         for base in near:
             if base.rank <= rank:
-                tokens_s = base.tokens_s + base.beside_s(engine, pooled=pooled)
+                tokens_s = base.tokens_s + base.beside_s(engine)
                 if base.rank < rank or tokens_s < cost:
                     rank, cost = base.rank, tokens_s
         return cost + held_up_s
@@ -190,9 +187,8 @@ class Handover:
         if self._whole:
             found = [(b.rank, b.tokens_s, 0, 0.0, b) for b in near if b.engine is engine]
         else:
-            pooled = bool(engine.tiers)
             for base in near:
-                handover_s = base.beside_s(engine, pooled=pooled)
+                handover_s = base.beside_s(engine)
                 found.append((base.rank, base.tokens_s + handover_s, base.at, handover_s, base))
             here = place(engine)
             for rank, cost, handover_s, base in self._apart(engine, prefill_s):
@@ -230,16 +226,16 @@ class Handover:
 
     def _apart(self, engine: Engine, prefill_s: float) -> Iterator[tuple[int, float, float, _Base]]:
         """Rank, cost and handover of each possible decode engine, as if on another node."""
-        topology, pools = self._topology, bool(engine.tiers)
+        topology = self._topology
         for bases in self._far.values():
             other = bases[0].engine
             if not topology.allowed_apart(engine, other):
                 continue
             factor = topology.apart(engine, other)
             for base in bases:
-                rank, tokens_s, _, _, lacks, move, ahead_s, follows, pooled, _ = base
+                rank, tokens_s, to, _, lacks, move, ahead_s, follows, _ = base
                 transfer_s, tail_s, load_s, again_s = move
-                if not pools or not pooled:
+                if not to.shares(engine):
                     handover_s = again_s
                 elif not factor or not lacks:
                     handover_s = load_s
@@ -288,7 +284,6 @@ def _bases(
             move,
             ahead_s if ahead_s > 0 else 0.0,
             engine.follows < engine.follows_max,
-            bool(engine.tiers),
             at,
         )
 

@@ -344,7 +344,8 @@ class Dispatch:
             pull_s = kind.loads["peer"].seconds(best.pulled * kind.block_bytes)
             state.cluster.traffic.add(best.source, engine.node, pull_s, now)
         if best.pulled and context.spread:
-            state.spreading.replicated(request.keys[context.match.reach - 1], now)
+            reach = context.match.of(engine.namespace).reach
+            state.spreading.replicated(request.keys[reach - 1], now)
         state.queue.charge(request.tenant, best.prefill_s, now)
         state.policy.sent(context, engine)
         return order
@@ -409,7 +410,7 @@ class Dispatch:
         decode = answer.decode
         if decode is None or not self._state.answers.may_follow(answer, decode):
             return None
-        if not engine.tiers or not decode.tiers:
+        if not decode.shares(engine):
             return None  # nothing can be brought
         kind, get = context.kind(decode), context.match.lengths.get
         own = max(get(holder, 0) for holder in (decode.gpu, *decode.tiers))
@@ -422,7 +423,7 @@ class Dispatch:
     def _transfers(self, engine: Engine, estimate: DecodeEstimate, now: float) -> None:
         """The decode engine's missing blocks are on their way between the two nodes."""
         target, traffic = estimate.engine, self._state.cluster.traffic
-        apart = engine.tiers and target.tiers and not together(engine, target)
+        apart = target.shares(engine) and not together(engine, target)
         if apart and estimate.lacks:
             kind = self._state.cluster.kinds[target.kind]
             seconds = kind.loads["peer"].seconds(estimate.lacks * kind.block_bytes)

@@ -25,7 +25,7 @@ class Fleet:
         self._paired: dict[tuple[Among, bool], bool] = {}
         self.pairs_differ = False
         """Whether the choice of a prompt's engine matters for its answer: one may decode as well,
-        their places differ, or only some have a pool.
+        their places or namespaces differ, or only some have a pool.
         """
         for engine in engines:
             self.join(engine)
@@ -112,8 +112,8 @@ class Fleet:
         self._paired.clear()
         computing, decoding = self.of(Role.PREFILL), self.of(Role.DECODE)
         places = {place(engine) for engine in computing}
-        pooled = {bool(engine.tiers) for engine in computing}
-        self.pairs_differ = len(pooled) > 1 or any(
+        shared = {engine.namespace if engine.tiers else None for engine in computing}
+        self.pairs_differ = len(shared) > 1 or any(
             place(engine) in places or engine.labels for engine in decoding
         )
 

@@ -5,6 +5,9 @@ the bits of its holders, so that one walk along a chain finds the longest prefix
 at once: `alive &= mask`, and a holder that drops out has its length. That is O(blocks + holders), whatever the
 size of the index: 750 blocks take about 0.1 ms.
 
+A holder's blocks are of one namespace, and are of use only to engines of that one: so what the pool could deliver
+is answered for each namespace. Keys are the same in all of them.
+
 Blocks sent to an engine are *expected* there until its events report them: `expect` covers the gap, and
 gives the time at which the blocks will be ready, for requests that would rather wait than compute them again.
 
@@ -31,17 +34,18 @@ LAG_WEIGHT = 0.1
 class _Expected:
     """Blocks that an engine is computing. Each set is one object, however long a prompt is.
 
-    bit: of the engine's cache. ready: when each is there, estimated. until: ignored from then on.
+    bit, namespace: of the engine's cache. ready: when each is there, estimated. until: ignored from then on.
     tier: bit of the tier that holds them for certain, once the engine has answered. later: not ordered
     yet, so they do not count as the engine's; but requests may wait for them. shared: they
     will be in the pool, too. marks: bits of the holders that they count for.
     """
 
-    __slots__ = ("bit", "keys", "later", "marks", "ready", "shared", "tier", "until")
+    __slots__ = ("bit", "keys", "later", "marks", "namespace", "ready", "shared", "tier", "until")
 
     def __init__(
         self,
         bit: int,
+        namespace: str,
         keys: Sequence[Hashable],
         ready: Sequence[float],
         until: float,
@@ -50,6 +54,7 @@ class _Expected:
         shared: bool,
     ) -> None:
         self.bit = bit
+        self.namespace = namespace
         self.keys = keys
         self.ready = ready
         self.until = until
@@ -66,37 +71,57 @@ class _Expected:
         """A subset of them."""
         at = {key: position for position, key in enumerate(self.keys)}
         ready = [self.ready[at[key]] for key in keys]
-        part = _Expected(self.bit, keys, ready, self.until, later=self.later, shared=self.shared)
+        how = {"later": self.later, "shared": self.shared}
+        part = _Expected(self.bit, self.namespace, keys, ready, self.until, **how)
         part.arrived(self.tier)
         return part
+
+
+class Reach(NamedTuple):
+    """How much of a prefix the pool could deliver, each block from any node. coming: the same once the blocks being
+    computed are there, and `ready_at` when that is.
+    """
+
+    reach: int = 0
+    coming: int = 0
+    ready_at: float = -math.inf
+
+
+_NOTHING = Reach()
 
 
 class Match(NamedTuple):
     """What is known of one prompt's prefix, in blocks.
 
-    lengths: of each holder that has any; for engines, including expected blocks. reach: how much of it
-    the pool could deliver, each block from any node. coming: the same once the blocks being
-    computed are there, and `ready_at` when that is.
+    lengths: of each holder that has any; for engines, including expected blocks. namespaces: those in which anything
+    can be delivered, or will be.
     """
 
     lengths: dict[str, int]
-    reach: int
-    coming: int
-    ready_at: float
+    namespaces: dict[str, Reach]
+
+    def of(self, namespace: str) -> Reach:
+        """What engines of this namespace could be delivered."""
+        return self.namespaces.get(namespace, _NOTHING)
+
+    @property
+    def widest(self) -> str:
+        """The namespace in which the pool could deliver most; the one without a name if nothing."""
+        return max(self.namespaces, key=lambda name: self.namespaces[name].reach, default="")
 
     @property
     def most(self) -> int:
         """The longest part that some engine need not compute."""
-        return max(self.reach, *self.lengths.values()) if self.lengths else self.reach
+        return max(self.of(self.widest).reach, *self.lengths.values(), 0)
 
 
 class _Holder:
-    __slots__ = ("bit", "expected", "heard_at", "keys", "lag_s", "name", "pool")
+    __slots__ = ("bit", "expected", "heard_at", "keys", "lag_s", "name", "namespace")
 
-    def __init__(self, name: str, bit: int, *, pool: bool) -> None:
+    def __init__(self, name: str, bit: int, namespace: str) -> None:
         self.name = name
         self.bit = bit
-        self.pool = pool
+        self.namespace = namespace
         self.keys: set[Hashable] = set()
         self.expected: set[_Expected] = set()  # in this engine's cache, or in this tier
         self.heard_at = -math.inf
@@ -108,14 +133,14 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._masks: dict[Hashable, int] = {}
-        self._expected: dict[Hashable, _Expected] = {}
+        self._expected: dict[str, dict[Hashable, _Expected]] = {}  # by namespace
         self._expiries: list[tuple[float, int, _Expected]] = []
         self._expiring = 0  # keys in all of these, counted once per set
         self._calls = 0
         self._holders: dict[str, _Holder] = {}
         self._by_bit: dict[int, _Holder] = {}
         self._live = 0  # bits of all holders
-        self._pool = 0  # bits of those that others can pull from
+        self._pools: dict[str, int] = {}  # by namespace: bits of holders that others can pull from
         self._gone: list[
             _Holder
         ] = []  # their bits are reused only after all their keys are forgotten
@@ -125,18 +150,18 @@ class PrefixIndex:
         """How many keys have a holder."""
         return len(self._masks)
 
-    def join(self, name: str, *, pool: bool) -> None:
+    def join(self, name: str, *, pool: bool, namespace: str = "") -> None:
         """Add an empty holder. pool: others can pull from it; an engine's cache is its own.
 
         An existing holder starts anew: everything that it held is gone at once.
         """
         self.leave(name)
         bit = self._free_bits.pop() if self._free_bits else len(self._by_bit)
-        holder = _Holder(name, 1 << bit, pool=pool)
+        holder = _Holder(name, 1 << bit, namespace)
         self._holders[name] = self._by_bit[holder.bit] = holder
         self._live |= holder.bit
         if pool:
-            self._pool |= holder.bit
+            self._pools[namespace] = self._pools.get(namespace, 0) | holder.bit
 
     def leave(self, name: str) -> None:
         """Remove a holder. Its keys no longer count, and are forgotten gradually."""
@@ -144,7 +169,8 @@ class PrefixIndex:
         if holder is None:
             return
         self._live &= ~holder.bit
-        self._pool &= ~holder.bit
+        if pools := self._pools.pop(holder.namespace, 0) & ~holder.bit:
+            self._pools[holder.namespace] = pools
         self._gone.append(holder)
         for expected in list(holder.expected):
             self._end(expected)  # blocks sent to it will not come
@@ -186,7 +212,8 @@ class PrefixIndex:
         if holder is None:
             return
         if keys:
-            self._keep(_Expected(holder.bit, keys, ready, until, later=later, shared=shared))
+            how = {"later": later, "shared": shared}
+            self._keep(_Expected(holder.bit, holder.namespace, keys, ready, until, **how))
 
     def arrived(self, name: str, tier: str, keys: Iterable[Hashable]) -> None:
         """The engine with this cache has answered: its expected blocks are in that tier, too.
@@ -198,8 +225,9 @@ class PrefixIndex:
         if holder is None or tier_holder is None:
             return
         mine: dict[_Expected, list[Hashable]] = {}
+        known = self._expected.get(holder.namespace, {})
         for key in keys:
-            found = self._expected.get(key)
+            found = known.get(key)
             if found in holder.expected:
                 mine.setdefault(found, []).append(key)
         for expected, some in mine.items():
@@ -217,7 +245,7 @@ class PrefixIndex:
         holder = self._holders.get(name)
         if holder is None:
             return
-        expected = self._expected
+        expected = self._expected.get(holder.namespace, {})
         for key in keys:
             if expected.get(key) in holder.expected:
                 del expected[key]
@@ -225,44 +253,63 @@ class PrefixIndex:
     def match(self, keys: Sequence[Hashable], now: float) -> Match:
         """The longest prefix of every holder. O(blocks + holders that have any)."""
         masks = list(map(self._masks.get, keys, repeat(0)))
-        coming: list[_Expected | None] = []
-        if self._expected:
-            self._expire(now)
-            coming = list(map(self._expected.get, keys))
-            for position, expected in enumerate(coming):
+        coming = self._add_expected(keys, masks, now) if self._expected else {}
+        lengths, reach = self._walk(masks)
+        found: dict[str, Reach] = {}
+        for namespace, length in reach.items():
+            there = Reach(length, length)
+            if namespace in coming:
+                pools = self._pools.get(namespace, 0)
+                there = Reach(length, *_coming(keys, masks, coming[namespace], length, pools))
+            if there.coming:
+                found[namespace] = there
+        return Match(lengths, found)
+
+    def _add_expected(
+        self, keys: Sequence[Hashable], masks: list[int], now: float
+    ) -> dict[str, list[_Expected | None]]:
+        """Of each key, what is expected in each namespace. masks: of its holders; those who will have it are added."""
+        self._expire(now)
+        coming: dict[str, list[_Expected | None]] = {}
+        for namespace, known in self._expected.items():
+            coming[namespace] = each = list(map(known.get, keys))
+            for position, expected in enumerate(each):
                 if expected is not None:
                     if expected.until <= now:
-                        coming[position] = None
+                        each[position] = None
                     else:
                         masks[position] |= expected.marks
+        return coming
+
+    def _walk(self, masks: Sequence[int]) -> tuple[dict[str, int], dict[str, int]]:
+        """How far each holder has all, and in each namespace its pool as a whole."""
         drops: list[tuple[int, int]] = []
-        alive, pool = self._live, self._pool
-        reach = -1
-        end = len(keys)
+        alive = self._live
+        pools = self._pools | dict.fromkeys(self._expected.keys() - self._pools, 0)
+        reach: dict[str, int] = {}
+        end = len(masks)
         last = -1
         for position, mask in enumerate(masks):
             if mask == last:
                 continue  # as most are in a long prefix
             last = mask
-            if reach < 0 and not mask & pool:
-                reach = position
+            for namespace in [name for name, bits in pools.items() if not mask & bits]:
+                del pools[namespace]
+                reach[namespace] = position
             still = alive & mask
             if still != alive:
                 drops.append((alive ^ still, position))
                 alive = still
-                if not alive and reach >= 0:
+                if not alive and not pools:
                     end = position
                     break
         drops.append((alive, end))
-        if reach < 0:
-            reach = len(keys)
+        reach |= dict.fromkeys(pools, len(masks))
         lengths: dict[str, int] = {}
-        for mask, length in drops:
+        for bits, length in drops:
             if length:
-                self._name(mask, length, lengths)
-        if not coming:
-            return Match(lengths, reach, reach, -math.inf)
-        return Match(lengths, reach, *self._coming(keys, masks, coming, reach))
+                self._name(bits, length, lengths)
+        return lengths, reach
 
     def freshness(self, name: str, now: float) -> tuple[float, float]:
         """Seconds since the holder was last heard of, and the usual delay of its events."""
@@ -274,29 +321,6 @@ class PrefixIndex:
             bit = mask & -mask
             lengths[self._by_bit[bit].name] = length
             mask ^= bit
-
-    def _coming(
-        self,
-        keys: Sequence[Hashable],
-        masks: Sequence[int],
-        coming: Sequence[_Expected | None],
-        reach: int,
-    ) -> tuple[int, float]:
-        """How far the prefix will reach, and when."""
-        pool, ready_at = self._pool, -math.inf
-        before: _Expected | None = None
-        at = 0  # of the key in what is expected with it
-        for position in range(reach, len(keys)):
-            if masks[position] & pool:
-                continue
-            found = coming[position]
-            if found is None or not found.shared:
-                return position, ready_at
-            at += 1
-            if found is not before or at >= len(found.keys) or found.keys[at] != keys[position]:
-                before, at = found, found.keys.index(keys[position])
-            ready_at = max(ready_at, found.ready[at])
-        return len(keys), ready_at
 
     def _heard(self, name: str, told_at: float, now: float) -> _Holder:
         holder = self._holders[name]
@@ -321,7 +345,8 @@ class PrefixIndex:
 
     def _keep(self, expected: _Expected) -> None:
         """Register this expectation for each of these keys."""
-        self._expected.update(dict.fromkeys(expected.keys, expected))
+        known = self._expected.setdefault(expected.namespace, {})
+        known.update(dict.fromkeys(expected.keys, expected))
         self._by_bit[expected.bit].expected.add(expected)
         self._calls += 1
         self._expiring += len(expected.keys)
@@ -341,10 +366,12 @@ class PrefixIndex:
         self._end(first)
         count = len(first.keys)
         self._expiring -= count
-        expected = self._expected
+        expected = self._expected.get(first.namespace, {})
         for key in first.keys:
             if expected.get(key) is first:
                 del expected[key]
+        if not expected:
+            self._expected.pop(first.namespace, None)
         return count
 
     def _end(self, expected: _Expected) -> None:
@@ -366,3 +393,27 @@ class PrefixIndex:
             self._gone.pop()
             del self._by_bit[holder.bit]
             self._free_bits.append(holder.bit.bit_length() - 1)
+
+
+def _coming(
+    keys: Sequence[Hashable],
+    masks: Sequence[int],
+    coming: Sequence[_Expected | None],
+    reach: int,
+    pools: int,
+) -> tuple[int, float]:
+    """How far a prefix will reach, and when. coming: what is expected of each key in the namespace of these pools."""
+    ready_at = -math.inf
+    before: _Expected | None = None
+    at = 0  # of the key in what is expected with it
+    for position in range(reach, len(keys)):
+        if masks[position] & pools:
+            continue
+        found = coming[position]
+        if found is None or not found.shared:
+            return position, ready_at
+        at += 1
+        if found is not before or at >= len(found.keys) or found.keys[at] != keys[position]:
+            before, at = found, found.keys.index(keys[position])
+        ready_at = max(ready_at, found.ready[at])
+    return len(keys), ready_at

@@ -128,7 +128,7 @@ class Scheduler:
         if refused is not None:
             return refused
         context = state.decision_context(request, now, engines)
-        reach = context.match.reach
+        reach = context.match.of(context.match.widest).reach
         size_s = context.prefill_s(engines[0], context.match.most)
         self._balance.asked(request, size_s, now)
         if reach:

@@ -60,8 +60,8 @@ class State:
         request, match = context.request, context.match
         if self.settings.decodes and (self.fleet.pairs_differ or request.whole):
             context.handover = self.handover(context, decoders)
-        if match.reach:
-            end, holders = request.keys[match.reach - 1], len(context.sources)
+        if reach := match.of(match.widest).reach:
+            end, holders = request.keys[reach - 1], len(context.sources(match.widest)[1])
             context.spread = self.spreading.should_spread(end, holders, context.now)
 
     def handover(self, context: DecisionContext, decoders: Sequence[Engine]) -> Handover:

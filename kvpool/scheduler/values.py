@@ -88,7 +88,8 @@ class Engine:
     """One engine in the scheduler's state. Changed by `Scheduler` only.
 
     role: its current role; flexible: whether it may change between prefill and decode. kind: engines of
-    one kind are alike, and share their estimates. gpu, tiers: the names under which the prefix index
+    one kind are alike, and share their estimates. namespace: of its blocks in the pool, which only engines of the same
+    one can use. gpu, tiers: the names under which the prefix index
     knows its own cache, and its node's tiers from the fastest to the slowest. labels: its location, as
     `rack` and `zone`. follows_max: prompts that its node can follow at a time for it.
 
@@ -114,6 +115,7 @@ class Engine:
     follows_max: int = 0
     flexible: bool = False
     steps_at_once: int = 1
+    namespace: str = ""
     free_at: float = 0.0
     queued_tokens: int = 0
     in_step: int = 0
@@ -127,6 +129,10 @@ class Engine:
     follows: int = 0
     computing: Decaying = field(default_factory=lambda: Decaying(COMPUTING_S))
     labelled: Labels = field(init=False)
+
+    def shares(self, other: Engine) -> bool:
+        """Whether it can use the other's blocks, through the pool. Without tiers there is nothing to pull into."""
+        return bool(self.tiers and other.tiers) and self.namespace == other.namespace
 
     def __post_init__(self) -> None:
         self.labelled = tuple(sorted(self.labels.items()))

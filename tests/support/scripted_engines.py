@@ -40,6 +40,7 @@ from kvpool.scheduler.values import Engine, Order, Role
 
 BLOCK_TOKENS = 16
 MODEL = "tiny"
+NAMESPACE = b"n" * 16
 EVENTS = 4
 
 BOOKS = (
@@ -282,7 +283,7 @@ class Bench:
         cluster = Cluster({MODEL: estimates()}, {}, Traffic())
         index = PrefixIndex()
         for spec in self.specs:
-            index.join(f"gpu:{spec.name}", pool=False)
+            index.join(f"gpu:{spec.name}", pool=False, namespace=spec.namespace.hex())
         self.known = ScriptedKnowledge(self.specs)
         self.scheduler = Scheduler(
             (), cluster, index, make_policy(config.policy), self.random, self.settings
@@ -360,5 +361,6 @@ class Bench:
 
 
 def engine(name: str, role: Role = Role.BOTH, **settings: Any) -> EngineSpec:
-    given = {"model": MODEL, "kind": MODEL, "node": f"node-{name}", "block_bytes": 1024, **settings}
+    given: dict[str, Any] = {"model": MODEL, "kind": MODEL, "node": f"node-{name}"}
+    given |= {"block_bytes": 1024, "namespace": NAMESPACE, **settings}
     return EngineSpec(url=f"http://{name}", name=name, role=role, **given)

@@ -32,7 +32,7 @@ class MooncakeGlobal(Stateless):
 
     def _estimate(self, context: DecisionContext, engine: Engine) -> Estimate:
         own = context.own(engine)
-        best = context.longest
+        best, _ = context.sources(engine.namespace)
         queue_s = max(0.0, engine.free_at - context.now)
         source = None
         cached, transfer_s = own, 0.0

@@ -39,7 +39,7 @@ class Learner:
         self.index = PrefixIndex()
         nodes: dict[str, str] = {}
         self.cluster = Cluster({}, nodes, Traffic())
-        self.pools = PoolViews(self.index, nodes)
+        self.pools = PoolViews(self.index, nodes, {})
         self.daemon = None if client is None else DaemonLink(client)
         self.said: list[tuple[str, str]] = []
         self.knowledge = EngineCatalog(

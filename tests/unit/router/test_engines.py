@@ -43,7 +43,7 @@ def test_what_was_announced():
         "n",
         Role.PREFILL,
     )
-    assert (spec.model, spec.kind, spec.labels) == ("m", "m", {"zone": "z"})
+    assert (spec.model, spec.kind, spec.labels) == ("m", "m@cdcdcdcd", {"zone": "z"})
     assert (spec.events, spec.replay, spec.topic) == ("tcp://h:5557", "tcp://h:5558", "kv")
     assert (spec.groups, spec.namespace) == ((2,), bytes.fromhex("cd" * 16))
     assert spec.hashing == HashSpec(32, "sha256_cbor", bytes.fromhex("ab" * 32))
@@ -75,11 +75,8 @@ def test_what_is_configured_alone():
     assert scheduled(spec).tiers == ()
     assert scheduled(spec).follows_max == 0
     assert spec_of("http://h:1", announced=None, table={}).hashing is None
-    # Two engines of one node share what lies there, whatever their namespace is.
-    assert scheduled(spec_of("http://h:1", announced=None, table={"node": "n"})).tiers == (
-        "dram:n/",
-        "ssd:n/",
-    )
+    # Of an unknown namespace, nobody knows what its engines could use of each other's blocks.
+    assert scheduled(spec_of("http://h:1", announced=None, table={"node": "n"})).tiers == ()
 
 
 def test_a_path_is_good_on_this_machine_only():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvpool.router.engines import pool_holders
 from kvpool.router.pool_view import PoolView
-from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.index import PrefixIndex, Reach
 
 NODES = ["a", "b", "c"]
 CHAINS = [[*range(n * 10, n * 10 + 10)] for n in range(3)]
@@ -19,12 +19,15 @@ lengths = st.dictionaries(
 kept = st.sets(st.sampled_from(NODES))
 
 
+NAMESPACE = (b"n" * 16).hex()
+
+
 def make(keys_max=1000):
     index, nodes = PrefixIndex(), {}
     return (
         index,
         nodes,
-        PoolView(index, lambda node: pool_holders(node, b"n" * 16), nodes, keys_max),
+        PoolView(index, b"n" * 16, nodes, {}, keys_max),
     )
 
 
@@ -97,6 +100,5 @@ def test_the_pool_reaches_as_far_as_its_nodes_do_together():
     index, _, view = make()
     view.told(CHAINS[0], {"a": (4, 6), "b": (0, 9)}, 1.0)
     match = index.match(CHAINS[0], now=1.0)
-    assert match.reach == 9
-    assert match.ready_at == -math.inf
+    assert match.namespaces == {NAMESPACE: Reach(9, 9, -math.inf)}
     assert sorted(match.lengths.values()) == [4, 6, 9]

@@ -1,10 +1,12 @@
 """The prefix index, against a model that keeps a set of keys for each holder."""
 
+from typing import ClassVar
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.index import PrefixIndex, Reach
 
 HOLDERS = {"gpu:a": False, "gpu:b": False, "dram:a": True, "dram:b": True}
 CHAIN = [f"block-{number}" for number in range(8)]
@@ -17,16 +19,25 @@ def run_length(keys: list[str], held: set[str]) -> int:
 
 
 class IndexMachine(RuleBasedStateMachine):
+    namespaces: ClassVar = {"a": "", "b": ""}
+
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex()
         self.held: dict[str, set[str]] = {}
-        self.expected: dict[str, tuple[str, float, float]] = {}
-        self.arrived: set[str] = set()  # of what is expected
+        # By namespace and key.
+        self.expected: dict[tuple[str, str], tuple[str, float, float]] = {}
+        self.arrived: set[tuple[str, str]] = set()  # of what is expected
         self.now = 0.0
-        for name, pool in HOLDERS.items():
-            self.index.join(name, pool=pool)
-            self.held[name] = set()
+        for name in HOLDERS:
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        self.index.join(name, pool=HOLDERS[name], namespace=self.namespace(name))
+        self.held[name] = set()
+
+    def namespace(self, name: str) -> str:
+        return self.namespaces[name[-1]]
 
     @rule(name=holder, keys=KEYS)
     def add(self, name: str, keys: list[str]) -> None:
@@ -44,8 +55,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.begin_tier_anew(f"{tier}:{name}")
 
     def begin_tier_anew(self, name: str) -> None:
-        self.index.join(name, pool=HOLDERS[name])
-        self.held[name] = set()
+        self.join(name)
         self.expected = {k: found for k, found in self.expected.items() if found[0] != name}
 
     @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS, lasts=st.integers(1, 5))
@@ -53,22 +63,24 @@ class IndexMachine(RuleBasedStateMachine):
         ready = [self.now + 0.1 * number for number in range(len(keys))]
         self.index.expect(name, keys, ready, self.now + lasts)
         for key, ready_at in zip(keys, ready, strict=True):
-            self.expected[key] = (name, ready_at, self.now + lasts)
-            self.arrived.discard(key)
+            self.expected[self.namespace(name), key] = (name, ready_at, self.now + lasts)
+            self.arrived.discard((self.namespace(name), key))
 
     @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS)
     def unexpect(self, name: str, keys: list[str]) -> None:
         self.index.unexpect(name, keys)
         for key in keys:
-            if key in self.expected and self.expected[key][0] == name:
-                del self.expected[key]
+            at = self.namespace(name), key
+            if at in self.expected and self.expected[at][0] == name:
+                del self.expected[at]
 
     @rule(name=st.sampled_from(["a", "b"]), keys=KEYS)
     def arrive(self, name: str, keys: list[str]) -> None:
         self.index.arrived(f"gpu:{name}", f"dram:{name}", keys)
-        self.arrived |= {
-            k for k in keys if k in self.expected and self.expected[k][0] == f"gpu:{name}"
-        }
+        for key in keys:
+            at = self.namespace(name), key
+            if at in self.expected and self.expected[at][0] == f"gpu:{name}":
+                self.arrived.add(at)
 
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
@@ -84,19 +96,26 @@ class IndexMachine(RuleBasedStateMachine):
             for name, held in self.held.items():
                 # On the engine itself when it is expected there, in its node's memory when it answered.
                 gpu = name.replace("dram", "gpu")
-                coming = {key for key, (who, _, _) in self.expected.items() if who == gpu}
+                coming = {at for at, (who, _, _) in self.expected.items() if who == gpu}
                 if name != gpu:
                     coming &= self.arrived
-                if length := run_length(keys, held | coming):
+                if length := run_length(keys, held | {key for _, key in coming}):
                     lengths[name] = length
             assert found.lengths == lengths
-            pool = self.held["dram:a"] | self.held["dram:b"] | self.arrived
-            reach = run_length(keys, pool)
-            assert found.reach == reach
-            coming_to = run_length(keys, pool | set(self.expected))
-            assert found.coming == coming_to
-            waits_for = [self.expected[k][1] for k in keys[reach:coming_to] if k not in pool]
-            assert found.ready_at == max(waits_for, default=float("-inf"))
+            for namespace in set(self.namespaces.values()):
+                self.reach_is_right(keys, namespace, found.of(namespace))
+
+    def reach_is_right(self, keys: list[str], namespace: str, found: Reach) -> None:
+        """Of all that others hold and compute, what is of this namespace."""
+        pool = {key for at, key in self.arrived if at == namespace}
+        for name, held in self.held.items():
+            if HOLDERS[name] and self.namespace(name) == namespace:
+                pool |= held
+        reach = run_length(keys, pool)
+        expected = {key: self.expected[at, key] for at, key in self.expected if at == namespace}
+        coming = run_length(keys, pool | set(expected))
+        waits_for = [expected[key][1] for key in keys[reach:coming] if key not in pool]
+        assert found == (reach, coming, max(waits_for, default=float("-inf")))
 
     @invariant()
     def nothing_is_kept_that_nobody_holds(self) -> None:
@@ -108,6 +127,14 @@ class IndexMachine(RuleBasedStateMachine):
 
 IndexMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestIndex = IndexMachine.TestCase
+
+
+class IndexOfTwoNamespaces(IndexMachine):
+    namespaces: ClassVar = {"a": "x", "b": "y"}
+
+
+IndexOfTwoNamespaces.TestCase.settings = IndexMachine.TestCase.settings
+TestTwoNamespaces = IndexOfTwoNamespaces.TestCase
 
 
 def test_the_most_that_an_engine_need_not_compute() -> None:
@@ -154,7 +181,7 @@ def test_what_a_holder_that_left_was_sent_is_passed_over() -> None:
     index.expect("gpu:a", ["z"], [1.0], 10.0)
     index.arrived("gpu:a", "dram:a", ["x"])
     index.unexpect("gpu:a", ["x"])
-    assert [index.match([key], 0.0).coming for key in "xyz"] == [0, 1, 0]
+    assert [index.match([key], 0.0).of("").coming for key in "xyz"] == [0, 1, 0]
     index.leave("dram:a")
     index.arrived("gpu:b", "dram:a", ["y"])
     assert index.match(["y"], 0.0).lengths == {"gpu:b": 1}
@@ -167,9 +194,9 @@ def test_blocks_that_arrived_are_not_waited_for() -> None:
     index.expect("gpu:a", ["x", "y", "z"], [1.0, 7.0, 3.0], 10.0)
     index.arrived("gpu:a", "dram:a", ["y"])
     found = index.match(["x", "y", "z"], 0.0)
-    assert (found.reach, found.coming, found.ready_at) == (0, 3, 3.0)
+    assert found.of("") == (0, 3, 3.0)
     index.arrived("gpu:a", "dram:a", ["x"])
-    assert index.match(["x", "y", "z"], 0.0).reach == 2
+    assert index.match(["x", "y", "z"], 0.0).of("").reach == 2
 
 
 def test_what_is_not_shared_is_not_waited_for() -> None:
@@ -179,7 +206,7 @@ def test_what_is_not_shared_is_not_waited_for() -> None:
     index.expect("gpu:a", keys[:2], [1.0, 2.0], 10.0)
     index.expect("gpu:a", keys[2:], [3.0], 10.0, shared=False)
     found = index.match(keys, 0.0)
-    assert (found.lengths, found.coming, found.ready_at) == ({"gpu:a": 3}, 2, 2.0)
+    assert (found.lengths, found.of("")) == ({"gpu:a": 3}, (0, 2, 2.0))
 
 
 def test_what_an_engine_will_be_sent_later_may_be_waited_for_and_is_not_there() -> None:
@@ -190,9 +217,9 @@ def test_what_an_engine_will_be_sent_later_may_be_waited_for_and_is_not_there() 
     index.expect("gpu:a", keys[:1], [1.0], 10.0)
     index.expect("gpu:a", keys[1:], [2.0, 3.0], 10.0, later=True)
     found = index.match(keys, 0.0)
-    assert (found.lengths, found.coming, found.ready_at) == ({"gpu:a": 1}, 3, 3.0)
+    assert (found.lengths, found.of("")) == ({"gpu:a": 1}, (0, 3, 3.0))
     index.expect("gpu:a", ["y"], [2.5], 10.0)
     assert index.match(keys, 0.0).lengths == {"gpu:a": 2}
     index.unexpect("gpu:a", ["z"])
-    assert index.match(keys, 0.0).coming == 2
-    assert index.match(keys, 11.0).coming == 0
+    assert index.match(keys, 0.0).of("").coming == 2
+    assert index.match(keys, 11.0).of("").coming == 0

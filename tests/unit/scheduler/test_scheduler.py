@@ -138,12 +138,12 @@ def test_the_rest_of_a_prompt_is_expected_while_it_runs_and_no_longer() -> None:
     (first,) = scheduler.poll(0.0)
     keys, done = first.request.keys, first.end // BLOCK
     expected = index.match(keys, 0.0)
-    assert (expected.lengths, expected.coming) == ({"gpu:0": done}, len(keys))
-    assert expected.ready_at == pytest.approx(800 * TOKEN_S)
+    assert (expected.lengths, expected.of("").coming) == ({"gpu:0": done}, len(keys))
+    assert expected.of("").ready_at == pytest.approx(800 * TOKEN_S)
     scheduler.submit(prompt(2, 50, 0.1), 0.1)
     assert idents(scheduler.poll(first.estimate.prefill_s - WHOLE.ahead_s / 2)) == [2]
     scheduler.computed(engines[0], 1, first.estimate.prefill_s)
-    assert index.match(keys, first.estimate.prefill_s).coming == done
+    assert index.match(keys, first.estimate.prefill_s).of("").coming == done
 
 
 def test_what_is_being_computed_is_waited_for() -> None:
