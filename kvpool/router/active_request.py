@@ -23,7 +23,7 @@ from typing import Any
 
 from kvpool.errors import KvpoolError
 from kvpool.router.bodies import Body, with_field
-from kvpool.router.calls import Call, Caller, Reply, end_span, span_of
+from kvpool.router.calls import SLOWER_MAX, Call, Caller, Reply, end_span, span_of
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
@@ -36,6 +36,8 @@ from kvpool.telemetry.spans import QUEUE, Span
 
 LATE_SAVE_S = 1.0
 """For so long a decode engine waits for the last blocks of a prompt that was computed: they are saved meanwhile."""
+FOLLOW_MORE_S = 5.0
+"""A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
 
 
 class DeadlinePassed(KvpoolError):
@@ -180,7 +182,7 @@ class ActiveRequest:
             self._answer(call, self.body.raw)
             if not self.body.streams:
                 loop = asyncio.get_running_loop()
-                call.presumed = loop.call_later(call.expected_s, self._presumably_computed, call)
+                call.timer = loop.call_later(call.expected_s, self._presumably_computed, call)
             return
         self._start(call, self._caller.compute, order)
         if order.follow:
@@ -203,8 +205,12 @@ class ActiveRequest:
             self._failed_decode(error)
             return
         left_s = max(self._caller.deadline - asyncio.get_running_loop().time(), 1.0)
-        follow_s = min(self._caller.limits.follow_s, left_s)
+        # Its rest takes no longer a token than this order, which is for a part of it.
+        all_s = order.estimate.ttft_s * order.request.tokens / order.end
+        long_s = SLOWER_MAX * all_s + FOLLOW_MORE_S
+        follow_s = min(self._caller.limits.follow_s, left_s, long_s)
         call = Call(spec, None, True, self._clock(), follow_s + order.estimate.ttft_s)
+        call.follows = True
         self._answer(call, self._following(order.estimate.engine, follow_s))
 
     def _following(self, computes: Engine, follow_s: float) -> bytes:
@@ -238,8 +244,8 @@ class ActiveRequest:
         assert call.task is not None, "it was started"
         # A call and its task must not refer to each other: such cycles are not collected.
         task, call.task = call.task, None
-        if call.presumed is not None:
-            call.presumed.cancel()
+        if call.timer is not None:
+            call.timer.cancel()
         if call.cancelled:
             return
         error = task.result()
@@ -282,6 +288,18 @@ class ActiveRequest:
         if not call.answers:
             self._roster.succeeded(call.spec.name)
         self._orders.computed(call.order)
+        if call.order.last and self.body.streams:
+            for follower in [c for c in self._calls if c.follows and not c.began_at]:
+                loop = asyncio.get_running_loop()
+                follower.timer = loop.call_later(LATE_SAVE_S, self._stop_following, follower)
+
+    def _stop_following(self, call: Call) -> None:
+        """All is computed, and some of it did not come: its save was lost. The engine computes that itself, at once."""
+        if call.began_at or call.cancelled or call not in self._calls:
+            return
+        self._cancel(call)
+        self.account.note(self._clock(), "follow ended", engine=call.spec.name)
+        self._answer(Call(call.spec, None, True, self._clock(), call.expected_s), self.body.raw)
 
     def _call_failed(self, call: Call, error: EngineFailed) -> None:
         if error.reason == TOO_LARGE:
@@ -353,8 +371,8 @@ class ActiveRequest:
     def _cancel(self, call: Call) -> None:
         """Cancelled; its connection is closed when its task ends, which `run` waits for."""
         call.cancelled = True
-        if call.presumed is not None:
-            call.presumed.cancel()
+        if call.timer is not None:
+            call.timer.cancel()
         assert call.task is not None, "it was started"
         call.task.cancel()
 

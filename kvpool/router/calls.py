@@ -63,7 +63,8 @@ class Call:
     answer.
 
     expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: the
-    engine's token counts. events: parts of a streamed answer. span: if the request is traced; its end is that of
+    engine's token counts. events: parts of a streamed answer. follows: whether it waits for a prompt that another
+    engine computes. timer: for what is done if it does not begin. span: if the request is traced; its end is that of
     the task. task: its result is an error or None; None once that was read.
     """
 
@@ -78,7 +79,8 @@ class Call:
     usage: Mapping[str, Any] = field(default_factory=dict)
     events: int = 0
     cancelled: bool = False
-    presumed: asyncio.TimerHandle | None = None
+    follows: bool = False
+    timer: asyncio.TimerHandle | None = None
     span: Span | None = None
     task: asyncio.Task[KvpoolError | None] | None = None
 

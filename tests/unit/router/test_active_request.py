@@ -13,8 +13,15 @@ import msgspec
 import pytest
 
 from kvpool.errors import KvpoolError
-from kvpool.router.active_request import LATE_SAVE_S, ActiveRequest, DeadlinePassed, GivenUp
-from kvpool.router.bodies import Kind, parse
+from kvpool.router import active_request
+from kvpool.router.active_request import (
+    FOLLOW_MORE_S,
+    LATE_SAVE_S,
+    ActiveRequest,
+    DeadlinePassed,
+    GivenUp,
+)
+from kvpool.router.bodies import Body, Kind, parse
 from kvpool.router.calls import Caller, Limits
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
@@ -35,6 +42,7 @@ from tests.support.scripted_engines import MODEL, Client, Recorder, ScriptedAnsw
 RAW = b'{"model":"tiny","prompt":"a question"}'
 BODY = parse(Kind.COMPLETIONS, RAW, [MODEL])
 RIGHT = answer_to(BODY.value)
+STREAMED = parse(Kind.COMPLETIONS, RAW[:-1] + b',"stream":true}', [MODEL])
 REQUEST = Request(1, (), 1, 1, 0.0)
 
 
@@ -42,9 +50,9 @@ def engine(name: str) -> Engine:
     return Engine(name, f"node-{name}", Role.BOTH, MODEL, name, (), 100)
 
 
-def order(name: str, *, whole: bool) -> Order:
+def order(name: str, *, whole: bool, follow: bool = False) -> Order:
     estimate = Estimate(engine(name), 0, 0, 0, None, 0.0, 0.0, 0.001, 0.0)
-    return Order(REQUEST, estimate, 1, True, engine("d"), whole)
+    return Order(REQUEST, estimate, 1, True, engine("d"), whole, follow)
 
 
 class Orders:
@@ -92,7 +100,7 @@ class Roster:
 
 
 class Upstream:
-    """Answers right, but for engines that do otherwise: fail, refuse, hang."""
+    """Answers right, but for engines that do otherwise: fail, refuse, hang; or hang once."""
 
     def __init__(self, **otherwise: str) -> None:
         self.otherwise = otherwise
@@ -105,7 +113,8 @@ class Upstream:
         self, spec: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ScriptedAnswer]:
         self.asked.append(spec.name)
-        self.bodies.append(msgspec.json.decode(body))
+        value = msgspec.json.decode(body)
+        self.bodies.append(value)
         self.called.set()
         await asyncio.sleep(0)
         how = self.otherwise.get(spec.name)
@@ -113,15 +122,20 @@ class Upstream:
             raise EngineFailed(spec.name, "connect", "no connection")
         if how == "refuse":
             raise EngineRefused(spec.name, 400, b"{}", "application/json")
-        if how == "hang":
+        if how == "hang once":
+            del self.otherwise[spec.name]
+        if how in {"hang", "hang once"}:
             await asyncio.Event().wait()
-        yield ScriptedAnswer(spec.name, RIGHT, streams=False, fault="")
+        streams = value.get("stream") is True
+        yield ScriptedAnswer(spec.name, answer_to(value), streams=streams, fault="")
 
 
-def active_of(orders: Orders, upstream: Upstream, within_s: float = 20.0) -> ActiveRequest:
+def active_of(
+    orders: Orders, upstream: Upstream, within_s: float = 20.0, body: Body = BODY
+) -> ActiveRequest:
     loop = asyncio.get_running_loop()
     caller = Caller(
-        BODY,
+        body,
         None,
         upstream=upstream,
         limits=Limits(0.01, 30.0, 30.0, 30.0, 1 << 20),
@@ -133,7 +147,7 @@ def active_of(orders: Orders, upstream: Upstream, within_s: float = 20.0) -> Act
     )
     active = ActiveRequest(
         REQUEST,
-        BODY,
+        body,
         caller=caller,
         orders=orders,
         roster=Roster(),
@@ -227,6 +241,29 @@ def test_an_order_that_comes_after_the_request_was_taken_back_is_not_followed() 
         await active.run(client)
         assert client.data == RIGHT
         assert upstream.asked == ["p", "d"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_who_follows_computes_what_was_lost_when_the_prompt_is_done(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save was dropped: nobody waits for it until the follow's own end, and no engine is blamed."""
+    monkeypatch.setattr(active_request, "LATE_SAVE_S", 0.01 if lost else 30.0)
+
+    async def main() -> None:
+        upstream = Upstream(d="hang once") if lost else Upstream()
+        active = active_of(Orders(), upstream, body=STREAMED)
+        active.tell(order("p", whole=False, follow=True))
+        client = Client()
+        await active.run(client)
+        assert client.data == answer_to(STREAMED.value)
+        bodies = [b for b, name in zip(upstream.bodies, upstream.asked, strict=True) if name == "d"]
+        followed = bodies[0].pop("kv_transfer_params")["kvpool"]
+        assert followed["source"] == "node-p"
+        assert 0 < followed["follow_s"] <= FOLLOW_MORE_S + 1.0
+        assert bodies == [STREAMED.value] * (2 if lost else 1)
 
     asyncio.run(main())
 
