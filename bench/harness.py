@@ -141,6 +141,11 @@ class Daemon:
 
 def run_module(stack: contextlib.ExitStack, module: str, *arguments: str) -> str:
     """Start a module; its first line. It ends with the bench."""
+    return started(stack, module, *arguments)[0]
+
+
+def started(stack: contextlib.ExitStack, module: str, *arguments: str) -> tuple[str, int]:
+    """The same, and the number of its process."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, cwd=REPO
     )
@@ -149,7 +154,7 @@ def run_module(stack: contextlib.ExitStack, module: str, *arguments: str) -> str
     line = process.stdout.readline()
     if not line:
         raise SystemExit(f"{module} did not start")
-    return line
+    return line, process.pid
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpool.errors import KvpoolError, Unavailable
 from tests.chaos.history import Exited, FaultBegan, FaultEnded, Started
-from tests.chaos.plan import Fault
+from tests.chaos.plan import BY_NAME, Fault
 from tests.chaos.world import World
 from tests.support.local_cluster import LocalNode
 from tests.support.proxy import BOTH, Proxy
@@ -33,8 +33,14 @@ SPARE_BYTES = 1 << 20
 
 
 def breaking(world: World, fault: Fault, lasts: threading.Event) -> None:
-    """Do a fault, wait until it has lasted or the event is set, and heal it. Any thread."""
-    with FAULTS[fault.what](world, fault.target, fault.number):
+    """Do a fault, wait until it has lasted or the event is set, and heal it. Any thread.
+
+    On a busy machine it may take longer to heal than was planned: the next one on that target waits for it.
+    """
+    with (
+        world.turn(BY_NAME[fault.what].on, fault.target),
+        FAULTS[fault.what](world, fault.target, fault.number),
+    ):
         lasts.wait(fault.lasts_s)
 
 

@@ -149,6 +149,7 @@ class World:
         self._unjudged: dict[str, list[tuple[int, int]]] = {}
         self._stack = contextlib.ExitStack()
         self._locks: dict[str, threading.RLock] = {}
+        self._turns: dict[tuple[str, str], threading.Lock] = {}
         self._watching = threading.Event()
         self._clients_made = 0
         self.clients: dict[str, Clients] = {}
@@ -257,6 +258,10 @@ class World:
         return self.cluster.node(name)
 
     # ---- what is done to daemons ---------------------------------------------------------------------
+
+    def turn(self, kind: str, target: str) -> threading.Lock:
+        """Held by the fault that this target has; kind: what it is."""
+        return self._turns.setdefault((kind, target), threading.Lock())
 
     @contextlib.contextmanager
     def having(self, name: str) -> Iterator[LocalNode]:
