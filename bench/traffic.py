@@ -183,10 +183,10 @@ async def ask(
     body |= {"max_tokens": answer, "stream": streamed}
     sent = clock()
     async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-        await response.content.readany()
+        said = await response.content.readany()
         first_s = clock() - sent
-        rest = await response.read()
-        if response.status != 200 or (streamed and not rest.endswith(b"[DONE]\n\n")):
+        said += await response.read()
+        if response.status != 200 or (streamed and not said.endswith(b"[DONE]\n\n")):
             raise SystemExit(f"{url} answered {response.status}, and not as it should")
     return first_s
 
