@@ -19,6 +19,7 @@ PIECES = 256
 CHECKED_EVERY = 64  # blocks added, for each look whether a piece is too large
 CHECKED_TOGETHER = 16  # parts of an overfull piece, when it has its turn
 COMPACT_BYTES, COMPACT_SPARE = 60, 4096  # of a piece: an entry, and in all
+COMPACT_TOGETHER = 1 << 10  # entries that are copied at a time, each of which touches its block
 
 ROWS_BITS = 12  # of a row's number, within its piece
 _ROWS = 1 << ROWS_BITS
@@ -39,7 +40,7 @@ class BlockIndex(Generic[B]):
 
     def __init__(self) -> None:
         self._one: dict[bytes, B] = {}  # all blocks, as long as there are no pieces
-        self._pieces: list[dict[bytes, B] | _Overfull[B]] | None = None
+        self._pieces: list[_Piece[B]] | None = None
         self._length = 0
         self.added = 0  # blocks in all: equal at two times if none was added between them
         self._emptied = 0  # pieces that `pop_any` has emptied
@@ -71,7 +72,7 @@ class BlockIndex(Generic[B]):
 
     def pop_any(self) -> B:
         """Take some block out of an index that is not empty and to which nothing is added any more."""
-        pieces: Sequence[dict[bytes, B] | _Overfull[B]] = self._pieces or [self._one]
+        pieces: Sequence[_Piece[B]] = self._pieces or [self._one]
         while not (piece := pieces[self._emptied]):
             self._emptied += 1
         self._length -= 1
@@ -171,14 +172,69 @@ class BlockIndex(Generic[B]):
             else:
                 self._one = _compact(self._one)
             return
+        piece = pieces[self._next]
+        if isinstance(piece, _Moving):
+            if piece.move(COMPACT_TOGETHER):
+                return
+            pieces[self._next] = piece.new
         at = self._next = (self._next + 1) % PIECES
         piece = pieces[at]
         if isinstance(piece, _Overfull):
             piece.check()
-        elif len(piece) > DIVIDE_AT:
-            pieces[at] = _Overfull(piece)
-        else:
-            pieces[at] = _compact(piece)
+        elif isinstance(piece, dict):
+            if len(piece) > DIVIDE_AT:
+                pieces[at] = _Overfull(piece)
+            elif len(piece) > COMPACT_TOGETHER and _is_roomy(piece):
+                pieces[at] = _Moving(piece)
+            else:
+                pieces[at] = _compact(piece)
+
+
+class _Moving(Generic[B]):
+    """One piece of an index while its entries are moved to a dictionary with less room: see `_compact`."""
+
+    __slots__ = ("new", "old")
+
+    def __init__(self, old: dict[bytes, B]) -> None:
+        self.old = old
+        self.new: dict[bytes, B] = {}
+
+    def move(self, count: int) -> bool:
+        """So many of those that are left; returns whether there are more."""
+        old, new = self.old, self.new
+        for _ in range(min(count, len(old))):
+            key, block = old.popitem()
+            new[key] = block
+        return bool(old)
+
+    def __len__(self) -> int:
+        return len(self.old) + len(self.new)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.new or key in self.old
+
+    def __getitem__(self, key: bytes) -> B:
+        return self.new[key] if key in self.new else self.old[key]
+
+    def __setitem__(self, key: bytes, block: B) -> None:
+        self.new[key] = block
+
+    def __delitem__(self, key: bytes) -> None:
+        del (self.new if key in self.new else self.old)[key]
+
+    def get(self, key: bytes) -> B | None:
+        return self.new[key] if key in self.new else self.old.get(key)
+
+    def popitem(self) -> tuple[bytes, B]:
+        return (self.new or self.old).popitem()
+
+    def values(self) -> Iterator[B]:
+        yield from self.old.values()
+        yield from self.new.values()
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.old
+        yield from self.new
 
 
 class _Overfull(Generic[B]):
@@ -229,11 +285,16 @@ class _Overfull(Generic[B]):
         self._next = (self._next + CHECKED_TOGETHER) % PIECES
 
 
+_Piece = dict[bytes, B] | _Overfull[B] | _Moving[B]
+
+
 def _compact(piece: dict[bytes, B]) -> dict[bytes, B]:
     """A dictionary without the room for nothing that Python leaves in it where others come and go."""
-    if sys.getsizeof(piece) > COMPACT_BYTES * len(piece) + COMPACT_SPARE:
-        return {**piece}
-    return piece
+    return {**piece} if _is_roomy(piece) else piece
+
+
+def _is_roomy(piece: dict[bytes, B]) -> bool:
+    return sys.getsizeof(piece) > COMPACT_BYTES * len(piece) + COMPACT_SPARE
 
 
 class RowIndex(Generic[B]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -24,13 +25,17 @@ def key(number: int) -> bytes:
     return b"%016d" % number
 
 
+@pytest.mark.parametrize("moved_together", [1, 3, 1000])
 @pytest.mark.parametrize("divide_at", [4, 32, 1000])
 @settings(deadline=None)
 @given(steps=STEPS, asked=st.lists(st.integers(0, 300), max_size=30))
 def test_an_index_is_a_dictionary(
-    divide_at: int, steps: list[tuple[str, set[int]]], asked: list[int]
+    divide_at: int, moved_together: int, steps: list[tuple[str, set[int]]], asked: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_index, "COMPACT_TOGETHER", moved_together)
+        patch.setattr(block_index, "COMPACT_BYTES", 0)  # each piece is moved at its turn
+        patch.setattr(block_index, "COMPACT_SPARE", 0)
         patch.setattr(block_index, "DIVIDE_AT", divide_at)
         patch.setattr(block_index, "CHECKED_EVERY", 1)
         index: BlockIndex[int] = BlockIndex()
@@ -101,6 +106,33 @@ def test_no_piece_of_an_index_becomes_large(key_of: Callable[[int], bytes]) -> N
     assert max(sizes(index)) < 1000
     assert len(index) == len(resident)
     assert all(index.present(resident))
+
+
+def test_room_for_nothing_is_given_back_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying an entry touches its block, which is in no cache: nobody waits for many of them."""
+    monkeypatch.setattr(block_index, "DIVIDE_AT", 100)
+    index: BlockIndex[int] = BlockIndex()
+    index.add([scattered(number) for number in range(128)], range(128))
+    monkeypatch.setattr(block_index, "DIVIDE_AT", 1 << 20)
+    large = [chosen(number) for number in range(20_000)]
+    index.add(large, range(20_000))
+    index.remove(large[4000:])
+    assert index._pieces is not None
+    roomy = sys.getsizeof(index._pieces[0])
+    left = []
+    for first in range(1 << 20, (1 << 20) + (1 << 16), 64):
+        index.add([scattered(number) for number in range(first, first + 64)], range(64))
+        piece = index._pieces[0]
+        if isinstance(piece, block_index._Moving):
+            left.append(len(piece.old))
+            assert index.found(large[:4000]) == list(range(4000))
+    assert len(left) > 2
+    moved = [before - after for before, after in itertools.pairwise(left)]
+    assert max(moved) <= block_index.COMPACT_TOGETHER
+    piece = index._pieces[0]
+    assert isinstance(piece, dict)
+    assert sys.getsizeof(piece) < roomy / 3
+    assert index.found(large) == [*range(4000), *[None] * 16_000]
 
 
 def test_an_empty_key_is_nowhere() -> None:
