@@ -36,6 +36,10 @@ from kvpool.telemetry.spans import QUEUE, Span
 
 LATE_SAVE_S = 1.0
 """For so long a decode engine waits for the last blocks of a prompt that was computed: they are saved meanwhile."""
+LOST_SAVE_S = 2.0
+"""Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
+blocks that will not come. An engine that is only busy begins its prompts anew then, which costs it its turn.
+"""
 FOLLOW_MORE_S = 5.0
 """A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
 
@@ -289,9 +293,10 @@ class ActiveRequest:
             self._roster.succeeded(call.spec.name)
         self._orders.computed(call.order)
         if call.order.last and self.body.streams:
+            usual_s = next((d.handover_s + d.tpot_s for d in call.order.decoders), 0.0)
             for follower in [c for c in self._calls if c.follows and not c.began_at]:
-                loop = asyncio.get_running_loop()
-                follower.timer = loop.call_later(LATE_SAVE_S, self._stop_following, follower)
+                lost_s, loop = LOST_SAVE_S + SLOWER_MAX * usual_s, asyncio.get_running_loop()
+                follower.timer = loop.call_later(lost_s, self._stop_following, follower)
 
     def _stop_following(self, call: Call) -> None:
         """All is computed, and some of it did not come: its save was lost. The engine computes that itself, at once."""

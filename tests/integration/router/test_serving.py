@@ -145,19 +145,21 @@ async def test_many_at_once_are_all_answered(world: Any) -> None:
         *(world.complete(p, max_tokens=5, stream=n % 2 == 0) for n, p in enumerate(prompts))
     )
     assert [a.text for a in answers] == [world.right(p, 5) for p in prompts]
-    overtaken: Counter[str] = Counter()
+    overtaken, again = Counter[str](), Counter[str]()
     for answer in answers:
         told = await world.get("/explain/" + answer.headers["x-kvpool-request-id"])
         steps = [step["what"] for step in told["steps"]]
         (order,) = [step for step in told["steps"] if step["what"] == "order"]
         if order["follow"] and "computed" not in steps:
             overtaken[order["engine"]] += 1
+        # On a busy machine, who followed may not have begun in time, and was asked again.
+        again.update(step["engine"] for step in told["steps"] if step["what"] == "follow ended")
     for name in "abpd":
         state = await world.state(name)
         assert state["running"] == state["waiting"] == 0
-        # A prefill is called off only when whoever followed has answered before the prefill's own end was heard.
+        # Otherwise a prefill is called off only when whoever followed has answered before its own end was heard.
         assert set(state["counts"]) <= {"finished", "aborted"}
-        assert state["counts"].get("aborted", 0) <= overtaken[name]
+        assert state["counts"].get("aborted", 0) <= overtaken[name] + again[name]
 
 
 async def test_one_id_and_one_trace_go_all_the_way(world: Any) -> None:

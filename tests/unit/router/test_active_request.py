@@ -250,7 +250,7 @@ def test_who_follows_computes_what_was_lost_when_the_prompt_is_done(
     lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save was dropped: nobody waits for it until the follow's own end, and no engine is blamed."""
-    monkeypatch.setattr(active_request, "LATE_SAVE_S", 0.01 if lost else 30.0)
+    monkeypatch.setattr(active_request, "LOST_SAVE_S", 0.01 if lost else 30.0)
 
     async def main() -> None:
         upstream = Upstream(d="hang once") if lost else Upstream()
