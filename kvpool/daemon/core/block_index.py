@@ -19,7 +19,7 @@ PIECES = 256
 CHECKED_EVERY = 64  # blocks added, for each look whether a piece is too large
 CHECKED_TOGETHER = 16  # parts of an overfull piece, when it has its turn
 COMPACT_BYTES, COMPACT_SPARE = 60, 4096  # of a piece: an entry, and in all
-COMPACT_TOGETHER = 1 << 10  # entries that are copied at a time, each of which touches its block
+COMPACT_TOGETHER = 1 << 11  # entries that are copied at a time, each of which touches its block
 
 ROWS_BITS = 12  # of a row's number, within its piece
 _ROWS = 1 << ROWS_BITS

@@ -111,6 +111,7 @@ def test_no_piece_of_an_index_becomes_large(key_of: Callable[[int], bytes]) -> N
 def test_room_for_nothing_is_given_back_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copying an entry touches its block, which is in no cache: nobody waits for many of them."""
     monkeypatch.setattr(block_index, "DIVIDE_AT", 100)
+    monkeypatch.setattr(block_index, "COMPACT_TOGETHER", 500)
     index: BlockIndex[int] = BlockIndex()
     index.add([scattered(number) for number in range(128)], range(128))
     monkeypatch.setattr(block_index, "DIVIDE_AT", 1 << 20)
