@@ -38,7 +38,7 @@ LATE_SAVE_S = 1.0
 """For so long a decode engine waits for the last blocks of a prompt that was computed: they are saved meanwhile."""
 LOST_SAVE_S = 2.0
 """Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
-blocks that will not come. An engine that is only busy begins its prompts anew then, which costs it its turn.
+blocks that will not come. If the engine was only busy, the request loses its turn there.
 """
 FOLLOW_MORE_S = 5.0
 """A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
