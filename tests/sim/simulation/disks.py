@@ -98,9 +98,9 @@ class DurableMedia:
         return range(offset // self.page, (offset + self.slot(nbytes)) // self.page)
 
     def use(self, what: str, nbytes: int, offsets: Iterable[int], now: float, writes: bool) -> Use:
-        slot = self.slot(nbytes)
-        rows = [offset // slot for offset in offsets]
-        return self.surface.use(what, slot, rows, now, writes=writes)
+        # By pages: a tenant's part of the disk need not begin at a multiple of its slots.
+        pages = [page for offset in offsets for page in self._pages(offset, nbytes)]
+        return self.surface.use(what, self.page, pages, now, writes=writes)
 
     def table(self, record: bytes, instead: int = 0) -> int:
         """The number of a table; a new one for a record that is new, unless it replaces another's."""
