@@ -557,8 +557,8 @@ threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True)
 numbers = itertools.count()
 print("running", flush=True)
 while not stop.is_set():
-    if client.stats()["replication"]["wanted"] < 32:
-        client.put(ns, [next(numbers).to_bytes(16, "big") for _ in range(8)], data, copies=2)
+    if client.stats().replication.wanted < 32:
+        client.put(ns, [next(numbers).to_bytes(16, "big") for _ in range(8)], data, replicas=2)
     stop.wait(0.005)
 """
 
