@@ -43,6 +43,7 @@ def engine_record(
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     served = model.served_model_name or model.model
     ranks = ranks_at_url(parallel)
+    own_tokens = (blocks - 1) * hash_tokens // len(rules)  # one block is for nobody
     events = reachable(
         vllm_config.kv_events_config, parallel.data_parallel_index, urlsplit(config.url).hostname
     )
@@ -57,8 +58,7 @@ def engine_record(
         hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         none_hash=none_hash.hex(),
         block_tokens=hash_tokens,
-        capacity_tokens=ranks
-        * ((blocks - 1) * hash_tokens // len(rules)),  # one block is for nobody
+        capacity_tokens=ranks * own_tokens,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         steps_at_once=ranks * parallel.pipeline_parallel_size,
         max_len=model.max_model_len,

@@ -333,8 +333,7 @@ class Dispatch:
         if decode is not None and follow_s is not None and follow:
             state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
         order = Order(request, best, end, last, decode, whole, follow, choice.candidates, estimates)
-        steps = -(-(end - start) // kind.step_tokens)
-        work_s = max(0.0, best.prefill_s - steps * kind.prefill.coefficients[0])
+        work_s = max(0.0, best.prefill_s - kind.prefill.steps_s(end - start, kind.step_tokens))
         sent = Sent(order, end - start, best.prefill_s, work_s, item.done)
         begins = state.orders.add(sent, now)
         # If a prompt continues where it is, the rest is expected since its first segment there.

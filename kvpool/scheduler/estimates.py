@@ -78,9 +78,13 @@ class StepEstimate:
 
     def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
         """Seconds to compute tokens `start` to `end` of a prompt, in steps of this many tokens."""
-        a, b, c = self._coefficients
+        _, b, c = self._coefficients
         tokens = end - start
-        return a * max(1, -(-tokens // step_tokens)) + b * tokens + c * tokens * (start + end) / 2
+        return self.steps_s(tokens, step_tokens) + b * tokens + c * tokens * (start + end) / 2
+
+    def steps_s(self, tokens: int, step_tokens: int) -> float:
+        """What of this is the steps' own, whatever is in them: all that is computed in one of them shares it."""
+        return self._coefficients[0] * max(1, -(-tokens // step_tokens))
 
 
 class LoadEstimate:

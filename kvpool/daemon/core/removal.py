@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, NamespaceState
+from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, Block, NamespaceState
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.slots import Slots
 from kvpool.telemetry.node_stats import Counters
@@ -20,15 +20,7 @@ class Removal:
 
     def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
         """Remove blocks, all their parts. Readers with leases finish; returns the number of removed blocks."""
-        self._ledger.settle()
-        keys = list(dict.fromkeys(keys))
-        going = [
-            block
-            for table in namespace.tables
-            for block in table.blocks.found(keys)
-            if block is not None
-        ]
-        self._slots.drop_all(going)
+        going = self._drop(namespace, keys, lambda _: True)
         gone = len({block.key for block in going})
         self._counters.removed += gone
         self._counters.removed_parts += len(going)
@@ -39,15 +31,7 @@ class Removal:
 
         Hard pins stay; leased blocks are freed with their last lease.
         """
-        self._ledger.settle()
-        keys = list(dict.fromkeys(keys))
-        going = [
-            block
-            for table in namespace.tables
-            for block in map(table.blocks.get, keys)
-            if block is not None and block.pin != PIN_HARD
-        ]
-        self._slots.drop_all(going)
+        going = self._drop(namespace, keys, lambda block: block.pin != PIN_HARD)
         gone = len({block.key for block in going})
         self._counters.given_up_parts += len(going)
         self._counters.removed += gone
@@ -55,20 +39,28 @@ class Removal:
 
     def drop_unused(self, namespace: NamespaceState, keys: Sequence[bytes], tick: int) -> int:
         """Drop blocks not used since this tick, except pinned and leased ones; returns the number of parts."""
-        self._ledger.settle()
-        keys = list(dict.fromkeys(keys))
-        unused = [
-            block
-            for table in namespace.tables
-            for key in keys
-            if (block := table.blocks.get(key)) is not None
-            and block.used <= tick
-            and not block.leases
-            and block.pin == PIN_NONE
-        ]
-        self._slots.drop_all(unused)
+        unused = self._drop(
+            namespace,
+            keys,
+            lambda block: block.used <= tick and not block.leases and block.pin == PIN_NONE,
+        )
         self._counters.unused_parts += len(unused)
         return len(unused)
+
+    def _drop(
+        self, namespace: NamespaceState, keys: Sequence[bytes], goes: Callable[[Block], bool]
+    ) -> list[Block]:
+        """All parts that are here of these blocks and that go; returns them."""
+        self._ledger.settle()
+        keys = list(dict.fromkeys(keys))
+        going = [
+            block
+            for table in namespace.tables
+            for block in table.blocks.found(keys)
+            if block is not None and goes(block)
+        ]
+        self._slots.drop_all(going)
+        return going
 
     def drop_corrupt(self, namespace: NamespaceState, part: int, key: bytes) -> None:
         """A replica of this block failed its checksum: it must not be found again."""
