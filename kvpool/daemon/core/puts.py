@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvpool.daemon.core.blocks import (
     OWN,
+    Block,
     Holder,
     NamespaceState,
     Origin,
@@ -75,19 +76,19 @@ class Puts:
             )
         stride = table.stride
         blocks = table.blocks
-        wanted: Sequence[int]
-        if blocks.isdisjoint(keys):
-            wanted = range(len(keys))
-        else:
-            here = blocks.found(keys)
-            self._ledger.read([block for block in here if block is not None])
-            wanted = [i for i, block in enumerate(here) if block is None]
+        wanted: Sequence[int] = range(len(keys))
+        here: list[Block] = []
+        if not blocks.isdisjoint(keys):
+            found = blocks.found(keys)
+            here = [block for block in found if block is not None]
+            self._ledger.read(here)
+            wanted = [i for i, block in enumerate(found) if block is None]
             if not wanted:
                 return stride, array("I", [NO_ROW]).tobytes() * len(keys)
         bound = int(holder.tenant.allocator.size * self._limits.reserved_share_per_holder)
         # At least one, or a block larger than the share could never be put.
         fit = max(not holder.reserved_bytes, (bound - holder.reserved_bytes) // stride)
-        rows = self._reclaimer.allocate(holder.tenant, table, min(len(wanted), fit))
+        rows = self._reclaimer.allocate(holder.tenant, table, min(len(wanted), fit), keys, here)
         if not rows:
             if fit == 0:
                 raise LimitExceeded(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvpool.daemon.core.blocks import (
@@ -45,21 +45,58 @@ class Reclaimer:
         self._quotas = quotas
         self._counters = counters
         self._ended_left = 0  # blocks of ended epochs that the current put may still free
+        self._kept: list[Block] = []  # by the current put: see `allocate`
 
-    def allocate(self, tenant: Tenant, table: PartTable, n: int) -> list[int]:
-        """Up to n rows, reclaiming as many as are missing."""
-        allocator = tenant.allocator
-        stride = table.stride
-        if n and table.namespace.quota:
+    def allocate(
+        self,
+        tenant: Tenant,
+        table: PartTable,
+        n: int,
+        keys: Sequence[bytes] = (),
+        here: Sequence[Block] = (),
+    ) -> list[int]:
+        """Up to n rows, reclaiming as many as are missing.
+
+        keys: of the whole put; here: those of them that are here already. A prefix is useful as a whole, so its
+        own blocks, of this part and of others, go last: only if there is not one row without them.
+        """
+        slot_class = self._slots.class_of(tenant, table.stride)
+        quota = table.namespace.quota
+        rows = [] if quota else tenant.allocator.alloc(table.stride, n)
+        if len(rows) == n:
+            return rows
+        self._kept = [*here, *self._other_parts(table, keys)]
+        for block in self._kept:
+            block.leases += 1
+        self._fill(tenant, table, slot_class, n, rows)
+        kept, self._kept = self._kept, []
+        for block in kept:
+            block.leases -= 1
+            if not block.leases and block.table.slots.parked.pop(block, -1) >= 0:
+                self._slots.put_in([block])
+        if kept and not rows:
+            self._fill(tenant, table, slot_class, n, rows)
+        return rows
+
+    @staticmethod
+    def _other_parts(table: PartTable, keys: Sequence[bytes]) -> Iterator[Block]:
+        """The blocks of these keys that are here of other parts than the table's."""
+        for other in table.namespace.tables:
+            if other is not table and not other.blocks.isdisjoint(keys):
+                yield from filter(None, other.blocks.found(keys))
+
+    def _fill(
+        self, tenant: Tenant, table: PartTable, slot_class: SlotClass, n: int, rows: list[int]
+    ) -> None:
+        """Add rows up to n of them, reclaiming as many as are missing."""
+        if table.namespace.quota:
             n = self._quotas.within(table, n)
-        slot_class = self._slots.class_of(tenant, stride)
-        rows = allocator.alloc(stride, n)
         # Freeing a slab of another size may need many evictions: the rest is done between puts.
         self._ended_left = RECLAIMED_PER_PUT + 4 * n
-        while len(rows) < n and self._reclaim(tenant, slot_class, n - len(rows), rows):
-            if len(rows) < n:
-                rows += allocator.alloc(stride, n - len(rows))
-        return rows
+        while len(rows) < n:
+            rows += tenant.allocator.alloc(table.stride, n - len(rows))
+            if len(rows) < n and not self._reclaim(tenant, slot_class, n - len(rows), rows):
+                return
 
     def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]) -> bool:
         """Make room for up to n slots of the class, at least one; False if nothing can be evicted.
@@ -154,7 +191,7 @@ class Reclaimer:
         if slot_class.stuck_at.get(spare_soft_pins) == self._slots.releases:
             return False
         allocator = tenant.allocator
-        busy: set[int] = set()
+        busy = {allocator.slab_of(block.table.stride, block.row) for block in self._kept}
         for holder in tenant.holders.values():
             for reservation in holder.reservations.values():
                 stride = reservation.table.stride

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -445,7 +446,11 @@ class NodeMachine(RuleBasedStateMachine):
         if not reserved:
             allowed = max(allowed, 1)
         before = self.before(tenant, stride)
+        own = self.of_prefix(tenant, name, keys)
         quota = Quota(self, tenant, name, stride * min(len(wanted), allowed))
+        own_may_go = quota.over > 0 or not self.could_place(
+            tenant, stride, (before[0] | self.idle_garbage(tenant)) - own
+        )
         self.tickets += 1
         ticket = self.tickets
         try:
@@ -481,12 +486,28 @@ class NodeMachine(RuleBasedStateMachine):
                 for i, row in got.items()
             }
         self.totals["reserved"] += len(granted)
-        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before, quota)
+        assert own_may_go or own == self.of_prefix(tenant, name, keys, self.observed())
+        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before, quota, own)
         quota.is_kept()
         if len(granted) < min(len(wanted), allowed) and not quota.is_reached(stride):
-            movable = self.evictable(tenant, soft=True)
+            movable = self.evictable(tenant, soft=True) - own
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
         return ticket if wanted else None
+
+    def of_prefix(
+        self,
+        tenant: str,
+        name: bytes,
+        keys: list[bytes],
+        here: set[tuple[str, bytes, int, bytes]] | None = None,
+    ) -> set[Copy]:
+        """All parts of these blocks; here: only those of them that are at these places."""
+        return {
+            copy
+            for copy in self.blocks.values()
+            if (copy.tenant, copy.namespace) == (tenant, name) and copy.key in keys
+            if here is None or copy.where in here
+        }
 
     def before(self, tenant: str, stride: int) -> tuple[set[Copy], bool, set[range]]:
         plain = self.evictable(tenant, soft=False) | self.idle_garbage(tenant)
@@ -504,8 +525,9 @@ class NodeMachine(RuleBasedStateMachine):
         granted: int,
         before: tuple[set[Copy], bool, set[range]],
         quota: Quota,
+        own: Set[Copy] = frozenset(),
     ) -> None:
-        """What a put evicted: learnt from what is gone, and then asked whether that was right."""
+        """What a put evicted: learnt from what is gone, and then asked whether that was right. own: of its prefix."""
         candidates, had_space, runs = before
         here = self.observed()
         assert here <= set(self.blocks), "a block from nowhere"
@@ -535,17 +557,17 @@ class NodeMachine(RuleBasedStateMachine):
         primary = [c for c in gone if c.stride == stride and c.pin == "none" and not c.secondary]
         self.evicted(gone)
         if primary:
-            left = self.evictable(tenant, soft=False)
+            left = self.evictable(tenant, soft=False) - own
             assert not any(copy.stride == stride and copy.secondary for copy in left), (
                 "a primary copy before a secondary one"
             )
         if any(copy.stride != stride for copy in soft):
-            left = self.evictable(tenant, soft=True)
+            left = self.evictable(tenant, soft=True) - own
             assert not any(copy.stride == stride for copy in left), (
                 "another class's pin before ours"
             )
         if soft:
-            left = self.evictable(tenant, soft=False)
+            left = self.evictable(tenant, soft=False) - own
             assert not any(copy.stride == stride for copy in left), "a soft pin before plain ones"
             assert not runs & self.free_runs(tenant, stride, left), "a soft pin before a slab"
 
