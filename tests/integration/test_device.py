@@ -23,6 +23,8 @@ torch = pytest.importorskip("torch")
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NBYTES = 64 << 10
+# MiB of the segment, usual and small. On a GPU each of three tenants needs 20 (`PART_MIN`).
+SIZES = {"cpu": (16, 2), "cuda:0": (64, 20)}
 RECORD = NamespaceRecord.simple("device", block_bytes=NBYTES, block_tokens=16)
 
 
@@ -45,6 +47,7 @@ class Engine:
         self.daemon = daemon
         self.client: OperatorClient = daemon.client(connect=True, **settings)
         self.ns = self.client.open(RECORD)
+        self.device_blocks = 0  # that the segment has room for
 
     def put(self, numbers: range) -> None:
         for at in range(numbers.start, numbers.stop, 8):
@@ -81,11 +84,13 @@ def begin(request, start, until) -> Iterator:
     """Starts daemons with a segment of device memory, and an engine beside each."""
     engines = []
 
-    def one(*args: str, name: str = "node", size: str = "16MiB", **settings) -> Engine:
+    def one(*args: str, name: str = "node", small: bool = False, **settings) -> Engine:
         if not settings:
             args = ("--memory", "4MiB", *args)
-        daemon = start("--device", f"{request.param}={size}", *args, name=name, **settings)
+        size = SIZES[request.param][small]
+        daemon = start("--device", f"{request.param}={size}MiB", *args, name=name, **settings)
         engine = Engine(daemon)
+        engine.device_blocks = (size << 20) // NBYTES
         engines.append(engine)
         until(
             lambda: engine.device.state == "serving",
@@ -153,16 +158,17 @@ def test_what_nobody_read_is_not_copied_up(begin):
 
 
 def test_the_coldest_goes_when_the_device_is_full(begin, until):
-    engine = begin(size="2MiB")  # 32 blocks
-    for at in range(0, 96, 8):
+    engine = begin(small=True)
+    room = engine.device_blocks
+    for at in range(0, 3 * room, 8):
         written = engine.device.written_blocks
         engine.put(range(at, at + 8))
         engine.read(range(at, at + 8))
         until(lambda written=written: engine.device.written_blocks == written + 8)
-    assert engine.device.used_bytes <= 2 << 20
+    assert engine.device.used_bytes <= room * NBYTES
     engine.forget_memory()
-    found = engine.read(range(96), PATIENCE_S)
-    assert 16 <= len(found) <= 32
+    found = engine.read(range(3 * room), PATIENCE_S)
+    assert room // 2 <= len(found) <= room
 
 
 def test_what_is_removed_or_evicted_is_gone(lifted):
@@ -185,7 +191,7 @@ def test_damaged_device_memory_is_a_miss_and_counted(lifted):
     lifted.forget_memory()
     process = Path(f"/proc/{device_process(lifted.daemon)}/fd")
     # The same memory under one or two descriptors.
-    memory = [fd for fd in process.iterdir() if fd.stat().st_size == 16 << 20]
+    memory = [fd for fd in process.iterdir() if fd.stat().st_size == lifted.device_blocks * NBYTES]
     with memory[0].open("r+b") as file:
         file.seek(5 * NBYTES + 1234)
         file.write(b"damage")
@@ -368,13 +374,13 @@ def test_what_is_on_another_node_is_pulled_and_what_is_on_the_device_is_not(begi
 
 
 def test_leased_slots_on_the_device_are_not_used_again(begin, until):
-    owner = begin(size="2MiB")  # 32 blocks
+    owner = begin(small=True)
     lift(owner, range(32), until)
     owner.forget_memory()
     engine = DirectEngine(owner.daemon)
     lease = engine.lease(range(16))
     assert direct_rows(lease) == 16
-    turn_over(owner, range(100, 164), until)
+    turn_over(owner, range(100, 100 + 2 * owner.device_blocks), until)
     assert content(lease) == [block(n) for n in range(16)]
     owner.client.evict(tier="device")
     assert owner.device.used_bytes == 16 * NBYTES, "the slots of what is leased"
@@ -394,7 +400,7 @@ def turn_over(engine: Engine, numbers: range, until) -> None:
 
 
 def test_a_lease_on_the_device_ends_at_its_deadline(begin, until):
-    owner = begin(size="2MiB")
+    owner = begin(small=True)
     lift(owner, range(32), until)
     owner.forget_memory()
     engine = DirectEngine(owner.daemon)
@@ -424,14 +430,14 @@ sys.stdin.read()
 
 
 def test_the_death_of_a_reader_gives_the_device_its_slots_back(begin, until):
-    owner = begin(size="2MiB")
+    owner = begin(small=True)
     lift(owner, range(32), until)
     owner.forget_memory()
     command = [sys.executable, "-c", READER, owner.daemon.socket]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         try:
             assert int(reader.stdout.readline()) == 16
-            turn_over(owner, range(100, 148), until)
+            turn_over(owner, range(100, 100 + owner.device_blocks * 3 // 2), until)
             owner.client.evict(tier="device")
             assert owner.device.used_bytes == 16 * NBYTES
         finally:

@@ -128,11 +128,13 @@ class PartTable:
     hard_bytes, soft_bytes: of both, under a pin.
     reserved: slots that are reserved for keys of this table and not settled.
     writing: of these, those whose beginning peers may read, with their rows.
+    going: slots of removed blocks that are still leased.
     """
 
     __slots__ = (
         "blocks",
         "garbage",
+        "going",
         "hard_bytes",
         "namespace",
         "number",
@@ -166,6 +168,7 @@ class PartTable:
         self.hard_bytes = 0
         self.soft_bytes = 0
         self.reserved = 0
+        self.going = 0
         self.writing: dict[bytes, tuple[Reservation, int]] = {}
 
     def forget(self, keys: Sequence[bytes]) -> None:

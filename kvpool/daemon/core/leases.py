@@ -245,6 +245,7 @@ class Leases:
                 block.leases -= 1
                 if block.leases == 0:
                     if block.gone:
+                        block.table.going -= 1
                         self._slots.free(block)
                     elif parked and (parked_at := parked.pop(block, -1)) >= 0:
                         was_used = lease.is_use or block.used > parked_at

@@ -80,10 +80,16 @@ class Reclaimer:
 
     @staticmethod
     def _other_parts(table: PartTable, keys: Sequence[bytes]) -> Iterator[Block]:
-        """The blocks of these keys that are here of other parts than the table's."""
+        """The blocks of these keys that are here of other parts than the table's, and those between them."""
         for other in table.namespace.tables:
-            if other is not table and not other.blocks.isdisjoint(keys):
-                yield from filter(None, other.blocks.found(keys))
+            if other is table or other.blocks.isdisjoint(keys):
+                continue
+            between = max(0, table.spec.stride - other.spec.stride)
+            for block in other.blocks.found(keys):
+                steps = 0
+                while block is not None and steps <= between:
+                    yield block
+                    block, steps = other.blocks.get(block.parent), steps + 1
 
     def _fill(
         self, tenant: Tenant, table: PartTable, slot_class: SlotClass, n: int, rows: list[int]

@@ -112,6 +112,7 @@ class Slots:
             for block in some:
                 if block.leases:
                     block.go()
+                    table.going += 1
                 else:
                     rows.append(block.row)
             slot_class.by_row.clear(rows)
@@ -124,6 +125,7 @@ class Slots:
         self.take_out(block)
         if block.leases:
             block.go()
+            block.table.going += 1
         else:
             self.free(block)
 

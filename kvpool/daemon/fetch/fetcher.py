@@ -196,14 +196,14 @@ class BlockFetcher:
             if not failed:
                 return
             here = self.match(namespace, parts, keys, direct=direct)
-            if unasked > here and self._clock() >= until:
+            if self._clock() < until or unasked <= here:
+                _strike_out(located, failed)
+            if unasked > here:  # this node's disks are late, or have just evicted some of it
                 merge(
                     located,
                     await self.locator.prefix(namespace, tables, keys[:unasked], here, deadline),
                 )
                 asked, unasked = True, 0
-            else:
-                _strike_out(located, failed)
 
     def _doubtful(self, located: Located) -> bool:
         """Whether some of these are on a place of this node that has answered nothing since it was slow or failed."""

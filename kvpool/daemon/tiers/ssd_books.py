@@ -217,7 +217,9 @@ class SsdBooks:
             table
             for table in self.numbers
             if table.namespace.retired
-            and not any(t.blocks or t.garbage or t.reserved for t in self.all_tables(table))
+            and not any(
+                t.blocks or t.garbage or t.reserved or t.going for t in self.all_tables(table)
+            )
             and (
                 not table.namespace.epoch
                 or last[table.namespace.tenant.name, table.namespace.base]

@@ -76,8 +76,10 @@ class SimulatedNamespace:
 
     def expected(self, keys: Sequence[bytes]) -> int:
         """How many of these must be found, where nothing ever goes wrong or away."""
-        plan = self._world.plan
-        if not (plan.quiet and (plan.roomy or self.modest)) or self._world.disturbed(self.tenant):
+        world, plan = self._world, self._world.plan
+        if world.beside_what_stays or world.disturbed(self.tenant):
+            return 0
+        if not (plan.quiet and (plan.roomy or self.modest)):
             return 0
         before = self._world.now() - TOLD_S
         epoch = self.epoch()

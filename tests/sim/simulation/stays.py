@@ -39,6 +39,7 @@ class WhatStays:
         """Begin it, look at what goes on, and end it."""
         world = self._world
         getattr(self, f"_{world.plan.stays}")()
+        world.beside_what_stays = True
         world.note(f"for good: {world.plan.stays}")
         world.count(f"what stayed: {world.plan.stays}")
         for pause_s in PAUSES_S:
@@ -51,6 +52,7 @@ class WhatStays:
         await self._find()
         world.note("it is over")
         self._end()
+        world.beside_what_stays = False
 
     # ---- what it is ------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class World:
         self.loop = VirtualLoop(steps_max=STEPS_MAX)  # type: ignore[abstract]
         self.faults = True
         self.directory_away = False
+        self.beside_what_stays = False  # a fault that does not end is there: see `WhatStays`
         self.overtaken: set[tuple[bytes, bytes]] = set()  # what the directory says of it is unknown
         self.failure = ""
         self.domains: list[Domain] = []

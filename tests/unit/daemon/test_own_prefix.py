@@ -40,6 +40,21 @@ def test_a_slab_with_another_part_of_the_prefix_stays(make_pool, policy: str) ->
 
 
 @policies
+def test_a_slab_with_blocks_between_those_of_a_sparse_part_stays(make_pool, policy: str) -> None:
+    """A put of the sparse part names every other block only."""
+    pool = make_pool(slabs=4, policy=policy, parts=(PartSpec(1024), PartSpec(2048, stride=2)))
+    pool.put(range(8))
+    for _ in range(20):
+        pool.read(range(4, 8))
+    pool.put(range(100, 104), part=1)
+    pool.put([200])
+    pool.node.removal.remove(pool.namespace, split_keys(pool.keys([7])))
+    pool.put([201], parent=pool.keys([200]))  # in another slab
+    pool.put([201], part=1)
+    assert pool.here([200, 201]) == [200, 201]
+
+
+@policies
 def test_a_quota_makes_room_from_other_prefixes(make_pool, policy: str) -> None:
     pool = make_pool(slabs=4, policy=policy)
     pool.node.quotas.set(pool.namespace, 4 * 1024)

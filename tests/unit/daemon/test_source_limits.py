@@ -87,6 +87,7 @@ class World:
         self.lacks: dict[tuple[bytes, bytes], int] = {}
         self.slow: dict[bytes, float] = {}
         self.unknown: set[bytes] = set()
+        self.emptied: set[bytes] = set()
         self.under_way: Counter[bytes] = Counter()
         self.most: Counter[bytes] = Counter()
         self.most_of_peers = 0
@@ -161,6 +162,8 @@ class World:
             self.under_way[source] -= 1
         took = self.loop.time() - began
         status = BlockStatus.LATE if late else BlockStatus.PRESENT
+        if source in self.emptied:
+            status = BlockStatus.ABSENT
         error = f"the peer did not answer within {seconds} s" if late else ""
         return worker_wire.Pulled(bytes([status]) * blocks, bytes(16 * blocks), took, error)
 
@@ -416,6 +419,20 @@ def test_the_beginning_of_a_prompt_on_a_disk_that_hangs_comes_from_a_peer() -> N
         finally:
             world.dead.set()
         await asyncio.gather(*(one.task for one in world.fetcher.transfers))
+
+    run(main())
+
+
+def test_what_a_disk_has_just_evicted_comes_from_a_peer() -> None:
+    """Peers were asked for the rest only, which nobody has."""
+
+    async def main() -> None:
+        world = World("healthy.", disks={0: {key(0), key(1)}})
+        world.unknown = {key(2), key(3)}
+        world.emptied = {DISKS[0]}
+        found, took = await world.prompt(0)
+        assert found == 2
+        assert took < 1.0
 
     run(main())
 

@@ -1041,6 +1041,30 @@ def test_a_table_stays_while_it_is_written_to_and_while_the_index_refuses() -> N
     run(main())
 
 
+def test_a_table_stays_while_a_removed_block_of_it_is_read() -> None:
+    """Its slot is given up, and its entry forgotten, when the read has ended."""
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.open()
+        await bench.write([1])
+        bench.disk.held.add("read")
+        reading = asyncio.create_task(bench.read([1]))
+        await bench.disk.waits("read")
+        bench.reset()
+        await bench.write([2])
+        bench.device.node.ended_epochs.reclaim(1 << 20)
+        await bench.device.tidy()
+        assert len(bench.disk.tables) == 2
+        bench.disk.go_on()
+        await reading
+        await bench.device.tidy()
+        assert len(bench.disk.tables) == 1
+        assert bench.here() == bench.indexed() == {2}
+
+    run(main())
+
+
 def test_settings_that_change_are_renewed_in_the_index() -> None:
     """For those who are told by nobody else; with the blocks, whose tables keep their numbers."""
 
