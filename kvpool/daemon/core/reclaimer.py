@@ -85,11 +85,11 @@ class Reclaimer:
             if other is table or other.blocks.isdisjoint(keys):
                 continue
             between = max(0, table.spec.stride - other.spec.stride)
-            for block in other.blocks.found(keys):
-                steps = 0
-                while block is not None and steps <= between:
+            for last in keys:
+                key, left = last, between + 1
+                while left and (block := other.blocks.get(key)) is not None:
                     yield block
-                    block, steps = other.blocks.get(block.parent), steps + 1
+                    key, left = block.parent, left - 1
 
     def _fill(
         self, tenant: Tenant, table: PartTable, slot_class: SlotClass, n: int, rows: list[int]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -525,7 +525,7 @@ class NodeMachine(RuleBasedStateMachine):
         granted: int,
         before: tuple[set[Copy], bool, set[range]],
         quota: Quota,
-        own: Set[Copy] = frozenset(),
+        own: AbstractSet[Copy] = frozenset(),
     ) -> None:
         """What a put evicted: learnt from what is gone, and then asked whether that was right. own: of its prefix."""
         candidates, had_space, runs = before
