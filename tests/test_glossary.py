@@ -157,7 +157,7 @@ def rest_nouns() -> set[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     paths = (re.sub(r"\{[^}]*\}", "", text) for text in texts if PATH.fullmatch(text))
-    found = {part for path in paths for part in path.split("/")} - {"", "v1"}
+    found = {part for path in paths for part in path.split("/")} - {"", "v1", "v2"}
     assert {"nodes", "namespaces", "engines", "metrics"} <= found
     return found
 

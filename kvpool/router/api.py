@@ -1,7 +1,9 @@
 """The HTTP API: paths, authentication, headers, error bodies. Requests are processed in `requests.py`.
 
     POST   /v1/completions, /v1/chat/completions   answered by engines, streamed or not
-    POST   /tokenize                               forwarded to one
+    POST   the other paths of `Kind`               the same, whole by one engine
+    POST   /tokenize, /detokenize                  forwarded to one
+    GET    /version                                the same
     GET    /v1/models, /health
     GET    /explain/ID, POST /explain              why a request went where; where one would go
     GET    /metrics, /engines                      operators only, as all below
@@ -20,6 +22,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -44,11 +47,13 @@ PRIORITY = "x-kvpool-priority"
 DEADLINE = "x-kvpool-deadline-s"
 AS_TENANT = "x-kvpool-tenant"
 SESSION = "x-session-id"
+API_KEY = "x-api-key"
 SESSION_CHARACTERS_MAX = 256
 HEADER_BYTES_MAX = 16 << 10
 JSON = "application/json"
 OPEN_PATHS = frozenset(("/health",))
 OPERATOR = ""
+_KINDS = {kind.value: kind for kind in Kind}
 IDENT = web.RequestKey("ident", str)
 TENANT = web.RequestKey("tenant", str)
 
@@ -125,7 +130,10 @@ class Guard:
                     type="PermissionError",
                 )
             return OPERATOR
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        said = request.headers.get("Authorization", "")
+        if not said and (key := request.headers.get(API_KEY)):  # as clients of `/v1/messages` do
+            said = f"Bearer {key}"
+        scheme, _, token = said.partition(" ")
         tenant = self._tenants.get(_digest(token.strip()))
         if scheme.lower() != "bearer" or tenant is None:
             raise BadRequest(
@@ -167,9 +175,10 @@ class Api:
         app = web.Application(middlewares=[self._wrap], client_max_size=self._config.body_bytes_max)
         app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/tokenize", self._tokenize),
+                *(web.post(kind.value, partial(self._serve, kind)) for kind in Kind),
+                web.post("/tokenize", self._forward),
+                web.post("/detokenize", self._forward),
+                web.get("/version", self._forward),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
@@ -194,10 +203,11 @@ class Api:
                 self._trust(request)
             response = await handler(request)
         except BadRequest as error:
-            response = _refusal(error)
+            response = _refusal(error, request.path)
         except web.HTTPException as error:
             kind = "NotFoundError" if error.status == 404 else "BadRequestError"
-            response = _refusal(BadRequest(error.status, error.reason, type=kind))
+            refused = BadRequest(error.status, error.reason, type=kind)
+            response = _refusal(refused, request.path)
             if allow := error.headers.get("Allow"):
                 response.headers["Allow"] = allow
         except ClientGone:
@@ -219,13 +229,7 @@ class Api:
         except ConnectionError:
             pass  # the client has left
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, Kind.COMPLETIONS)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, Kind.CHAT)
-
-    async def _serve(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         incoming = await self._incoming(request, kind)
         reply = HttpReply(request, incoming.ident)
         await self._serving.serve(incoming, reply)
@@ -269,10 +273,10 @@ class Api:
         except web.RequestPayloadError as error:
             raise BadRequest(400, f"the body does not match its headers: {error}") from None
 
-    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        raw = await self._body(request)
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        raw = b"" if request.method == "GET" else await self._body(request) or b"{}"
         status, body, content_type = await self._serving.pass_through(
-            "/tokenize", raw, request[IDENT]
+            request.path, raw, request[IDENT]
         )
         return web.Response(status=status, body=body, headers={"Content-Type": content_type})
 
@@ -367,8 +371,9 @@ def _json(value: Any, status: int = 200) -> web.Response:
     )
 
 
-def _refusal(error: BadRequest) -> web.Response:
-    body = error_body(error.status, str(error), error.type, error.param)
+def _refusal(error: BadRequest, path: str) -> web.Response:
+    kind = _KINDS.get(path)
+    body = error_body(error.status, str(error), error.type, error.param, kind)
     headers = {"Content-Type": JSON}
     if isinstance(error, Rejected) and error.retry_after_s is not None:
         seconds = min(max(1, math.ceil(error.retry_after_s)), RETRY_AFTER_S_MAX)

@@ -10,7 +10,8 @@ A request may be served in three ways:
     by its own body the prompt is computed by the client's own body with one token to generate: if its
                     tokens alone are not sufficient (images, templates that see more than the tokenise endpoint)
     whole           one engine serves prompt and answer: if blocks from elsewhere do not help (`echo` with
-                    logprobs), there are several prompts, or the client addresses the pool itself
+                    logprobs), there are several prompts, the client addresses the pool itself, or the path is
+                    one whose prompts the router does not know (`Kind`)
 """
 
 from __future__ import annotations
@@ -34,10 +35,31 @@ COMPLETION_TOKENS = 16
 
 
 class Kind(StrEnum):
-    """By the last part of the path."""
+    """By the path. Prompts of the first two are known token for token; the others are served whole."""
 
-    COMPLETIONS = "completions"
-    CHAT = "chat/completions"
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    EMBEDDINGS = "/v1/embeddings"
+    SCORE = "/score"
+    SCORE_V1 = "/v1/score"
+    RERANK = "/rerank"
+    RERANK_V1 = "/v1/rerank"
+    RERANK_V2 = "/v2/rerank"
+    CLASSIFY = "/classify"
+    POOLING = "/pooling"
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the router learns the prompt's tokens."""
+        return self in (Kind.COMPLETIONS, Kind.CHAT)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answer is generated, token by token."""
+        return self.has_tokens or self in (Kind.RESPONSES, Kind.MESSAGES)
 
 
 class BadRequest(KvpoolError):
@@ -131,13 +153,16 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         raise BadRequest(400, "the body is not a JSON object")
     completion = kind is Kind.COMPLETIONS
     several = completion and _several(value.get("prompt"))
-    by_tokens = completion or not _beyond_tokens(value)
+    by_tokens = kind.has_tokens and (completion or not _beyond_tokens(value))
     return Body(
         kind=kind,
         raw=raw,
         value=value,
         model=_model(value, models),
-        whole=several or bool(value.get("echo")) or any(_set(value, WHOLE_IF_SET)),
+        whole=not kind.has_tokens
+        or several
+        or bool(value.get("echo"))
+        or any(_set(value, WHOLE_IF_SET)),
         segments=by_tokens,
         tokens_guess=_tokens_guess(value, raw, completion and not several),
         output_tokens=_output_tokens(kind, value),
@@ -189,8 +214,16 @@ def segment(body: Body, tokens: Sequence[int]) -> bytes:
     return msgspec.json.encode(value)
 
 
-def error_body(status: int, message: str, type: str, param: str | None = None) -> bytes:  # noqa: A002
-    """In the format of vLLM's errors."""
+def error_body(
+    status: int,
+    message: str,
+    type: str,  # noqa: A002
+    param: str | None = None,
+    kind: Kind | None = None,
+) -> bytes:
+    """In the format of vLLM's errors at this path."""
+    if kind in (Kind.MESSAGES, Kind.COUNT_TOKENS):
+        return msgspec.json.encode({"type": "error", "error": {"type": type, "message": message}})
     error = {"message": message, "type": type, "param": param, "code": status}
     return msgspec.json.encode({"error": error})
 
@@ -254,8 +287,12 @@ def _whole_number(value: object) -> int | None:
 
 
 def _output_tokens(kind: Kind, value: Mapping[str, Any]) -> int | None:
+    if not kind.generates:
+        return 1
     most = _whole_number(value.get("max_completion_tokens"))
-    if most is None:
+    if kind is Kind.RESPONSES:
+        most = _whole_number(value.get("max_output_tokens"))
+    elif most is None:
         most = _whole_number(value.get("max_tokens"))
     if most is None and kind is Kind.COMPLETIONS and value.get("max_tokens") is None:
         most = COMPLETION_TOKENS
@@ -279,4 +316,7 @@ def _session(kind: Kind, value: Mapping[str, Any]) -> Hashable:
             return said
     if kind is Kind.CHAT and isinstance(messages := value.get("messages"), list):
         return xxhash.xxh3_64_intdigest(msgspec.json.encode(messages[:2]))
+    if kind is Kind.MESSAGES and isinstance(messages := value.get("messages"), list):
+        begins = [value.get("system"), messages[:1]]
+        return xxhash.xxh3_64_intdigest(msgspec.json.encode(begins))
     return None

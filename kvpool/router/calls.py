@@ -12,7 +12,7 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError
-from kvpool.router.bodies import Body, prompt_only, segment
+from kvpool.router.bodies import Body, Kind, prompt_only, segment
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
 from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, usage_of
@@ -21,7 +21,6 @@ from kvpool.router.upstream import TOO_LARGE, Answer, EngineFailed, Upstream
 from kvpool.scheduler.values import Order
 from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 
-COMPLETIONS_PATH = "/v1/completions"
 PREFILL_BYTES_MAX = 1 << 20
 SLOWER_MAX = 4.0
 """This multiple of the estimate, plus `answer_s`, is the time limit of a call."""
@@ -144,13 +143,13 @@ class Caller:
         body = self._body
         prompt = self._prompt
         if prompt is None or not body.segments:
-            path, raw = f"/v1/{body.kind}", prompt_only(body)
+            path, raw = body.kind.value, prompt_only(body)
         else:
-            path, raw = COMPLETIONS_PATH, segment(body, prompt.tokens[: order.end])
+            path, raw = Kind.COMPLETIONS.value, segment(body, prompt.tokens[: order.end])
         try:
             async with (
                 asyncio.timeout(self._patience_s(call)),
-                self._upstream.post(call.spec, path, raw, self._headers_for_call(call)) as answer,
+                self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 call.usage = usage_of(await answer.whole(PREFILL_BYTES_MAX))
         except TimeoutError:
@@ -158,7 +157,7 @@ class Caller:
 
     async def answer(self, call: Call, raw: bytes, reply: Reply, listener: AnswerListener) -> None:
         """The answer, to the client."""
-        path = f"/v1/{self._body.kind}"
+        path = self._body.kind.value
         loop = asyncio.get_running_loop()
         late_at = loop.time() + self._patience_s(call)
         # At the deadline the request ends by itself: no fault of the engine.
@@ -167,7 +166,7 @@ class Caller:
         try:
             async with (
                 timer,
-                self._upstream.post(call.spec, path, raw, self._headers_for_call(call)) as answer,
+                self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 if answer.streams:
                     await self._stream(answer, passing)

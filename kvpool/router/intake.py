@@ -15,7 +15,7 @@ from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
 from kvpool.router.hashing import Prompt
 from kvpool.router.isolation import Isolation
-from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.tokens import CHAT, TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
 from kvpool.scheduler.values import Request
 
@@ -87,9 +87,11 @@ class Intake:
         account.model = body.model
         prompt: Prompt | None = None
         try:
-            prompt = await self._prompts.prompt(
-                body.value, body.kind.value.partition("/")[0], deadline_s=min(TOKENIZE_S, limit_s)
-            )
+            if body.kind.has_tokens:
+                kind = CHAT if body.kind is Kind.CHAT else "completions"
+                prompt = await self._prompts.prompt(
+                    body.value, kind, deadline_s=min(TOKENIZE_S, limit_s)
+                )
         except (TokenizeRefused, UnknownModel, Unavailable) as error:
             # Served whole: an engine tokenises it itself, or reports the error.
             account.note(self._clock(), "not tokenised", why=str(error))

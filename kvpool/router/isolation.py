@@ -35,6 +35,11 @@ class Isolation:
 
     def salted(self, body: Body, tenant: str) -> Body:
         """The body with the salt of the tenant's region. Raises `BadRequest` for what could lead out of it."""
+        if not body.kind.has_tokens:
+            raise BadRequest(
+                400,
+                f"{body.kind} is not served where tenants are isolated: engines do not salt what they cache of it",
+            )
         for name in REFUSED:
             if body.value.get(name) is not None:
                 raise BadRequest(400, f"{name} is not taken where tenants are isolated", param=name)

@@ -207,19 +207,22 @@ class Serving:
             return await self._pass_refusal(refused, reply)
         except EngineFailed as error:
             self._roster.failed(error)
-            return await self._end_badly(error, reply, incoming.ident)
+            return await self._end_badly(error, reply, incoming)
         except (GivenUp, DeadlinePassed) as error:
-            return await self._end_badly(error, reply, incoming.ident)
+            return await self._end_badly(error, reply, incoming)
         except ClientGone:
             return "client_left"
 
     async def pass_through(self, path: str, raw: bytes, ident: str) -> tuple[int, bytes, str]:
-        """Have any engine of the body's model answer a small request: status, body, type. Raises `BadRequest`."""
+        """Have any engine of the body's model answer a small request: status, body, type. Raises `BadRequest`.
+
+        Without a body it is a GET, for any engine.
+        """
         self._admit()
         models = self._roster.models()
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
-        model = parse(Kind.COMPLETIONS, raw, models).model
+        model = parse(Kind.COMPLETIONS, raw, models).model if raw else models[0]
         found = self._roster.passing(model)
         said = f"no engine is available for {model}"
         self._in_flight += 1
@@ -228,7 +231,7 @@ class Serving:
                 try:
                     async with (
                         asyncio.timeout(self._config.answer_s),
-                        self._upstream.post(spec, path, raw, {"X-Request-Id": ident}) as answer,
+                        self._upstream.ask(spec, path, raw, {"X-Request-Id": ident}) as answer,
                     ):
                         body = await answer.whole(self._config.answer_bytes_max)
                         return 200, body, answer.content_type
@@ -256,16 +259,18 @@ class Serving:
         return "refused"
 
     async def _end_badly(
-        self, error: GivenUp | DeadlinePassed | EngineFailed, reply: Reply, ident: str
+        self, error: GivenUp | DeadlinePassed | EngineFailed, reply: Reply, incoming: Incoming
     ) -> str:
         late = isinstance(error, DeadlinePassed)
         status, kind = (504, "deadline") if late else (502, "engine_failed")
-        log.warning("request %s: %s", ident, error, extra={"request": ident})
+        log.warning("request %s: %s", incoming.ident, error, extra={"request": incoming.ident})
         if not reply.begun:
             raise Rejected(status, str(error), kind, None)
         try:
             async with asyncio.timeout(self._config.client_stall_s):
-                await reply.write(error_event(error_body(status, str(error), kind)))
+                said = error_body(status, str(error), kind, kind=incoming.kind)
+                named = "error" if not incoming.kind.has_tokens else ""
+                await reply.write(error_event(said, named))
                 await reply.end()
         except (TimeoutError, ClientGone):
             return "client_left"

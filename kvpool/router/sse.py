@@ -16,6 +16,18 @@ from kvpool.errors import KvpoolError, ProtocolError
 EVENT_BYTES_MAX = 16 << 20
 ENDS = (b"\n\n", b"\r\n\r\n")
 DONE = b"data: [DONE]"
+NAMED = b"event:"
+LAST_EVENTS = tuple(
+    b"event: " + name
+    for name in (
+        b"message_stop",
+        b"response.completed",
+        b"response.incomplete",
+        b"response.failed",
+        b"error",
+    )
+)
+"""Of streams whose events have names, and that do not end with `DONE`: `/v1/messages`, `/v1/responses`."""
 ERROR = b'data: {"error"'
 USAGE = b'"usage":'
 
@@ -49,13 +61,13 @@ class EventStream:
             if not data:
                 return data
         self.events += data.count(b"\n\n") or data.count(b"\r\n\r\n")
-        self.done = self.done or data.rstrip().endswith(DONE)
+        self.done = self.done or _is_last(data)
         self._last = self._last[-EVENT_BYTES_MAX:] + data if self.done else data
         return data
 
     def failed_at_once(self, data: bytes) -> bool:
         """Whether the first events are an error of the engine."""
-        return data.startswith(ERROR)
+        return data.startswith((ERROR, b"event: error"))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -64,6 +76,17 @@ class EventStream:
             if USAGE in line and line.startswith(b"data:"):
                 return usage_of(line.removeprefix(b"data:"))
         return {}
+
+
+def _is_last(data: bytes) -> bool:
+    """Whether the last of these whole events is the last one of an answer."""
+    data = data.rstrip()
+    if data.endswith(DONE):
+        return True
+    if NAMED not in data:
+        return False
+    last = max(data.rfind(b"\n\n"), data.rfind(b"\n\r\n"))
+    return data[max(last, 0) :].lstrip().startswith(LAST_EVENTS)
 
 
 class Said(msgspec.Struct):
@@ -90,6 +113,7 @@ def cached_tokens(usage: dict[str, Any]) -> int | None:
     return cached if isinstance(cached, int) else None
 
 
-def error_event(error: bytes) -> bytes:
-    """An error as the last event of a stream that had begun."""
-    return b"data: " + error + b"\n\n"
+def error_event(error: bytes, name: str = "") -> bytes:
+    """An error as the last event of a stream that had begun. name: of the event, if the stream's have names."""
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + error + b"\n\n"

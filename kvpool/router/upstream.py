@@ -96,17 +96,18 @@ class Upstream:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
 
     @asynccontextmanager
-    async def post(
+    async def ask(
         self, engine: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[Answer]:
-        """Send a request and receive its answer in pieces; leaving early aborts it.
+        """Send a request and receive its answer in pieces; leaving early aborts it. Without a body it is a GET.
 
         It waits as long as the caller allows. Raises `EngineFailed` and `EngineRefused`.
         """
         try:
-            response = await self._session.post(
+            response = await self._session.request(
+                "POST" if body else "GET",
                 engine.url + path,
-                data=body,
+                data=body or None,
                 headers={**headers, **_JSON, **self._login(engine)},
                 timeout=self._timeout,
                 allow_redirects=False,

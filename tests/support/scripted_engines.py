@@ -60,12 +60,21 @@ FAULTS = ("refuse", "error", "unreachable", "hang", "cut", "stall", "error_event
 first event; ended without its end. Besides, "error_event_400": the refusal of a request as the first event."""
 
 
-def answer_to(body: Mapping[str, Any]) -> bytes:
+NAMED_ENDS = {
+    "/v1/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    "/v1/responses": b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
+}
+"""The last events of streams whose events have names."""
+
+
+def answer_to(body: Mapping[str, Any], path: str = "") -> bytes:
     """The right answer: some events, or one object."""
     text = msgspec.json.encode([body.get("prompt"), body.get("messages"), body.get("seed")])
     if body.get("stream") is not True:
         usage = {"prompt_tokens": 7, "completion_tokens": EVENTS}
         return msgspec.json.encode({"text": text.decode(), "usage": usage})
+    if end := NAMED_ENDS.get(path):
+        return b"".join(b"event: delta\n" + piece for piece in pieces_of(text)) + end
     return b"".join(pieces_of(text)) + b"data: [DONE]\n\n"
 
 
@@ -138,10 +147,10 @@ class ScriptedUpstream:
         self.hold: dict[str, asyncio.Event] = {}
 
     @asynccontextmanager
-    async def post(
+    async def ask(
         self, engine: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ScriptedAnswer]:
-        value = msgspec.json.decode(body)
+        value = msgspec.json.decode(body) if body else {}
         seen = Seen(engine.name, path, value, body, headers)
         self.seen.append(seen)
         self.open.append(seen)
@@ -160,7 +169,8 @@ class ScriptedUpstream:
             if fault == "hang":
                 await asyncio.Event().wait()
             streams = value.get("stream") is True
-            yield ScriptedAnswer(engine.name, answer_to(value), streams=streams, fault=fault)
+            data = answer_to(value, path)
+            yield ScriptedAnswer(engine.name, data, streams=streams, fault=fault)
         finally:
             self.open.remove(seen)
 

@@ -109,7 +109,7 @@ class Upstream:
         self.called = asyncio.Event()
 
     @asynccontextmanager
-    async def post(
+    async def ask(
         self, spec: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ScriptedAnswer]:
         self.asked.append(spec.name)

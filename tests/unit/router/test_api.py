@@ -15,9 +15,10 @@ from aiohttp import web
 
 from kvpool.router.active_request import ActiveRequest
 from kvpool.router.api import REQUEST_ID, Api
+from kvpool.router.bodies import Kind
 from kvpool.router.config import RouterConfig, Secrets, TenantTable
 from kvpool.router.engines import EngineSpec
-from tests.support.scripted_engines import MODEL, Bench, answer_to, engine
+from tests.support.scripted_engines import EVENTS, MODEL, Bench, answer_to, engine
 from tests.support.waiting import PATIENCE_S, until_async
 
 OPERATOR, ALICE, BOB = "operator-operator", "alice-alice-alice", "bob-bob-bob-bob-bob"
@@ -106,6 +107,61 @@ def test_answers_pass_byte_for_byte() -> None:
         assert site.bench.upstream.seen[-1].path == "/v1/chat/completions"
 
     run(work, engine("a"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.has_tokens])
+def test_other_paths_of_engines_are_served_whole(kind: Kind) -> None:
+    async def work(site: Site) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "input": "y"}
+        for streamed in (False, True) if kind.generates else (False,):
+            sent = {**body, "stream": streamed}
+            status, _, data = await site.call(kind.value, sent)
+            assert (status, data) == (200, answer_to(sent, kind.value))
+            seen = site.bench.upstream.seen[-1]
+            assert (seen.path, json.loads(seen.raw)) == (kind.value, sent)
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_errors_of_messages_are_in_their_own_form() -> None:
+    async def work(site: Site) -> None:
+        body = {"model": MODEL, "messages": [], "max_tokens": 9, "stream": True}
+        status, _, data = await site.call("/v1/messages", {**body, "model": "nobody"})
+        assert status == 404
+        said = json.loads(data)
+        assert said["type"] == "error" and said["error"]["type"] == "NotFoundError"
+        site.bench.upstream.faults["a"] = deque(["unfinished"])
+        status, _, data = await site.call("/v1/messages", body)
+        *events, last = data.removesuffix(b"\n\n").split(b"\n\n")
+        assert status == 200 and len(events) == EVENTS
+        name, said = last.split(b"\n")
+        assert name == b"event: error"
+        assert json.loads(said.removeprefix(b"data: "))["error"]["type"] == "engine_failed"
+
+    run(work, engine("a"))
+
+
+def test_small_requests_are_forwarded() -> None:
+    async def work(site: Site) -> None:
+        for path in ("/tokenize", "/detokenize"):
+            status, _, data = await site.call(path, WHOLE)
+            assert (status, data) == (200, answer_to(WHOLE))
+            assert site.bench.upstream.seen[-1].path == path
+        assert (await site.call("/version"))[0] == 200
+        seen = site.bench.upstream.seen[-1]
+        assert (seen.path, seen.raw) == ("/version", b"")
+
+    run(work, engine("a"))
+
+
+def test_a_token_may_come_as_clients_of_messages_send_it() -> None:
+    async def work(site: Site) -> None:
+        for key, status in ((ALICE, 200), ("wrong", 401)):
+            assert (await site.call("/v1/completions", WHOLE, x_api_key=key))[0] == status
+        found = await site.call("/v1/completions", WHOLE, token="wrong", x_api_key=ALICE)
+        assert found[0] == 401, "what is said twice is not a second guess"
+
+    run(work, engine("a"), secrets=CLOSED)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_the_salt_by_its_formula() -> None:
     assert salt_of("gold") == expected
 
 
+@pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.has_tokens])
+def test_paths_whose_caches_engines_do_not_salt_are_refused(kind: Kind) -> None:
+    raw = json.dumps({"model": "m", "input": "x", "messages": []}).encode()
+    with pytest.raises(BadRequest, match="isolated"):
+        Isolation(SECRET, REGIONS).salted(parse(kind, raw, ["m"]), "red")
+
+
 @given(st.text(max_size=20), st.text(max_size=20), st.text(min_size=1, max_size=20))
 def test_no_choice_of_a_salt_reaches_another_region(one: str, other: str, own: str) -> None:
     """The client's salt is all that a tenant can choose."""

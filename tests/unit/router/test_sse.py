@@ -56,6 +56,31 @@ def test_done_in_a_text_is_no_end() -> None:
     assert not stream.done
 
 
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("message_stop", True),
+        ("response.completed", True),
+        ("response.failed", True),
+        ("error", True),
+        ("content_block_delta", False),
+        ("response.output_text.delta", False),
+    ],
+)
+def test_streams_with_named_events_end_with_one_of_these(name: str, last: bool, end: str) -> None:
+    lines = end[: len(end) // 2]
+    events = [f'event: {one}{lines}data: {{"n":1}}{end}'.encode() for one in ("delta", name)]
+    for data in (events, [b"".join(events)]):
+        stream = EventStream()
+        for piece in data:
+            assert stream.feed(piece) == piece
+        assert stream.done == last
+    stream = EventStream()
+    stream.feed(f'event: delta{lines}data: {{"text":"event: {name}"}}{end}'.encode())
+    assert not stream.done
+
+
 def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "EVENT_BYTES_MAX", 100)
     stream = EventStream()

@@ -29,7 +29,7 @@ async def ask(handler: Handler) -> bytes:
         spec = EngineSpec(url=f"http://127.0.0.1:{runner.addresses[0][1]}", name="a")
         async with open_session() as session:
             upstream = Upstream(session, lambda _: "", 20.0)
-            async with upstream.post(spec, "/v1/completions", b"{}", {}) as answer:
+            async with upstream.ask(spec, "/v1/completions", b"{}", {}) as answer:
                 return await answer.whole(REFUSAL_BYTES_MAX)
     finally:
         await runner.cleanup()
