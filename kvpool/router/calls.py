@@ -15,6 +15,7 @@ from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.router.bodies import Body, Kind, prompt_only, segment
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
+from kvpool.router.moving_limit import MovingLimit
 from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, usage_of
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import TOO_LARGE, Answer, EngineFailed, Upstream
@@ -161,11 +162,11 @@ class Caller:
         loop = asyncio.get_running_loop()
         late_at = loop.time() + self._patience_s(call)
         # At the deadline the request ends by itself: no fault of the engine.
-        timer = asyncio.timeout_at(late_at if late_at < self.deadline else None)
-        passing = _Passing(call, reply, listener, timer)
+        limit = MovingLimit(late_at if late_at < self.deadline else math.inf)
+        passing = _Passing(call, reply, listener, limit)
         try:
             async with (
-                timer,
+                limit,
                 self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 if answer.streams:
@@ -176,7 +177,7 @@ class Caller:
                 call.usage = usage_of(data)
                 listener.answer_begun(call)
                 passing.at_client = True
-                timer.reschedule(loop.time() + self.limits.client_stall_s)
+                limit.move(loop.time() + self.limits.client_stall_s)
                 await reply.send(200, data, answer.content_type)
                 listener.answer_ended(call)
         except TimeoutError:
@@ -187,7 +188,7 @@ class Caller:
             raise EngineFailed(call.spec.name, TOO_LARGE, str(error)) from None
 
     async def _stream(self, answer: Answer, passing: _Passing) -> None:
-        call, timer, reply = passing.call, passing.timer, passing.reply
+        call, reply, move = passing.call, passing.reply, passing.limit.move
         events = EventStream()
         time = asyncio.get_running_loop().time
         stall_s, client_stall_s = self.limits.stall_s, self.limits.client_stall_s
@@ -201,10 +202,10 @@ class Caller:
                     passing.listener.answer_begun(call)
                     await reply.begin(answer.content_type)
                 passing.at_client = True
-                timer.reschedule(time() + client_stall_s)
+                move(time() + client_stall_s)
                 await reply.write(data)
                 passing.at_client = False
-            timer.reschedule(time() + stall_s)
+            move(time() + stall_s)
         if not events.done:
             raise EngineFailed(call.spec.name, "cut", "the engine's answer ended early")
         call.events, call.usage = events.events, events.usage
@@ -254,7 +255,7 @@ class _Passing:
     call: Call
     reply: Reply
     listener: AnswerListener
-    timer: asyncio.Timeout
+    limit: MovingLimit
     at_client: bool = False
 
 
