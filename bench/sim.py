@@ -3,7 +3,9 @@
 The simulator replays a trace on 16 engines that compute prompts, LLaMA-3-70B on 8 A800 each, with a pool of
 50 M tokens over their nodes. Every policy has the same pool, the same estimates and the same engines; only
 the decision differs, and the queue: others send requests at once to the engine of their choice, where they
-wait in the order of arrival. `kvpool/fifo` is our policy with requests in the order of arrival and whole.
+wait in the order of arrival. `kvpool/fifo` is our policy with requests in the order of arrival and whole. With
+`/queued` another policy has our queue, so that only where a request goes differs. With `/wspt` requests wait in
+the order of their sizes alone, the shortest first, as Dynamo's WSPT has it for requests of equal weight.
 
 *Load* is the share of what the engines can do that the trace's work is over an infinite cache. The trace is
 played faster or slower for it, so that it is the same for every policy. The trace tells times in steps of
@@ -43,6 +45,7 @@ from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES, make_policy
+from kvpool.scheduler.queue import QueueRule
 from kvpool.scheduler.values import Engine, Request, Role
 from kvpool.simulator.bound import central_queue, scale_for
 from kvpool.simulator.plot import draw
@@ -53,7 +56,9 @@ from kvpool.simulator.traces import STEP_S, Entry, arrivals, ideal_hits, read_tr
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/traces/conversation_trace.jsonl"
 LOAD, HEAVY = 0.8, 0.92
-OURS, OURS_FIFO = "kvpool", "kvpool/fifo"
+OURS, OURS_FIFO, OURS_WSPT = "kvpool", "kvpool/fifo", "kvpool/wspt"
+WSPT = QueueRule(knee_s=1e9, aging=1e-9, begun=1.0)
+"""So large a knee is the size itself."""
 BASELINES = [name for name in POLICIES if name != OURS]
 QUICK_BASELINES = ["mooncake-global"]
 """The strongest of all at both loads."""
@@ -89,7 +94,9 @@ def played(entries: list[Entry], shape: Shape, load: float, seed: int) -> list[R
 
 def simulate(requests: list[Request], shape: Shape, name: str) -> dict[str, Any]:
     policy, _, queue = name.partition("/")
-    own = replace(shape, policy=policy, fifo=queue == "fifo")
+    own = replace(shape, policy=policy, fifo=queue == "fifo", queued=queue == "queued")
+    if queue == "wspt":
+        own = replace(own, settings=replace(own.settings, queue=WSPT))
     began = time.process_time()
     simulation = Simulation(own, requests)
     found = summary(own, simulation, simulation.run())

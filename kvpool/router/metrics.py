@@ -102,6 +102,11 @@ class Metrics:
             "1 while the engine's block hashes are verified, so that its cache counts.",
             ("engine",),
         )
+        self.engines_required = gauge(
+            "engines_required",
+            "How many engines the present load would keep fully busy, by kind of engine and role.",
+            ("kind", "role"),
+        )
         self.estimate_error = gauge(
             "estimate_error_ratio",
             "Mean of |estimated - actual| / actual, by kind of engine and estimate.",

@@ -315,6 +315,10 @@ class Serving:
         metrics.requests_waiting.set(self._scheduler.waiting)
         metrics.draining.set(self.draining)
         self._roster.refresh_metrics()
+        metrics.engines_required.clear()  # of kinds that have left
+        for kind, loads in self._scheduler.required(self._clock()).items():
+            for role, load in loads._asdict().items():
+                metrics.engines_required.labels(kind, role).set(load)
         for kind, errors in self._observer.errors().items():
             for estimate, error in errors.items():
                 if not error.count:

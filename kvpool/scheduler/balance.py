@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,25 @@ class Balance:
         names = {engine.kind for engine in engines}
         for name in names:
             self._kind(name).asked.add(size_s / len(names), now)
+
+    def required(self, now: float, lacking: Mapping[str, int]) -> dict[str, Loads]:
+        """By kind: how many engines the present load would keep fully busy, in each role.
+
+        Prompts that wait count as if they were to be computed within the averaging time. lacking: as in `change`.
+        """
+        state, found = self._state, dict[str, Loads]()
+        waiting: defaultdict[str, float] = defaultdict(float)
+        for item in state.queue:
+            names = {engine.kind for engine in state.computing(item.request)}
+            for name in names:
+                waiting[name] += item.size_s / len(names)
+        for name in {engine.kind for engine in state.fleet.engines.values()}:
+            decoding = state.fleet.of(Role.DECODE, Among(frozenset((name,))))
+            filled = self._filled(decoding, lacking.get(name, 0)) if decoding else 0.0
+            late_s = waiting[name] / self._rule.smooth_s
+            prefill = self._kind(name).asked.rate(now) + late_s
+            found[name] = Loads(prefill, filled * len(decoding))
+        return found
 
     def change(self, now: float, lacking: Mapping[str, int]) -> RoleChange | None:
         """The engine that should change its role, if any; counted as changed from now on. lacking: tokens without

@@ -55,7 +55,7 @@ from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.orders import Orders, Sent
 from kvpool.scheduler.policies import Choice, Policy
 from kvpool.scheduler.queue import RequestQueue, Waiting
-from kvpool.scheduler.roles import RoleChange
+from kvpool.scheduler.roles import Loads, RoleChange
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.spreading import Spreading
 from kvpool.scheduler.state import State
@@ -312,6 +312,10 @@ class Scheduler:
         if change is not None:
             self.set_role(change.engine.name, change.role, now)
         return change
+
+    def required(self, now: float) -> Mapping[str, Loads]:
+        """By kind: how many engines the present load would keep fully busy, in each role."""
+        return self._balance.required(now, self._dispatch.lacking)
 
     def explain(self, request: Request, now: float) -> Choice | Rejection:
         """What would be chosen for a request, and from what; changes nothing."""

@@ -48,7 +48,8 @@ class Shape:
     """What is simulated. prefill, decode, mixed: how many engines of each role, each on its own node.
 
     Without decode or mixed engines, requests end with their first token. flexible: those for prefill and those
-    for decode may change sides, after the load. pool_tokens: memory of all nodes
+    for decode may change sides, after the load. fifo: requests wait in the order of arrival, and are computed whole.
+    queued: they wait in the scheduler, as kvpool's do, whichever policy chooses their engine. pool_tokens: memory of all nodes
     that compute prompts, or may, together; ssd_tokens the same of their disks. shared: whether nodes can pull
     from each other. network_bytes_s: instead of the profile's. lag_s: from an event to the scheduler's
     index. order_s: from the scheduler to an engine and back, each way, and more for each token that is
@@ -62,6 +63,7 @@ class Shape:
     flexible: bool = False
     policy: str = DEFAULT_POLICY
     fifo: bool = False
+    queued: bool = False
     settings: Settings = field(default_factory=Settings)
     pool_tokens: int = 50_000_000
     ssd_tokens: int = 0
@@ -193,6 +195,8 @@ class Simulation:
         policy = make_policy(shape.policy)
         self._decodes = shape.decode + shape.mixed > 0
         settings = replace(shape.settings, decodes=self._decodes)
+        if shape.queued:
+            policy.sends_at_once = False
         if shape.fifo or policy.sends_at_once:
             settings = replace(settings, queue=FIFO, segment_s=0.0)
         self._scheduler = Scheduler(

@@ -511,6 +511,12 @@ def test_models_and_tokenize_and_metrics() -> None:
         assert headers["Content-Type"].startswith("text/plain")
         assert b'kvpool_router_requests_total{outcome="answered"} 1.0' in data
         assert b'kvpool_router_engine_breaker{engine="a",state="closed"} 1.0' in data
+        required = {
+            line.split('role="')[1].partition('"')[0]: float(line.split()[-1])
+            for line in data.decode().splitlines()
+            if line.startswith("kvpool_router_engines_required{")
+        }
+        assert required["prefill"] > 0 == required["decode"]
 
     run(work, engine("a", max_len=100))
 

@@ -154,6 +154,35 @@ def test_the_ratio_follows_the_load_and_settles(make: Make) -> None:
     assert times[0] >= rule.dwell_s
 
 
+def test_how_many_engines_a_load_requires(make: Make) -> None:
+    """Whether there are as many or not."""
+    rule = RoleRule(smooth_s=20.0)
+    settings = replace(Settings(queue=FIFO, segment_s=0.0), roles=rule)
+    for engines in (
+        {"a": P, "b": D, "c": D},
+        {name: P if name in "abcde" else D for name in "abcdefghi"},
+    ):
+        rules = make(engines, settings, capacity=8000)
+        # 0.5 s to compute, and 20 s to decode with 1,050 tokens, 0.4 a second.
+        drive(rules, 200, 50, 1000, 2.5)
+        (found,) = rules.scheduler.required(rules.now).values()
+        assert found.prefill == pytest.approx(0.2, rel=0.1)
+        assert 8 * 1050 / 8000 <= found.decode <= 9 * 1050 / 8000
+
+
+def test_what_waits_requires_engines_too(make: Make) -> None:
+    rule = RoleRule(smooth_s=20.0)
+    rules = make({"a": P, "b": D}, replace(Settings(queue=FIFO, segment_s=0.0), roles=rule))
+    for _ in range(40):
+        rules.submit(100, 0.0)
+    rules.scheduler.poll(0.0)
+    (before,) = rules.scheduler.required(0.0).values()
+    (later,) = rules.scheduler.required(1000.0).values()
+    # 40 s of work that arrived within 20 s, of which most waits; in the end only what waits counts.
+    assert before.prefill == pytest.approx(4.0, rel=0.1)
+    assert later.prefill == pytest.approx(2.0, rel=0.1)
+
+
 @pytest.mark.parametrize("wrong", [{"gain": 0.0}, {"gain": 1.0}, {"smooth_s": 0.0}, {"busy": -1}])
 def test_wrong_rules_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
