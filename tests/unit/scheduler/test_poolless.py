@@ -119,7 +119,7 @@ def test_without_a_pool_on_both_sides_nobody_waits(make: Make, computes: bool, c
     keys = [(0, number) for number in range(20)]
     rules.submit(320, keys=keys)
     ((_, first, _),) = rules.poll()
-    rules.engines["a"].free_at = 9.0  # so that the other has it sooner
+    rules.engines["a"].free_at = 12.0  # so that the other has it much sooner
     rules.scheduler.join(rules.engine("b", P, pooled=comes), 3.0)
     rules.submit(320, 3.0, keys=keys)
     ((_, second, _),) = rules.poll(3.0)
