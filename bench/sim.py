@@ -155,7 +155,8 @@ def best(found: Rows, key: str) -> float:
 
 def judge(report: Report, entries: list[Entry], shape: Shape, seeds: int) -> None:
     baselines = QUICK_BASELINES if report.quick else BASELINES
-    normal = compare(report, entries, shape, LOAD, [OURS, OURS_FIFO, *baselines], seeds)
+    names = [OURS, OURS_FIFO, OURS_WSPT, *baselines]
+    normal = compare(report, entries, shape, LOAD, names, seeds)
     ours, fifo, bound = (means(normal[name]) for name in (OURS, OURS_FIFO, BOUND))
     for key in ("mean", "p90"):
         report.check(f"ttft_{key}_vs_best", ours[key] / best(normal, key), at_most=0.85)

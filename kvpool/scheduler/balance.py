@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpool.scheduler.decay import Decaying
@@ -33,10 +33,14 @@ class Balance:
 
     def asked(self, request: Request, size_s: float, now: float) -> None:
         """A request arrived, with this much to compute. It counts equally for all kinds that can serve it."""
-        engines = self._state.computing(request)
-        names = {engine.kind for engine in engines}
+        for name, share_s in self._shares(request, size_s):
+            self._kind(name).asked.add(share_s, now)
+
+    def _shares(self, request: Request, size_s: float) -> Iterator[tuple[str, float]]:
+        """What of this work each kind has that can compute it."""
+        names = {engine.kind for engine in self._state.computing(request)}
         for name in names:
-            self._kind(name).asked.add(size_s / len(names), now)
+            yield name, size_s / len(names)
 
     def required(self, now: float, lacking: Mapping[str, int]) -> dict[str, Loads]:
         """By kind: how many engines the present load would keep fully busy, in each role.
@@ -46,9 +50,8 @@ class Balance:
         state, found = self._state, dict[str, Loads]()
         waiting: defaultdict[str, float] = defaultdict(float)
         for item in state.queue:
-            names = {engine.kind for engine in state.computing(item.request)}
-            for name in names:
-                waiting[name] += item.size_s / len(names)
+            for name, share_s in self._shares(item.request, item.size_s):
+                waiting[name] += share_s
         for name in {engine.kind for engine in state.fleet.engines.values()}:
             decoding = state.fleet.of(Role.DECODE, Among(frozenset((name,))))
             filled = self._filled(decoding, lacking.get(name, 0)) if decoding else 0.0

@@ -47,13 +47,13 @@ SOURCES_MAX = 4
 class Shape:
     """What is simulated. prefill, decode, mixed: how many engines of each role, each on its own node.
 
-    Without decode or mixed engines, requests end with their first token. flexible: those for prefill and those
-    for decode may change sides, after the load. fifo: requests wait in the order of arrival, and are computed whole.
-    queued: they wait in the scheduler, as kvpool's do, whichever policy chooses their engine. pool_tokens: memory of all nodes
-    that compute prompts, or may, together; ssd_tokens the same of their disks. shared: whether nodes can pull
-    from each other. network_bytes_s: instead of the profile's. lag_s: from an event to the scheduler's
-    index. order_s: from the scheduler to an engine and back, each way, and more for each token that is
-    sent. noise: the standard deviation of the logarithm of a factor on estimated prefill times.
+    Without decode or mixed engines, requests end with their first token. flexible: those for prefill and those for
+    decode may change sides, after the load. fifo: requests wait in the order of arrival, and are computed whole.
+    queued: they wait in the scheduler, as kvpool's do, whichever policy chooses their engine. pool_tokens: memory
+    of all nodes that compute prompts, or may, together; ssd_tokens the same of their disks. shared: whether nodes
+    can pull from each other. network_bytes_s: instead of the profile's. lag_s: from an event to the scheduler's
+    index. order_s: from the scheduler to an engine and back, each way, and more for each token that is sent. noise:
+    the standard deviation of the logarithm of a factor on estimated prefill times.
     """
 
     speeds: Speeds

@@ -21,8 +21,8 @@ class EarliestToken(Stateless):
 
     Loading and queueing overlap, busy links are included, and blocks that another engine is computing
     are awaited if that is sooner than computing them again. A pull of a prefix that should be spread
-    counts only its time. What is computed again counts once more. If the place of decoding makes a difference between engines, the earliest
-    end of the answer decides.
+    counts only its time; what is computed again counts once more. If the place of decoding makes a
+    difference between engines, the earliest end of the answer decides.
     """
 
     sends_at_once = False

@@ -112,6 +112,13 @@ class Bench:
         rows = array("I", range(len(keys))).tobytes()
         return await self.device.read(self.namespace.tables[0], keys, 0, rows, 1.0)
 
+    async def begin_read(self, numbers: Iterable[int]) -> asyncio.Task[worker_wire.Pulled]:
+        """A read that its disk holds until `disk.go_on`."""
+        self.disk.held.add("read")
+        reading = asyncio.create_task(self.read(numbers))
+        await self.disk.waits("read")
+        return reading
+
     def here(self, part: int = 0) -> set[int]:
         self.device.node.settle()
         table = self.device.table(self.namespace.tables[part])
@@ -851,9 +858,7 @@ def test_a_read_that_is_called_off_ends_its_lease() -> None:
         bench = Bench()
         await bench.open()
         await bench.write([1])
-        bench.disk.held.add("read")
-        reading = asyncio.create_task(bench.read([1]))
-        await bench.disk.waits("read")
+        reading = await bench.begin_read([1])
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -1048,9 +1053,7 @@ def test_a_table_stays_while_a_removed_block_of_it_is_read() -> None:
         bench = Bench()
         await bench.open()
         await bench.write([1])
-        bench.disk.held.add("read")
-        reading = asyncio.create_task(bench.read([1]))
-        await bench.disk.waits("read")
+        reading = await bench.begin_read([1])
         bench.reset()
         await bench.write([2])
         bench.device.node.ended_epochs.reclaim(1 << 20)
