@@ -7,6 +7,7 @@ engines, engines that have left. So its next step is decided in one place, and a
     DecodeOrder  → answer: the client's own body
     Ended        → a call has ended: tell the scheduler, or end
     EngineGone   → cancel calls there that have not begun to answer
+    Forgotten    → no other engine can serve it
     Expired      → too late
 
 Until the first byte of the answer is sent to the client, another engine may answer. After it, an engine's
@@ -28,8 +29,8 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
 from kvpool.router.metrics import Metrics
-from kvpool.router.observations import Observer
-from kvpool.router.orders import EngineGone, Expired, Orders
+from kvpool.router.observations import EVENTS_MIN, Measured
+from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request
 from kvpool.telemetry.spans import QUEUE, Span
@@ -64,7 +65,6 @@ class Ended:
 
 
 Work = Callable[..., Coroutine[Any, Any, None]]
-News = Order | DecodeOrder | Ended | EngineGone | Expired
 
 
 class ActiveRequest:
@@ -80,9 +80,8 @@ class ActiveRequest:
         body: Body,
         *,
         caller: Caller,
-        orders: Orders,
+        orders: Ordering,
         roster: EngineRoster,
-        observer: Observer,
         metrics: Metrics,
         account: Account,
         clock: Callable[[], float],
@@ -98,18 +97,18 @@ class ActiveRequest:
         self._caller = caller
         self._orders = orders
         self._roster = roster
-        self._observer = observer
         self._metrics = metrics
         self._clock = clock
         self._span = span
         self._queue: Span | None = None
-        self._news: deque[News] = deque()
+        self._error: EngineFailed | None = None  # the last one
+        self._news: deque[News | Ended] = deque()
         self._bell = asyncio.Event()
         self._calls: list[Call] = []
         self._direct = False
         self._reply: Reply
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: News | Ended) -> None:
         """An event for the request."""
         self._news.append(news)
         self._bell.set()
@@ -150,7 +149,7 @@ class ActiveRequest:
                 self._queue.end("no order was given")
             await self._abort(list(self._calls))
 
-    def _handle(self, news: News) -> None:
+    def _handle(self, news: News | Ended) -> None:
         if self._direct and not isinstance(news, Ended):
             return  # the scheduler has forgotten the request: its earlier orders are void
         match news:
@@ -162,6 +161,8 @@ class ActiveRequest:
                 self._ended(news.call)
             case EngineGone():
                 self._engine_gone(news.engine, news.again)
+            case Forgotten():
+                self._forgotten()
             case Expired():
                 raise DeadlinePassed("the request's deadline passed while it waited")
 
@@ -288,10 +289,10 @@ class ActiveRequest:
         call.ended_at = self._clock()
         self._outstanding.remove(call)
         self.account.note(call.ended_at, "computed", engine=call.spec.name, **call.tokens)
-        self._observer.computed(call.order, call, streams=self.body.streams)
         if not call.answers:
             self._roster.succeeded(call.spec.name)
-        self._orders.computed(call.order)
+        timed = not call.answers or self.body.streams
+        self._orders.computed(call.order, Measured(call.sent_at, call.cached_tokens, timed))
         if call.order.last and self.body.streams:
             usual_s = next((d.handover_s + d.tpot_s for d in call.order.decoders), 0.0)
             for follower in [c for c in self._calls if c.follows and not c.began_at]:
@@ -309,7 +310,7 @@ class ActiveRequest:
     def _call_failed(self, call: Call, error: EngineFailed) -> None:
         if error.reason == TOO_LARGE:
             # As requested, and no fault of the engine.
-            self.account.note(self._clock(), "failed", why=str(error), again=False)
+            self.account.note(self._clock(), "failed", why=str(error))
             if call.answers or not self._reply.begun:
                 raise GivenUp(str(error)) from None
             self._skip(call)
@@ -324,6 +325,10 @@ class ActiveRequest:
         elif call.answers:
             self._failed_decode(error)
 
+    def _forgotten(self) -> None:
+        if not self._reply.begun:
+            raise GivenUp(str(self._error)) from None
+
     def _failed_order(self, order: Order, error: EngineFailed) -> None:
         """Its other orders on that engine are void, too."""
         name = order.estimate.engine.name
@@ -331,17 +336,17 @@ class ActiveRequest:
             if other in self._outstanding and other.spec.name == name:
                 self._cancel(other)
         self._outstanding = [c for c in self._outstanding if c.spec.name != name]
-        self._roster.failed(error)
-        self._retry(self._orders.failed(order), error)
+        self._failure(error)
+        self._orders.failed(order, error.reason)
 
     def _failed_decode(self, error: EngineFailed) -> None:
-        self._roster.failed(error)
-        self._retry(self._orders.decode_failed(self.request), error)
+        self._failure(error)
+        self._orders.decode_failed(self.request, error.engine, error.reason)
 
-    def _retry(self, again: bool, error: EngineFailed) -> None:
-        self.account.note(self._clock(), "failed", why=str(error), again=again)
-        if not again and not self._reply.begun:
-            raise GivenUp(str(error)) from None
+    def _failure(self, error: EngineFailed) -> None:
+        self._roster.failed(error)
+        self.account.note(self._clock(), "failed", why=str(error))
+        self._error = error
         self.retries += 1
 
     def _engine_gone(self, name: str, again: bool) -> None:
@@ -407,9 +412,10 @@ class ActiveRequest:
         self.account.outcome = "answered"
         name = call.spec.name
         self._roster.succeeded(name)
-        self._observer.answered(call, self._roster.engine(name))
+        took_s = self._clock() - call.began_at
+        if call.events >= EVENTS_MIN:
+            self._orders.answered(name, call.answer_tokens - 1, took_s)
         if call.events > 1:
-            took_s = self._clock() - call.began_at
             self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
         self._complete = True
 

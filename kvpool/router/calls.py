@@ -89,6 +89,12 @@ class Call:
         return cached_tokens(dict(self.usage))
 
     @property
+    def answer_tokens(self) -> int:
+        """Of a streamed answer that has ended, at least one: as the engine says, or its parts."""
+        said = self.usage.get("completion_tokens")
+        return said if type(said) is int and said > 0 else max(self.events, 1)
+
+    @property
     def tokens(self) -> dict[str, Any]:
         """The engine's token counts, for explanations and spans."""
         usage = self.usage

@@ -132,7 +132,7 @@ class Router:
             (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
         )
         observer = Observing(cluster)
-        self._orders = Orders(scheduler, metrics, clock)
+        self._orders = Orders(scheduler, observer, metrics, clock)
         self._roster = EngineRoster(
             scheduler=scheduler,
             orders=self._orders,

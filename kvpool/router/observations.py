@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvpool.router.calls import Call
 from kvpool.router.engines import EngineSpec
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
@@ -59,11 +58,23 @@ def refine(estimates: KindEstimates, spec: EngineSpec) -> None:
         estimates.block_bytes = spec.block_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of an order that was carried out. sent_at: when it was sent. cached_tokens: of its prompt, as the engine says;
+    None: it does not say. timed: its prompt has just been computed; the end of an answer that is not streamed does not
+    show when that was.
+    """
+
+    sent_at: float
+    cached_tokens: int | None
+    timed: bool
+
+
 class Observer(Protocol):
     """Learns from the durations of calls; see `Observing`."""
 
-    def computed(self, order: Order, call: Call, *, streams: bool) -> None: ...
-    def answered(self, call: Call, engine: Engine | None) -> None: ...
+    def computed(self, order: Order, measured: Measured) -> None: ...
+    def answered(self, engine: Engine, tokens: int, took_s: float) -> None: ...
     def errors(self) -> Mapping[str, Mapping[str, Error]]: ...
 
 
@@ -97,33 +108,32 @@ class Observing:
         self._clock = clock
         self._steps: dict[str, _Step] = {}  # by engine: the last one
 
-    def computed(self, order: Order, call: Call, *, streams: bool) -> None:
-        """An order is done: its prompt, or part of it, is computed. streams: whether the answer is streamed."""
+    def computed(self, order: Order, measured: Measured) -> None:
+        """An order is done: its prompt, or part of it, is computed."""
         now = self._clock()
         estimate = order.estimate
         name = estimate.engine.name
         kind = self._cluster.kinds[estimate.engine.kind]
-        cached = call.cached_tokens
+        cached = measured.cached_tokens
         if cached is None:
             cached = estimate.cached * kind.block_tokens
         step = self._steps.get(name)
         if step is None or not step.includes(now):
             if step is not None:
                 step.teach()
-            began_at = call.sent_at if step is None else max(call.sent_at, step.ended_at)
+            began_at = measured.sent_at
+            if step is not None:
+                began_at = max(began_at, step.ended_at)
             self._steps[name] = step = _Step(kind, began_at, now)
-        # The end of an answer that is not streamed does not show when its prompt was done.
-        step.seen = step.seen and (not call.answers or streams)
+        step.seen = step.seen and measured.timed
         step.orders.append((estimate, cached, order.end))
 
-    def answered(self, call: Call, engine: Engine | None = None) -> None:
-        """An answer is complete. engine: its current state, still including this answer."""
-        said = call.usage.get("completion_tokens")
-        tokens = said if type(said) is int and said > 0 else call.events
-        took_s = self._clock() - call.began_at
-        if engine is None or not engine.decodes or tokens < EVENTS_MIN or call.events < EVENTS_MIN:
-            return
-        learn_token(self._cluster.kinds[engine.kind], engine, took_s / (tokens - 1))
+    def answered(self, engine: Engine, tokens: int, took_s: float) -> None:
+        """An answer has ended; so many tokens came in this time, after the first one. engine: its current state, still
+        including this answer.
+        """
+        if engine.decodes and tokens + 1 >= EVENTS_MIN:
+            learn_token(self._cluster.kinds[engine.kind], engine, took_s / tokens)
 
     def errors(self) -> dict[str, dict[str, Error]]:
         """Errors of the estimates, by kind of engine and quantity; for metrics."""

@@ -1,5 +1,7 @@
 """Connects the scheduler and the active requests: orders to requests, and their results to the scheduler.
 
+What is measured of an order is learned from before the scheduler hears of it.
+
 The scheduler is polled after events, and when it asked for it. One event loop, one thread.
 """
 
@@ -13,6 +15,7 @@ from typing import Protocol
 
 from kvpool.router.explain import Account
 from kvpool.router.metrics import Metrics
+from kvpool.router.observations import Measured, Observer
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request
 
@@ -33,6 +36,14 @@ class Expired:
     """The scheduler has forgotten the request: it waited too long."""
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The scheduler has forgotten the request: it has failed too often, or no remaining engine can serve it."""
+
+
+News = Order | DecodeOrder | EngineGone | Expired | Forgotten
+
+
 class Recipient(Protocol):
     """A request with orders from the scheduler. ordered: whether any was given."""
 
@@ -42,15 +53,47 @@ class Recipient(Protocol):
     def request(self) -> Request: ...
     @property
     def account(self) -> Account: ...
-    def tell(self, news: Order | DecodeOrder | EngineGone | Expired) -> None: ...
+    def tell(self, news: News) -> None: ...
     def settle(self) -> None: ...
 
 
-class Orders:
-    """See the module. clock: the scheduler's."""
+class Ordering(Protocol):
+    """Where requests get their orders from. The outcome of everything but `submit` comes as news."""
 
-    def __init__(self, scheduler: Scheduler, metrics: Metrics, clock: Callable[[], float]) -> None:
+    async def submit(self, recipient: Recipient) -> Rejection | None:
+        """Ask for orders for its request, until `remove`; or why none will come."""
+
+    def remove(self, request: Request) -> None:
+        """Finished or not: unneeded orders may still be under way. Unknown requests are ignored."""
+
+    def computed(self, order: Order, measured: Measured | None = None) -> None:
+        """It was carried out; or is no longer needed, and nothing was measured."""
+
+    def failed(self, order: Order, reason: str) -> None:
+        """By its engine's fault. Another order comes, or `Forgotten`."""
+
+    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
+        """The engine has lost the request before a token. Another order comes, or `Forgotten`."""
+
+    def answered(self, engine: str, tokens: int, took_s: float) -> None:
+        """An answer has ended; so many tokens came in this time, after the first one."""
+
+    def abandoned(self, request: Request) -> None:
+        """No orders for it any more."""
+
+
+class Orders:
+    """See the module, and `Ordering`. clock: the scheduler's."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        observer: Observer,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
         self._scheduler = scheduler
+        self._observer = observer
         self._metrics = metrics
         self._clock = clock
         self._recipients: dict[Hashable, Recipient] = {}
@@ -58,43 +101,43 @@ class Orders:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
 
-    def submit(self, request: Request) -> Rejection | None:
-        """Ask for orders for it. Call `add` before awaiting anything else."""
-        return self._scheduler.submit(request, self._clock())
-
-    def add(self, recipient: Recipient) -> None:
-        """Register the receiver of its request's orders, until `remove`."""
-        self._recipients[recipient.request.ident] = recipient
-        self.kick()
+    async def submit(self, recipient: Recipient) -> Rejection | None:
+        rejection = self._scheduler.submit(recipient.request, self._clock())
+        if rejection is None:
+            self._recipients[recipient.request.ident] = recipient
+            self.kick()
+        return rejection
 
     def remove(self, request: Request) -> None:
-        """Finished or not: unneeded orders may still be under way."""
-        del self._recipients[request.ident]
-        self.abandoned(request)
+        if self._recipients.pop(request.ident, None) is not None:
+            self.abandoned(request)
 
     # Results of orders
 
-    def computed(self, order: Order) -> None:
-        """It was carried out, or is no longer needed."""
+    def computed(self, order: Order, measured: Measured | None = None) -> None:
+        if measured is not None:
+            self._observer.computed(order, measured)
         self._scheduler.computed(order.estimate.engine, order.request.ident, self._clock())
         self.kick()
 
-    def failed(self, order: Order) -> bool:
-        """Returns whether it is retried."""
-        again = self._scheduler.failed(order.estimate.engine, order.request.ident, self._clock())
-        self._metrics.retries.inc(again)
-        self.kick()
-        return again
+    def failed(self, order: Order, reason: str) -> None:
+        ident = order.request.ident
+        self._again(ident, self._scheduler.failed(order.estimate.engine, ident, self._clock()))
 
-    def decode_failed(self, request: Request) -> bool:
-        """Returns whether another engine will answer."""
-        again = self._scheduler.decode_failed(request.ident, self._clock())
+    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
+        self._again(request.ident, self._scheduler.decode_failed(request.ident, self._clock()))
+
+    def _again(self, ident: Hashable, again: bool) -> None:
         self._metrics.retries.inc(again)
+        if not again:
+            self._recipients[ident].tell(Forgotten())
         self.kick()
-        return again
+
+    def answered(self, engine: str, tokens: int, took_s: float) -> None:
+        if (known := self._scheduler.engines.get(engine)) is not None:
+            self._observer.answered(known, tokens, took_s)
 
     def abandoned(self, request: Request) -> None:
-        """No orders for it any more."""
         self._scheduler.abandoned(request.ident, self._clock())
         self.kick()
 

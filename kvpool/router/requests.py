@@ -25,7 +25,7 @@ from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observer
-from kvpool.router.orders import Orders
+from kvpool.router.orders import Ordering
 from kvpool.router.sse import error_event
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Upstream
 from kvpool.scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ class Serving:
         config: RouterConfig,
         *,
         scheduler: Scheduler,
-        orders: Orders,
+        orders: Ordering,
         roster: EngineRoster,
         prompts: Prompts,
         upstream: Upstream,
@@ -185,19 +185,17 @@ class Serving:
             ),
             orders=self._orders,
             roster=self._roster,
-            observer=self._observer,
             metrics=self._metrics,
             account=account,
             clock=self._clock,
             span=span,
         )
-        if direct is None and (rejection := self._orders.submit(request)) is not None:
-            if rejection.code != "too_long":
-                raise self._rejected(rejection, account)
-            direct = self._intake.any_for(body.model)
-        self._orders.add(active)
         try:
             try:
+                if direct is None and (rejection := await self._orders.submit(active)) is not None:
+                    if rejection.code != "too_long":
+                        raise self._rejected(rejection, account)
+                    direct = self._intake.any_for(body.model)
                 await active.run(reply, direct)
             finally:
                 # Before anything more is sent to a client that may be slow.

@@ -19,7 +19,6 @@ import msgspec
 
 from kvpool.retry import BreakerRule
 from kvpool.router.bodies import Kind
-from kvpool.router.calls import Call
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
@@ -27,6 +26,7 @@ from kvpool.router.hashing import Prompt
 from kvpool.router.health import Health
 from kvpool.router.intake import Incoming
 from kvpool.router.metrics import Metrics
+from kvpool.router.observations import Measured
 from kvpool.router.orders import Orders
 from kvpool.router.requests import Serving
 from kvpool.router.tracing import trace_of
@@ -214,14 +214,14 @@ class Recorder:
     """Stands for `Observing`."""
 
     def __init__(self) -> None:
-        self.computed_calls: list[Call] = []
-        self.answered_calls: list[Call] = []
+        self.measured: list[Measured] = []
+        self.tokens: list[int] = []
 
-    def computed(self, order: Order, call: Call, *, streams: bool) -> None:
-        self.computed_calls.append(call)
+    def computed(self, order: Order, measured: Measured) -> None:
+        self.measured.append(measured)
 
-    def answered(self, call: Call, engine: Engine | None) -> None:
-        self.answered_calls.append(call)
+    def answered(self, engine: Engine, tokens: int, took_s: float) -> None:
+        self.tokens.append(tokens)
 
     def errors(self) -> Mapping[str, Mapping[str, Error]]:
         return {}
@@ -307,7 +307,7 @@ class Bench:
             up=self._up,
             down=self._down,
         )
-        self.orders = Orders(self.scheduler, self.metrics, clock)
+        self.orders = Orders(self.scheduler, self.recorder, self.metrics, clock)
         self.roster = EngineRoster(
             scheduler=self.scheduler,
             orders=self.orders,

@@ -26,6 +26,8 @@ from kvpool.router.calls import Caller, Limits
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
 from kvpool.router.metrics import Metrics
+from kvpool.router.observations import Measured
+from kvpool.router.orders import Forgotten, News
 from kvpool.router.tracing import trace_of
 from kvpool.router.upstream import EngineFailed, EngineRefused
 from kvpool.scheduler.values import (
@@ -37,7 +39,7 @@ from kvpool.scheduler.values import (
     Request,
     Role,
 )
-from tests.support.scripted_engines import MODEL, Client, Recorder, ScriptedAnswer, answer_to
+from tests.support.scripted_engines import MODEL, Client, ScriptedAnswer, answer_to
 
 RAW = b'{"model":"tiny","prompt":"a question"}'
 BODY = parse(Kind.COMPLETIONS, RAW, [MODEL])
@@ -65,24 +67,26 @@ class Orders:
         self.then: DecodeOrder | None = None
         self.active: weakref.ref[ActiveRequest] | None = None
 
-    def computed(self, order: Order) -> None:
+    def computed(self, order: Order, measured: Measured | None = None) -> None:
         if self.then is not None:
             self._tell(self.then)
 
-    def failed(self, order: Order) -> bool:
-        return False
+    def failed(self, order: Order, reason: str) -> None:
+        self._tell(Forgotten())
 
-    def decode_failed(self, request: Request) -> bool:
-        return False
+    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
+        self._tell(Forgotten())
+
+    def answered(self, engine: str, tokens: int, took_s: float) -> None: ...
 
     def abandoned(self, request: Request) -> None:
         for each in self.late:
             self._tell(each)
 
-    def _tell(self, order: Order | DecodeOrder) -> None:
+    def _tell(self, news: News) -> None:
         active = None if self.active is None else self.active()
         assert active is not None
-        active.tell(order)
+        active.tell(news)
 
 
 class Roster:
@@ -151,7 +155,6 @@ def active_of(
         caller=caller,
         orders=orders,
         roster=Roster(),
-        observer=Recorder(),
         metrics=Metrics(),
         account=Account("me", MODEL, "", 0.0),
         clock=loop.time,

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpool.router.calls import Call
 from kvpool.router.engines import spec_of
 from kvpool.router.hashing import HashSpec
-from kvpool.router.observations import Observing, assumed
+from kvpool.router.observations import Measured, Observing, assumed
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.values import Engine, Estimate, Role
 
@@ -35,11 +36,9 @@ class World:
         self, cached, end, sent_at, *, known=True, load_s=0.0, loaded=0, pulled=0, stream=None
     ):
         estimate = Estimate(self.engine, cached // 16, loaded, pulled, None, load_s, 0.0, 0.0, 0.0)
-        call = SimpleNamespace(
-            sent_at=sent_at, cached_tokens=cached if known else None, answers=stream is not None
-        )
         order = SimpleNamespace(estimate=estimate, end=end)
-        self.observing.computed(order, call, streams=bool(stream))
+        measured = Measured(sent_at, cached if known else None, stream is not False)
+        self.observing.computed(order, measured)
 
 
 def test_sizes_are_those_that_the_engine_tells():
@@ -116,32 +115,21 @@ def test_answers_teach_how_long_a_token_takes():
     for _ in range(300):
         world.engine.decodes = rng.randrange(1, 64)
         world.engine.context_tokens = world.engine.decodes * rng.randrange(100, 4000)
-        began = world.now
-        world.now += 99 * (A + 1e-4 * world.engine.decodes + 2e-8 * world.engine.context_tokens)
-        call = SimpleNamespace(usage={"completion_tokens": 100}, events=100, began_at=began)
-        world.observing.answered(call, world.engine)
+        each_s = A + 1e-4 * world.engine.decodes + 2e-8 * world.engine.context_tokens
+        world.observing.answered(world.engine, 99, 99 * each_s)
     assert world.kind.decode.step_s(32, 64000) == pytest.approx(A + 32e-4 + 64e3 * 2e-8, rel=0.1)
 
 
 @pytest.mark.parametrize("said", [True, "100", 0, -3, 1.5, None, [9]])
 def test_usage_that_is_no_number_of_tokens(said):
     """What was seen counts instead."""
-    learnt = []
-    for usage in ({"completion_tokens": said}, {}):
-        world = World()
-        world.engine.decodes, world.engine.context_tokens, world.now = 1, 100, 10.0
-        for _ in range(50):
-            call = SimpleNamespace(usage=usage, events=50, began_at=0.0)
-            world.observing.answered(call, world.engine)
-        learnt.append(world.kind.decode.step_s(1, 100))
-    assert learnt[0] == learnt[1]
+    call = Call(SPEC, None, True, 0.0, 1.0, events=50, usage={"completion_tokens": said})
+    assert call.answer_tokens == 50
 
 
-def test_short_answers_and_engines_that_left_teach_nothing():
+def test_short_answers_and_engines_without_any_teach_nothing():
     world = World()
-    world.now = 1.0
-    call = SimpleNamespace(usage={}, events=2, began_at=0.5)
+    world.observing.answered(world.engine, 50, 1.0)
     world.engine.decodes = 1
-    world.observing.answered(call, world.engine)
-    world.observing.answered(SimpleNamespace(usage={}, events=50, began_at=0.5), None)
+    world.observing.answered(world.engine, 1, 1.0)
     assert world.kind.decode.error.count == 0
