@@ -333,9 +333,7 @@ class Dispatch:
         if decode is not None and follow_s is not None and follow:
             state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
         order = Order(request, best, end, last, decode, whole, follow, choice.candidates, estimates)
-        work_s = max(0.0, best.prefill_s - kind.prefill.steps_s(end - start, kind.step_tokens))
-        sent = Sent(order, end - start, best.prefill_s, work_s, item.done)
-        begins = state.orders.add(sent, now)
+        begins = state.orders.add(self._sent(order, item.done), now)
         # If a prompt continues where it is, the rest is expected since its first segment there.
         later_s = 0.0 if item.running is engine else rest_s
         self._expect(order, max(begins, now + best.starts_s), later_s)
@@ -348,6 +346,20 @@ class Dispatch:
         state.queue.charge(request.tenant, best.prefill_s, now)
         state.policy.sent(context, engine)
         return order
+
+    def resume(self, order: Order, done: int, now: float) -> None:
+        """An order of another scheduler, which its engine computes: it counts from now on. done: of the prompt, before
+        it.
+        """
+        begins = self._state.orders.add(self._sent(order, done), now)
+        self._expect(order, begins, 0.0)
+
+    def _sent(self, order: Order, done: int) -> Sent:
+        best = order.estimate
+        kind = self._state.cluster.kinds[best.engine.kind]
+        uncached = order.end - min(best.cached * kind.block_tokens, order.request.tokens - 1)
+        work_s = best.prefill_s - kind.prefill.steps_s(uncached, kind.step_tokens)
+        return Sent(order, uncached, best.prefill_s, max(0.0, work_s), done)
 
     def _segment_end(self, context: DecisionContext, engine: Engine, start: int) -> int:
         """The token at which the next order ends: whole steps and blocks of about `segment_s`."""

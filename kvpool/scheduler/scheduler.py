@@ -3,6 +3,7 @@
 The caller (the router, or the simulator) reports events, with the time, and asks what to do:
 
     submit         a request arrived                    → a rejection, or nothing
+    adopt          another scheduler's request, as far as it has come
     poll           time has passed, or something came   → orders: send this to that engine now
     wake_at        when to poll, and to ask what has expired, if nothing comes
     computed       an engine has done an order          (its first token, if the order was the last one)
@@ -61,6 +62,7 @@ from kvpool.scheduler.spreading import Spreading
 from kvpool.scheduler.state import State
 from kvpool.scheduler.values import (
     Among,
+    Begun,
     DecodeOrder,
     Engine,
     Left,
@@ -140,6 +142,34 @@ class Scheduler:
             self._deadlines.add(request)
             self._news = True
         return refused
+
+    def adopt(self, request: Request, begun: Begun, now: float) -> None:
+        """Go on with a request that another scheduler had accepted: it waits, or its orders count from now on.
+
+        It is not refused: if no engine can serve it, it waits for one until its deadline.
+        """
+        state = self._state
+        answer = state.answers.begin(request)
+        answer.failures, answer.computed_by = begun.failures, begun.computed_by
+        answer.avoid.update(begun.avoid)
+        if begun.decode is not None:
+            state.answers.reserve(answer, begun.decode)
+            state.answers.send(answer, begun.decode, follows=begun.follows)
+        done = begun.done
+        for order in begun.orders:
+            self._dispatch.resume(order, done, now)
+            done = order.end
+        if begun.orders and not begun.orders[-1].last:
+            engine = begun.orders[-1].estimate.engine
+            state.queue.add(Waiting(request, state.size_s(request, done, engine), done, engine))
+        elif not begun.orders and begun.computed_by is None:
+            known = [*state.computing(request), *self.engines.values()]
+            size_s = state.size_s(request, done, known[0]) if known else 0.0
+            state.queue.add(Waiting(request, size_s, done))
+        elif not begun.orders and not answer.sent and self._settings.decodes:
+            state.answers.park(answer)
+        self._deadlines.add(request)
+        self._news = True
 
     def poll(self, now: float) -> list[Order | DecodeOrder]:
         """The orders to send now."""

@@ -220,6 +220,24 @@ class DecodeOrder:
     decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How far a request has come with another scheduler, in engines of the one that goes on with it.
+
+    orders: not computed yet, as they were given. done: tokens of its prompt computed before them. computed_by: the
+    engine that computed its end. decode: where it was sent for its answer; `follows`: it follows the prompt there.
+    failures: failed orders; avoid: engines where one failed.
+    """
+
+    orders: Sequence[Order] = ()
+    done: int = 0
+    computed_by: Engine | None = None
+    decode: Engine | None = None
+    follows: bool = False
+    failures: int = 0
+    avoid: frozenset[str] = frozenset()
+
+
 Code = Literal[
     "queue_full",
     "tenant_share",

@@ -14,7 +14,7 @@ from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy
 from kvpool.scheduler.scheduler import Scheduler, Settings
-from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Role
+from kvpool.scheduler.values import Begun, DecodeOrder, Engine, Order, Request, Role
 
 BLOCK, STEP, CAPACITY = 16, 64, 600
 ROLES = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH]
@@ -32,12 +32,17 @@ class Known:
     reserved: Engine | None = None
     sent: bool = False
     follows: bool = False
-    computed: bool = False
+    computed_by: Engine | None = None
+    done: int = 0
     failures: int = 0
 
     @property
     def needed(self) -> int:
         return self.request.tokens + self.request.output_tokens
+
+    @property
+    def computed(self) -> bool:
+        return self.computed_by is not None
 
     @property
     def parked(self) -> bool:
@@ -68,18 +73,27 @@ class Machine(RuleBasedStateMachine):
         nodes = {f"dram:{number}": f"{number}" for number in range(100)}
         self.index = PrefixIndex()
         self.joined, self.follows_max = 0, follows_max
+        self.policy = policy
         engines = [self.engine(role) for role in ROLES]
         self.engines = {engine.name: engine for engine in engines}
         self.resting: set[str] = set()
-        settings = Settings(
+        self.settings = Settings(
             segment_s=segment_s, retries_max=RETRIES, decode=DecodeRule(ahead=ahead)
         )
-        cluster = Cluster(kinds, nodes, Traffic())
-        self.scheduler = Scheduler(
-            engines, cluster, self.index, make_policy(policy), Random(0), settings
-        )
+        self.cluster = Cluster(kinds, nodes, Traffic())
+        self.scheduler = self.anew()
         self.known: dict[int, Known] = {}
         self.now, self.count = 0.0, 0
+
+    def anew(self) -> Scheduler:
+        return Scheduler(
+            list(self.engines.values()),
+            self.cluster,
+            self.index,
+            make_policy(self.policy),
+            Random(0),
+            self.settings,
+        )
 
     def engine(self, role: Role) -> Engine:
         name = f"{self.joined}"
@@ -168,13 +182,13 @@ class Machine(RuleBasedStateMachine):
 
     def compute_one(self, known: Known) -> None:
         order = known.out.pop(0)
-        engine = order.estimate.engine
+        engine, known.done = order.estimate.engine, order.end
         done = len(order.request.keys) if order.last else order.end // BLOCK
         for holder in (engine.gpu, *engine.tiers):
             self.index.add(holder, order.request.keys[:done])
         self.scheduler.computed(engine, order.request.ident, self.now)
         if order.last:
-            known.computed, known.follows = True, False
+            known.computed_by, known.follows = engine, False
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -226,7 +240,7 @@ class Machine(RuleBasedStateMachine):
         else:
             known.release()
             if known.request.whole:
-                known.computed, known.rest = False, True
+                known.computed_by, known.rest, known.done = None, True, 0
             assert again == self.again(known)
 
     @rule(data=st.data(), dies=st.booleans())
@@ -286,6 +300,49 @@ class Machine(RuleBasedStateMachine):
         self.scheduler.set_role(name, role, self.now)
         if Role.DECODE not in role:
             self.unreserve(self.engines[name])
+
+    @rule()
+    def hand_over(self) -> None:
+        """Another scheduler goes on with all of it. What was reserved and not used is reserved again when needed."""
+        fresh = (
+            Engine(
+                e.name,
+                e.node,
+                e.role,
+                e.kind,
+                e.gpu,
+                e.tiers,
+                CAPACITY,
+                follows_max=self.follows_max,
+            )
+            for e in self.engines.values()
+        )
+        self.engines = {engine.name: engine for engine in fresh}
+        self.scheduler = self.anew()
+        for name in sorted(self.resting):
+            self.scheduler.drain(name, self.now)
+        for known in self.known.values():
+            if not known.sent:
+                known.release()
+            known.out = [self.of_this(order) for order in known.out]
+            known.reserved = known.reserved and self.engines[known.reserved.name]
+            by = known.computed_by
+            begun = Begun(
+                known.out,
+                known.done,
+                # It may have left meanwhile.
+                None if by is None else self.engines.get(by.name, by),
+                known.reserved,
+                known.follows,
+                known.failures,
+            )
+            self.scheduler.adopt(known.request, begun, self.now)
+
+    def of_this(self, order: Order) -> Order:
+        """The same in engines of the present scheduler."""
+        estimate = order.estimate._replace(engine=self.engines[order.estimate.engine.name])
+        decode = order.decode and self.engines.get(order.decode.name, order.decode)
+        return replace(order, estimate=estimate, decode=decode)
 
     @rule(seconds=st.floats(0.0, 100.0))
     def expire(self, seconds: float) -> None:
