@@ -108,6 +108,10 @@ class ActiveRequest:
         self._direct = False
         self._reply: Reply
 
+    @property
+    def model(self) -> str:
+        return self.body.model
+
     def tell(self, news: News | Ended) -> None:
         """An event for the request."""
         self._news.append(news)

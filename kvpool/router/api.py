@@ -35,6 +35,8 @@ from kvpool.router.bodies import BadRequest, Kind, error_body
 from kvpool.router.calls import ClientGone
 from kvpool.router.config import RouterConfig, Secrets
 from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.group.group import PATH as GROUP_PATH
+from kvpool.router.group.group import Group
 from kvpool.router.intake import Incoming, Rejected
 from kvpool.router.metrics import Metrics
 from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
@@ -42,6 +44,8 @@ from kvpool.router.tracing import request_id, trace_of
 
 log = logging.getLogger("kvpool.router")
 
+LOADS = ("state", "role", "prefills", "queued_tokens", "decodes", "context_tokens", "free_in_s")
+"""What the router that schedules knows of an engine."""
 REQUEST_ID = "x-kvpool-request-id"
 PRIORITY = "x-kvpool-priority"
 DEADLINE = "x-kvpool-deadline-s"
@@ -151,6 +155,7 @@ class Api:
         secrets: Secrets,
         serving: Serving,
         roster: EngineRoster,
+        group: Group,
         metrics: Metrics,
         *,
         knowledge: Callable[[], Mapping[str, Any]],
@@ -166,6 +171,7 @@ class Api:
         self._trust = trust
         self._serving = serving
         self._roster = roster
+        self._group = group
         self._knowledge = knowledge
         self._metrics = metrics
         self._started_at = started_at
@@ -183,6 +189,7 @@ class Api:
                 web.get("/health", self._health),
                 web.get("/metrics", self._show_metrics),
                 web.get("/engines", self._engines),
+                web.get(GROUP_PATH, self._follow),
                 web.post("/engines/{name}/drain", self._drain),
                 web.delete("/engines/{name}/drain", self._undrain),
                 web.put("/engines/{name}/weight", self._weigh),
@@ -305,17 +312,32 @@ class Api:
 
     async def _engines(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
-        return _json({"engines": self._roster.engines(), "knowledge": self._knowledge()})
+        shown = await self._engine_rows()
+        return _json({**shown, "group": self._group.plain(), "knowledge": self._knowledge()})
+
+    async def _engine_rows(self) -> dict[str, Any]:
+        """With the loads that the router knows which schedules."""
+        rows = self._roster.engines()
+        if said := await self._group.ask_leader("engines"):
+            loads = {row["name"]: row for row in decode_json(said, list[dict[str, Any]], "engines")}
+            for row in rows:
+                there = loads.get(row["name"], {})
+                row |= {name: there[name] for name in LOADS if name in there}
+        return {"engines": rows}
+
+    async def _follow(self, request: web.Request) -> web.StreamResponse:
+        _operators_only(request)
+        return await self._group.serve(request)
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
         self._roster.drain(request.match_info["name"])
-        return _json({"engines": self._roster.engines()})
+        return _json(await self._engine_rows())
 
     async def _undrain(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
         self._roster.undrain(request.match_info["name"])
-        return _json({"engines": self._roster.engines()})
+        return _json(await self._engine_rows())
 
     async def _weigh(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
@@ -324,16 +346,17 @@ class Api:
         except ProtocolError as error:
             raise BadRequest(400, f'the body must be {{"weight": 0.5}}: {error}') from None
         self._roster.weigh(request.match_info["name"], weight)
-        return _json({"engines": self._roster.engines()})
+        return _json(await self._engine_rows())
 
     async def _explain(self, request: web.Request) -> web.StreamResponse:
         tenant = request[TENANT]
-        account = self._serving.accounts.get(
-            request.match_info["ident"], None if tenant == OPERATOR else tenant
-        )
-        if account is None:
-            raise BadRequest(404, "this request is unknown, or has expired", type="NotFoundError")
-        return _json(account.plain())
+        ident, whose = request.match_info["ident"], None if tenant == OPERATOR else tenant
+        account = self._serving.accounts.get(ident, whose)
+        if account is not None:
+            return _json(account.plain())
+        if said := await self._group.ask_all("account", ident, whose):
+            return web.Response(body=said, content_type=JSON)
+        raise BadRequest(404, "this request is unknown, or has expired", type="NotFoundError")
 
     async def _dry_run(self, request: web.Request) -> web.StreamResponse:
         # It reveals what is cached, by any sender.
@@ -343,7 +366,7 @@ class Api:
             incoming = replace(incoming, tenant=tenant)
         if b'"messages"' in incoming.raw:
             incoming = replace(incoming, kind=Kind.CHAT)
-        return _json(await self._serving.explain(incoming))
+        return _json(await self._serving.explain(incoming, self._group.explained))
 
 
 class _Weight(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,8 +10,9 @@ import os
 import random
 import signal
 import socket
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ import uvloop
 from kvpool import __version__
 from kvpool.client import Client
 from kvpool.config import secret_of
+from kvpool.errors import ConfigError
 from kvpool.http_listeners import HttpLimits, Listeners
 from kvpool.net import raise_descriptor_limit
 from kvpool.retry import BreakerRule
@@ -31,6 +33,12 @@ from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engine_hosts import EngineHosts
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
+from kvpool.router.group.group import Group
+from kvpool.router.group.group_orders import GroupOrders
+from kvpool.router.group.leader import Books
+from kvpool.router.group.messages import PROTOCOL, Hello
+from kvpool.router.group.questions import RouterQuestions
+from kvpool.router.group.rows import packed, stranger
 from kvpool.router.health import Health
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
@@ -46,6 +54,7 @@ from kvpool.scheduler.policies import make_policy
 from kvpool.scheduler.roles import RoleRule
 from kvpool.scheduler.scheduler import Scheduler, Settings
 from kvpool.scheduler.tenants import TenantRule
+from kvpool.scheduler.values import Engine
 from kvpool.telemetry.otlp import Counts, Exporter, export_spans
 from kvpool.telemetry.spans import TAKE_MAX, Batch, Spans
 
@@ -111,8 +120,16 @@ class Router:
             hosts=EngineHosts(config.announced_from),
             on_lag=metrics.engine_event_lag.observe,
         )
+
+        def pool_told(
+            namespace: bytes, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]]
+        ) -> None:
+            if self._group.is_led:
+                self._group.told(namespace, packed(keys), lengths)
+
         self._prompts = Prompts(
             self._catalog,
+            told=pool_told,
             daemon=self._daemon,
             session=session,
             pools=pools,
@@ -133,6 +150,11 @@ class Router:
         )
         observer = Observing(cluster)
         self._orders = Orders(scheduler, observer, metrics, clock)
+
+        def engine_of(name: str) -> Engine:
+            return scheduler.engines.get(name) or stranger(name)
+
+        orders = GroupOrders(self._orders, engine_of, clock)
         self._roster = EngineRoster(
             scheduler=scheduler,
             orders=self._orders,
@@ -144,7 +166,7 @@ class Router:
         self.serving = Serving(
             config,
             scheduler=scheduler,
-            orders=self._orders,
+            orders=orders,
             roster=self._roster,
             prompts=self._prompts,
             upstream=upstream,
@@ -155,6 +177,33 @@ class Router:
             spans=self._spans if config.otlp else None,
             isolation=_isolation(config, secrets),
         )
+        books = Books(
+            orders=self._orders,
+            among=self._roster.among,
+            engine_of=engine_of,
+            told=lambda namespace, keys, lengths: pools.told(namespace, keys, lengths, clock()),
+            blame=self._blame,
+            clock=clock,
+        )
+        self._group = Group(
+            Hello(PROTOCOL, os.urandom(8).hex(), time.time()),
+            config.routers,
+            orders=orders,
+            books=books,
+            questions=RouterQuestions(
+                scheduler=scheduler,
+                cluster=cluster,
+                roster=self._roster,
+                accounts=self.serving.accounts,
+                clock=clock,
+            ),
+            session=session,
+            token=secrets.token,
+            tls=_routers_tls(config),
+            metrics=metrics,
+            wall=time.time,
+        )
+        self._roster.operated = self._group.operated
         self._listeners = Listeners(
             *(config.tls_cert, config.tls_key, _limits(config), "listen"),
             metrics.connections_dropped.inc,
@@ -164,6 +213,7 @@ class Router:
             secrets,
             self.serving,
             self._roster,
+            self._group,
             metrics,
             knowledge=lambda: {**self._catalog.stats(), **self._prompts.stats()},
             started_at=int(time.time()),
@@ -193,11 +243,18 @@ class Router:
     def _down(self, spec: EngineSpec) -> None:
         self._roster.engine_down(spec)
 
+    def _blame(self, engine: str, reason: str) -> None:
+        """Another router has seen it fail."""
+        if reason != "gone":
+            self.health.failed(engine)
+
     async def start(self) -> str:
-        """Listen, once each configured engine was probed. Returns the URL."""
+        """Listen, once each configured engine was probed, and the other routers are known. Returns the URL."""
         await self._catalog.start()
         await self.health.first_probes(self._config.probe_timeout_s)
-        self._rebalancing = asyncio.create_task(self._roster.rebalance(), name="rebalance")
+        await self._group.start()
+        rebalance = self._roster.rebalance(lambda: self._group.is_led)
+        self._rebalancing = asyncio.create_task(rebalance, name="rebalance")
         if self._exporter is not None:
             export = export_spans(self._take_spans, self._exporter, self._exported)
             self._exporting = asyncio.create_task(export, name="export spans")
@@ -207,8 +264,13 @@ class Router:
         self._tending = asyncio.create_task(self._listeners.tend(), name="tend TLS files")
         return url
 
+    def retire(self) -> None:
+        """Other routers schedule for themselves from now on."""
+        self._group.retire()
+
     async def close(self) -> None:
         """Cancels active requests."""
+        await self._group.close()
         await self._listeners.close()
         for task in (self._rebalancing, self._tending):
             if task is not None:
@@ -277,6 +339,16 @@ def _pool(config: RouterConfig) -> Client | None:
     )
 
 
+def _routers_tls(config: RouterConfig) -> ssl.SSLContext | None:
+    """None: as the system has it. Raises `ConfigError`."""
+    if not config.routers_ca:
+        return None
+    try:
+        return ssl.create_default_context(cafile=config.routers_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"routers_ca: {config.routers_ca}: {error}") from None
+
+
 def _given(table: EngineTable) -> dict[str, object]:
     """An engine's configured fields."""
     return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not None}
@@ -323,6 +395,7 @@ async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int
 
 async def _drain(router: Router, within_s: float, hurry: asyncio.Event) -> None:
     """Until the last request has ended, the time is over, or a second signal."""
+    router.retire()
     drained = asyncio.create_task(router.serving.drained(within_s))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)

@@ -123,6 +123,28 @@ def _engines(value: object, where: str) -> object:
     return [engine_flag(item) if isinstance(item, str) else item for item in value]
 
 
+def parse_routers(value: object, where: str) -> object:
+    """A list of URLs, or one text with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(each, str) for each in items):
+        raise ConfigError(f'{where}: must be a list such as ["http://10.0.0.5:8080"]')
+    found = tuple(each.strip().rstrip("/") for item in items for each in item.split(","))
+    for url in found:
+        if not _is_base_url(url):
+            raise ConfigError(f"{where}: {url!r} is not a URL such as http://10.0.0.5:8080")
+    return found
+
+
+def _is_base_url(url: str) -> bool:
+    """Of a server, without credentials; a path may follow."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return good and not (parts.username or parts.query or parts.fragment)
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of `kvpool router`. A value that is made directly is not checked; `load` checks."""
 
@@ -206,6 +228,23 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         kind(metavar="PATH"),
         setting("Path of the daemon's control socket.", default="as the daemon's"),
+    ] = ""
+    routers: Annotated[
+        tuple[str, ...],
+        kind(parse=parse_routers, metavar="URL"),
+        setting(
+            "The other routers of these engines, of which [one schedules for all](router.md#several-routers): URLs of "
+            "hosts, or of a name that has all their addresses. This router's own may be among them.",
+            option="--router",
+        ),
+    ] = ()
+    routers_ca: Annotated[
+        str,
+        kind(metavar="FILE"),
+        setting(
+            "With `routers` by `https`: the certificate authority of their certificates, PEM. Default: the system's.",
+            file_only=True,
+        ),
     ] = ""
     policy: Annotated[
         str,
@@ -459,12 +498,7 @@ def _check(config: RouterConfig) -> None:
         _check_events(table)
     urls = [table.url.rstrip("/") for table in config.engines]
     for url in urls:
-        parts = urlsplit(url)
-        try:
-            good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or parts.username or parts.query or parts.fragment:
+        if not _is_base_url(url):
             raise ConfigError(f"engines: {url!r} is not a URL such as http://10.0.0.5:8000")
     names = [table.name for table in config.engines if table.name is not None]
     if len(set(urls)) < len(urls) or len(set(names)) < len(names):

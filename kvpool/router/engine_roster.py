@@ -59,6 +59,8 @@ class EngineRoster:
         self._metrics = metrics
         self._clock = clock
         self._engines: dict[str, Engine] = {}  # in the scheduler
+        self.operated: Callable[[str, bool, float], None] = lambda *_: None
+        """Called when an operator has changed what an engine gets: its name, whether it drains, and its weight."""
         self._drains: set[str] = set()
         self._weights: dict[str, float] = {}
         self._verifying: set[asyncio.Task[None]] = set()
@@ -149,35 +151,37 @@ class EngineRoster:
 
     def drain(self, name: str) -> None:
         """It gets no new requests; active ones finish. Raises `BadRequest`."""
-        self._must_know(name)
-        self._drains.add(name)
-        if name in self._engines:
-            self._scheduler.drain(name, self._clock())
-        self._orders.kick()
+        self._operated(name, drains=True, weight=self._weights.get(name, 1.0))
 
     def undrain(self, name: str) -> None:
-        self._must_know(name)
-        self._drains.discard(name)
-        if name in self._engines:
-            self._scheduler.undrain(name, self._clock())
-        self._orders.kick()
+        self._operated(name, drains=False, weight=self._weights.get(name, 1.0))
 
     def weigh(self, name: str, weight: float) -> None:
         """It gets at most this share of its possible requests, if others can serve them; 1: no limit.
 
         Raises `BadRequest`.
         """
-        self._must_know(name)
         if not 0 <= weight <= 1:
             raise BadRequest(400, "a weight must be from 0 to 1", param="weight")
-        self._weights[name] = weight
-        if name in self._engines:
-            self._scheduler.weigh(name, weight)
-        self._orders.kick()
+        self._operated(name, drains=name in self._drains, weight=weight)
 
-    def _must_know(self, name: str) -> None:
+    def _operated(self, name: str, *, drains: bool, weight: float) -> None:
         if name not in self._catalog.engines:
             raise BadRequest(404, f"there is no engine {name}", type="NotFoundError")
+        self.operate(name, drains=drains, weight=weight)
+        self.operated(name, drains, weight)
+
+    def operate(self, name: str, *, drains: bool, weight: float) -> None:
+        """As an operator has told this router or another one; of engines that may yet come, too."""
+        self._weights[name] = weight
+        (self._drains.add if drains else self._drains.discard)(name)
+        if name in self._engines:
+            if drains:
+                self._scheduler.drain(name, self._clock())
+            else:
+                self._scheduler.undrain(name, self._clock())
+            self._scheduler.weigh(name, weight)
+        self._orders.kick()
 
     def engines(self) -> list[dict[str, Any]]:
         """Each engine's state, for display."""
@@ -234,10 +238,12 @@ class EngineRoster:
         for name, breaker in self._health.breakers.items():
             self._metrics.breaks(name, breaker.state)
 
-    async def rebalance(self) -> None:
-        """Change the roles of flexible engines with the load. Ends when it is cancelled."""
+    async def rebalance(self, idle: Callable[[], bool]) -> None:
+        """Change the roles of flexible engines with the load. Ends when it is cancelled. idle: another router decides."""
         while True:
             await asyncio.sleep(REBALANCE_S)
+            if idle():
+                continue
             change = self._scheduler.rebalance(self._clock())
             if change is not None:
                 role = _role_name(change.role)

@@ -110,7 +110,7 @@ class Intake:
             tokens=max(tokens, 1),
             output_tokens=self._output_tokens(body, tokens),
             arrived_s=account.arrived_s,
-            session=None if session is None else (incoming.tenant, body.model, session),
+            session=None if session is None else f"{incoming.tenant}\0{body.model}\0{session}",
             priority=self._priority(incoming, body),
             tenant=incoming.tenant,
             deadline_s=now + limit_s,

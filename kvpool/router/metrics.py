@@ -65,6 +65,11 @@ class Metrics:
         )
         self.active_requests = gauge("active_requests", "Requests in progress.")
         self.requests_waiting = gauge("requests_waiting", "Requests waiting for an engine.")
+        self.routers = gauge("routers", "Connected routers of the group, with this one.")
+        self.leader = gauge(
+            "leader", "1 while this router schedules itself, 0 while another one does."
+        )
+        self.leader_changes = counter("leader_changes", "Changes of the router that schedules.")
         self.draining = gauge("draining", "1 while the router accepts no new requests.")
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds",

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvpool.router.explain import Account
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Measured, Observer
 from kvpool.scheduler.scheduler import Scheduler
-from kvpool.scheduler.values import DecodeOrder, Engine, Order, Rejection, Request
+from kvpool.scheduler.values import Begun, DecodeOrder, Engine, Order, Rejection, Request
 
 POLL_AGAIN_S = 0.1
 """When the scheduler is polled again after an error in it."""
@@ -52,7 +51,7 @@ class Recipient(Protocol):
     @property
     def request(self) -> Request: ...
     @property
-    def account(self) -> Account: ...
+    def model(self) -> str: ...
     def tell(self, news: News) -> None: ...
     def settle(self) -> None: ...
 
@@ -101,12 +100,27 @@ class Orders:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = math.inf
 
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        """The scheduler's, by name. Read-only."""
+        return self._scheduler.engines
+
     async def submit(self, recipient: Recipient) -> Rejection | None:
+        return self.accept(recipient)
+
+    def accept(self, recipient: Recipient) -> Rejection | None:
+        """As `submit`, at once."""
         rejection = self._scheduler.submit(recipient.request, self._clock())
         if rejection is None:
             self._recipients[recipient.request.ident] = recipient
             self.kick()
         return rejection
+
+    def adopt(self, recipient: Recipient, begun: Begun) -> None:
+        """Go on with a request of another scheduler, as far as it has come there."""
+        self._recipients[recipient.request.ident] = recipient
+        self._scheduler.adopt(recipient.request, begun, self._clock())
+        self.kick()
 
     def remove(self, request: Request) -> None:
         if self._recipients.pop(request.ident, None) is not None:
@@ -117,12 +131,15 @@ class Orders:
     def computed(self, order: Order, measured: Measured | None = None) -> None:
         if measured is not None:
             self._observer.computed(order, measured)
-        self._scheduler.computed(order.estimate.engine, order.request.ident, self._clock())
-        self.kick()
+        engine = self.engines.get(order.estimate.engine.name)
+        if engine is not None:  # otherwise it has left with its orders
+            self._scheduler.computed(engine, order.request.ident, self._clock())
+            self.kick()
 
     def failed(self, order: Order, reason: str) -> None:
-        ident = order.request.ident
-        self._again(ident, self._scheduler.failed(order.estimate.engine, ident, self._clock()))
+        name, ident = order.estimate.engine.name, order.request.ident
+        engine = self.engines.get(name, order.estimate.engine)
+        self._again(ident, self._scheduler.failed(engine, ident, self._clock()))
 
     def decode_failed(self, request: Request, engine: str, reason: str) -> None:
         self._again(request.ident, self._scheduler.decode_failed(request.ident, self._clock()))
@@ -211,7 +228,7 @@ class Orders:
         metrics.engine_calls.labels(estimate.engine.name, operation).inc()
         if not recipient.ordered:
             recipient.ordered = True
-            metrics.queue.observe(now - recipient.account.arrived_s)
+            metrics.queue.observe(now - order.request.arrived_s)
             keys = len(order.request.keys)
             if keys:
                 metrics.cached_tokens.inc(estimate.cached * order.request.tokens / keys)

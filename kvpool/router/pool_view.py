@@ -164,6 +164,17 @@ class PoolViews:
         """None: no engine uses it, or no longer."""
         return self._views.get(namespace)
 
+    def told(
+        self,
+        namespace: bytes,
+        keys: Sequence[int],
+        lengths: Mapping[str, tuple[int, ...]],
+        now: float,
+    ) -> None:
+        """As `PoolView.told`. Ignored if no engine uses the namespace, or no longer."""
+        if (view := self._views.get(namespace)) is not None:
+            view.told(keys, lengths, now)
+
     def keep(self, specs: Iterable[EngineSpec]) -> None:
         """Set the index's holders to exactly: the nodes of these engines, and others with their namespaces' blocks."""
         wanted: dict[bytes, set[str]] = {}

@@ -24,6 +24,8 @@ from kvpool.types import KEY_BYTES
 if TYPE_CHECKING:
     import aiohttp
 
+Told = Callable[[bytes, Sequence[int], Mapping[str, tuple[int, ...]]], None]
+
 TOKENIZE_TRIES = 2
 LOOKS_MAX = 32
 """Concurrent lookups in the pool; further prompts skip it."""
@@ -41,12 +43,15 @@ class Prompts:
         pools: PoolViews,
         clock: Callable[[], float] = time.monotonic,
         api_key: Callable[[EngineSpec], str] = lambda _: "",
+        told: Told = lambda *_: None,
     ) -> None:
+        """told: is told of each of the pool's answers."""
         self._catalog = catalog
         self._daemon = daemon
         self._pools = pools
         self._clock = clock
         self._api_key = api_key
+        self._told = told
         self._tokenizer = Tokenizer(session)
         self._hasher = Hasher()
         self._turn = 0
@@ -169,8 +174,8 @@ class Prompts:
             return
         finally:
             self._looking -= 1
-        if (pool := self._pools.get(namespace)) is not None:  # otherwise its last engine has left
-            pool.told(keys, found, self._clock())
+        self._pools.told(namespace, keys, found, self._clock())
+        self._told(namespace, keys, found)
 
     def stats(self) -> dict[str, int]:
         """Plain values, counted from the start."""

@@ -11,10 +11,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvpool.decoding import decode_json
 from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
 from kvpool.router.bodies import BadRequest, Kind, error_body, parse
 from kvpool.router.calls import Caller, ClientGone, Limits, Reply
@@ -29,13 +30,20 @@ from kvpool.router.orders import Ordering
 from kvpool.router.sse import error_event
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Upstream
 from kvpool.scheduler.scheduler import Scheduler
-from kvpool.scheduler.values import Rejection
+from kvpool.scheduler.values import Rejection, Request
 from kvpool.telemetry.spans import PREPARE, REQUEST, Span, Spans
 
 log = logging.getLogger("kvpool.router")
 
 RETRY_AFTER_S_MAX = 600
 DRAINING = "draining"
+
+
+Elsewhere = Callable[[Request, str], Awaitable[bytes]]
+
+
+async def _here(_request: Request, _model: str) -> bytes:
+    return b""
 
 
 class Serving:
@@ -282,22 +290,28 @@ class Serving:
         known = wait_s if math.isfinite(wait_s) else None
         return Rejected(status, rejection.reason, rejection.code, known)
 
-    async def explain(self, incoming: Incoming) -> dict[str, Any]:
-        """How a request would be routed now. Raises `BadRequest`."""
+    async def explain(self, incoming: Incoming, elsewhere: Elsewhere = _here) -> dict[str, Any]:
+        """How a request would be routed now. elsewhere: what another router says to that, in JSON; empty: this one
+        schedules. Raises `BadRequest`.
+        """
         self._admit()
         self._in_flight += 1
         try:
-            return await self._explain(incoming)
+            return await self._explain(incoming, elsewhere)
         finally:
             self._in_flight -= 1
             self._left()
 
-    async def _explain(self, incoming: Incoming) -> dict[str, Any]:
+    async def _explain(self, incoming: Incoming, elsewhere: Elsewhere) -> dict[str, Any]:
         account = Account(incoming.ident, "", incoming.tenant, self._clock())
         limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
         _, _, request = await self._intake.read(incoming, account, limit_s)
-        found = self._scheduler.explain(request, self._clock())
-        return {"model": account.model, **account.facts, **dry_run(request, found)}
+        said = await elsewhere(request, account.model)
+        if said:
+            shown = decode_json(said, dict[str, Any], "an explanation")
+        else:
+            shown = dry_run(request, self._scheduler.explain(request, self._clock()))
+        return {"model": account.model, **account.facts, **shown}
 
     # Running
 

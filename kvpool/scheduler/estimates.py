@@ -60,6 +60,13 @@ class StepEstimate:
         """Seconds a step, a token, and a token attended to."""
         return self._coefficients
 
+    def assume(self, coefficients: tuple[float, float, float]) -> None:
+        """What was measured elsewhere counts instead of all that was seen here."""
+        if coefficients != self._coefficients:
+            self._coefficients = coefficients
+            self._fit = PrefillFit()
+            self._unused = 0
+
     def observe(self, tokens: int, attended: float, deepest: int, seconds: float) -> None:
         """A measured step."""
         self.error.note(self.step_s(tokens, attended), seconds)
@@ -100,6 +107,14 @@ class LoadEstimate:
         self._weight = PRIOR_WEIGHT
         self._per_byte = 1 / bytes_s
         self.error = Error()
+
+    @property
+    def per_byte_s(self) -> float:
+        return self._per_byte
+
+    def assume(self, per_byte_s: float) -> None:
+        """As measured elsewhere."""
+        self._per_byte = max(per_byte_s, 0.0)
 
     def seconds(self, nbytes: float, ahead: float = 0.0) -> float:
         if nbytes <= 0:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from kvpool.scheduler.decay import Decaying
 
@@ -249,6 +249,7 @@ Code = Literal[
     "no_engine",
 ]
 """Why a request is refused; `docs/scheduling.md` says when."""
+CODES: frozenset[Code] = frozenset(get_args(Code))
 
 
 @dataclass(frozen=True, slots=True)

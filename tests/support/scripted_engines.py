@@ -22,6 +22,12 @@ from kvpool.router.bodies import Kind
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
+from kvpool.router.group.group import Group
+from kvpool.router.group.group_orders import GroupOrders
+from kvpool.router.group.leader import Books
+from kvpool.router.group.messages import PROTOCOL, Hello
+from kvpool.router.group.questions import RouterQuestions
+from kvpool.router.group.rows import stranger
 from kvpool.router.hashing import Prompt
 from kvpool.router.health import Health
 from kvpool.router.intake import Incoming
@@ -283,6 +289,9 @@ class Bench:
     health: Health = field(init=False)
     orders: Orders = field(init=False)
     roster: EngineRoster = field(init=False)
+    shared: GroupOrders = field(init=False)
+    books: Books = field(init=False)
+    group: Group = field(init=False)
     serving: Serving = field(init=False)
     known: ScriptedKnowledge = field(init=False)
     random: Random = field(default_factory=lambda: Random(0))
@@ -316,10 +325,23 @@ class Bench:
             metrics=self.metrics,
             clock=clock,
         )
+
+        def engine_of(name: str) -> Engine:
+            return self.scheduler.engines.get(name) or stranger(name)
+
+        self.shared = GroupOrders(self.orders, engine_of, clock)
+        self.books = Books(
+            orders=self.orders,
+            among=self.roster.among,
+            engine_of=engine_of,
+            told=lambda *_: None,
+            blame=lambda name, _: self.health.failed(name),
+            clock=clock,
+        )
         self.serving = Serving(
             config,
             scheduler=self.scheduler,
-            orders=self.orders,
+            orders=self.shared,
             roster=self.roster,
             prompts=self.known,
             upstream=self.upstream,  # type: ignore[arg-type]
@@ -327,6 +349,24 @@ class Bench:
             metrics=self.metrics,
             clock=clock,
             random=self.random.randbytes,
+        )
+        self.group = Group(
+            Hello(PROTOCOL, self.random.randbytes(8).hex(), clock()),
+            (),
+            orders=self.shared,
+            books=self.books,
+            questions=RouterQuestions(
+                scheduler=self.scheduler,
+                cluster=cluster,
+                roster=self.roster,
+                accounts=self.serving.accounts,
+                clock=clock,
+            ),
+            session=None,  # type: ignore[arg-type]
+            token="",
+            tls=None,
+            metrics=self.metrics,
+            wall=clock,
         )
         for spec in self.specs:
             self.health.add(spec)

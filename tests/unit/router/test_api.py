@@ -66,6 +66,7 @@ def run(
                 secrets,
                 bench.serving,
                 bench.roster,
+                bench.group,
                 bench.metrics,
                 knowledge=dict,
                 started_at=7,

@@ -25,10 +25,13 @@ def test_it_waits_for_the_last_request_unless_somebody_is_in_a_hurry(
             await last.wait()
             return True
 
-        router: Any = SimpleNamespace(serving=SimpleNamespace(drained=drained))
+        retired: list[bool] = []
+        router: Any = SimpleNamespace(
+            serving=SimpleNamespace(drained=drained), retire=lambda: retired.append(True)
+        )
         task = asyncio.create_task(_drain(cast(Router, router), 50.0, hurry))
         await asyncio.sleep(0)
-        assert not task.done()
+        assert retired and not task.done()
         (hurry if hurried else last).set()
         await task
 

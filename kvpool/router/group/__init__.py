@@ -1,0 +1,1 @@
+"""Several routers before the same engines, one of which schedules for all."""

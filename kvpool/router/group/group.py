@@ -1,0 +1,409 @@
+"""Which routers there are, and which of them schedules: the one that has run for longest.
+
+Every router connects to all others, and follows the leader by its own connection to it. Two that cannot see each other
+may both lead for a while; then each knows only of the orders of its own followers. All of it is soft state.
+
+One event loop, one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from kvpool.errors import ProtocolError
+from kvpool.router.engine_calls import bearer
+from kvpool.router.group.group_orders import GroupOrders
+from kvpool.router.group.leader import Books, LedRouter
+from kvpool.router.group.links import HEARTBEAT_S, Link
+from kvpool.router.group.messages import (
+    FRAME_BYTES_MAX,
+    Answer,
+    Hello,
+    Learned,
+    Message,
+    Operated,
+    Prefixes,
+    Question,
+    RequestRow,
+    Retires,
+)
+from kvpool.router.group.rows import request_row
+from kvpool.router.metrics import Metrics
+from kvpool.scheduler.values import Request
+
+log = logging.getLogger("kvpool.router")
+
+PATH = "/group"
+CONNECT_S = 1.0
+RETRY_S = 0.25
+RESOLVE_S = 2.0
+KNOWN_S = 30.0
+"""Until an address is tried again at which this router is itself, or one that is known by another address."""
+SHARE_S = 1.0
+ASK_S = 1.0
+ROUTERS_MAX = 64
+OPERATED_MAX = 4096
+
+
+class Target(NamedTuple):
+    """One address of a configured router. url: with the address; host: the name for TLS and `Host`."""
+
+    url: str
+    host: str
+
+
+class Questions(Protocol):
+    """Answers for other routers. learned: what the next leader is to know."""
+
+    def answer(self, question: Question) -> bytes: ...
+    def learned(self) -> Learned: ...
+    def learn(self, learned: Learned) -> None: ...
+    def operate(self, operated: Operated) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Router:
+    """Another router, by the connection from here."""
+
+    link: Link
+    retires: bool = False
+    asked: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+
+
+def senior(hello: Hello) -> tuple[float, str]:
+    """The least leads."""
+    return hello.since, hello.ident
+
+
+class Group:
+    """See the module. me: this router. urls: of the others, and maybe of this one. token: the operator's."""
+
+    def __init__(
+        self,
+        me: Hello,
+        urls: Sequence[str],
+        *,
+        orders: GroupOrders,
+        books: Books,
+        questions: Questions,
+        session: aiohttp.ClientSession,
+        token: str,
+        tls: ssl.SSLContext | None,
+        metrics: Metrics,
+        wall: Callable[[], float],
+    ) -> None:
+        self._me = me
+        self._urls = urls
+        self._orders = orders
+        self._books = books
+        self._questions = questions
+        self._session = session
+        self._token = token
+        self._tls = tls
+        self._metrics = metrics
+        self._wall = wall
+        self._others: dict[str, _Router] = {}
+        self._followers: dict[Link, LedRouter] = {}
+        self._operated: dict[str, Operated] = {}
+        self._retires = False
+        self._number = 0
+        self._tasks: dict[Target, asyncio.Task[None]] = {}
+        self._tried: dict[Target, asyncio.Event] = {}
+        self._said: dict[Target, str] = {}
+        self._running: list[asyncio.Task[None]] = []
+        self._count()
+
+    # ---- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns once each router that can be reached at once is known."""
+        self._running.append(asyncio.create_task(self._share(), name="share what was learned"))
+        await self._resolve()
+        self._running.append(asyncio.create_task(self._keep_resolving(), name="find routers"))
+        waits = [asyncio.ensure_future(tried.wait()) for tried in self._tried.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=CONNECT_S)
+            for wait in late:
+                wait.cancel()
+
+    def retire(self) -> None:
+        """It schedules no new requests of others, and goes on with its own."""
+        self._retires = True
+        self._send_all(Retires())
+
+    async def close(self) -> None:
+        tasks = [*self._running, *self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in list(self._followers)))
+
+    # ---- the others --------------------------------------------------------------------------------
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_S)
+            await self._resolve()
+
+    async def _resolve(self) -> None:
+        """Connect to every address of every configured name, and to no others."""
+        found: list[Target] = []
+        for url in self._urls:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    found += await targets_of(url)
+            except (OSError, TimeoutError) as error:
+                log.warning("the router %s is not found: %s", url, error)
+                found += [target for target in self._tasks if urlsplit(url).hostname == target.host]
+        wanted = dict.fromkeys(found[:ROUTERS_MAX])
+        for target in self._tasks.keys() - wanted.keys():
+            self._tasks.pop(target).cancel()
+            self._tried.pop(target)
+        for target in wanted.keys() - self._tasks.keys():
+            self._tried[target] = asyncio.Event()
+            self._tasks[target] = asyncio.create_task(self._keep(target), name=f"to {target.url}")
+
+    async def _keep(self, target: Target) -> None:
+        """Connected, until it is cancelled."""
+        tried = self._tried[target]
+        while True:
+            try:
+                await self._connect(target, tried)
+                said = ""
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                said = str(error) or type(error).__name__
+            except ProtocolError as error:
+                said = str(error)
+            if said and self._said.get(target) != said:
+                log.warning("the router at %s cannot be followed: %s", target.url, said)
+            self._said[target] = said
+            tried.set()
+            await asyncio.sleep(RETRY_S)
+
+    async def _connect(self, target: Target, tried: asyncio.Event) -> None:
+        async with asyncio.timeout(CONNECT_S):
+            socket_ = await self._session.ws_connect(
+                target.url + PATH,
+                headers={"Host": target.host, **bearer(self._token)},
+                heartbeat=HEARTBEAT_S,
+                max_msg_size=FRAME_BYTES_MAX,
+                ssl=True if self._tls is None else self._tls,
+                server_hostname=urlsplit(f"//{target.host}").hostname
+                if target.url.startswith("https")
+                else None,
+            )
+        link = Link(socket_)
+        try:
+            hello = await link.greet(self._me)
+            if hello.ident == self._me.ident or hello.ident in self._others:
+                tried.set()
+                await link.close()
+                await asyncio.sleep(KNOWN_S)
+                return
+            self._others[hello.ident] = other = _Router(link)
+            log.info("router %s at %s is connected", hello.ident, target.url)
+            self._greet(link)
+            self._changed()
+            tried.set()
+            try:
+                await link.run(lambda message: self._heard(other, message))
+            finally:
+                link.alive = False
+                del self._others[hello.ident]
+                for asked in other.asked.values():
+                    if not asked.done():
+                        asked.set_result(b"")
+                log.info("router %s is disconnected", hello.ident)
+                self._changed()
+        finally:
+            await link.close()
+
+    def _heard(self, other: _Router, message: Message) -> None:
+        match message:
+            case Retires():
+                other.retires = True
+                self._changed(leaving=other.link)
+            case Operated():
+                self._operate(message)
+            case Learned():
+                if other.link is self._orders.leader:
+                    self._questions.learn(message)
+            case Answer():
+                asked = other.asked.pop(message.number, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(message.body)
+            case _:
+                self._orders.heard(other.link, message)
+
+    def _changed(self, leaving: Link | None = None) -> None:
+        """The senior router leads, of those that stay."""
+        candidates = [other.link for other in self._others.values() if not other.retires]
+        first = min(candidates, key=lambda link: senior(link.hello), default=None)
+        mine = not self._retires and (first is None or senior(self._me) < senior(first.hello))
+        leader = None if mine else first
+        if leader is not self._orders.leader:
+            self._metrics.leader_changes.inc()
+            who = "this router" if leader is None else f"router {leader.ident}"
+            log.info("%s schedules from now on", who)
+        self._orders.follow(leader, leaving=leaving)
+        self._count()
+
+    def _count(self) -> None:
+        self._metrics.routers.set(1 + len(self._others))
+        self._metrics.leader.set(self._orders.leader is None)
+
+    # ---- those who follow --------------------------------------------------------------------------
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Another router has connected; its requests get orders here."""
+        if len(self._followers) >= ROUTERS_MAX:
+            raise web.HTTPServiceUnavailable(reason="there are too many routers")
+        socket_ = web.WebSocketResponse(
+            heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES_MAX, compress=False
+        )
+        await socket_.prepare(request)
+        link = Link(socket_)
+        try:
+            hello = await link.greet(self._me)
+            self._followers[link] = leading = LedRouter(hello.ident, self._books, link.send)
+            self._greet(link)
+            if self._retires:
+                link.send(Retires())
+            try:
+                await link.run(lambda message: self._asked(link, leading, message))
+            finally:
+                del self._followers[link]
+                leading.close()
+        except (ProtocolError, TimeoutError) as error:
+            log.warning("a router that follows is disconnected: %s", error)
+        finally:
+            await link.close()
+        return socket_
+
+    def _asked(self, link: Link, leading: LedRouter, message: Message) -> None:
+        match message:
+            case Question():
+                link.send(Answer(message.number, self._questions.answer(message)))
+            case Operated():
+                self._operate(message)
+            case Retires():
+                pass  # it still follows
+            case _:
+                leading.heard(message)
+
+    async def _share(self) -> None:
+        """What a leader learns, its followers know."""
+        last: Learned | None = None
+        while True:
+            await asyncio.sleep(SHARE_S)
+            learned = self._questions.learned()
+            if learned != last:
+                last = learned
+                for link in self._followers:
+                    link.send(learned)
+
+    # ---- what operators want -----------------------------------------------------------------------
+
+    def operated(self, engine: str, drains: bool, weight: float) -> None:
+        """An operator has told this router."""
+        said = Operated(engine, drains, weight, self._wall())
+        if len(self._operated) < OPERATED_MAX or engine in self._operated:
+            self._operated[engine] = said
+        self._send_all(said)
+
+    def _operate(self, said: Operated) -> None:
+        known = self._operated.get(said.engine)
+        if (known is None or known.at < said.at) and len(self._operated) < OPERATED_MAX:
+            self._operated[said.engine] = said
+            self._questions.operate(said)
+
+    def _greet(self, link: Link) -> None:
+        for said in self._operated.values():
+            link.send(said)
+
+    def _send_all(self, message: Message) -> None:
+        for link in self._links():
+            link.send(message)
+
+    def _links(self) -> Iterable[Link]:
+        return [*(other.link for other in self._others.values()), *self._followers]
+
+    def told(self, namespace: bytes, keys: bytes, lengths: Mapping[str, tuple[int, ...]]) -> None:
+        """The pool has answered this router: the leader is to know."""
+        if self._orders.leader is not None:
+            self._orders.leader.send(Prefixes(namespace, keys, dict(lengths)))
+
+    # ---- questions ---------------------------------------------------------------------------------
+
+    @property
+    def is_led(self) -> bool:
+        """Whether another router schedules."""
+        return self._orders.leader is not None
+
+    async def explained(self, request: Request, model: str) -> bytes:
+        """Where the leader would send it; empty: this router schedules."""
+        if not self.is_led:
+            return b""
+        return await self.ask_leader("explain", request_row(request, model, self._books.clock()))
+
+    async def ask_leader(self, what: str, request: RequestRow | None = None) -> bytes:
+        """Its answer; empty: it has none, or there is no other leader."""
+        leader = self._orders.leader
+        other = None if leader is None else self._others.get(leader.ident)
+        return b"" if other is None else await self._ask(other, what, request=request)
+
+    async def ask_all(self, what: str, name: str, tenant: str | None) -> bytes:
+        """The first answer that any other router has."""
+        others = list(self._others.values())
+        found = await asyncio.gather(
+            *(self._ask(other, what, name=name, tenant=tenant) for other in others)
+        )
+        return next(filter(None, found), b"")
+
+    async def _ask(self, other: _Router, what: str, **more: Any) -> bytes:
+        self._number += 1
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        other.asked[self._number] = asked
+        number = self._number
+        other.link.send(Question(number, what, **more))
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await asked
+        except TimeoutError:
+            return b""
+        finally:
+            other.asked.pop(number, None)
+
+    def plain(self) -> dict[str, Any]:
+        """For operators."""
+        leader = self._orders.leader
+        routers = [self._me, *(other.link.hello for other in self._others.values())]
+        return {
+            "router": self._me.ident,
+            "leader": self._me.ident if leader is None else leader.ident,
+            "routers": [hello.ident for hello in sorted(routers, key=senior)],
+        }
+
+
+async def targets_of(url: str) -> list[Target]:
+    """All addresses of a router's URL. Raises `OSError`."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    targets = []
+    for *_, place in found:
+        address = str(place[0])
+        host = f"[{address}]" if ":" in address else address
+        targets.append(Target(f"{parts.scheme}://{host}:{port}", parts.netloc))
+    return targets
