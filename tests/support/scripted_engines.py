@@ -202,7 +202,7 @@ class ScriptedKnowledge:
         text = body.get("prompt") if kind == "completions" else str(body.get("messages"))
         tokens = list(text.encode()) if isinstance(text, str) else []
         blocks = len(tokens) // BLOCK_TOKENS
-        keys = [hash(bytes(tokens[: (n + 1) * BLOCK_TOKENS])) for n in range(blocks)]
+        keys = [hash(bytes(tokens[: (n + 1) * BLOCK_TOKENS])) % 2**64 for n in range(blocks)]
         return Prompt(MODEL, tokens, [], keys, frozenset((MODEL,)), None)
 
     async def look(self, prompt: Prompt, wait_s: float = 0.0) -> bool:

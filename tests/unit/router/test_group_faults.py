@@ -1,0 +1,244 @@
+"""Requests of routers that schedule as one, while engines fail and leaders come and go: each ends right or clearly,
+and nobody's books have anything of it in the end. Messages pass through their encoding.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from kvpool.router.bodies import BadRequest
+from kvpool.router.config import RouterConfig
+from kvpool.router.engines import EngineSpec
+from kvpool.router.group.leader import LedRouter
+from kvpool.router.group.messages import Message, decode, encode
+from kvpool.scheduler.settings import Settings
+from kvpool.scheduler.values import Role
+from tests.support.scripted_engines import (
+    FAULTS,
+    Bench,
+    Client,
+    ScriptedUpstream,
+    answer_to,
+    engine,
+)
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+SHAPES = [
+    (engine("a"), engine("b")),
+    (engine("p", PREFILL), engine("q", PREFILL), engine("d", DECODE), engine("e", DECODE)),
+    (
+        engine("p", PREFILL),
+        engine("d", DECODE, follows_max=2),
+        engine("e", DECODE, follows_max=2),
+        engine("a"),
+    ),
+]
+ROUTERS = 3
+CONFIG: dict[str, Any] = {
+    "answer_s": 0.02,
+    "stall_s": 0.02,
+    "client_stall_s": 0.5,
+    "deadline_s": 5.0,
+    "probe_s": 50.0,
+    "backoff_s": 50.0,
+    "backoff_s_max": 50.0,
+    "failures_max": 1000,
+}
+
+
+class Wire:
+    """A member's connection to its leader, in memory: a `Leader`."""
+
+    def __init__(self, member: Bench, leader: Bench, name: str) -> None:
+        self.alive = True
+        self.ident = name
+        self._member = member
+        self._led = LedRouter(name, leader.books, self._down)
+
+    def send(self, message: Message) -> None:
+        if self.alive:
+            asyncio.get_running_loop().call_soon(self._up, encode([message]))
+
+    def _up(self, data: bytes) -> None:
+        for message in decode(data):
+            if self.alive:
+                self._led.heard(message)
+
+    def _down(self, message: Message) -> None:
+        if self.alive:
+            asyncio.get_running_loop().call_soon(self._told, encode([message]))
+
+    def _told(self, data: bytes) -> None:
+        for message in decode(data):
+            if self.alive:
+                self._member.shared.heard(self, message)
+
+    def cut(self) -> None:
+        self.alive = False
+        self._led.close()
+
+
+class Routers:
+    """The first one leads."""
+
+    def __init__(self, members: Sequence[Bench]) -> None:
+        self.members = list(members)
+        self.wires: dict[int, Wire] = {}
+        self.count = 0
+        self.asked: dict[int, list[asyncio.Task[None]]] = {id(each): [] for each in members}
+        self.connect()
+
+    def connect(self) -> None:
+        """Everybody follows the first one."""
+        for member in self.members[1:]:
+            self.wires[id(member)] = self.wire(member)
+            member.shared.follow(self.wires[id(member)])
+
+    def wire(self, member: Bench) -> Wire:
+        self.count += 1
+        return Wire(member, self.members[0], f"{self.count}")
+
+    async def lead_dies(self) -> None:
+        """With the requests that it was asked for."""
+        dead = self.members.pop(0)
+        for task in self.asked[id(dead)]:
+            task.cancel()
+        await asyncio.gather(*self.asked[id(dead)], return_exceptions=True)
+        old = dict(self.wires)
+        for wire in old.values():
+            wire.cut()
+        self.members[0].shared.follow(None)
+        self.connect()
+
+    async def lead_retires(self) -> None:
+        """It ends its own requests."""
+        retired, old = self.members.pop(0), dict(self.wires)
+        self.members[0].shared.follow(None, leaving=old[id(self.members[0])])
+        for member in self.members[1:]:
+            wire = self.wire(member)
+            self.wires[id(member)] = wire
+            member.shared.follow(wire, leaving=old[id(member)])
+        await asyncio.gather(*self.asked[id(retired)], return_exceptions=True)
+        for wire in old.values():
+            wire.cut()
+
+    async def one_is_cut_off(self) -> None:
+        """For a moment it schedules itself."""
+        member = self.members[-1]
+        if member is not self.members[0]:
+            self.wires[id(member)].cut()
+            member.shared.follow(None)
+            await asyncio.sleep(0)
+            self.wires[id(member)] = wire = self.wire(member)
+            member.shared.follow(wire)
+
+
+async def one(bench: Bench, body: dict[str, Any]) -> None:
+    client = Client()
+    try:
+        await bench.serving.serve(bench.incoming(body), client)
+    except BadRequest as rejected:
+        assert rejected.status in {502, 503, 504}, rejected
+        assert not client.begun
+        return
+    assert client.ended
+    if client.status == 400:
+        assert client.data == b'{"error":"no"}'
+    elif client.data != answer_to(body):
+        assert body["stream"]
+        before = client.data[: client.data.index(b'data: {"error"')]
+        assert answer_to(body).startswith(before)
+
+
+CHANGES = ("lead_dies", "lead_retires", "one_is_cut_off")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    faults=st.lists(
+        st.lists(st.sampled_from(["", "", *FAULTS]), max_size=4), min_size=4, max_size=4
+    ),
+    wanted=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 100), st.integers(0, ROUTERS - 1)),
+        min_size=1,
+        max_size=8,
+    ),
+    changes=st.lists(
+        st.tuples(st.sampled_from(CHANGES), st.integers(0, 30)), min_size=1, max_size=4
+    ),
+    segment_s=st.sampled_from([0.0, 0.001]),
+)
+def test_each_request_ends_right_or_clearly(
+    shape: tuple[EngineSpec, ...],
+    faults: list[list[str]],
+    wanted: list[tuple[bool, int, int]],
+    changes: list[tuple[str, int]],
+    segment_s: float,
+) -> None:
+    async def main() -> None:
+        upstream = ScriptedUpstream()
+        upstream.faults = {s.name: deque(f) for s, f in zip(shape, faults, strict=False)}
+        rule = Settings(retries_max=2, segment_s=segment_s)
+        async with AsyncExitStack() as stack:
+            members = [
+                await stack.enter_async_context(Bench(shape, RouterConfig(**CONFIG), rule, upstream))
+                for _ in range(ROUTERS)
+            ]
+            routers = Routers(members)
+            tasks = []
+            for seed, (streams, length, member) in enumerate(wanted):
+                body = {"prompt": "x" * length, "stream": streams, "seed": seed}
+                task = asyncio.create_task(one(members[member], body))
+                routers.asked[id(members[member])].append(task)
+                tasks.append(task)
+            for change, after in changes:
+                for _ in range(after):
+                    await asyncio.sleep(0)
+                if len(routers.members) > 1:
+                    await getattr(routers, change)()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if outcome is not None and not isinstance(outcome, asyncio.CancelledError):
+                    raise outcome
+            for _ in range(4):  # the last messages
+                await asyncio.sleep(0)
+            assert [bench.left() for bench in routers.members] == [{}] * len(routers.members)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("held", "calls"), [("p", 1), ("d", 4)])
+def test_what_engines_compute_when_the_leader_dies_is_not_computed_again(
+    held: str, calls: int, stream: bool
+) -> None:
+    async def main() -> None:
+        upstream = ScriptedUpstream()
+        shape = engine("p", PREFILL), engine("d", DECODE)
+        async with AsyncExitStack() as stack:
+            members = [
+                await stack.enter_async_context(
+                    Bench(shape, RouterConfig(**CONFIG | {"answer_s": 20.0}), Settings(), upstream)
+                )
+                for _ in range(ROUTERS)
+            ]
+            routers = Routers(members)
+            upstream.hold[held] = asyncio.Event()
+            body = {"prompt": "x" * 90, "stream": stream}
+            tasks = [asyncio.create_task(one(member, body)) for member in members[1:]]
+            while len(upstream.seen) < calls:
+                await asyncio.sleep(0)
+            await routers.lead_dies()
+            upstream.hold[held].set()
+            await asyncio.gather(*tasks)
+            assert sorted(seen.engine for seen in upstream.seen) == ["d", "d", "p", "p"]
+            new = routers.members[0].scheduler
+            assert not new.waiting and not new.parked
+
+    asyncio.run(main())
