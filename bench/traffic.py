@@ -5,12 +5,17 @@ of its own, behind a router in its own: with the default policy, with `round-rob
 Prompts of 128 tokens and answers of 16, so many at a time; streamed or not. All of it shares this machine's cores,
 clients too: what counts is the ratio of two policies of one router.
 
+`group`: sessions over four engines, whose turns go to one router, and to three that schedule as one, in turns: mean
+time to the first token. Then the leader of the three is killed with SIGKILL in the middle and started again:
+decisions that knew no block of a session's earlier turns are blind. Each of its clients asks the next router.
+
 `cpu`: CPU of the router's process for a request of 1,000 tokens that is answered with two, and for each event more,
 before an engine for which nothing takes time.
 
-    .venv/bin/python bench/traffic.py [--quick] [--json FILE] [--only short|cpu]
+    .venv/bin/python bench/traffic.py [--quick] [--json FILE] [--only short|cpu|group]
 
-Checks: short_prompts_rps_vs_best, router_cpu_ms_1k, router_cpu_us_event.
+Checks: short_prompts_rps_vs_best, router_cpu_ms_1k, router_cpu_us_event, three_routers_vs_one, blind_decisions_share,
+leader_killed_longest_s.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +44,9 @@ REQUESTS, REQUESTS_QUICK = 1024, 512
 LONG_TOKENS = 1000
 CPU_REQUESTS, CPU_REQUESTS_QUICK, CPU_TOGETHER = 400, 120, 8
 EVENTS = 102
+SESSIONS, SESSIONS_QUICK, TURNS_EACH = 48, 24, 6
+FIRST_TOKENS, MORE_TOKENS, THINK_S, SESSION_GAP_S = 800, 400, 0.3, 0.08
+SESSION_ENGINES, ROUTERS = 4, 3
 CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -56,6 +66,8 @@ def main() -> int:
     report, arguments = parse_arguments(__doc__ or "")
     if arguments.only in "short":
         asyncio.run(short(report))
+    if arguments.only in "group":
+        asyncio.run(group(report))
     if arguments.only in "cpu":
         asyncio.run(cpu(report))
     return report.finish()
@@ -114,6 +126,143 @@ async def many(
     began = clock()
     await asyncio.gather(*(one_after_the_other() for _ in range(work.together)))
     return count / (clock() - began), 1e3 * sum(firsts) / len(firsts)
+
+
+# ---- several routers -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """One answer. ttft_s: with the time of an earlier try at a router that died."""
+
+    url: str
+    ident: str
+    number: int
+    ttft_s: float
+
+
+async def group(report: Report) -> None:
+    turns = 1 if report.quick else TURNS
+    count = SESSIONS_QUICK if report.quick else SESSIONS
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
+        tables = [
+            await asyncio.to_thread(engine_table, stack, folder, n) for n in range(SESSION_ENGINES)
+        ]
+        one = await asyncio.to_thread(router_of, stack, folder, tables, free_port(), [])
+        ports = [free_port() for _ in range(ROUTERS)]
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        several = [
+            await asyncio.to_thread(router_of, stack, folder, tables, port, urls) for port in ports
+        ]
+        ways = {"one router": [one[0]], "three routers": [url for url, _ in several]}
+        means: dict[str, list[float]] = {way: [] for way in ways}
+        async with open_session() as session:
+            for turn in range(-1, turns):  # one to get warm
+                for way in list(ways) if turn % 2 else list(reversed(ways)):
+                    found = await sessions(session, ways[way], count, f"{turn} {way}")
+                    if turn >= 0:
+                        means[way].append(sum(each.ttft_s for each in found) / len(found))
+            for way in ways:
+                report.row(way, ttft_ms=1e3 * median(means[way]))
+            ratio = median(means["three routers"]) / median(means["one router"])
+
+            async def kill() -> None:
+                await asyncio.sleep(count * SESSION_GAP_S)
+                os.kill(several[0][1], signal.SIGKILL)
+                await asyncio.to_thread(router_of, stack, folder, tables, ports[0], urls)
+
+            killing = asyncio.create_task(kill())
+            found = await sessions(session, urls, count, "killed")
+            await killing
+            blind = [await is_blind(session, each) for each in found if each.number]
+        report.row(
+            "the leader is killed",
+            decisions=len(blind),
+            ttft_ms=1e3 * sum(each.ttft_s for each in found) / len(found),
+            longest_s=max(each.ttft_s for each in found),
+        )
+    report.check("three_routers_vs_one", ratio, at_most=1.02)
+    report.check("blind_decisions_share", sum(blind) / len(blind), at_most=0.005)
+    report.check("leader_killed_longest_s", max(each.ttft_s for each in found), at_most=1.5)
+
+
+async def sessions(
+    session: aiohttp.ClientSession, urls: Sequence[str], count: int, prefix: str
+) -> list[Turn]:
+    """Conversations, each turn of which goes to the next router."""
+    found: list[Turn] = []
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number * SESSION_GAP_S)
+        for turn in range(TURNS_EACH):
+            text = prompt(f"{prefix} {number} ", FIRST_TOKENS + turn * MORE_TOKENS)
+            ident = f"{prefix.replace(' ', '-')}-{number}-{turn}"
+            at = number + turn
+            spent_s = 0.0
+            for trial in range(len(urls)):
+                url = urls[(at + trial) % len(urls)]
+                began = asyncio.get_running_loop().time()
+                try:
+                    ttft_s = await ask(
+                        session, url, text, ANSWER_TOKENS, streamed=True, ident=ident
+                    )
+                except (aiohttp.ClientError, OSError):
+                    spent_s += asyncio.get_running_loop().time() - began
+                    continue
+                found.append(Turn(url, ident, turn, spent_s + ttft_s))
+                break
+            else:
+                raise SystemExit("no router answers")
+            await asyncio.sleep(THINK_S)
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+    return found
+
+
+async def is_blind(session: aiohttp.ClientSession, turn: Turn) -> bool:
+    """Whether its first order was given without a block of the turns before, which some engine has."""
+    async with session.get(f"{turn.url}/explain/{turn.ident}") as response:
+        if response.status == 404:  # of the router that was killed after it had answered
+            return False
+        steps = (await response.json())["steps"]
+    order = next((step for step in steps if step["what"] == "order"), None)
+    return order is None or not any(each["cached_blocks"] for each in order["candidates"])
+
+
+def engine_table(stack: ExitStack, folder: Path, number: int) -> dict[str, Any]:
+    """A stub engine with KV events, as the router's configuration has it."""
+    places = {name: f"ipc://{folder}/{number}.{name}" for name in ("events", "replay")}
+    flags = [text for name, value in places.items() for text in (f"--{name}", value)]
+    url = engine(stack, "--prefill-tokens-s", "8000", "--decode-s", "0.004", *flags)
+    return {"name": f"{number}", "url": url, "node": f"{number}", "groups": [0], **places} | {
+        "hash": "sha256_cbor",
+        "block_tokens": 16,
+    }
+
+
+def router_of(
+    stack: ExitStack,
+    folder: Path,
+    tables: Sequence[dict[str, Any]],
+    port: int,
+    others: Sequence[str],
+) -> tuple[str, int]:
+    """A router at this port: its URL and its process."""
+    path = folder / f"{port}.toml"
+    lines = [f'listen = "127.0.0.1:{port}"', "daemon = false", f"routers = {json.dumps(others)}"]
+    for table in tables:
+        lines += ["[[engines]]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    path.write_text("\n".join(lines) + "\n")
+    said, pid = started(stack, "kvpool.cli", "router", "--config", str(path))
+    return said.split("router at ")[1].split(",")[0].strip(), pid
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
 # ---- CPU -----------------------------------------------------------------------------------------------
@@ -175,14 +324,21 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, text: str, answer: int, *, streamed: bool
+    session: aiohttp.ClientSession,
+    url: str,
+    text: str,
+    answer: int,
+    *,
+    streamed: bool,
+    ident: str = "",
 ) -> float:
-    """Seconds to the first byte of the answer."""
+    """Seconds to the first byte of the answer. ident: of the request; empty: the router names it."""
     clock = asyncio.get_running_loop().time
     body: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": text}]}
     body |= {"max_tokens": answer, "stream": streamed}
     sent = clock()
-    async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+    headers = {"x-request-id": ident} if ident else None
+    async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
         said = await response.content.readany()
         first_s = clock() - sent
         said += await response.read()

@@ -46,6 +46,7 @@ log = logging.getLogger("kvpool.router")
 PATH = "/group"
 CONNECT_S = 1.0
 RETRY_S = 0.25
+FAILURES_SAID = 20
 RESOLVE_S = 2.0
 KNOWN_S = 30.0
 """Until an address is tried again at which this router is itself, or one that is known by another address."""
@@ -119,7 +120,6 @@ class Group:
         self._number = 0
         self._tasks: dict[Target, asyncio.Task[None]] = {}
         self._tried: dict[Target, asyncio.Event] = {}
-        self._said: dict[Target, str] = {}
         self._running: list[asyncio.Task[None]] = []
         self._count()
 
@@ -175,18 +175,16 @@ class Group:
 
     async def _keep(self, target: Target) -> None:
         """Connected, until it is cancelled."""
-        tried = self._tried[target]
+        tried, failures = self._tried[target], 0
         while True:
             try:
                 await self._connect(target, tried)
-                said = ""
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                said = str(error) or type(error).__name__
-            except ProtocolError as error:
-                said = str(error)
-            if said and self._said.get(target) != said:
-                log.warning("the router at %s cannot be followed: %s", target.url, said)
-            self._said[target] = said
+                failures = 0
+            except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as error:
+                failures += 1
+                if failures == FAILURES_SAID:  # routers are started one after the other
+                    said = str(error) or type(error).__name__
+                    log.warning("the router at %s cannot be reached: %s", target.url, said)
             tried.set()
             await asyncio.sleep(RETRY_S)
 
