@@ -5,6 +5,12 @@ of its own, behind a router in its own: with the default policy, with `round-rob
 Prompts of 128 tokens and answers of 16, so many at a time; streamed or not. All of it shares this machine's cores,
 clients too: what counts is the ratio of two policies of one router.
 
+`shapes`: the simulator, four engines (of P/D two and two) at a load of 0.8 with work of several shapes. Each policy has
+kvpool's queue, so that only the engine of a request differs. Judged is the default policy's mean time to first token
+beside the best policy's, in the worst shape.
+
+`namespaces`: a scheduler with engines of two namespaces: orders that count on blocks of the other one are wrong.
+
 `group`: sessions over four engines, whose turns go to one router, and to three that schedule as one, in turns: mean
 time to the first token. Then the leader of the three is killed with SIGKILL in the middle and started again:
 decisions that knew no block of a session's earlier turns are blind. Each of its clients asks the next router.
@@ -12,9 +18,9 @@ decisions that knew no block of a session's earlier turns are blind. Each of its
 `cpu`: CPU of the router's process for a request of 1,000 tokens that is answered with two, and for each event more,
 before an engine for which nothing takes time.
 
-    .venv/bin/python bench/traffic.py [--quick] [--json FILE] [--only short|cpu|group]
+    .venv/bin/python bench/traffic.py [--quick] [--json FILE] [--only short|shapes|namespaces|group|cpu]
 
-Checks: short_prompts_rps_vs_best, router_cpu_ms_1k, router_cpu_us_event, three_routers_vs_one, blind_decisions_share,
+Checks: short_prompts_rps_vs_best, worst_shape_vs_best, namespaces_wrong, router_cpu_ms_1k, router_cpu_us_event, three_routers_vs_one, blind_decisions_share,
 leader_killed_longest_s.
 """
 
@@ -29,12 +35,24 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
 from harness import Report, median, parse_arguments, run_module, started
+from sim import RUNS, task
+
+from kvpool.scheduler.cluster import Cluster, Traffic
+from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
+from kvpool.scheduler.index import PrefixIndex
+from kvpool.scheduler.policies import POLICIES, make_policy
+from kvpool.scheduler.scheduler import Scheduler
+from kvpool.scheduler.values import Engine, Order, Request, Role
+from kvpool.simulator.simulated_cluster import Shape
+from kvpool.simulator.speeds import Speeds, load_hardware, load_model
+from kvpool.simulator.traces import BLOCK_TOKENS, Entry, generate
 
 DIRECT, BASELINE, OURS = "direct", "round-robin", "kvpool"
 ENGINES = 2
@@ -44,9 +62,14 @@ REQUESTS, REQUESTS_QUICK = 1024, 512
 LONG_TOKENS = 1000
 CPU_REQUESTS, CPU_REQUESTS_QUICK, CPU_TOGETHER = 400, 120, 8
 EVENTS = 102
+SHAPE_SEEDS, SHAPE_REQUESTS, SHAPE_REQUESTS_QUICK = 3, 1200, 300
+SHAPE_LOAD, SHAPE_POOL_TOKENS = 0.8, 8_000_000
+RIVALS = tuple(f"{name}/queued" for name in POLICIES if name not in {OURS, "random"})
+RIVALS_QUICK = ("mooncake-global/queued", "dynamo/queued", "least-loaded/queued")
 SESSIONS, SESSIONS_QUICK, TURNS_EACH = 48, 24, 6
 FIRST_TOKENS, MORE_TOKENS, THINK_S, SESSION_GAP_S = 800, 400, 0.3, 0.08
 SESSION_ENGINES, ROUTERS = 4, 3
+NAMESPACE_DECISIONS = 400
 CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -66,6 +89,10 @@ def main() -> int:
     report, arguments = parse_arguments(__doc__ or "")
     if arguments.only in "short":
         asyncio.run(short(report))
+    if arguments.only in "shapes":
+        shapes(report)
+    if arguments.only in "namespaces":
+        namespaces(report)
     if arguments.only in "group":
         asyncio.run(group(report))
     if arguments.only in "cpu":
@@ -126,6 +153,93 @@ async def many(
     began = clock()
     await asyncio.gather(*(one_after_the_other() for _ in range(work.together)))
     return count / (clock() - began), 1e3 * sum(firsts) / len(firsts)
+
+
+# ---- shapes of work, simulated ---------------------------------------------------------------------------
+
+
+def shapes(report: Report) -> None:
+    count = SHAPE_REQUESTS_QUICK if report.quick else SHAPE_REQUESTS
+    rivals = RIVALS_QUICK if report.quick else RIVALS
+    seeds = range(1 if report.quick else SHAPE_SEEDS)
+    speeds = Speeds(load_hardware("a800x8"), load_model("llama-3-70b"))
+    four = Shape(speeds, prefill=4, pool_tokens=SHAPE_POOL_TOKENS)
+    worst = 0.0
+    with RUNS:
+        for name, entries in works(count).items():
+            split = name == "P/D"
+            shape = replace(four, prefill=2, decode=2) if split else four
+            todo = [
+                (entries, replace(shape, seed=seed), SHAPE_LOAD, policy)
+                for policy in (OURS, *rivals)
+                for seed in seeds
+            ]
+            found: dict[str, float] = dict.fromkeys((OURS, *rivals), 0.0)
+            for (*_, policy), run in zip(todo, RUNS.map(task, todo), strict=True):
+                found[policy] += 1e3 * run["ttft_s"]["mean"] / len(seeds)
+            report.row(name, **found)
+            worst = max(worst, found[OURS] / min(found.values()))
+    report.check("worst_shape_vs_best", worst, at_most=1.02)
+
+
+def works(count: int) -> dict[str, list[Entry]]:
+    """So much work of each shape."""
+    rng = Random(1)
+    return {
+        "short": unshared(rng, 4 * count, [200]),
+        "long": unshared(rng, count, [16_000]),
+        "mixed": unshared(rng, 2 * count, [300, 300, 300, 300, 16_000]),
+        "shared prefixes": generate("shared-prefixes", count, 1),
+        "sessions": generate("multi-turn", count, 1),
+        "agents": generate("agent", count, 1),
+        "P/D": generate("multi-turn", count, 2),
+    }
+
+
+def unshared(rng: Random, count: int, tokens: Sequence[int]) -> list[Entry]:
+    """Prompts that have nothing in common, of about these lengths."""
+    entries: list[Entry] = []
+    when, key = 0.0, 0
+    for _ in range(count):
+        when += rng.expovariate(4.0)
+        length = max(1, round(rng.choice(tokens) * rng.expovariate(1.0)))
+        end = key - (-length // BLOCK_TOKENS)
+        entries.append(Entry(when, length, 100, tuple(range(key, end))))
+        key = end
+    return entries
+
+
+def namespaces(report: Report) -> None:
+    """Two engines of each namespace; one namespace has every prompt, and an engine of the other one is asked first."""
+    wrong = 0
+    for number in range(NAMESPACE_DECISIONS):
+        index = PrefixIndex()
+        engines = []
+        for name in ("a0", "a1", "b0", "b1"):
+            tier, space = f"dram:{name}", name[0]
+            index.join(f"gpu:{name}", pool=False, namespace=space)
+            index.join(tier, pool=True, namespace=space)
+            engines.append(
+                Engine(
+                    name, name, Role.BOTH, space, f"gpu:{name}", (tier,), 1 << 20, namespace=space
+                )
+            )
+        loads = {tier: LoadEstimate(1e-4, 1e11) for tier in ("dram", "peer")}
+        steps = StepEstimate((0.004, 1e-4, 1e-9))
+        kinds = {space: KindEstimates(steps, steps, loads, 2048, 16, 16 << 10) for space in "ab"}
+        nodes = {engine.tiers[0]: engine.node for engine in engines}
+        spaces = {engine.tiers[0]: engine.namespace for engine in engines}
+        keys = list(range(100))
+        index.add(f"dram:a{number % 2}", keys)
+        cluster = Cluster(kinds, nodes, Traffic(), spaces)
+        scheduler = Scheduler(engines, cluster, index, make_policy(OURS), Random(number))
+        among = frozenset("b") if number % 4 else None
+        scheduler.submit(Request(number, keys, 1600, 10, 0.0, kinds=among), 0.0)
+        for order in scheduler.poll(0.0):
+            if isinstance(order, Order) and order.estimate.engine.namespace == "b":
+                wrong += order.estimate.cached > 0
+    report.row("namespaces", decisions=NAMESPACE_DECISIONS, wrong=wrong)
+    report.check("namespaces_wrong", float(wrong), at_most=0)
 
 
 # ---- several routers -----------------------------------------------------------------------------------

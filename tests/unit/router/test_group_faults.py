@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "answer_s": 0.02,
     "stall_s": 0.02,
     "client_stall_s": 0.5,
-    "deadline_s": 5.0,
+    "deadline_s": 1.0,
     "probe_s": 50.0,
     "backoff_s": 50.0,
     "backoff_s_max": 50.0,
