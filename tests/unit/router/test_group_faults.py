@@ -4,7 +4,7 @@ and nobody's books have anything of it in the end. Messages pass through their e
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.support.scripted_engines import (
     answer_to,
     engine,
 )
+from tests.support.waiting import until_async
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 SHAPES = [
@@ -139,11 +140,17 @@ class Routers:
             member.shared.follow(wire)
 
 
+async def rejection(work: Awaitable[None]) -> BadRequest | None:
+    try:
+        await work
+    except BadRequest as error:
+        return error
+    return None
+
+
 async def one(bench: Bench, body: dict[str, Any]) -> None:
     client = Client()
-    try:
-        await bench.serving.serve(bench.incoming(body), client)
-    except BadRequest as rejected:
+    if (rejected := await rejection(bench.serving.serve(bench.incoming(body), client))) is not None:
         assert rejected.status in {502, 503, 504}, rejected
         assert not client.begun
         return
@@ -188,7 +195,9 @@ def test_each_request_ends_right_or_clearly(
         rule = Settings(retries_max=2, segment_s=segment_s)
         async with AsyncExitStack() as stack:
             members = [
-                await stack.enter_async_context(Bench(shape, RouterConfig(**CONFIG), rule, upstream))
+                await stack.enter_async_context(
+                    Bench(shape, RouterConfig(**CONFIG), rule, upstream)
+                )
                 for _ in range(ROUTERS)
             ]
             routers = Routers(members)
@@ -232,8 +241,7 @@ def test_what_engines_compute_when_the_leader_dies_is_not_computed_again(
             upstream.hold[held] = asyncio.Event()
             body = {"prompt": "x" * 90, "stream": stream}
             tasks = [asyncio.create_task(one(member, body)) for member in members[1:]]
-            while len(upstream.seen) < calls:
-                await asyncio.sleep(0)
+            await until_async(lambda: len(upstream.seen) >= calls)
             await routers.lead_dies()
             upstream.hold[held].set()
             await asyncio.gather(*tasks)

@@ -155,7 +155,9 @@ class Machine(RuleBasedStateMachine):
             assert known.rest
             known.out.append(order)
             known.rest = not order.last
-            if order.decode is None:  # it goes on with its prompt, and decodes where there is an engine again
+            if (
+                order.decode is None
+            ):  # it goes on with its prompt, and decodes where there is an engine again
                 in_service = [e for e in self.engines.values() if e.name not in self.resting]
                 assert not any(Role.DECODE in engine.role for engine in in_service)
             if known.sent:
