@@ -1,8 +1,9 @@
 """HTTP listeners of the gateway and of the router: addresses, TLS, and who has a place when there is no room for more.
 
-A connection that no request has authenticated is a stranger's. When all places are taken, or one address has its
-share of them, the oldest stranger makes way for a new connection: so neither those who connect and say nothing, nor
-one address with many connections, keep out others or a health probe.
+A connection that no request has authenticated is a stranger's. When all places are taken, a stranger makes way for a
+new connection, first one of an address that has more than its share: so neither those who connect and say nothing, nor
+one address with many connections, keep out others or a health probe. While there is room nobody makes way: behind a
+proxy all connections come from one address, and thousands may come before the first request is read.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ CLOSE_S = 2.0
 TLS_LOOK_S = 2.0
 ACCEPT_PAUSE_S = 0.1  # such as when the process is out of descriptors
 COMPLAINT_S = 10.0
-BACKLOG = 1024
-OF_AN_ADDRESS = 4  # so many of them fill all places with strangers
+BACKLOG = 4096
+OF_AN_ADDRESS = 4  # so many of them, each with its share, fill all places with strangers
 _UCRED = struct.Struct("3i")
 
 C = TypeVar("C")
@@ -67,14 +68,18 @@ class Places(Generic[C]):
     def displaced_by(self, address: str, idle: Callable[[C], bool]) -> C | None:
         """Who makes way for a connection from this address; None: nobody has to, or nobody can (`full`).
 
-        Strangers go first; without any, the known one that has been idle for longest.
+        Strangers go first: those of an address with more than its share, the new connection's own one included; then
+        the oldest. Without any, the known one that has been idle for longest.
         address: empty where all connections have the same (a unix socket): they have no share. idle: whether one has
         no request under way.
         """
-        if address and self._count[address] >= self._share:
-            return next(each for each, its in self._strangers.items() if its == address)
         if not self.full:
             return None
+        if address and self._count[address] >= self._share:
+            return next(each for each, its in self._strangers.items() if its == address)
+        crowds = {its for its, count in self._count.items() if its and count > self._share}
+        if crowds:
+            return next(each for each, its in self._strangers.items() if its in crowds)
         return next(iter(self._strangers), next(filter(idle, self._known), None))
 
     def admit(self, connection: C, address: str) -> None:

@@ -16,13 +16,15 @@ from kvpool.router.bodies import Body, Kind, prompt_only, segment
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
 from kvpool.router.moving_limit import MovingLimit
-from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, usage_of
+from kvpool.router.sse import EventStream, EventTooLong, NoEvent, cached_tokens, is_json, usage_of
 from kvpool.router.tracing import Trace
-from kvpool.router.upstream import TOO_LARGE, Answer, EngineFailed, Upstream
+from kvpool.router.upstream import GARBAGE, TOO_LARGE, Answer, EngineFailed, Upstream
 from kvpool.scheduler.values import Order
 from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 
 PREFILL_BYTES_MAX = 1 << 20
+JSON = "application/json"
+SHOWN = 50
 SLOWER_MAX = 4.0
 """This multiple of the estimate, plus `answer_s`, is the time limit of a call."""
 TOKEN_S_MIN = 0.1
@@ -158,13 +160,14 @@ class Caller:
                 asyncio.timeout(self._patience_s(call)),
                 self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
-                call.usage = usage_of(await answer.whole(PREFILL_BYTES_MAX))
+                call.usage = _usage(answer, await answer.whole(PREFILL_BYTES_MAX))
         except TimeoutError:
             raise _late(call) from None
 
     async def answer(self, call: Call, raw: bytes, reply: Reply, listener: AnswerListener) -> None:
         """The answer, to the client."""
-        path = self._body.kind.value
+        body_kind = self._body.kind
+        path = body_kind.value
         loop = asyncio.get_running_loop()
         late_at = loop.time() + self._patience_s(call)
         # At the deadline the request ends by itself: no fault of the engine.
@@ -180,7 +183,8 @@ class Caller:
                     return
                 # An answer that is not streamed arrives at once; the time of its first token is unknown.
                 data = await answer.whole(self.limits.answer_bytes_max)
-                call.usage = usage_of(data)
+                if body_kind.generates or answer.content_type.startswith(JSON):
+                    call.usage = _usage(answer, data)
                 listener.answer_begun(call)
                 passing.at_client = True
                 limit.move(loop.time() + self.limits.client_stall_s)
@@ -192,6 +196,8 @@ class Caller:
             raise _late(call) from None
         except EventTooLong as error:
             raise EngineFailed(call.spec.name, TOO_LARGE, str(error)) from None
+        except NoEvent as error:
+            raise EngineFailed(call.spec.name, GARBAGE, str(error)) from None
 
     async def _stream(self, answer: Answer, passing: _Passing) -> None:
         call, reply, move = passing.call, passing.reply, passing.limit.move
@@ -263,6 +269,15 @@ class _Passing:
     listener: AnswerListener
     limit: MovingLimit
     at_client: bool = False
+
+
+def _usage(answer: Answer, data: bytes) -> dict[str, Any]:
+    """The usage of a whole answer. Raises `EngineFailed` if it is no answer: an error page, or cut by a proxy."""
+    usage = usage_of(data)
+    if not usage and not is_json(data):
+        message = f"its answer is not JSON but {answer.content_type[:SHOWN]}: {data[:SHOWN]!r}"
+        raise EngineFailed(answer.engine, GARBAGE, message)
+    return usage
 
 
 def _late(call: Call) -> EngineFailed:

@@ -1,7 +1,8 @@
 """Forwards a stream of server-sent events. No I/O.
 
 Only whole events are forwarded, byte for byte: if an engine is cut off in the middle of one, the
-client has complete events, and an error can follow. Only the end of a stream is parsed.
+client has complete events, and an error can follow. Only the end of a stream is parsed; of the others it is seen that
+they are events.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from kvpool.errors import KvpoolError, ProtocolError
 
 EVENT_BYTES_MAX = 16 << 20
 ENDS = (b"\n\n", b"\r\n\r\n")
+FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"\n", b"\r\n")
+"""An event begins with one of these; `:` is a comment, and an empty line is none."""
 DONE = b"data: [DONE]"
 NAMED = b"event:"
 LAST_EVENTS = tuple(
@@ -30,6 +33,7 @@ LAST_EVENTS = tuple(
 """Of streams whose events have names, and that do not end with `DONE`: `/v1/messages`, `/v1/responses`."""
 ERROR = b'data: {"error"'
 USAGE = b'"usage":'
+SHOWN_BYTES = 50
 
 
 class EventTooLong(KvpoolError):
@@ -38,28 +42,45 @@ class EventTooLong(KvpoolError):
     code = "event_too_long"
 
 
+class NoEvent(KvpoolError):
+    """What came is no event."""
+
+    code = "no_event"
+
+
 class EventStream:
     """One answer. events: forwarded so far. done: whether the engine has marked its end."""
 
     def __init__(self) -> None:
         self.events = 0
         self.done = False
-        self._rest = b""
+        self._rest = bytearray()
         self._last = b""
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of an event whose end has not come."""
+        return len(self._rest)
+
     def feed(self, data: bytes) -> bytes:
-        """Bytes that can be forwarded now: whole events, maybe none. Raises `EventTooLong`."""
+        """Bytes that can be forwarded now: whole events, maybe none. Raises `EventTooLong` and `NoEvent`."""
         if self._rest:
-            data = self._rest + data
-            self._rest = b""
-        if not data.endswith(b"\n\n"):
-            end = max(at + len(mark) if (at := data.rfind(mark)) >= 0 else 0 for mark in ENDS)
-            self._rest = data[end:]
-            if len(self._rest) > EVENT_BYTES_MAX:
-                raise EventTooLong(f"an event has more than {EVENT_BYTES_MAX >> 20} MiB")
+            # Only what is new is searched: an event may come in very many pieces.
+            seen = max(len(self._rest) - len(ENDS[-1]) + 1, 0)
+            self._rest += data
+            end = _end(self._rest, seen)
+            data = bytes(self._rest[:end])
+            del self._rest[:end]
+        elif not data.endswith(b"\n\n"):
+            end = _end(data, 0)
+            self._rest += data[end:]
             data = data[:end]
-            if not data:
-                return data
+        if len(self._rest) > EVENT_BYTES_MAX:
+            raise EventTooLong(f"an event has more than {EVENT_BYTES_MAX >> 20} MiB")
+        if not data:
+            return data
+        if (wrong := _no_event(data)) is not None:
+            raise NoEvent(f"its stream has what is no event: {data[wrong : wrong + SHOWN_BYTES]!r}")
         self.events += data.count(b"\n\n") or data.count(b"\r\n\r\n")
         self.done = self.done or _is_last(data)
         self._last = self._last[-EVENT_BYTES_MAX:] + data if self.done else data
@@ -76,6 +97,23 @@ class EventStream:
             if USAGE in line and line.startswith(b"data:"):
                 return usage_of(line.removeprefix(b"data:"))
         return {}
+
+
+def _end(data: bytes | bytearray, start: int) -> int:
+    """Behind the last whole event; 0: there is none. It ends at this place or later."""
+    return max(at + len(mark) if (at := data.rfind(mark, start)) >= 0 else 0 for mark in ENDS)
+
+
+def _no_event(data: bytes) -> int | None:
+    """Where something begins that is no event; None: all of these are events."""
+    at = 0
+    while at < len(data):
+        if not data.startswith(FIELDS, at):
+            return at
+        at = data.find(b"\n\n", at) + 2
+        if at == 1:  # all lines end with \r\n
+            break
+    return None
 
 
 def _is_last(data: bytes) -> bool:
@@ -96,6 +134,7 @@ class Said(msgspec.Struct):
 
 
 _decode_said = JsonDecoder[Said](Said, "an answer with its usage")
+_decode_any = JsonDecoder[msgspec.Raw](msgspec.Raw, "JSON")
 
 
 def usage_of(answer: bytes) -> dict[str, Any]:
@@ -104,6 +143,15 @@ def usage_of(answer: bytes) -> dict[str, Any]:
         return _decode_said(answer).usage or {}
     except ProtocolError:
         return {}
+
+
+def is_json(answer: bytes) -> bool:
+    """Whether an answer is JSON, whatever it says."""
+    try:
+        _decode_any(answer)
+    except ProtocolError:
+        return False
+    return True
 
 
 def cached_tokens(usage: dict[str, Any]) -> int | None:

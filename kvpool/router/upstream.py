@@ -23,12 +23,16 @@ IDLE_S = 3.0
 """How long an idle connection is kept: less than the 5 s after which vLLM closes it."""
 REFUSAL_BYTES_MAX = 1 << 20
 SHOWN_CHARACTERS = 500
+SAID_CHARACTERS = 100
 PIECE_BYTES = 1 << 16
 FAULTS = frozenset((401, 403, 408, 425, 429))
 """Below 500, but not about the request itself: a wrong API key, or a busy engine."""
 
 TOO_LARGE = "too_large"
 """Reason of a failed call whose answer exceeds the limit: another engine would answer the same."""
+
+GARBAGE = "garbage"
+"""Reason of a failed call whose answer is none: not JSON, or no events."""
 
 ApiKeys = Callable[[EngineSpec], str]
 
@@ -187,4 +191,13 @@ async def _beginning(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
 
 
 def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    """An error in a few words, for logs and clients: without the engine's address, and what it has sent."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection ended before it was complete"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"not HTTP: {error.message.splitlines()[0][:SAID_CHARACTERS].rstrip(':')}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error) or type(error).__name__)[:SAID_CHARACTERS]

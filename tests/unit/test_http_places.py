@@ -24,14 +24,17 @@ class Model:
         self.used: list[int] = []  # known ones by their last request
 
     def victim(self, address: str) -> int | None:
-        strangers = [(one, its) for one, its, known in self.here if not known]
-        of_it = [one for one, its in strangers if its == address]
-        if address and len(of_it) >= max(1, self.limit // OF_AN_ADDRESS):
-            return of_it[0]
         if len(self.here) < self.limit:
             return None
-        if strangers:
-            return strangers[0][0]
+        share = max(1, self.limit // OF_AN_ADDRESS)
+        strangers = [(one, its) for one, its, known in self.here if not known]
+        count = Counter(its for _, its in strangers if its)
+        count[address] += bool(address)  # with the one that comes
+        of_own = [one for one, its in strangers if its == address and count[its] > share]
+        crowded = [one for one, its in strangers if count[its] > share and its != address]
+        for found in (of_own, crowded, [one for one, _ in strangers]):
+            if found:
+                return found[0]
         return next((one for one in self.used if idle(one)), None)
 
     def trust(self, connection: int) -> None:
@@ -75,5 +78,24 @@ def test_places(limit: int, steps: list[tuple[str, object]]) -> None:
                 places.trust(what)
                 model.trust(what)
         assert len(places) == len(model.here) <= limit
-        strangers = Counter(its for _, its, known in model.here if its and not known)
-        assert all(n <= max(1, limit // OF_AN_ADDRESS) for n in strangers.values())
+
+
+@given(limit=st.integers(1, 40), flood=st.integers(0, 200))
+def test_one_address_may_fill_the_places_and_keeps_nobody_out(limit: int, flood: int) -> None:
+    """Who has no more than its share loses nothing to the one with more."""
+    places: Places[int] = Places(limit)
+    few = [-1 - number for number in range(max(1, limit // OF_AN_ADDRESS))]
+
+    def connect(number: int, address: str) -> int | None:
+        victim = places.displaced_by(address, idle)
+        if victim is not None:
+            places.leave(victim)
+        places.admit(number, address)
+        return victim
+
+    lost = [connect(number, "many") for number in range(flood)]
+    assert not any(one is not None for one in lost[:limit]), "there was room"
+    lost = [connect(number, "few") for number in few]
+    lost += [connect(number, "many") for number in range(flood, flood + limit)]
+    if limit > 1:
+        assert not set(lost) & set(few)

@@ -2,13 +2,22 @@
 
 import itertools
 import json
+import re
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from kvpool.router import sse
-from kvpool.router.sse import EventStream, EventTooLong, cached_tokens, error_event, usage_of
+from kvpool.router.sse import (
+    EventStream,
+    EventTooLong,
+    NoEvent,
+    cached_tokens,
+    error_event,
+    is_json,
+    usage_of,
+)
 
 TEXT = st.text(max_size=20)
 
@@ -88,6 +97,58 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         assert stream.feed(b"data: xxxxxxx") == b""
     with pytest.raises(EventTooLong):
         stream.feed(b"data: xxxxxxx")
+
+
+@pytest.mark.parametrize("garbage", [b"\0\xff", b"<html>no</html>", b"text", b'{"id":"x"}'])
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+def test_what_is_no_event_is_refused_wherever_it_comes(garbage: bytes, end: str) -> None:
+    good, wrong = events_of(["a", "b"], end), garbage + end.encode()
+    for data in ([wrong], [good, wrong], [good, wrong[:3], wrong[3:]]):
+        stream = EventStream()
+        with pytest.raises(NoEvent, match=re.escape(repr(garbage)[2:6])):
+            list(map(stream.feed, data))
+    stream = EventStream()
+    with pytest.raises(NoEvent):
+        stream.feed(events_of(["a"]) + garbage + b"\n\n" + events_of(["b"]))
+
+
+@pytest.mark.parametrize("line", [b": comment", b"id: 7", b"retry: 10", b"", b"event: x\ndata: y"])
+def test_lines_of_events_that_are_no_data_pass(line: bytes) -> None:
+    data = line + b"\n\n" + events_of(["a"])
+    stream = EventStream()
+    assert stream.feed(data) == data
+
+
+def test_an_event_in_very_many_pieces_costs_no_more_than_its_length() -> None:
+    """Only what is new is searched. Counted, not timed."""
+
+    class Counting(bytearray):
+        searched = 0
+
+        def rfind(self, mark: bytes, start: int = 0) -> int:  # type: ignore[override]
+            Counting.searched += len(self) - start
+            return super().rfind(mark, start)
+
+    stream = EventStream()
+    stream._rest = Counting()
+    pieces = 5000
+    for _ in range(pieces):
+        assert stream.feed(b"data:xxx") == b""
+    assert stream.waiting == 8 * pieces
+    assert 0 < Counting.searched <= pieces * 2 * (8 + 3)
+    assert len(stream.feed(b"\n\n")) == 8 * pieces + 2
+    assert stream.waiting == 0
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[]", b"7", b'{"usage": 7}'])
+def test_what_is_json_without_usage(data: bytes) -> None:
+    assert is_json(data)
+    assert usage_of(data) == {}
+
+
+@pytest.mark.parametrize("data", [b"", b"<html>", b"{", b'{"a":1', b"{}{}", b"\0"])
+def test_what_is_no_json(data: bytes) -> None:
+    assert not is_json(data)
 
 
 @pytest.mark.parametrize("together", [True, False])
