@@ -127,7 +127,8 @@ class Listeners:
     """All that is listened on, for one application, which says which connections are known: `trust`. Event loop only.
 
     cert, key: PEM files for TLS; empty: none. setting: that names the addresses, for messages. dropped: called for each
-    connection that is closed because all places are taken: an idle one, to make way, or a new one.
+    connection that is closed because all places are taken: an idle one, to make way, or a new one. reuse_port: let other
+    processes of this user listen at the same TCP port.
     """
 
     def __init__(
@@ -137,9 +138,12 @@ class Listeners:
         limits: HttpLimits,
         setting: str,
         dropped: Callable[[], object],
+        *,
+        reuse_port: bool = False,
     ) -> None:
         self._setting = setting
         self._dropped = dropped
+        self._reuse_port = reuse_port
         self._limits = limits
         self._runner: web.AppRunner | None = None
         self._cert = cert
@@ -207,7 +211,8 @@ class Listeners:
         bound = 0
         for family, *_, place in dict.fromkeys(found):
             try:
-                sock = _bind_tcp(family, (place[0], bound or port, *place[2:]))
+                where = (place[0], bound or port, *place[2:])
+                sock = _bind_tcp(family, where, reuse_port=self._reuse_port)
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
@@ -324,6 +329,22 @@ class Listeners:
                     "the new TLS files are invalid, the previous ones stay in use: %s", error
                 )
 
+    async def stop_accepting(self) -> None:
+        """Connections that are open go on; new ones are for whoever else listens at the same port."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        self._accepting.clear()
+        for sock in self._listening:
+            # Those that wait in the kernel would be reset.
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    connected, address = sock.accept()
+                    connected.setblocking(False)
+                    self._receive(connected, address[0] if isinstance(address, tuple) else "")
+            sock.close()
+        self._listening.clear()
+
     async def close(self) -> None:
         for task in self._accepting:
             task.cancel()
@@ -388,11 +409,13 @@ def _no_password() -> str:
     raise ConfigError("tls_key: the key is encrypted: use a key without a password")
 
 
-def _bind_tcp(family: int, place: tuple[Any, ...]) -> socket.socket:
+def _bind_tcp(family: int, place: tuple[Any, ...], *, reuse_port: bool) -> socket.socket:
     """Raises `OSError`."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(place)

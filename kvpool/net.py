@@ -34,7 +34,8 @@ def operator_socket_of(socket: str) -> str:
     return f"{socket}.operator"
 
 
-def raise_descriptor_limit() -> None:
-    """To the hard limit: each client or engine needs some, and soft limits are often low."""
+def raise_descriptor_limit() -> int:
+    """To the hard limit: each client or engine needs some, and soft limits are often low. Returns that limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most

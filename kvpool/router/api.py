@@ -38,6 +38,7 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.group.group import PATH as GROUP_PATH
 from kvpool.router.group.group import Group
 from kvpool.router.intake import Incoming, Rejected
+from kvpool.router.memory import Held, NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
 from kvpool.router.tracing import request_id, trace_of
@@ -60,6 +61,7 @@ OPERATOR = ""
 _KINDS = {kind.value: kind for kind in Kind}
 IDENT = web.RequestKey("ident", str)
 TENANT = web.RequestKey("tenant", str)
+HELD = web.RequestKey("held", Held)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,11 +69,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class HttpReply:
     """The output of a request to its client. ended: all is sent. response: the handler's return value."""
 
-    def __init__(self, request: web.Request, ident: str) -> None:
+    def __init__(self, request: web.Request, ident: str, closes: Callable[[], bool]) -> None:
+        """closes: whether its connection ends with it."""
         self.begun = False
         self.ended = False
         self._request = request
         self._headers = {REQUEST_ID: ident}
+        self._closes = closes
         self.response: web.StreamResponse | None = None
 
     async def send(self, status: int, body: bytes, content_type: str) -> None:
@@ -79,6 +83,8 @@ class HttpReply:
         headers = {**self._headers, "Content-Type": content_type}
         self.begun = True
         self.response = web.Response(status=status, body=body, headers=headers)
+        if self._closes():
+            self.response.force_close()
         try:
             await self.response.prepare(self._request)
             await self.response.write_eof()
@@ -90,6 +96,8 @@ class HttpReply:
         self.begun = True
         headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}
         self.response = web.StreamResponse(headers=headers)
+        if self._closes():
+            self.response.force_close()
         try:
             await self.response.prepare(self._request)
         except ConnectionError:
@@ -178,7 +186,7 @@ class Api:
         self._random = random
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._wrap], client_max_size=self._config.body_bytes_max)
+        app = web.Application(middlewares=[self._wrap])
         app.add_routes(
             [
                 *(web.post(kind.value, partial(self._serve, kind)) for kind in Kind),
@@ -201,9 +209,14 @@ class Api:
 
     @web.middleware
     async def _wrap(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives each request its id and its tenant, and errors their format."""
-        ident = request_id(request.headers.get("x-request-id", ""), self._random)
-        request[IDENT] = ident
+        """Gives each request its id and its tenant, and counts its memory until it has ended."""
+        request[IDENT] = request_id(request.headers.get("x-request-id", ""), self._random)
+        with self._serving.memory.hold() as held:
+            request[HELD] = held
+            return await self._answer(request, handler)
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's answer; errors in their format."""
         try:
             if request.path not in OPEN_PATHS:
                 request[TENANT] = self._guard.tenant(request)
@@ -221,7 +234,10 @@ class Api:
             # Nobody reads it.
             response = web.Response(status=499)
         if not response.prepared:
-            response.headers[REQUEST_ID] = ident
+            response.headers[REQUEST_ID] = request[IDENT]
+            if self._serving.draining:
+                # So that its client connects to another router.
+                response.force_close()
             await self._send(request, response)
         return response
 
@@ -238,7 +254,7 @@ class Api:
 
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         incoming = await self._incoming(request, kind)
-        reply = HttpReply(request, incoming.ident)
+        reply = HttpReply(request, incoming.ident, lambda: self._serving.draining)
         await self._serving.serve(incoming, reply)
         if reply.response is None or not reply.ended:
             _hang_up(request)
@@ -261,10 +277,11 @@ class Api:
             priority=_whole(headers.get(PRIORITY), PRIORITY),
             deadline_s=_seconds(headers.get(DEADLINE), DEADLINE),
             session=_session(headers.get(SESSION)),
+            held=request[HELD],
         )
 
     async def _body(self, request: web.Request) -> bytes:
-        """Raises `BadRequest` for one that is too large, or does not arrive."""
+        """Raises `BadRequest` for one that is too large, for which there is no room, or that does not arrive."""
         most = self._config.body_bytes_max
         too_large = BadRequest(413, f"the body has more than {most} bytes")
         if (request.content_length or 0) > most:
@@ -272,18 +289,24 @@ class Api:
         try:
             with self._serving.reading():
                 async with asyncio.timeout(self._config.client_stall_s):
-                    return await request.read()
+                    body = bytearray()
+                    while piece := await request.content.readany():
+                        if len(body) + len(piece) > most:
+                            raise too_large
+                        request[HELD].add(len(piece))
+                        body += piece
+                    return bytes(body)
+        except NoRoom as error:
+            raise self._serving.no_room(error) from None
         except TimeoutError:
             raise BadRequest(408, "the body did not arrive in time") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise too_large from None
         except web.RequestPayloadError as error:
             raise BadRequest(400, f"the body does not match its headers: {error}") from None
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         raw = b"" if request.method == "GET" else await self._body(request) or b"{}"
         status, body, content_type = await self._serving.pass_through(
-            request.path, raw, request[IDENT]
+            request.path, raw, request[IDENT], request[HELD]
         )
         return web.Response(status=status, body=body, headers={"Content-Type": content_type})
 

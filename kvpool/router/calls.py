@@ -15,6 +15,7 @@ from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.router.bodies import Body, Kind, prompt_only, segment
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
+from kvpool.router.memory import Held, Memory
 from kvpool.router.moving_limit import MovingLimit
 from kvpool.router.sse import EventStream, EventTooLong, NoEvent, cached_tokens, is_json, usage_of
 from kvpool.router.tracing import Trace
@@ -119,7 +120,7 @@ class AnswerListener(Protocol):
 
 
 class Caller:
-    """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`.
+    """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`, `NoRoom`, `Exhausted`.
 
     deadline: by the loop's clock. answer_tokens: the longest possible answer; None: unlimited.
     """
@@ -136,6 +137,7 @@ class Caller:
         random: Callable[[int], bytes],
         deadline: float,
         answer_tokens: int | None,
+        memory: Memory,
     ) -> None:
         self.limits = limits
         self.deadline = deadline
@@ -146,6 +148,7 @@ class Caller:
         self._headers = headers
         self._random = random
         self._answer_tokens = answer_tokens
+        self._memory = memory
 
     async def compute(self, call: Call, order: Order) -> None:
         """Compute the prompt up to a token; only the end of the answer matters."""
@@ -166,8 +169,7 @@ class Caller:
 
     async def answer(self, call: Call, raw: bytes, reply: Reply, listener: AnswerListener) -> None:
         """The answer, to the client."""
-        body_kind = self._body.kind
-        path = body_kind.value
+        path = self._body.kind.value
         loop = asyncio.get_running_loop()
         late_at = loop.time() + self._patience_s(call)
         # At the deadline the request ends by itself: no fault of the engine.
@@ -179,17 +181,11 @@ class Caller:
                 self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 if answer.streams:
-                    await self._stream(answer, passing)
+                    with self._memory.hold() as held:
+                        await self._stream(answer, passing, held)
                     return
-                # An answer that is not streamed arrives at once; the time of its first token is unknown.
-                data = await answer.whole(self.limits.answer_bytes_max)
-                if body_kind.generates or answer.content_type.startswith(JSON):
-                    call.usage = _usage(answer, data)
-                listener.answer_begun(call)
-                passing.at_client = True
-                limit.move(loop.time() + self.limits.client_stall_s)
-                await reply.send(200, data, answer.content_type)
-                listener.answer_ended(call)
+                with self._memory.hold() as held:
+                    await self._send(answer, passing, held)
         except TimeoutError:
             if passing.at_client:
                 raise ClientGone("the client does not read its answer") from None
@@ -199,13 +195,28 @@ class Caller:
         except NoEvent as error:
             raise EngineFailed(call.spec.name, GARBAGE, str(error)) from None
 
-    async def _stream(self, answer: Answer, passing: _Passing) -> None:
+    async def _send(self, answer: Answer, passing: _Passing, held: Held) -> None:
+        """An answer that is not streamed arrives at once; the time of its first token is unknown."""
+        call = passing.call
+        data = await answer.whole(self.limits.answer_bytes_max, held)
+        if self._body.kind.generates or answer.content_type.startswith(JSON):
+            call.usage = _usage(answer, data)
+        passing.listener.answer_begun(call)
+        passing.at_client = True
+        passing.limit.move(asyncio.get_running_loop().time() + self.limits.client_stall_s)
+        await passing.reply.send(200, data, answer.content_type)
+        passing.listener.answer_ended(call)
+
+    async def _stream(self, answer: Answer, passing: _Passing, held: Held) -> None:
         call, reply, move = passing.call, passing.reply, passing.limit.move
         events = EventStream()
         time = asyncio.get_running_loop().time
         stall_s, client_stall_s = self.limits.stall_s, self.limits.client_stall_s
         while piece := await answer.piece():
-            if data := events.feed(piece):
+            data = events.feed(piece)
+            if held.size or not data:
+                held.resize(events.waiting)
+            if data:
                 if not call.began_at:
                     if events.failed_at_once(data):
                         code, message = _error_in(data)

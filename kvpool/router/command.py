@@ -29,6 +29,7 @@ from kvpool.retry import BreakerRule
 from kvpool.router.api import HEADER_BYTES_MAX, Api
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
 from kvpool.router.daemon_link import DaemonLink
+from kvpool.router.descriptors import connections_max, fitted
 from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engine_hosts import EngineHosts
 from kvpool.router.engine_roster import EngineRoster
@@ -68,12 +69,19 @@ CLIENT_TIMEOUT_S = 2.0
 IDLE_S = 3630.0  # a connection without a request: longer than proxies keep theirs
 CLOSE_S = 2.0
 HEADERS_MAX = 128
-STRANGERS = 512  # connections beside those of requests
 
 
 def run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
     """Until SIGTERM or SIGINT. ready: called with the URL and the number of engines once it serves."""
-    raise_descriptor_limit()
+    descriptors = raise_descriptor_limit()
+    fit = fitted(config, descriptors)
+    if fit.requests_max < config.requests_max:
+        log.warning(
+            "%d open files, the limit of this process, are enough for %d requests at once, not requests_max = %d: "
+            "raise it (ulimit -Hn, LimitNOFILE)",
+            *(descriptors, fit.requests_max, config.requests_max),
+        )
+    config = fit
     uvloop.run(_run(config, secrets, ready))
 
 
@@ -207,6 +215,7 @@ class Router:
         self._listeners = Listeners(
             *(config.tls_cert, config.tls_key, _limits(config), "listen"),
             metrics.connections_dropped.inc,
+            reuse_port=config.reuse_port,
         )
         api = Api(
             config,
@@ -268,6 +277,11 @@ class Router:
         """Other routers schedule for themselves from now on."""
         self._group.retire()
 
+    async def hand_over(self) -> None:
+        """With `reuse_port`, leave new connections to the other routers."""
+        if self._config.reuse_port:
+            await self._listeners.stop_accepting()
+
     async def close(self) -> None:
         """Cancels active requests."""
         await self._group.close()
@@ -315,9 +329,7 @@ def _spare_collections() -> None:
 
 
 def _limits(config: RouterConfig) -> HttpLimits:
-    """As many connections as requests can be active and waiting with bodies, and some more."""
-    most = 2 * config.requests_max + STRANGERS
-    return HttpLimits(most, IDLE_S, CLOSE_S, HEADER_BYTES_MAX, HEADERS_MAX)
+    return HttpLimits(connections_max(config), IDLE_S, CLOSE_S, HEADER_BYTES_MAX, HEADERS_MAX)
 
 
 def _exporter(config: RouterConfig) -> Exporter | None:
@@ -388,6 +400,7 @@ async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int
             ready(url, len(router.health.passing()))
             _spare_collections()
             await stop.wait()
+            await router.hand_over()
             await _drain(router, config.drain_s, hurry)
         finally:
             await router.close()

@@ -268,6 +268,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             file_only=True,
         ),
     ] = 64 << 20
+    memory_bytes_max: Annotated[
+        Bytes,
+        setting(
+            "Bytes of bodies, prompts and answers that all requests hold together, without the first 128 KiB of each. "
+            "A request that needs more is refused: 429.",
+            file_only=True,
+        ),
+    ] = 2 << 30
     requests_max: Annotated[
         Count,
         setting(
@@ -278,7 +286,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2048
     queue_max: Annotated[
         Count, setting("Requests that wait for an engine; more are refused: 429.", file_only=True)
-    ] = 1024
+    ] = 2048
     connect_s: Annotated[
         Seconds, setting("The longest wait for a connection to an engine.", file_only=True)
     ] = 2.0
@@ -340,6 +348,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: Annotated[Seconds, setting("How long active requests may continue after SIGTERM.")] = (
         60.0
     )
+    reuse_port: Annotated[
+        bool,
+        setting(
+            "Share the port with other routers of the same user (SO_REUSEPORT), so that the next one can start before "
+            "this one ends: after SIGTERM this one accepts no connections, and serves those that it has.",
+        ),
+    ] = False
     ttft_slo_s: Annotated[
         Seconds | None,
         kind("seconds, above 0 and at most 86400", metavar="SECONDS"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvpool.retry import BreakerRule
 from kvpool.router.breaker import EngineBreaker
 from kvpool.router.engines import EngineSpec
-from kvpool.router.upstream import EngineFailed, Upstream
+from kvpool.router.upstream import EngineFailed, Exhausted, Upstream
 
 log = logging.getLogger("kvpool.router")
 
@@ -138,6 +138,10 @@ class Health:
                     patient.spec, HEALTH_PATH, self._probe_timeout_s, HEALTH_BYTES_MAX
                 )
                 error = None
+            except Exhausted as exhausted:
+                log.warning("probe: %s", exhausted)  # it says nothing about the engine
+                patient.breaker.probe_at = self._clock() + self._probe_s
+                continue
             except EngineFailed as failed:
                 error = failed
             passed = patient.breaker.passes

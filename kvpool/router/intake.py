@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
 from kvpool.errors import Unavailable
-from kvpool.router.bodies import BadRequest, Body, Kind, limited, parse
+from kvpool.router.bodies import BadRequest, Body, Kind, limited, parse, parsed_bytes
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
 from kvpool.router.hashing import Prompt
 from kvpool.router.isolation import Isolation
+from kvpool.router.memory import Held, Memory
 from kvpool.router.tokens import CHAT, TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
 from kvpool.scheduler.values import Request
 
 TOKENIZE_S = 2.0
+TOKEN_BYTES = 48
+"""Of memory, for a token and its part of a block's hashes."""
 
 
 class Rejected(BadRequest):
@@ -33,7 +37,10 @@ class Rejected(BadRequest):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A received request. priority, deadline_s, session: from its headers; None: not given."""
+    """A received request. priority, deadline_s, session: from its headers; None: not given.
+
+    held: the memory that it holds, its raw body included.
+    """
 
     kind: Kind
     raw: bytes
@@ -44,6 +51,7 @@ class Incoming:
     priority: int | None = None
     deadline_s: float | None = None
     session: str | None = None
+    held: Held = field(default_factory=lambda: Memory(sys.maxsize).hold())
 
 
 class Prompts(Protocol):
@@ -76,11 +84,12 @@ class Intake:
     async def read(
         self, incoming: Incoming, account: Account, limit_s: float
     ) -> tuple[Body, Prompt | None, Request]:
-        """The request, and what is known of its prompt."""
+        """The request, and what is known of its prompt. Raises `BadRequest` and `NoRoom`."""
         config = self._config
         models = self._roster.models()
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", config.probe_s)
+        incoming.held.add(parsed_bytes(incoming.raw))
         body = limited(parse(incoming.kind, incoming.raw, models), incoming.priority_max)
         if self._isolation is not None:
             body = self._isolation.salted(body, incoming.tenant)
@@ -95,6 +104,8 @@ class Intake:
         except (TokenizeRefused, UnknownModel, Unavailable) as error:
             # Served whole: an engine tokenises it itself, or reports the error.
             account.note(self._clock(), "not tokenised", why=str(error))
+        if prompt is not None:
+            incoming.held.add(TOKEN_BYTES * len(prompt.tokens))
         if prompt is not None and prompt.keys:
             await self._prompts.look(prompt)
         if prompt is not None and not prompt.tokens:

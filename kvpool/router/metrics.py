@@ -70,6 +70,10 @@ class Metrics:
             "leader", "1 while this router schedules itself, 0 while another one does."
         )
         self.leader_changes = counter("leader_changes", "Changes of the router that schedules.")
+        self.held_bytes = gauge(
+            "held_bytes",
+            "Bytes of bodies, prompts and answers that requests hold, without the first 128 KiB of each.",
+        )
         self.draining = gauge("draining", "1 while the router accepts no new requests.")
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds",

@@ -16,7 +16,7 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engines import EngineSpec
-from kvpool.router.hashing import Hasher, Prompt, index_keys, salt_of
+from kvpool.router.hashing import Hasher, HashSpec, Prompt, index_keys, salt_of
 from kvpool.router.pool_view import PoolViews
 from kvpool.router.tokens import Tokenizer, UnknownModel, question
 from kvpool.types import KEY_BYTES
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Told = Callable[[bytes, Sequence[int], Mapping[str, tuple[int, ...]]], None]
 
 TOKENIZE_TRIES = 2
+LONG_TOKENS = 1 << 16
+"""From here on hashing takes longer than others may wait: some 20 ms."""
 LOOKS_MAX = 32
 """Concurrent lookups in the pool; further prompts skip it."""
 
@@ -54,6 +56,8 @@ class Prompts:
         self._told = told
         self._tokenizer = Tokenizer(session)
         self._hasher = Hasher()
+        self._long_hasher = Hasher()
+        self._long = asyncio.Lock()
         self._turn = 0
         self._looking = 0
         self._looks: set[asyncio.Task[None]] = set()
@@ -86,17 +90,34 @@ class Prompts:
         hashing = chosen.hashing
         assert hashing is not None
         path = chosen.adapters.get(model)
+        if len(tokens) >= LONG_TOKENS and all(0 < s.max_len <= len(tokens) for s in serving):
+            return Prompt(model, tokens, (), (), kinds, None)  # no engine takes it
         try:
-            hashes = self._hasher.chain(
+            hashes = await self._hashes(
                 hashing,
                 tokens,
-                salt=salt if isinstance(salt, str) else None,
-                lora=None if path is None else (model, path),
+                salt if isinstance(salt, str) else None,
+                None if path is None else (model, path),
             )
         except ValueError:
             return Prompt(model, tokens, (), (), kinds, None)  # the engine will report the error
         keys = index_keys(hashes, salt_of(chosen.model, hashing))
         return Prompt(model, tokens, hashes, keys, kinds, hashing)
+
+    async def _hashes(
+        self,
+        spec: HashSpec,
+        tokens: Sequence[int],
+        salt: str | None,
+        lora: tuple[str, str] | None,
+    ) -> list[bytes]:
+        """A long prompt is hashed in a thread, one at a time, while the loop goes on. Raises `ValueError`."""
+        if len(tokens) < LONG_TOKENS:
+            return self._hasher.chain(spec, tokens, salt=salt, lora=lora)
+        async with self._long:
+            return await asyncio.to_thread(
+                self._long_hasher.chain, spec, tokens, salt=salt, lora=lora
+            )
 
     async def _tokenize(
         self,

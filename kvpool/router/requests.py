@@ -17,18 +17,19 @@ from typing import Any
 
 from kvpool.decoding import decode_json
 from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
-from kvpool.router.bodies import BadRequest, Kind, error_body, parse
+from kvpool.router.bodies import BadRequest, Kind, error_body, parse, parsed_bytes
 from kvpool.router.calls import Caller, ClientGone, Limits, Reply
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
 from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
 from kvpool.router.isolation import Isolation
+from kvpool.router.memory import Held, Memory, NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observer
 from kvpool.router.orders import Ordering
 from kvpool.router.sse import error_event
-from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Upstream
+from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Exhausted, Upstream
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Rejection, Request
 from kvpool.telemetry.spans import PREPARE, REQUEST, Span, Spans
@@ -37,6 +38,8 @@ log = logging.getLogger("kvpool.router")
 
 RETRY_AFTER_S_MAX = 600
 DRAINING = "draining"
+QUIET_S = 0.5
+"""So long without a request, and none is under way: then a router that drains has ended."""
 
 
 Elsewhere = Callable[[Request, str], Awaitable[bytes]]
@@ -83,8 +86,9 @@ class Serving:
             follow_s=config.follow_s,
             answer_bytes_max=config.answer_bytes_max,
         )
+        self.memory = Memory(config.memory_bytes_max)
         self.accounts = Accounts(config.decisions_max)
-        self._in_flight = 0
+        self._in_flight = self._admitted = 0
         self._reading = 0
         self._empty = asyncio.Event()
         self.draining = False
@@ -138,14 +142,20 @@ class Serving:
 
     def _admit(self) -> None:
         """Before anything is parsed."""
-        if self.draining:
+        if self.draining and not self._config.reuse_port:
             raise Rejected(503, "this router is shutting down", DRAINING, 1.0)
         if self._in_flight >= self._config.requests_max:
             raise self._too_many()
+        self._admitted += 1
 
     def _too_many(self) -> Rejected:
         self._metrics.rejections.labels("requests_max").inc()
         return Rejected(429, "too many requests are in flight", "requests_max", 1.0)
+
+    def no_room(self, error: NoRoom) -> Rejected:
+        """For a request that needs more memory than is free."""
+        self._metrics.rejections.labels("memory").inc()
+        return Rejected(429, str(error), "memory", 1.0)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -168,6 +178,8 @@ class Serving:
         prepare = None if span is None else span.child(PREPARE)
         try:
             body, prompt, request = await self._intake.read(incoming, account, limit_s)
+        except NoRoom as error:
+            raise self.no_room(error) from None
         finally:
             if prepare is not None:
                 prepare.end()
@@ -190,6 +202,7 @@ class Serving:
                 random=self._random,
                 deadline=deadline,
                 answer_tokens=self._intake.answer_tokens(body, request.tokens),
+                memory=self.memory,
             ),
             orders=self._orders,
             roster=self._roster,
@@ -216,18 +229,26 @@ class Serving:
             return await self._end_badly(error, reply, incoming)
         except (GivenUp, DeadlinePassed) as error:
             return await self._end_badly(error, reply, incoming)
+        except (NoRoom, Exhausted) as error:
+            return await self._end_badly(error, reply, incoming)
         except ClientGone:
             return "client_left"
 
-    async def pass_through(self, path: str, raw: bytes, ident: str) -> tuple[int, bytes, str]:
+    async def pass_through(
+        self, path: str, raw: bytes, ident: str, held: Held
+    ) -> tuple[int, bytes, str]:
         """Have any engine of the body's model answer a small request: status, body, type. Raises `BadRequest`.
 
-        Without a body it is a GET, for any engine.
+        Without a body it is a GET, for any engine. held: the memory of the body and of its answer.
         """
         self._admit()
         models = self._roster.models()
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
+        try:
+            held.add(parsed_bytes(raw))
+        except NoRoom as full:
+            raise self.no_room(full) from None
         model = parse(Kind.COMPLETIONS, raw, models).model if raw else models[0]
         found = self._roster.passing(model)
         said = f"no engine is available for {model}"
@@ -239,10 +260,14 @@ class Serving:
                         asyncio.timeout(self._config.answer_s),
                         self._upstream.ask(spec, path, raw, {"X-Request-Id": ident}) as answer,
                     ):
-                        body = await answer.whole(self._config.answer_bytes_max)
+                        body = await answer.whole(self._config.answer_bytes_max, held)
                         return 200, body, answer.content_type
                 except EngineRefused as refused:
                     return refused.status, refused.body, refused.content_type
+                except NoRoom as full:
+                    raise self.no_room(full) from None
+                except Exhausted as exhausted:
+                    raise Rejected(503, str(exhausted), "exhausted", 1.0) from None
                 except TimeoutError:
                     error = EngineFailed(spec.name, "timeout", f"{path}: no answer in time")
                 except EngineFailed as failed:
@@ -265,13 +290,21 @@ class Serving:
         return "refused"
 
     async def _end_badly(
-        self, error: GivenUp | DeadlinePassed | EngineFailed, reply: Reply, incoming: Incoming
+        self,
+        error: GivenUp | DeadlinePassed | EngineFailed | NoRoom | Exhausted,
+        reply: Reply,
+        incoming: Incoming,
     ) -> str:
         late = isinstance(error, DeadlinePassed)
         status, kind = (504, "deadline") if late else (502, "engine_failed")
+        retry_after_s = None
+        if isinstance(error, NoRoom | Exhausted):
+            full = isinstance(error, NoRoom)
+            status, kind, retry_after_s = (429, "memory", 1.0) if full else (503, "exhausted", 1.0)
+            self._metrics.rejections.labels(kind).inc()
         log.warning("request %s: %s", incoming.ident, error, extra={"request": incoming.ident})
         if not reply.begun:
-            raise Rejected(status, str(error), kind, None)
+            raise Rejected(status, str(error), kind, retry_after_s)
         try:
             async with asyncio.timeout(self._config.client_stall_s):
                 said = error_body(status, str(error), kind, kind=incoming.kind)
@@ -305,7 +338,10 @@ class Serving:
     async def _explain(self, incoming: Incoming, elsewhere: Elsewhere) -> dict[str, Any]:
         account = Account(incoming.ident, "", incoming.tenant, self._clock())
         limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
-        _, _, request = await self._intake.read(incoming, account, limit_s)
+        try:
+            _, _, request = await self._intake.read(incoming, account, limit_s)
+        except NoRoom as error:
+            raise self.no_room(error) from None
         said = await elsewhere(request, account.model)
         if said:
             shown = decode_json(said, dict[str, Any], "an explanation")
@@ -326,6 +362,7 @@ class Serving:
         metrics.active_requests.set(self._in_flight)
         metrics.requests_waiting.set(self._scheduler.waiting)
         metrics.draining.set(self.draining)
+        metrics.held_bytes.set(self.memory.held)
         self._roster.refresh_metrics()
         metrics.engines_required.clear()  # of kinds that have left
         for kind, loads in self._scheduler.required(self._clock()).items():
@@ -339,14 +376,23 @@ class Serving:
                 metrics.estimate_bias.labels(kind, estimate).set(error.bias)
 
     async def drained(self, within_s: float) -> bool:
-        """Stop accepting requests, and wait for those in flight. Returns whether all have ended."""
+        """Stop accepting requests, and wait for those in flight. Returns whether all have ended.
+
+        With `reuse_port` those on open connections are still accepted. Answers say that their connection ends, so
+        clients have a moment to ask once more on one that they kept, and be told so.
+        """
         self.draining = True
-        self._left()
         try:
             async with asyncio.timeout(within_s):
-                await self._empty.wait()
+                before = -1
+                while self._admitted != before:
+                    before = self._admitted
+                    self._empty.clear()
+                    self._left()
+                    await self._empty.wait()
+                    await asyncio.sleep(QUIET_S)
         except TimeoutError:
-            return False
+            return not self._in_flight
         return True
 
     def _left(self) -> None:

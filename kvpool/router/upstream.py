@@ -9,6 +9,7 @@ Closing a call's connection tells an engine to stop: cancelling a call closes it
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,7 @@ from kvpool.errors import KvpoolError
 from kvpool.router.engine_calls import bearer
 from kvpool.router.engine_hosts import EngineResolver
 from kvpool.router.engines import EngineSpec
+from kvpool.router.memory import Held
 
 IDLE_S = 3.0
 """How long an idle connection is kept: less than the 5 s after which vLLM closes it."""
@@ -27,6 +29,11 @@ SAID_CHARACTERS = 100
 PIECE_BYTES = 1 << 16
 FAULTS = frozenset((401, 403, 408, 425, 429))
 """Below 500, but not about the request itself: a wrong API key, or a busy engine."""
+
+OWN_FAULTS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+)
+"""Why this process cannot connect to anyone."""
 
 TOO_LARGE = "too_large"
 """Reason of a failed call whose answer exceeds the limit: another engine would answer the same."""
@@ -60,6 +67,12 @@ class EngineRefused(KvpoolError):
         self.content_type = content_type
 
 
+class Exhausted(KvpoolError):
+    """This process lacks descriptors, ports or memory for a connection: no fault of the engine's."""
+
+    code = "exhausted"
+
+
 class Answer:
     """An answer of status 200 that has begun. content_type: the engine's."""
 
@@ -81,10 +94,12 @@ class Answer:
                 self.engine, "cut", f"its answer broke off: {_said(error)}"
             ) from None
 
-    async def whole(self, bytes_max: int) -> bytes:
-        """All of it. Raises `EngineFailed`, also if it is too large."""
+    async def whole(self, bytes_max: int, held: Held | None = None) -> bytes:
+        """All of it. held: of its bytes. Raises `EngineFailed`, also if it is too large, and `NoRoom`."""
         found = bytearray()
         while piece := await self.piece():
+            if held is not None:
+                held.add(len(piece))
             found += piece
             if len(found) > bytes_max:
                 raise EngineFailed(self.engine, TOO_LARGE, f"an answer above {bytes_max} bytes")
@@ -105,7 +120,7 @@ class Upstream:
     ) -> AsyncIterator[Answer]:
         """Send a request and receive its answer in pieces; leaving early aborts it. Without a body it is a GET.
 
-        It waits as long as the caller allows. Raises `EngineFailed` and `EngineRefused`.
+        It waits as long as the caller allows. Raises `EngineFailed`, `EngineRefused` and `Exhausted`.
         """
         try:
             response = await self._session.request(
@@ -118,7 +133,7 @@ class Upstream:
             )
         except (aiohttp.ClientError, OSError) as error:
             # A timed out connection is a ServerTimeoutError, and so handled here.
-            raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
+            raise _unreachable(engine, error) from None
         try:
             if response.status != 200:
                 raise await _turned_down(engine, response)
@@ -128,7 +143,7 @@ class Upstream:
             response.release()
 
     async def get(self, engine: EngineSpec, path: str, within_s: float, bytes_max: int) -> bytes:
-        """A small answer. Raises `EngineFailed`."""
+        """A small answer. Raises `EngineFailed` and `Exhausted`."""
         try:
             async with (
                 asyncio.timeout(within_s),
@@ -147,7 +162,7 @@ class Upstream:
                 engine.name, "timeout", f"{path}: no answer within {within_s} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineFailed(engine.name, "connect", f"no answer: {_said(error)}") from None
+            raise _unreachable(engine, error) from None
 
     def _login(self, engine: EngineSpec) -> dict[str, str]:
         return bearer(self._api_key(engine))
@@ -166,7 +181,15 @@ def open_session() -> aiohttp.ClientSession:
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
         trust_env=False,
+        # An answer whose client does not read waits here: as little as keeps a fast one flowing.
+        read_bufsize=PIECE_BYTES,
     )
+
+
+def _unreachable(engine: EngineSpec, error: aiohttp.ClientError | OSError) -> KvpoolError:
+    if isinstance(error, OSError) and error.errno in OWN_FAULTS:
+        return Exhausted(f"the router cannot connect to an engine: {_said(error)}")
+    return EngineFailed(engine.name, "connect", f"no answer: {_said(error)}")
 
 
 async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> KvpoolError:

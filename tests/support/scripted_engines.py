@@ -31,6 +31,7 @@ from kvpool.router.group.rows import stranger
 from kvpool.router.hashing import Prompt
 from kvpool.router.health import Health
 from kvpool.router.intake import Incoming
+from kvpool.router.memory import Held
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Measured
 from kvpool.router.orders import Orders
@@ -131,9 +132,11 @@ class ScriptedAnswer:
             await asyncio.Event().wait()
         return b""
 
-    async def whole(self, bytes_max: int) -> bytes:
+    async def whole(self, bytes_max: int, held: Held | None = None) -> bytes:
         found = b""
         while piece := await self.piece():
+            if held is not None:
+                held.add(len(piece))
             found += piece
         assert len(found) <= bytes_max, "answers here are small"
         return found

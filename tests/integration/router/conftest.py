@@ -21,6 +21,7 @@ from typing import Any, Self
 import aiohttp
 import pytest
 
+from tests.support.raw_engine import RawEngine, Script, answer_rightly
 from tests.support.stub_engine import Settings, StubEngine
 from tests.support.stub_engine.serving import Seen
 from tests.support.stub_engine.tokens import answer, chat_tokens, text_of, tokens_of
@@ -166,6 +167,12 @@ class World:
         self.engines[name] = await self._stack.enter_async_context(made)
         return self.engines[name]
 
+    async def raw(self, name: str, script: Script = answer_rightly) -> RawEngine:
+        """An engine whose answers are told byte for byte. It publishes no events."""
+        engine = await self._stack.enter_async_context(RawEngine(script))
+        self.tables.append({"name": name, "url": engine.url})
+        return engine
+
     async def process(self, name: str, *flags: str, role: str = "both") -> Process:
         """An engine in a process of its own, which can be killed. Its `place` is its URL."""
         where = self._events(name)
@@ -209,13 +216,16 @@ class World:
         *,
         environ: dict[str, str] | None = None,
         verified: bool = True,
+        prefix: tuple[str, ...] = (),
         **config: Any,
     ) -> Process:
         """A router before the engines of this world, with short times; `config` goes first.
 
+        prefix: of its command, such as what limits it.
+
         verified: wait until it has compared its block hashes with all engines', so that it asks them nothing more.
         """
-        process = self._begin_router(environ or {}, config)
+        process = self._begin_router(environ or {}, config, prefix)
         line = await process.first_line()
         assert " ready: router at " in line, (line, process.said)
         self.url = line.split("router at ")[1].split(",")[0].split()[0]
@@ -235,7 +245,9 @@ class World:
         assert await process.ended() != 0
         return process.said
 
-    def _begin_router(self, environ: dict[str, str], config: dict[str, Any]) -> Process:
+    def _begin_router(
+        self, environ: dict[str, str], config: dict[str, Any], prefix: tuple[str, ...] = ()
+    ) -> Process:
         settings = {
             "listen": "127.0.0.1:0",
             "daemon": False,
@@ -255,7 +267,7 @@ class World:
         for table in self.tables:
             lines += ["[[engines]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
         path.write_text("\n".join(lines))
-        command = (sys.executable, "-m", "kvpool.cli", "router", "--config", str(path))
+        command = (*prefix, sys.executable, "-m", "kvpool.cli", "router", "--config", str(path))
         process = Process(self.folder / f"router-{number}.log", *command, **environ)
         self._stack.callback(process.end)
         self.routers.append(process)

@@ -25,6 +25,7 @@ from kvpool.router.bodies import Body, Kind, parse
 from kvpool.router.calls import Caller, Limits
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
+from kvpool.router.memory import Memory
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Measured
 from kvpool.router.orders import Forgotten, News
@@ -148,6 +149,7 @@ def active_of(
         random=random.Random(0).randbytes,
         deadline=loop.time() + within_s,
         answer_tokens=0,
+        memory=Memory(1 << 20),
     )
     active = ActiveRequest(
         REQUEST,

@@ -1,9 +1,11 @@
 """What is read of a body: never more than it says, and nothing that comes over HTTP breaks it."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 
@@ -14,6 +16,7 @@ from kvpool.router.bodies import (
     error_body,
     limited,
     parse,
+    parsed_bytes,
     prompt_only,
     segment,
     with_field,
@@ -269,3 +272,28 @@ def test_a_field_is_added_without_touching_the_rest() -> None:
     )
     empty = parse(Kind.COMPLETIONS, b"{}", ["tiny"])
     assert with_field(empty, "x", [1]) == b'{"x":[1]}'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "word " * 100_000},
+        {"prompt": [n * 7 % 30_000 for n in range(50_000)]},
+        {"prompt": [[] for _ in range(50_000)]},
+        {"prompt": [{"": n} for n in range(50_000)]},
+        {"prompt": [[n, str(n)] for n in range(50_000)]},
+        {"messages": [{"role": "user", "content": str(n)} for n in range(10_000)]},
+    ],
+)
+def test_what_a_parsed_body_takes_is_known_before(value: dict[str, Any]) -> None:
+    """By the allocator's own count."""
+    raw = msgspec.json.encode(value)
+    tracemalloc.start()
+    try:
+        kept = msgspec.json.decode(raw)
+        took, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept
+    assert took <= parsed_bytes(raw) + 10_000
+    assert parsed_bytes(raw) <= 5 * took + len(raw), "and not far from it"

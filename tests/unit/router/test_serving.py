@@ -265,7 +265,9 @@ def test_an_answer_that_is_too_large_is_the_clients_own_doing(
                 await ask(bench, {**body, "seed": at})
             assert caught.value.status == 502 and "above 7 bytes" in str(caught.value)
         with pytest.raises(Rejected) as caught:
-            await bench.serving.pass_through("/tokenize", bench.incoming(body).raw, "me")
+            await bench.serving.pass_through(
+                "/tokenize", bench.incoming(body).raw, "me", bench.serving.memory.hold()
+            )
         assert caught.value.status == 502
         assert len(asked) == 4
         assert all(row["state"] == "serving" for row in bench.roster.engines())
@@ -550,7 +552,11 @@ def test_what_goes_to_any_engine_goes_to_none_that_drains_if_there_is_another() 
         raw = bench.incoming(WHOLE).raw
         for drained in ("a", "b"):
             bench.roster.drain(drained)
-            assert (await bench.serving.pass_through("/tokenize", raw, "me"))[0] == 200
+            assert (
+                await bench.serving.pass_through(
+                    "/tokenize", raw, "me", bench.serving.memory.hold()
+                )
+            )[0] == 200
             assert (await ask(bench, WHOLE)).data == right(WHOLE)
         # The second time there is no other.
         assert engines_of(bench) == ["b", "b", "a", "a"]
@@ -764,13 +770,17 @@ def test_what_is_passed_through_is_tried_elsewhere() -> None:
     async def work(bench: Bench) -> None:
         bench.upstream.faults["a"] = deque(["error"])
         raw = bench.incoming(WHOLE).raw
-        status, body, _ = await bench.serving.pass_through("/tokenize", raw, "me")
+        status, body, _ = await bench.serving.pass_through(
+            "/tokenize", raw, "me", bench.serving.memory.hold()
+        )
         assert (status, body) == (200, right(WHOLE))
         assert engines_of(bench) == ["a", "b"]
         bench.upstream.faults["a"] = deque(["refuse"])
-        assert (await bench.serving.pass_through("/tokenize", raw, "me"))[0] == 400
+        assert (
+            await bench.serving.pass_through("/tokenize", raw, "me", bench.serving.memory.hold())
+        )[0] == 400
         with pytest.raises(BadRequest):
-            await bench.serving.pass_through("/tokenize", b"[]", "me")
+            await bench.serving.pass_through("/tokenize", b"[]", "me", bench.serving.memory.hold())
 
     run(work, engine("a"), engine("b"))
 
