@@ -20,6 +20,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -42,6 +43,7 @@ TLS_LOOK_S = 2.0
 ACCEPT_PAUSE_S = 0.1  # such as when the process is out of descriptors
 COMPLAINT_S = 10.0
 BACKLOG = 4096
+ACCEPTS = 16  # in a row, while others wait
 OF_AN_ADDRESS = 4  # so many of them, each with its share, fill all places with strangers
 _UCRED = struct.Struct("3i")
 
@@ -240,7 +242,9 @@ class Listeners:
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in count(1):
+            if not number % ACCEPTS:
+                await asyncio.sleep(0)
             try:
                 sock, address = await loop.sock_accept(listening)
             except OSError as error:

@@ -42,6 +42,7 @@ from kvpool.router.memory import Held, NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
 from kvpool.router.tracing import request_id, trace_of
+from kvpool.router.turnstile import Turnstile
 
 log = logging.getLogger("kvpool.router")
 
@@ -58,6 +59,8 @@ HEADER_BYTES_MAX = 16 << 10
 JSON = "application/json"
 OPEN_PATHS = frozenset(("/health",))
 OPERATOR = ""
+TURN_REQUESTS = 16
+"""Begun at one turn of the event loop: some 20 ms of work."""
 _KINDS = {kind.value: kind for kind in Kind}
 IDENT = web.RequestKey("ident", str)
 TENANT = web.RequestKey("tenant", str)
@@ -184,6 +187,7 @@ class Api:
         self._metrics = metrics
         self._started_at = started_at
         self._random = random
+        self._turnstile = Turnstile(TURN_REQUESTS)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._wrap])
@@ -253,6 +257,7 @@ class Api:
             pass  # the client has left
 
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
+        await self._turnstile.enter()
         incoming = await self._incoming(request, kind)
         reply = HttpReply(request, incoming.ident, lambda: self._serving.draining)
         await self._serving.serve(incoming, reply)

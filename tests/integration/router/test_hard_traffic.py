@@ -229,6 +229,7 @@ async def test_two_thousand_streams_at_once(world: Any) -> None:
     assert all(each.status == 200 and each.done for each in answers)
     assert [each.text for each in answers] == [f"number {n} number {n}" for n in range(STREAMS)]
     assert await metric(world, "connections_dropped_total") == 0
+    assert "receives no requests" not in router.said
     assert memory_of(router, "VmHWM") < 400 * MIB
     await world.until(lambda: few_descriptors(router, before + 16), "connections are closed")
     await world.until(lambda: free(world))
