@@ -37,7 +37,7 @@ from kvpool.router.observations import Measured
 from kvpool.router.orders import Orders
 from kvpool.router.requests import Serving
 from kvpool.router.tracing import trace_of
-from kvpool.router.upstream import EngineFailed, EngineRefused
+from kvpool.router.upstream import EngineFailed, EngineRefused, Exhausted
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
@@ -145,7 +145,7 @@ class ScriptedAnswer:
 class ScriptedUpstream:
     """Stands for `upstream.Upstream`. faults: of an engine's next calls, in order; "" for a good one.
 
-    open: calls that have not ended.
+    open: calls that have not ended. exhausted: whether probes cannot be sent.
     """
 
     def __init__(self) -> None:
@@ -154,6 +154,8 @@ class ScriptedUpstream:
         self.seen: list[Seen] = []
         self.open: list[Seen] = []
         self.hold: dict[str, asyncio.Event] = {}
+        self.probes = 0
+        self.exhausted = False
 
     @asynccontextmanager
     async def ask(
@@ -173,6 +175,8 @@ class ScriptedUpstream:
                 raise EngineFailed(engine.name, "connect", "no connection")
             if fault == "error":
                 raise EngineFailed(engine.name, "status", "HTTP 500")
+            if fault == "exhausted":
+                raise Exhausted("no descriptors")
             if fault == "refuse":
                 raise EngineRefused(engine.name, 400, b'{"error":"no"}', "application/json")
             if fault == "hang":
@@ -184,6 +188,9 @@ class ScriptedUpstream:
             self.open.remove(seen)
 
     async def get(self, engine: EngineSpec, path: str, within_s: float, bytes_max: int) -> bytes:
+        self.probes += 1
+        if self.exhausted:
+            raise Exhausted("no descriptors")
         if engine.name in self.ill:
             raise EngineFailed(engine.name, "status", f"{path}: HTTP 503")
         return b""

@@ -16,6 +16,8 @@ from kvpool.router.bodies import BadRequest, Kind
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
 from kvpool.router.intake import Rejected
+from kvpool.router.memory import SMALL_BYTES
+from kvpool.router.requests import QUIET_S
 from kvpool.router.upstream import TOO_LARGE, EngineFailed
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
@@ -688,6 +690,90 @@ def test_a_router_does_not_wait_for_ever_when_it_ends() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     run(work, engine("a"), answer_s=50.0)
+
+
+def test_with_a_shared_port_it_finishes_what_comes_on_open_connections() -> None:
+    async def work(bench: Bench) -> None:
+        drained = asyncio.create_task(bench.serving.drained(50.0))
+        await asyncio.sleep(0)
+        assert (await ask(bench, STREAM)).data == right(STREAM)
+        assert bench.serving.well == "shutting down" and not drained.done()
+        bench.upstream.hold["a"] = asyncio.Event()
+        last = asyncio.create_task(ask(bench, WHOLE))
+        await until_async(lambda: bool(bench.upstream.open))
+        _, waits = await asyncio.wait({drained}, timeout=2 * QUIET_S)
+        assert waits, "a request is under way"
+        bench.upstream.hold["a"].set()
+        assert (await last).data == right(WHOLE)
+        assert await drained
+
+    run(work, engine("a"), answer_s=50.0, reuse_port=True)
+
+
+@pytest.mark.parametrize("body", [WHOLE, STREAM])
+def test_what_the_router_lacks_is_no_failure_of_an_engine(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        for _ in range(3):
+            bench.upstream.faults["a"] = deque(["exhausted"])
+            with pytest.raises(Rejected) as caught:
+                await ask(bench, body)
+            assert (caught.value.status, caught.value.why) == (503, "exhausted")
+            assert caught.value.retry_after_s == 1.0
+        assert (await ask(bench, body)).data == right(body)
+        assert b'rejections_total{code="exhausted"} 3.0' in bench.metrics.text()
+        bench.upstream.faults["a"] = deque(["exhausted"])
+        raw, held = bench.incoming(WHOLE).raw, bench.serving.memory.hold()
+        with pytest.raises(Rejected) as caught:
+            await bench.serving.pass_through("/tokenize", raw, "me", held)
+        assert caught.value.status == 503
+        assert len(bench.health.passing()) == 1
+
+    run(work, engine("a"), failures_max=1)
+
+
+def test_probes_that_cannot_be_sent_say_nothing() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.exhausted = True
+        before = bench.upstream.probes
+        await until_async(lambda: bench.upstream.probes >= before + 5)
+        assert len(bench.health.passing()) == 1
+        bench.upstream.exhausted = False
+        bench.upstream.ill = {"a"}
+        await until_async(lambda: not bench.health.passing())
+
+    run(work, engine("a"), failures_max=2, probe_s=0.01)
+
+
+def test_a_body_for_which_there_is_no_room_is_refused_at_once() -> None:
+    async def work(bench: Bench) -> None:
+        large = {"prompt": "x" * 2 * SMALL_BYTES}
+        with bench.serving.memory.hold() as held:
+            with pytest.raises(Rejected, match="1000") as caught:
+                await ask(bench, large, held=held)
+            assert (caught.value.status, caught.value.why) == (429, "memory")
+            with pytest.raises(Rejected):
+                await bench.serving.explain(bench.incoming(large, held=held))
+            raw = bench.incoming(large).raw
+            with pytest.raises(Rejected):
+                await bench.serving.pass_through("/tokenize", raw, "me", held)
+        assert not bench.upstream.seen
+        assert b'rejections_total{code="memory"} 3.0' in bench.metrics.text()
+        assert (await ask(bench, WHOLE)).data == right(WHOLE)
+
+    run(work, engine("a"), memory_bytes_max=1000)
+
+
+def test_an_answer_for_which_there_is_no_room_is_refused_and_tried_nowhere_else() -> None:
+    async def work(bench: Bench) -> None:
+        large = {"prompt": ["x" * 2 * SMALL_BYTES]}  # its answer repeats it
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, large)
+        assert (caught.value.status, caught.value.why) == (429, "memory")
+        assert len(engines_of(bench)) == 1
+        assert len(bench.health.passing()) == 2
+        assert bench.serving.memory.held == 0
+
+    run(work, engine("a"), engine("b"), memory_bytes_max=1000, failures_max=1)
 
 
 @pytest.mark.parametrize(

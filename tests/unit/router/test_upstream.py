@@ -1,16 +1,23 @@
 """Calls to engines over a real connection."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
+import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
 
 from kvpool.router.engines import EngineSpec
 from kvpool.router.upstream import (
+    OWN_FAULTS,
     REFUSAL_BYTES_MAX,
     EngineFailed,
     EngineRefused,
+    Exhausted,
     Upstream,
     open_session,
 )
@@ -68,3 +75,38 @@ def test_what_is_too_large_or_no_word_on_the_request_is_a_failure() -> None:
         with pytest.raises(EngineFailed) as caught:
             asyncio.run(ask(handler))
         assert caught.value.reason == reason
+
+
+class Unconnected:
+    """A session that has no connection, and cannot make one."""
+
+    def __init__(self, number: int) -> None:
+        key = ConnectionKey("10.0.0.7", 8000, False, True, None, None, None)
+        self._error = aiohttp.ClientConnectorError(key, OSError(number, os.strerror(number)))
+
+    async def request(self, *_: object, **__: object) -> None:
+        raise self._error
+
+    def get(self, *_: object, **__: object) -> "Unconnected":
+        return self
+
+    async def __aenter__(self) -> None:
+        raise self._error
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("number", [*OWN_FAULTS, errno.ECONNREFUSED, errno.EHOSTUNREACH])
+def test_why_there_is_no_connection_is_told_without_the_engines_address(number: int) -> None:
+    spec = EngineSpec(url="http://10.0.0.7:8000", name="a")
+    upstream = Upstream(cast(Any, Unconnected(number)), lambda _: "", 20.0)
+
+    async def call() -> None:
+        async with upstream.ask(spec, "/v1/completions", b"{}", {}):
+            pass
+
+    wanted = Exhausted if number in OWN_FAULTS else EngineFailed
+    for calls in (call, lambda: upstream.get(spec, "/health", 20.0, 100)):
+        with pytest.raises(wanted, match=os.strerror(number)) as caught:
+            asyncio.run(cast(Any, calls()))
+        assert "10.0.0.7" not in str(caught.value)
