@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -221,6 +222,10 @@ def _said(error: Exception) -> str:
         return "the connection ended before it was complete"
     if isinstance(error, aiohttp.ClientResponseError):
         return f"not HTTP: {error.message.splitlines()[0][:SAID_CHARACTERS].rstrip(':')}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error) or type(error).__name__)[:SAID_CHARACTERS]
+    if isinstance(error, TimeoutError):
+        return "it did not accept the connection in time"
+    if isinstance(error, OSError) and error.errno:
+        # aiohttp puts the URL into some of these; a number below 0 is the resolver's.
+        return os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
+    said = str(error)[:SAID_CHARACTERS]
+    return said if said and "://" not in said else type(error).__name__

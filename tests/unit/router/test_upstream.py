@@ -80,9 +80,8 @@ def test_what_is_too_large_or_no_word_on_the_request_is_a_failure() -> None:
 class Unconnected:
     """A session that has no connection, and cannot make one."""
 
-    def __init__(self, number: int) -> None:
-        key = ConnectionKey("10.0.0.7", 8000, False, True, None, None, None)
-        self._error = aiohttp.ClientConnectorError(key, OSError(number, os.strerror(number)))
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     async def request(self, *_: object, **__: object) -> None:
         raise self._error
@@ -96,17 +95,41 @@ class Unconnected:
     async def __aexit__(self, *_: object) -> None: ...
 
 
-@pytest.mark.parametrize("number", [*OWN_FAULTS, errno.ECONNREFUSED, errno.EHOSTUNREACH])
-def test_why_there_is_no_connection_is_told_without_the_engines_address(number: int) -> None:
+def connector_error(number: int) -> aiohttp.ClientConnectorError:
+    key = ConnectionKey("10.0.0.7", 8000, False, True, None, None, None)
+    return aiohttp.ClientConnectorError(key, OSError(number, os.strerror(number)))
+
+
+URL = "http://10.0.0.7:8000/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        *((connector_error(number), os.strerror(number)) for number in OWN_FAULTS),
+        (connector_error(errno.ECONNREFUSED), "refused"),
+        (aiohttp.ClientOSError(errno.EPIPE, f"Can not write request body for {URL}"), "pipe"),
+        (aiohttp.ConnectionTimeoutError(f"Connection timeout to host {URL}"), "in time"),
+        (aiohttp.ServerDisconnectedError(f"from {URL}"), "closed"),
+        (aiohttp.ClientConnectionError(f"of {URL}"), "ClientConnectionError"),
+        (aiohttp.ClientConnectionError("Connection closed"), "Connection closed"),
+    ],
+)
+def test_why_there_is_no_answer_is_told_without_the_engines_address(
+    error: Exception, said: str
+) -> None:
     spec = EngineSpec(url="http://10.0.0.7:8000", name="a")
-    upstream = Upstream(cast(Any, Unconnected(number)), lambda _: "", 20.0)
+    upstream = Upstream(cast(Any, Unconnected(error)), lambda _: "", 20.0)
 
     async def call() -> None:
         async with upstream.ask(spec, "/v1/completions", b"{}", {}):
             pass
 
-    wanted = Exhausted if number in OWN_FAULTS else EngineFailed
-    for calls in (call, lambda: upstream.get(spec, "/health", 20.0, 100)):
-        with pytest.raises(wanted, match=os.strerror(number)) as caught:
-            asyncio.run(cast(Any, calls()))
+    own = isinstance(error, OSError) and error.errno in OWN_FAULTS
+    asks = [call]
+    if not isinstance(error, TimeoutError):  # a probe has its own words for that
+        asks.append(lambda: cast(Any, upstream.get(spec, "/health", 20.0, 100)))
+    for asking in asks:
+        with pytest.raises(Exhausted if own else EngineFailed, match=said) as caught:
+            asyncio.run(asking())
         assert "10.0.0.7" not in str(caught.value)
