@@ -231,7 +231,7 @@ class EngineProcess:
 class ApiServer:
     """vLLM's OpenAI-compatible server, with KV events. Starts at once; `wait_ready` waits for it.
 
-    role: what it announces itself for.
+    role: what it announces itself for. flags: more of vLLM's; extra: settings of the plugin.
     """
 
     def __init__(
@@ -241,6 +241,7 @@ class ApiServer:
         folder: Path,
         socket_path: str,
         role: str,
+        *flags: str,
         **extra: Any,
     ) -> None:
         self.name = name
@@ -265,6 +266,7 @@ class ApiServer:
             *("--kv-transfer-config", json.dumps(transfer)),
             *("--kv-events-config", json.dumps(kv_events)),
             *("--enable-prompt-tokens-details", "--enable-request-id-headers"),
+            *flags,
         ]
         # On no core of its own: vLLM's processes wait for each other in loops of sched_yield, for which Linux 6.18
         # takes so much of a task's future time that, beside another engine, it may not run again for minutes. A

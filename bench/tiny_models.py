@@ -4,7 +4,7 @@ Plain default initialisation repeats one token whatever the KV holds, so it prov
 these standard deviations every token depends on the whole prompt, and zeroing the stored KV changes
 the output. Nothing is downloaded.
 
-Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma, mistral)
+Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma, mistral, chat)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_POSITIONS = 8192
 def make(kind: str, out: Path) -> Path:
     """Write a model and its tokenizer to `out` unless they are there. Returns `out`."""
     if not (out / "tokenizer.json").exists():
-        _save_model(_model(kind), out)
-        _save_tokenizer(out)
+        _save_model(_model("llama" if kind == "chat" else kind), out)
+        (_save_chat_tokenizer if kind == "chat" else _save_tokenizer)(out)
     return out
 
 
@@ -62,7 +62,7 @@ def _model(kind: str) -> Any:
                 **common,
             )
         )
-    raise ValueError(f"no tiny model {kind!r}: llama, gemma or mistral")
+    raise ValueError(f"no tiny model {kind!r}: llama, gemma, mistral or chat")
 
 
 def _save_model(model: Any, out: Path) -> None:
@@ -89,6 +89,64 @@ def _save_tokenizer(out: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="tok0", eos_token="tok1", bos_token="tok2"
     ).save_pretrained(out)
+
+
+CHAT_TEMPLATE = (
+    "{% if tools %}<|role|>tools\n{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|role|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% elif message.content %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{% if not (loop.last and continue_final_message) %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|role|>assistant\n{% endif %}"
+)
+
+
+def _save_chat_tokenizer(out: Path) -> None:
+    """A token a byte, so that all that is text can be said, JSON too; and a template for chats with tools."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        bos_token="<|begin|>",
+        additional_special_tokens=["<|role|>"],
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(out)
+
+
+def make_adapter(out: Path) -> Path:
+    """Write a LoRA adapter for the llama, and so for the chat, that changes what it says. Returns `out`."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    rank, hidden, sizes = 8, 256, {"q_proj": 256, "v_proj": 128}
+    draw = torch.Generator().manual_seed(1)
+    weights = {}
+    for layer in range(4):
+        for name, size in sizes.items():
+            begins = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{begins}.lora_A.weight"] = torch.randn(rank, hidden, generator=draw) * 0.3
+            weights[f"{begins}.lora_B.weight"] = torch.randn(size, rank, generator=draw) * 0.3
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(weights, out / "adapter_model.safetensors")
+    config = {
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(sizes),
+        "bias": "none",
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+    }
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    return out
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

@@ -81,11 +81,10 @@ class HttpReply:
         self._closes = closes
         self.response: web.StreamResponse | None = None
 
-    async def send(self, status: int, body: bytes, content_type: str) -> None:
+    async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         """An answer in one piece."""
-        headers = {**self._headers, "Content-Type": content_type}
         self.begun = True
-        self.response = web.Response(status=status, body=body, headers=headers)
+        self.response = web.Response(status=status, body=body, headers={**headers, **self._headers})
         if self._closes():
             self.response.force_close()
         try:
@@ -95,10 +94,9 @@ class HttpReply:
             raise ClientGone("the client has disconnected") from None
         self.ended = True
 
-    async def begin(self, content_type: str) -> None:
+    async def begin(self, headers: Mapping[str, str]) -> None:
         self.begun = True
-        headers = {**self._headers, "Content-Type": content_type, "Cache-Control": "no-cache"}
-        self.response = web.StreamResponse(headers=headers)
+        self.response = web.StreamResponse(headers={**headers, **self._headers})
         if self._closes():
             self.response.force_close()
         try:
@@ -310,10 +308,10 @@ class Api:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         raw = b"" if request.method == "GET" else await self._body(request) or b"{}"
-        status, body, content_type = await self._serving.pass_through(
+        status, body, headers = await self._serving.pass_through(
             request.path, raw, request[IDENT], request[HELD]
         )
-        return web.Response(status=status, body=body, headers={"Content-Type": content_type})
+        return web.Response(status=status, body=body, headers=headers)
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         rows = [
@@ -322,6 +320,7 @@ class Api:
                 "object": "model",
                 "created": self._started_at,
                 "owned_by": "kvpool",
+                "parent": self._roster.parent(name),
                 "max_model_len": longest or None,
             }
             for name, longest in self._roster.model_lengths().items()

@@ -37,8 +37,8 @@ class Reply(Protocol):
 
     begun: bool
 
-    async def send(self, status: int, body: bytes, content_type: str) -> None: ...
-    async def begin(self, content_type: str) -> None: ...
+    async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None: ...
+    async def begin(self, headers: Mapping[str, str]) -> None: ...
     async def write(self, data: bytes) -> None: ...
     async def end(self) -> None: ...
 
@@ -204,7 +204,7 @@ class Caller:
         passing.listener.answer_begun(call)
         passing.at_client = True
         passing.limit.move(asyncio.get_running_loop().time() + self.limits.client_stall_s)
-        await passing.reply.send(200, data, answer.content_type)
+        await passing.reply.send(200, data, answer.headers)
         passing.listener.answer_ended(call)
 
     async def _stream(self, answer: Answer, passing: _Passing, held: Held) -> None:
@@ -223,7 +223,7 @@ class Caller:
                         if code >= 500:
                             raise EngineFailed(call.spec.name, "error_event", message)
                     passing.listener.answer_begun(call)
-                    await reply.begin(answer.content_type)
+                    await reply.begin(answer.headers)
                 passing.at_client = True
                 move(time() + client_stall_s)
                 await reply.write(data)

@@ -77,6 +77,11 @@ class EngineRoster:
         """Each model with the longest prompt and answer that an engine accepts; 0: not known."""
         return {model: self.longest(model) for model in self.models()}
 
+    def parent(self, model: str) -> str | None:
+        """The model that an adapter is for; None: it is no adapter."""
+        of = (spec.model for spec in self._serving(model) if model in spec.adapters)
+        return next(of, None)
+
     def longest(self, model: str) -> int:
         """Tokens of the longest prompt and answer that one of its engines accepts; 0: not known."""
         return max((spec.max_len for spec in self._serving(model)), default=0)

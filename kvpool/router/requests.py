@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -236,8 +236,8 @@ class Serving:
 
     async def pass_through(
         self, path: str, raw: bytes, ident: str, held: Held
-    ) -> tuple[int, bytes, str]:
-        """Have any engine of the body's model answer a small request: status, body, type. Raises `BadRequest`.
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Have any engine of the body's model answer a small request: status, body, headers. Raises `BadRequest`.
 
         Without a body it is a GET, for any engine. held: the memory of the body and of its answer.
         """
@@ -261,9 +261,9 @@ class Serving:
                         self._upstream.ask(spec, path, raw, {"X-Request-Id": ident}) as answer,
                     ):
                         body = await answer.whole(self._config.answer_bytes_max, held)
-                        return 200, body, answer.content_type
+                        return 200, body, answer.headers
                 except EngineRefused as refused:
-                    return refused.status, refused.body, refused.content_type
+                    return refused.status, refused.body, refused.headers
                 except NoRoom as full:
                     raise self.no_room(full) from None
                 except Exhausted as exhausted:
@@ -284,7 +284,7 @@ class Serving:
     async def _pass_refusal(self, refused: EngineRefused, reply: Reply) -> str:
         try:
             async with asyncio.timeout(self._config.client_stall_s):
-                await reply.send(refused.status, refused.body, refused.content_type)
+                await reply.send(refused.status, refused.body, refused.headers)
         except (TimeoutError, ClientGone):
             return "client_left"
         return "refused"

@@ -28,6 +28,8 @@ REFUSAL_BYTES_MAX = 1 << 20
 SHOWN_CHARACTERS = 500
 SAID_CHARACTERS = 100
 PIECE_BYTES = 1 << 16
+HEADER_BYTES_MAX = 1 << 18
+"""Of one header in an engine's answer."""
 FAULTS = frozenset((401, 403, 408, 425, 429))
 """Below 500, but not about the request itself: a wrong API key, or a busy engine."""
 
@@ -57,15 +59,15 @@ class EngineFailed(KvpoolError):
 
 
 class EngineRefused(KvpoolError):
-    """An engine's own answer to a request that it rejects."""
+    """An engine's own answer to a request that it rejects. headers: those of the answer that are for the client."""
 
     code = "engine_refused"
 
-    def __init__(self, engine: str, status: int, body: bytes, content_type: str) -> None:
+    def __init__(self, engine: str, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         super().__init__(f"engine {engine} refused the request: HTTP {status}")
         self.status = status
         self.body = body
-        self.content_type = content_type
+        self.headers = headers
 
 
 class Exhausted(KvpoolError):
@@ -75,12 +77,16 @@ class Exhausted(KvpoolError):
 
 
 class Answer:
-    """An answer of status 200 that has begun. content_type: the engine's."""
+    """An answer of status 200 that has begun. headers: those that are for the client."""
 
     def __init__(self, engine: str, response: aiohttp.ClientResponse) -> None:
         self.engine = engine
-        self.content_type = response.headers.get("Content-Type", "application/json")
+        self.headers = _for_client(response.headers)
         self._content = response.content
+
+    @property
+    def content_type(self) -> str:
+        return self.headers["Content-Type"]
 
     @property
     def streams(self) -> bool:
@@ -170,6 +176,23 @@ class Upstream:
 
 
 _JSON = {"Content-Type": "application/json"}
+_NOT_FOR_CLIENTS = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
+        *("transfer-encoding", "upgrade"),
+        *("content-length", "content-type", "date", "server", "set-cookie"),
+    )
+)
+"""Headers of one connection or of a program; the router has its own of these."""
+
+
+def _for_client(received: Mapping[str, str]) -> dict[str, str]:
+    """An engine's headers that a client gets: what it says of its answer. What is repeated is joined."""
+    headers = {"Content-Type": received.get("Content-Type", "application/json")}
+    for name, text in received.items():
+        if name.lower() not in _NOT_FOR_CLIENTS:
+            headers[name] = f"{headers[name]}, {text}" if name in headers else text
+    return headers
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -181,6 +204,8 @@ def open_session() -> aiohttp.ClientSession:
         # Answers are forwarded as received, without decoding.
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
+        # Embeddings as bytes are described in a header.
+        max_field_size=HEADER_BYTES_MAX,
         trust_env=False,
         # An answer whose client does not read waits here: as little as keeps a fast one flowing.
         read_bufsize=PIECE_BYTES,
@@ -200,8 +225,7 @@ async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> 
     except (aiohttp.ClientError, OSError) as error:
         return EngineFailed(engine.name, "cut", f"HTTP {status} broke off: {_said(error)}")
     if 400 <= status < 500 and status not in FAULTS:
-        content_type = response.headers.get("Content-Type", "application/json")
-        return EngineRefused(engine.name, status, body, content_type)
+        return EngineRefused(engine.name, status, body, _for_client(response.headers))
     shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
     return EngineFailed(engine.name, "status", f"HTTP {status}: {shown}")
 

@@ -109,7 +109,8 @@ class ScriptedAnswer:
     def __init__(self, engine: str, data: bytes, *, streams: bool, fault: str) -> None:
         self.engine = engine
         self.streams = streams
-        self.content_type = "text/event-stream; charset=utf-8" if streams else "application/json"
+        kind = "text/event-stream; charset=utf-8" if streams else "application/json"
+        self.headers = {"Content-Type": kind, "X-Request-Id": "of the engine"}
         self._fault = fault
         third = max(1, len(data) // 3)
         self._pieces = deque(data[at : at + third] for at in range(0, len(data), third))
@@ -121,6 +122,10 @@ class ScriptedAnswer:
             self._pieces = deque([b'data: {"error":{"message":"dead","code":500}}\n\n'])
         elif fault == "error_event_400":
             self._pieces = deque([REFUSED_EVENTS])
+
+    @property
+    def content_type(self) -> str:
+        return self.headers["Content-Type"]
 
     async def piece(self) -> bytes:
         if self._pieces:
@@ -178,7 +183,9 @@ class ScriptedUpstream:
             if fault == "exhausted":
                 raise Exhausted("no descriptors")
             if fault == "refuse":
-                raise EngineRefused(engine.name, 400, b'{"error":"no"}', "application/json")
+                raise EngineRefused(
+                    engine.name, 400, b'{"error":"no"}', {"Content-Type": "application/json"}
+                )
             if fault == "hang":
                 await asyncio.Event().wait()
             streams = value.get("stream") is True
@@ -253,14 +260,14 @@ class Client:
     ended: bool = False
     stuck: bool = False
 
-    async def send(self, status: int, body: bytes, content_type: str) -> None:
+    async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         assert not self.begun, "an answer begins once"
-        await self.begin(content_type)
+        await self.begin(headers)
         self.status = status
         await self.write(body)
         self.ended = True
 
-    async def begin(self, content_type: str) -> None:
+    async def begin(self, headers: Mapping[str, str]) -> None:
         assert not self.begun, "an answer begins once"
         self.begun, self.status = True, 200
 

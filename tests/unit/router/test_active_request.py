@@ -126,7 +126,7 @@ class Upstream:
         if how == "fail":
             raise EngineFailed(spec.name, "connect", "no connection")
         if how == "refuse":
-            raise EngineRefused(spec.name, 400, b"{}", "application/json")
+            raise EngineRefused(spec.name, 400, b"{}", {})
         if how == "hang once":
             del self.otherwise[spec.name]
         if how in {"hang", "hang once"}:

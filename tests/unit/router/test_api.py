@@ -99,6 +99,7 @@ def test_answers_pass_byte_for_byte() -> None:
             status, headers, data = await site.call("/v1/completions", body, x_request_id="me")
             assert (status, data) == (200, answer_to(body))
             assert headers[REQUEST_ID] == "me"
+            assert headers["X-Request-Id"] == "of the engine"
             own = {name for name in headers if name.lower().startswith("x-kvpool")}
             assert own == {REQUEST_ID}
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "stream": True}

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -229,9 +229,9 @@ class Reader(Client):
 
     bench: Bench
 
-    async def send(self, status: int, body: bytes, content_type: str) -> None:
+    async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         assert not self.bench.left(), "it is not the engine's any more"
-        await Client.send(self, status, body, content_type)
+        await Client.send(self, status, body, headers)
 
 
 def test_a_client_that_does_not_read_a_refusal_holds_no_engine() -> None:

@@ -52,7 +52,28 @@ def test_a_refusal_is_read_to_its_end_in_however_many_pieces_it_comes(size: int)
     with pytest.raises(EngineRefused) as caught:
         asyncio.run(ask(refuse))
     assert caught.value.status == 400 and caught.value.body == said
-    assert caught.value.content_type == "text/plain"
+    assert caught.value.headers == {"Content-Type": "text/plain"}
+
+
+def test_headers_that_are_about_an_answer_are_for_the_client() -> None:
+    large = "x" * 100_000
+
+    async def refuse(_request: web.Request) -> web.StreamResponse:
+        headers = [
+            ("Metadata", large),
+            ("Vary", "Origin"),
+            ("Vary", "Accept"),
+            ("Set-Cookie", "a=b"),
+        ]
+        return web.Response(status=400, body=b"{}", headers=headers)
+
+    with pytest.raises(EngineRefused) as caught:
+        asyncio.run(ask(refuse))
+    assert caught.value.headers == {
+        "Content-Type": "application/octet-stream",
+        "Metadata": large,
+        "Vary": "Origin, Accept",
+    }
 
 
 def test_no_more_of_a_refusal_is_kept_than_there_is_room_for() -> None:
