@@ -96,7 +96,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|role|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}"
     "{% elif message.content %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
-    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{% for call in message.tool_calls or () %}"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
     "{% if not (loop.last and continue_final_message) %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|role|>assistant\n{% endif %}"
 )

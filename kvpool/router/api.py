@@ -1,7 +1,7 @@
 """The HTTP API: paths, authentication, headers, error bodies. Requests are processed in `requests.py`.
 
     POST   /v1/completions, /v1/chat/completions   answered by engines, streamed or not
-    POST   the other paths of `Kind`               the same, whole by one engine
+    POST   the other paths of `Kind`               the same, whole by one engine; two of them take forms
     POST   /tokenize, /detokenize                  forwarded to one
     GET    /version                                the same
     GET    /v1/models, /health
@@ -281,6 +281,7 @@ class Api:
             deadline_s=_seconds(headers.get(DEADLINE), DEADLINE),
             session=_session(headers.get(SESSION)),
             held=request[HELD],
+            content_type=headers.get("Content-Type", ""),
         )
 
     async def _body(self, request: web.Request) -> bytes:

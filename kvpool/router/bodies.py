@@ -35,7 +35,7 @@ COMPLETION_TOKENS = 16
 
 
 class Kind(StrEnum):
-    """By the path. Prompts of the first two are known token for token; the others are served whole."""
+    """By the path. Prompts of the first two may be computed ahead; the others are served whole."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -50,16 +50,36 @@ class Kind(StrEnum):
     RERANK_V2 = "/v2/rerank"
     CLASSIFY = "/classify"
     POOLING = "/pooling"
+    TRANSCRIPTIONS = "/v1/audio/transcriptions"
+    TRANSLATIONS = "/v1/audio/translations"
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the router learns the prompt's tokens."""
+        """Whether a prompt may be computed ahead, by its tokens."""
         return self in (Kind.COMPLETIONS, Kind.CHAT)
+
+    @property
+    def prompts(self) -> str:
+        """How the router learns the prompt's tokens, `tokens.question`; empty: it does not."""
+        return _PROMPTS.get(self, "")
 
     @property
     def generates(self) -> bool:
         """Whether the answer is generated, token by token."""
-        return self.has_tokens or self in (Kind.RESPONSES, Kind.MESSAGES)
+        return self.has_tokens or self.is_form or self in (Kind.RESPONSES, Kind.MESSAGES)
+
+    @property
+    def is_form(self) -> bool:
+        """Whether a body is a form with a file, not an object: `forms.py`."""
+        return self in (Kind.TRANSCRIPTIONS, Kind.TRANSLATIONS)
+
+
+_PROMPTS = {
+    Kind.COMPLETIONS: "completions",
+    Kind.CHAT: "chat",
+    Kind.RESPONSES: "responses",
+    Kind.MESSAGES: "messages",
+}
 
 
 class BadRequest(KvpoolError):
@@ -90,7 +110,7 @@ class Body:
 
     raw: as received; value: the same, parsed. tokens_guess: of the prompt, by its size. output_tokens: the
     most that it requests, over all its choices; None: not given. priority: higher ones go first;
-    None: not given.
+    None: not given. content_type: as an engine is to read it.
     """
 
     kind: Kind
@@ -103,6 +123,7 @@ class Body:
     output_tokens: int | None
     priority: int | None
     session: Hashable
+    content_type: str = "application/json"
 
     @property
     def streams(self) -> bool:
@@ -175,7 +196,7 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         kind=kind,
         raw=raw,
         value=value,
-        model=_model(value, models),
+        model=model_of(value, models),
         whole=not kind.has_tokens
         or several
         or bool(value.get("echo"))
@@ -249,7 +270,8 @@ def _set(value: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [n for n in names if value.get(n) is not None and value[n] is not False]
 
 
-def _model(value: Mapping[str, Any], models: Sequence[str]) -> str:
+def model_of(value: Mapping[str, Any], models: Sequence[str]) -> str:
+    """The model that a body asks for. Raises `BadRequest`."""
     model = value.get("model")
     if model is None and len(models) == 1:
         return models[0]

@@ -245,7 +245,8 @@ class Caller:
         return self.limits.answer_s + SLOWER_MAX * expected_s
 
     def _headers_for_call(self, call: Call) -> dict[str, str]:
-        return {**self._headers, **self._trace.headers(self._random, call.span)}
+        traced = self._trace.headers(self._random, call.span)
+        return {**self._headers, "Content-Type": self._body.content_type, **traced}
 
 
 def span_of(call: Call, above: Span) -> Span | None:

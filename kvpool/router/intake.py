@@ -14,10 +14,11 @@ from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
+from kvpool.router.forms import parse_form
 from kvpool.router.hashing import Prompt
 from kvpool.router.isolation import Isolation
 from kvpool.router.memory import Held, Memory
-from kvpool.router.tokens import CHAT, TokenizeRefused, UnknownModel
+from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
 from kvpool.scheduler.values import Request
 
@@ -37,7 +38,7 @@ class Rejected(BadRequest):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A received request. priority, deadline_s, session: from its headers; None: not given.
+    """A received request. priority, deadline_s, session: from its headers; None: not given. content_type: of a form.
 
     held: the memory that it holds, its raw body included.
     """
@@ -51,6 +52,7 @@ class Incoming:
     priority: int | None = None
     deadline_s: float | None = None
     session: str | None = None
+    content_type: str = ""
     held: Held = field(default_factory=lambda: Memory(sys.maxsize).hold())
 
 
@@ -89,17 +91,20 @@ class Intake:
         models = self._roster.models()
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", config.probe_s)
-        incoming.held.add(parsed_bytes(incoming.raw))
-        body = limited(parse(incoming.kind, incoming.raw, models), incoming.priority_max)
+        kind, raw = incoming.kind, incoming.raw
+        if kind.is_form:
+            body = await parse_form(kind, raw, incoming.content_type, models)
+        else:
+            incoming.held.add(parsed_bytes(raw))
+            body = limited(parse(kind, raw, models), incoming.priority_max)
         if self._isolation is not None:
             body = self._isolation.salted(body, incoming.tenant)
         account.model = body.model
         prompt: Prompt | None = None
         try:
-            if body.kind.has_tokens:
-                kind = CHAT if body.kind is Kind.CHAT else "completions"
+            if known_as := kind.prompts:
                 prompt = await self._prompts.prompt(
-                    body.value, kind, deadline_s=min(TOKENIZE_S, limit_s)
+                    body.value, known_as, deadline_s=min(TOKENIZE_S, limit_s)
                 )
         except (TokenizeRefused, UnknownModel, Unavailable) as error:
             # Served whole: an engine tokenises it itself, or reports the error.

@@ -66,7 +66,7 @@ class Prompts:
     async def prompt(
         self, body: Mapping[str, Any], kind: str, *, deadline_s: float = 5.0
     ) -> Prompt:
-        """A request's prompt. kind: `completions` or `chat`. deadline_s: for an engine to tokenise it.
+        """A request's prompt. kind: as `tokens.question` has it. deadline_s: for an engine to tokenise it.
 
         Raises `UnknownModel`, `TokenizeRefused` with the engine's answer, and `Unavailable` when none answers.
         """

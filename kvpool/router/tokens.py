@@ -16,6 +16,7 @@ import xxhash
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
+from kvpool.router.chat_form import of_messages, of_responses
 from kvpool.router.engine_calls import bearer, post_json
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ ANSWER_BYTES_MAX = 32 << 20
 _FAULTS = frozenset((401, 403, 408, 429))
 """Statuses below 500 that are not about the prompt."""
 CHAT = "chat"
+CHAT_FORMS = {"messages": of_messages, "responses": of_responses}
+"""Of the kinds of prompts that an engine makes a chat of."""
 _CHAT_FIELDS = (
     "add_generation_prompt",
     "add_special_tokens",
@@ -82,6 +85,9 @@ def question(body: Mapping[str, Any], kind: str) -> dict[str, Any] | Sequence[in
         return None
     if kind == CHAT:
         return _chat_question(body)
+    if (form := CHAT_FORMS.get(kind)) is not None:
+        chat = form(body)
+        return None if chat is None else _chat_question(chat)
     prompt = body.get("prompt")
     if isinstance(prompt, list):
         whole = bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)

@@ -134,7 +134,7 @@ class Upstream:
                 "POST" if body else "GET",
                 engine.url + path,
                 data=body or None,
-                headers={**headers, **_JSON, **self._login(engine)},
+                headers={**_JSON, **headers, **self._login(engine)},
                 timeout=self._timeout,
                 allow_redirects=False,
             )

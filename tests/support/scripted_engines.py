@@ -166,7 +166,8 @@ class ScriptedUpstream:
     async def ask(
         self, engine: EngineSpec, path: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ScriptedAnswer]:
-        value = msgspec.json.decode(body) if body else {}
+        json = headers.get("Content-Type", "application/json") == "application/json"
+        value = msgspec.json.decode(body) if body and json else {}
         seen = Seen(engine.name, path, value, body, headers)
         self.seen.append(seen)
         self.open.append(seen)

@@ -31,6 +31,7 @@ import pytest
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is looked up
 
+from kvpool.router.tokens import question
 from tests.support.answer_cases import ADAPTER, EMBEDDING, MODEL, SECOND, all_cases, of_embeddings
 from tests.support.answers import Answer, Case, differences, flat, joined, table, unstated
 
@@ -104,7 +105,7 @@ def site(kit: Any, models: Callable[[str], Path], tmp_path_factory: Any) -> Iter
     flags = (
         *("--served-model-name", MODEL, SECOND, "--dtype", "float32"),
         *("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
     )
     with ExitStack() as stack:
         socket = stack.enter_context(kit.run_daemon(folder)).socket
@@ -164,6 +165,58 @@ def test_answers_are_those_of_the_engines_but_for_what_is_stated(
     made = tmp_path / PAGE.name
     made.write_text(f"{begins}<!-- answers -->\n{table(rows)}\n<!-- end -->{ends}")
     assert made.read_text() == PAGE.read_text(), f"{PAGE} is out of date: this is {made}"
+
+
+# ---- prompts that the router learns --------------------------------------------------------------
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> Any:
+    answer = ask(url, Case("", path, body))
+    assert answer.status == 200, answer.body
+    return answer.value
+
+
+def test_prompts_of_messages_and_responses_are_known_token_for_token(site: Site) -> None:
+    """The engine's own rendering is the oracle; what is no chat for the router is one that it leaves to the engine."""
+    learnt = {"/v1/messages": 0, "/v1/responses": 0}
+    for case in all_cases():
+        if case.path not in learnt or not isinstance(case.body, dict) or case.body.get("stream"):
+            continue
+        rendered = ask(site.decode, Case("", f"{case.path}/render", case.body))
+        if rendered.status != 200:
+            continue
+        asked = question(case.body, case.path.removeprefix("/v1/"))
+        assert isinstance(asked, dict), case.name
+        asked["model"] = case.body["model"]
+        assert post(site.decode, "/tokenize", asked)["tokens"] == rendered.value["token_ids"], (
+            case.name
+        )
+        learnt[case.path] += 1
+    assert min(learnt.values()) >= 8
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_blocks_of_messages_and_responses_are_found(site: Site, kit: Any, path: str) -> None:
+    text = f"A prompt of some blocks for {path}, which no other test has sent before. " * 3
+    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 4, "input": text}
+    if path == "/v1/messages":
+        body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+
+    def found() -> bool:
+        """Whether it is sent to where its blocks are: an engine's events are not there at once."""
+        headers = {"X-Request-Id": f"again{path.replace('/', '-')}"}
+        answer = ask(site.router, Case("", path, body, headers=headers))
+        assert answer.status == 200
+        told = ask(site.router, Case("", f"/explain/{headers['X-Request-Id']}", method="GET")).value
+        usage = answer.value["usage"]
+        kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        assert told["prompt_tokens"] == sum(usage.get(kind) or 0 for kind in kinds)
+        blocks = told["prompt_tokens"] // BENCH.BLOCK_TOKENS
+        assert told["prompt_blocks"] == blocks >= 6
+        (order,) = [step for step in told["steps"] if step["what"] == "order"]
+        return bool(order["expected"]["cached_blocks"] >= blocks - 1)
+
+    kit.until(found, "the blocks are found")
 
 
 # ---- clients -------------------------------------------------------------------------------------

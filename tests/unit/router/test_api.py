@@ -111,7 +111,9 @@ def test_answers_pass_byte_for_byte() -> None:
     run(work, engine("a"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if not kind.has_tokens])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in Kind if not kind.has_tokens and not kind.is_form]
+)
 def test_other_paths_of_engines_are_served_whole(kind: Kind) -> None:
     async def work(site: Site) -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "input": "y"}
@@ -123,6 +125,58 @@ def test_other_paths_of_engines_are_served_whole(kind: Kind) -> None:
             assert (seen.path, json.loads(seen.raw)) == (kind.value, sent)
 
     run(work, engine("a"), engine("b"))
+
+
+BOUNDARY = "multipart/form-data; boundary=edge"
+
+
+def form(*fields: tuple[str, bytes], file: bytes = b"\r\n--not the edge\x00\xff\r\n") -> bytes:
+    """A form as clients send it, the file in the middle."""
+    head = b'--edge\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+    texts = [head % (name.encode(), text) for name, text in fields]
+    begins = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n'
+    whole = begins + b"Content-Type: audio/wav\r\n\r\n" + file + b"\r\n"
+    return b"".join([*texts[:1], whole, *texts[1:], b"--edge--\r\n"])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind.is_form])
+def test_a_form_is_forwarded_as_it_came_to_an_engine_of_its_model(kind: Kind) -> None:
+    async def work(site: Site) -> None:
+        for streamed in (b"false", b"true"):
+            body = form(("stream", streamed), ("model", MODEL.encode()), file=bytes(200_000))
+            status, _, data = await site.call(kind.value, body, Content_Type=BOUNDARY)
+            assert (status, data) == (200, answer_to({}))
+            seen = site.bench.upstream.seen[-1]
+            assert (seen.path, seen.raw) == (kind.value, body)
+            assert seen.headers["Content-Type"] == BOUNDARY
+            assert not site.bench.upstream.seen[:-1] or seen.engine
+
+    run(work, engine("a"), engine("b"), body_bytes_max=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status"),
+    [
+        (form(("model", b"nobody")), BOUNDARY, 404),
+        (form(("model", b"\xff")), BOUNDARY, 400),
+        (form(("model", b"x" * (1 << 17))), BOUNDARY, 400),
+        (form(*[("a", b"b")] * 100), BOUNDARY, 400),
+        (form(("model", MODEL.encode()))[:-30], BOUNDARY, 400),
+        (form(("model", MODEL.encode())), "multipart/form-data", 400),
+        (form(("model", MODEL.encode())), "multipart/mixed; boundary=edge", 400),
+        (b'{"model": "tiny"}', "application/json", 400),
+        (b"", BOUNDARY, 400),
+        (form(("model", MODEL.encode()), file=bytes(1 << 19)), BOUNDARY, 413),
+    ],
+)
+def test_what_is_no_form_is_refused_here(body: bytes, content_type: str, status: int) -> None:
+    async def work(site: Site) -> None:
+        path = Kind.TRANSCRIPTIONS.value
+        found, _, data = await site.call(path, body, Content_Type=content_type)
+        assert found == status and error_of(data)["code"] == status
+        assert not site.bench.upstream.seen
+
+    run(work, engine("a"), body_bytes_max=1 << 18)
 
 
 def test_errors_of_messages_are_in_their_own_form() -> None:
