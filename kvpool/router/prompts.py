@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engines import EngineSpec
-from kvpool.router.hashing import Hasher, HashSpec, Prompt, index_keys, salt_of
+from kvpool.router.hashing import Hasher, HashSpec, Item, Prompt, index_keys, salt_of
 from kvpool.router.pool_view import PoolViews
+from kvpool.router.rendering import PATHS, Renderer
 from kvpool.router.tokens import Tokenizer, UnknownModel, question
 from kvpool.types import KEY_BYTES
 
@@ -55,6 +57,7 @@ class Prompts:
         self._api_key = api_key
         self._told = told
         self._tokenizer = Tokenizer(session)
+        self._renderer = Renderer(session, clock)
         self._hasher = Hasher()
         self._long_hasher = Hasher()
         self._long = asyncio.Lock()
@@ -78,6 +81,7 @@ class Prompts:
         asked = question(body, kind)
         salt = body.get("cache_salt")
         tokens: Sequence[int] | None = None
+        items: Sequence[Item] = ()
         if isinstance(asked, dict):
             tokens = await self._tokenize(
                 *(serving, {"model": model or serving[0].model, **asked}, deadline_s),
@@ -85,6 +89,8 @@ class Prompts:
             )
         elif asked is not None:
             tokens = asked
+        elif kind in PATHS:
+            tokens, items = await self._render(serving, kind, body, deadline_s)
         if not tokens or chosen is None:
             return Prompt(model, tokens or (), (), (), kinds, None)
         hashing = chosen.hashing
@@ -98,6 +104,7 @@ class Prompts:
                 tokens,
                 salt if isinstance(salt, str) else None,
                 None if path is None else (model, path),
+                items,
             )
         except ValueError:
             return Prompt(model, tokens, (), (), kinds, None)  # the engine will report the error
@@ -110,14 +117,14 @@ class Prompts:
         tokens: Sequence[int],
         salt: str | None,
         lora: tuple[str, str] | None,
+        items: Sequence[Item],
     ) -> list[bytes]:
         """A long prompt is hashed in a thread, one at a time, while the loop goes on. Raises `ValueError`."""
+        of: dict[str, Any] = {"salt": salt, "lora": lora, "multimodal": items}
         if len(tokens) < LONG_TOKENS:
-            return self._hasher.chain(spec, tokens, salt=salt, lora=lora)
+            return self._hasher.chain(spec, tokens, **of)
         async with self._long:
-            return await asyncio.to_thread(
-                self._long_hasher.chain, spec, tokens, salt=salt, lora=lora
-            )
+            return await asyncio.to_thread(partial(self._long_hasher.chain, spec, tokens, **of))
 
     async def _tokenize(
         self,
@@ -145,6 +152,27 @@ class Prompts:
                 failed = error
         assert failed is not None
         raise failed
+
+    async def _render(
+        self, serving: Sequence[EngineSpec], kind: str, body: Mapping[str, Any], deadline_s: float
+    ) -> tuple[Sequence[int], Sequence[Item]]:
+        """By one engine, if there is one that renders; nothing if it does not render this prompt.
+
+        One is asked, not one after the other: media are costly.
+        """
+        able = [
+            spec
+            for spec in serving
+            if self._catalog.answers(spec) and self._renderer.renders_at(spec.url)
+        ]
+        if not able:
+            return (), ()
+        self._turn += 1
+        spec = able[self._turn % len(able)]
+        rendered = await self._renderer.render(
+            *(spec.url, kind, body), deadline_s=deadline_s, api_key=self._api_key(spec)
+        )
+        return rendered or ((), ())
 
     async def look(self, prompt: Prompt, wait_s: float = 0.02) -> bool:
         """Update the index with each node's part of a prompt; returns whether that was done within this time.
@@ -203,6 +231,7 @@ class Prompts:
         return {
             "tokenized": self._tokenizer.misses,
             "tokens_remembered": self._tokenizer.hits,
+            "rendered": self._renderer.renders,
             **self._pools.stats(),
             **self._counts,
         }

@@ -195,6 +195,24 @@ def test_prompts_of_messages_and_responses_are_known_token_for_token(site: Site)
     assert min(learnt.values()) >= 8
 
 
+def test_what_is_no_chat_for_the_router_is_rendered_by_an_engine(site: Site, kit: Any) -> None:
+    """A tool of another kind; images would come this way as well."""
+    body = {
+        "model": MODEL,
+        "input": "A prompt of some blocks, with a tool that takes text. " * 4,
+        "tools": [{"type": "custom", "name": "poem", "description": "Takes any text."}],
+        "max_output_tokens": 2,
+    }
+    assert question(body, "responses") is None
+    case = Case("", "/v1/responses", body, headers={"X-Request-Id": "rendered"})
+    answer = ask(site.router, case)
+    assert answer.status == 200, answer.body
+    told = ask(site.router, Case("", "/explain/rendered", method="GET")).value
+    usage = answer.value["usage"]
+    assert told["prompt_tokens"] == usage["input_tokens"]
+    assert told["prompt_blocks"] == usage["input_tokens"] // BENCH.BLOCK_TOKENS >= 6
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 def test_blocks_of_messages_and_responses_are_found(site: Site, kit: Any, path: str) -> None:
     text = f"A prompt of some blocks for {path}, which no other test has sent before. " * 3
