@@ -353,7 +353,7 @@ def check_toml(text: str, folder: Path) -> None:
     tables = tomllib.loads(text)
     if "token" in tables:
         assert read_tokens(file)
-    elif {"engines", "isolate"} & tables.keys():
+    elif {"engines", "isolate", "models"} & tables.keys():
         load_router(file=str(file), environ={})
     elif "project" in tables:
         assert tables["project"].keys() == {"entry-points"}, "of a package that extends kvpool"

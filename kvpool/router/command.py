@@ -43,8 +43,10 @@ from kvpool.router.group.rows import packed, stranger
 from kvpool.router.health import Health
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
+from kvpool.router.model_tokenizer import ModelTokenizer
 from kvpool.router.observations import Observing
 from kvpool.router.orders import Orders
+from kvpool.router.own_tokenizers import OwnTokenizers
 from kvpool.router.pool_view import PoolViews
 from kvpool.router.prompts import Prompts
 from kvpool.router.requests import Serving
@@ -143,6 +145,7 @@ class Router:
             pools=pools,
             clock=clock,
             api_key=api_key,
+            tokenizers=_tokenizers(config, metrics),
         )
         self.health = Health(
             upstream,
@@ -364,6 +367,20 @@ def _routers_tls(config: RouterConfig) -> ssl.SSLContext | None:
 def _given(table: EngineTable) -> dict[str, object]:
     """An engine's configured fields."""
     return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not None}
+
+
+def _tokenizers(config: RouterConfig, metrics: Metrics) -> OwnTokenizers | None:
+    """Of the configured models. Raises `ConfigError`."""
+    if not config.models:
+        return None
+    folders = {table.tokenizer for table in config.models.values()}
+    loaded = {folder: ModelTokenizer(folder) for folder in folders}
+
+    def told(model: str, kind: str, used: bool) -> None:
+        metrics.own_tokenizer.labels(model, kind).set(used)
+
+    tokenizers = {name: loaded[table.tokenizer] for name, table in config.models.items()}
+    return OwnTokenizers(tokenizers, random.random, told)
 
 
 def _isolation(config: RouterConfig, secrets: Secrets) -> Isolation | None:

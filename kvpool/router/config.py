@@ -48,6 +48,8 @@ Bytes = Annotated[int, kind(ge=1, le=1 << 34)]
 Tokens = Annotated[int, kind(ge=1, le=1 << 30)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")]
 
+ModelName = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
 
 class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One `[[engines]]` table. Missing fields are taken from the engine's announcement.
@@ -93,6 +95,12 @@ class TenantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     priority_max: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     region: Name | Literal[""] = ""
+
+
+class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One `[models."NAME"]`, by the name in requests. tokenizer: a folder with the model's `tokenizer.json`."""
+
+    tokenizer: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 _ENGINE_FIELDS = tuple(
@@ -203,6 +211,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             "secret create` makes one. Required with `isolate`. Another secret is another cache."
         ),
     ] = ""
+    models: Annotated[
+        dict[ModelName, ModelTable],
+        setting(
+            '`[models."NAME"]`: `tokenizer`, the folder with this model\'s `tokenizer.json`, so that the router '
+            "[tokenises its prompts itself](router.md#tokenizers). Needs the package's extra `tokenizer`.",
+            file_only=True,
+        ),
+    ] = {}
     engines: Annotated[
         tuple[EngineTable, ...],
         kind(parse=_engines, metavar="URL"),

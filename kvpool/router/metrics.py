@@ -116,6 +116,12 @@ class Metrics:
             "How many engines the present load would keep fully busy, by kind of engine and role.",
             ("kind", "role"),
         )
+        self.own_tokenizer = gauge(
+            "own_tokenizer",
+            "1 while the router tokenises these prompts of a model itself, 0 while engines do: its tokens are not yet "
+            "proven equal to theirs, or have differed.",
+            ("model", "prompt"),
+        )
         self.estimate_error = gauge(
             "estimate_error_ratio",
             "Mean of |estimated - actual| / actual, by kind of engine and estimate.",

@@ -1,6 +1,6 @@
 """A request's prompt: its tokens, its block hashes, and how much of it the pool has.
 
-Tokens come from an engine that serves the model, hashes are computed here. The pool's part is requested from the
+Tokens come from the router's own tokenizer of the model or an engine that serves it, hashes are computed here. The pool's part is requested from the
 daemon for each prompt, which asks its directory, and the answer is written to the index (`pool_view.py`).
 Event loop only; the daemon is called in threads.
 """
@@ -18,6 +18,7 @@ from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Hasher, HashSpec, Item, Prompt, index_keys, salt_of
+from kvpool.router.own_tokenizers import OwnTokenizers
 from kvpool.router.pool_view import PoolViews
 from kvpool.router.rendering import PATHS, Renderer
 from kvpool.router.tokens import Tokenizer, UnknownModel, question
@@ -48,6 +49,7 @@ class Prompts:
         clock: Callable[[], float] = time.monotonic,
         api_key: Callable[[EngineSpec], str] = lambda _: "",
         told: Told = lambda *_: None,
+        tokenizers: OwnTokenizers | None = None,
     ) -> None:
         """told: is told of each of the pool's answers."""
         self._catalog = catalog
@@ -56,7 +58,7 @@ class Prompts:
         self._clock = clock
         self._api_key = api_key
         self._told = told
-        self._tokenizer = Tokenizer(session)
+        self._tokenizer = Tokenizer(session, own=tokenizers)
         self._renderer = Renderer(session, clock)
         self._hasher = Hasher()
         self._long_hasher = Hasher()
@@ -230,6 +232,7 @@ class Prompts:
         """Plain values, counted from the start."""
         return {
             "tokenized": self._tokenizer.misses,
+            "tokenized_here": self._tokenizer.own_count,
             "tokens_remembered": self._tokenizer.hits,
             "rendered": self._renderer.renders,
             **self._pools.stats(),
@@ -237,7 +240,8 @@ class Prompts:
         }
 
     async def close(self) -> None:
-        """Cancel calls to the daemon."""
+        """Cancel calls to the daemon and what else runs here."""
+        await self._tokenizer.close()
         looks = list(self._looks)
         for look in looks:
             look.cancel()

@@ -1,4 +1,4 @@
-"""Prompts as tokens, from an engine's `/tokenize`, and cached.
+"""Prompts as tokens, from the router's own tokenizer of the model or an engine's `/tokenize`, and cached.
 
 All fields that affect the prompt are sent along, so that the tokens are those which
 the engine will compute; if they differ, blocks are not found, and nothing worse.
@@ -8,7 +8,9 @@ One event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +20,7 @@ from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.router.chat_form import of_messages, of_responses
 from kvpool.router.engine_calls import bearer, post_json
+from kvpool.router.own_tokenizers import CHAT, OwnTokenizers
 
 if TYPE_CHECKING:
     import aiohttp
@@ -28,7 +31,6 @@ PROMPT_TOKENS = 8
 ANSWER_BYTES_MAX = 32 << 20
 _FAULTS = frozenset((401, 403, 408, 429))
 """Statuses below 500 that are not about the prompt."""
-CHAT = "chat"
 CHAT_FORMS = {"messages": of_messages, "responses": of_responses}
 """Of the kinds of prompts that an engine makes a chat of."""
 _CHAT_FIELDS = (
@@ -128,17 +130,37 @@ def _is_text(message: object) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """To an engine. asked: what is asked; data: the same, encoded."""
+
+    url: str
+    asked: Mapping[str, Any]
+    data: bytes
+    deadline_s: float
+    api_key: str
+
+
 class Tokenizer:
-    """Asks engines, and caches recent answers."""
+    """Asks engines, and caches recent answers.
+
+    own: of the models whose prompts need no engine; None: there are none. hits: prompts that were cached. misses:
+    the others; own_count: of these, without a call to an engine.
+    """
 
     def __init__(
-        self, session: aiohttp.ClientSession, cache_tokens_max: int = CACHE_TOKENS_MAX
+        self,
+        session: aiohttp.ClientSession,
+        cache_tokens_max: int = CACHE_TOKENS_MAX,
+        own: OwnTokenizers | None = None,
     ) -> None:
         self._session = session
         self._most = cache_tokens_max
+        self._own = own
         self._known: dict[bytes, list[int]] = {}  # the most recent is at the end
         self._size = 0
-        self.hits = self.misses = 0
+        self._comparison: asyncio.Task[None] | None = None
+        self.hits = self.misses = self.own_count = 0
 
     async def tokenize(
         self,
@@ -151,7 +173,7 @@ class Tokenizer:
     ) -> list[int] | None:
         """The tokens for `question`, with the model's name; None: this engine cannot tokenise it.
 
-        url: of the engine. scope: requests of two scopes share no cached answer, so that neither learns by its time
+        url: of the engine that is asked if need be. scope: requests of two scopes share no cached answer, so that neither learns by its time
         what the other has asked. The list must not be changed. Raises `TokenizeRefused`, and `Unavailable` for
         an engine that fails or does not answer in time.
         """
@@ -163,7 +185,7 @@ class Tokenizer:
             self.hits += 1
             return known
         self.misses += 1
-        tokens = await self._ask(url, data, deadline_s, api_key)
+        tokens = await self._find(_Call(url, asked, data, deadline_s, api_key))
         if tokens is not None and key not in self._known and _cost(tokens) <= self._most:
             self._known[key] = tokens
             self._size += _cost(tokens)
@@ -171,15 +193,57 @@ class Tokenizer:
                 self._size -= _cost(self._known.pop(next(iter(self._known))))
         return tokens
 
-    async def _ask(
-        self, url: str, data: bytes, deadline_s: float, api_key: str
-    ) -> list[int] | None:
+    async def _find(self, call: _Call) -> list[int] | None:
+        """Here, if that can be relied on."""
+        own = self._own
+        ours = None if own is None else await own.encode(call.asked, call.deadline_s)
+        if own is None or ours is None:
+            return await self._ask(call)
+        if own.proven(call.asked):
+            self.own_count += 1
+            if own.samples() and not self.comparing:
+                self._comparison = asyncio.create_task(self._compare(own, call, ours))
+            return ours
+        theirs = await self._ask(call)
+        if theirs is not None:
+            self._compared(own.compare(call.asked, ours, theirs))
+        return theirs
+
+    async def _compare(self, own: OwnTokenizers, call: _Call, ours: list[int]) -> None:
+        """One at a time; nobody waits for it."""
+        try:
+            theirs = await self._ask(call)
+        except (Unavailable, TokenizeRefused):
+            return
+        if theirs is not None:
+            self._compared(own.compare(call.asked, ours, theirs))
+
+    @property
+    def comparing(self) -> bool:
+        """Whether a prompt is being compared that nobody waits for."""
+        return self._comparison is not None and not self._comparison.done()
+
+    def _compared(self, equal: bool) -> None:
+        if not equal:
+            self._known.clear()
+            self._size = 0
+
+    async def close(self) -> None:
+        """End what runs here."""
+        if (comparison := self._comparison) is not None:
+            comparison.cancel()
+            await asyncio.gather(comparison, return_exceptions=True)
+        if self._own is not None:
+            self._own.close()
+
+    async def _ask(self, call: _Call) -> list[int] | None:
+        url = call.url
         answer, body = await post_json(
             self._session,
             f"{url}/tokenize",
-            data,
-            headers=bearer(api_key),
-            within_s=deadline_s,
+            call.data,
+            headers=bearer(call.api_key),
+            within_s=call.deadline_s,
             limit=ANSWER_BYTES_MAX,
             otherwise=f"{url} does not tokenise",
         )

@@ -248,7 +248,7 @@ class World:
     def _begin_router(
         self, environ: dict[str, str], config: dict[str, Any], prefix: tuple[str, ...] = ()
     ) -> Process:
-        settings = {
+        settings: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "daemon": False,
             "probe_s": 0.1,
@@ -260,10 +260,11 @@ class World:
         } | config
         number = len(self.routers)
         path = self.folder / f"router-{number}.toml"
-        tables: Any = settings.pop("tenants", {})
+        tables = {kind: settings.pop(kind, {}) for kind in ("tenants", "models")}
         lines = [f"{key} = {_toml(value)}" for key, value in settings.items()]
-        for name, tenant in tables.items():
-            lines += [f"[tenants.{name}]", *(f"{k} = {_toml(v)}" for k, v in tenant.items())]
+        for kind, named in tables.items():
+            for name, table in named.items():
+                lines += [f"[{kind}.{name}]", *(f"{k} = {_toml(v)}" for k, v in table.items())]
         for table in self.tables:
             lines += ["[[engines]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
         path.write_text("\n".join(lines))

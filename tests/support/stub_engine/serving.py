@@ -2,7 +2,8 @@
 
     /v1/completions  /v1/chat/completions  /v1/models  /tokenize  /detokenize  /health  /metrics
     /reset_prefix_cache
-    /stub/state    what runs and waits, and the last requests with their headers and how they ended
+    /stub/state    what runs and waits, the last requests with their headers and how they ended, and the last
+                   questions to /tokenize
     /stub/faults   POST a list of `Fault`s; they replace those that were set
     /stub/gap      POST {"forgotten": bool}: the next events are lost; forgotten: no replay has them either
 
@@ -124,6 +125,7 @@ class StubEngine:
         self.settings = settings
         self.faults = Faults()
         self.seen: deque[Seen] = deque(maxlen=LOG_KEPT)
+        self.tokenized: deque[dict[str, Any]] = deque(maxlen=LOG_KEPT)
         self.url = ""
         capacity = settings.capacity_tokens // settings.block_tokens
         pool = None if settings.pool is None else Pool(settings.pool)
@@ -295,6 +297,7 @@ class StubEngine:
     async def _tokenize(self, request: web.Request, fault: Fault | None) -> web.Response:
         body = read_object(await request.read(), request.content_type)
         self._check_model(Reader(body).take("model", str, self.settings.model))
+        self.tokenized.append(body)
         prompt = chat_prompt(body) if "messages" in body else completion_prompts(body)[0]
         answered: dict[str, Any] = {
             "count": len(prompt.tokens),
@@ -329,6 +332,7 @@ class StubEngine:
             "generated_tokens": core.generated_tokens,
             "counts": self.counts(),
             "requests": [each.shown() for each in self.seen],
+            "tokenized": list(self.tokenized),
         }
         return web.json_response(state)
 

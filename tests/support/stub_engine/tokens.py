@@ -20,8 +20,8 @@ BOS = 256
 IMAGE_TOKENS = 20
 """What an image takes in a prompt: more than a block, and no multiple of one."""
 
-_SPECIALS = ("begin", "end", "system", "user", "assistant", "tool", "tools", "image")
-_IDS = {f"<|{name}|>": BOS + number for number, name in enumerate(_SPECIALS)}
+SPECIALS = ("begin", "end", "system", "user", "assistant", "tool", "tools", "image")
+_IDS = {f"<|{name}|>": BOS + number for number, name in enumerate(SPECIALS)}
 _NAMES = {number: text for text, number in _IDS.items()}
 _SPLIT = re.compile("(" + "|".join(map(re.escape, _IDS)) + ")")
 _END, _TOOLS, IMAGE = _IDS["<|end|>"], _IDS["<|tools|>"], _IDS["<|image|>"]

@@ -42,6 +42,14 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     assert [(e.url, e.max_len) for e in config.engines] == [("http://b:2", 9)]
 
 
+def test_models_have_names_with_slashes(tmp_path: Path) -> None:
+    file = written(tmp_path / "router.toml", '[models."org/Model-8B"]\ntokenizer = "/models/8b"\n')
+    config, _ = load(file=file, environ={})
+    assert {name: each.tokenizer for name, each in config.models.items()} == {
+        "org/Model-8B": "/models/8b"
+    }
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -71,6 +79,10 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         '[[engines]]\nurl = "http://a"\nname = "x"\n[[engines]]\nurl = "http://b"\nname = "x"',
         "[tenants.x]",
         '[tenants."../x"]\ntoken_file = "y"',
+        "[models.x]",
+        '[models.x]\ntokenizer = ""',
+        '[models.x]\ntokenizer = "/y"\nmore = 1',
+        '[models.""]\ntokenizer = "/y"',
         "not toml",
     ],
 )

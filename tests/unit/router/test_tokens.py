@@ -9,7 +9,9 @@ import pytest
 from aiohttp import web
 
 from kvpool.errors import Unavailable
+from kvpool.router.own_tokenizers import FIRST, OwnTokenizers
 from kvpool.router.tokens import PROMPT_TOKENS, Tokenizer, TokenizeRefused, question
+from tests.support.waiting import until_async
 
 TEXT = [{"role": "user", "content": "hello"}]
 
@@ -83,7 +85,7 @@ class Engine:
     def __init__(self):
         self.asked = []
         self.answer: Any = {"tokens": [1, 2, 3]}
-        self.status = 200
+        self.status: int | None = 200
         self.headers = []
 
     async def tokenize(self, request):
@@ -146,6 +148,105 @@ def test_prompts_without_tokens_take_room_too():
         for text in ("a", "b", "c", "a"):
             assert await tokenizer.tokenize(url, {"prompt": text}, deadline_s=10) == []
         assert (tokenizer.hits, tokenizer.misses) == (0, 4)
+
+    engine.play(test)
+
+
+class Words:
+    """A tokenizer that can tell the tokens of some texts."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def encode(self, asked):
+        tokens = self.tokens.get(asked["prompt"])
+        return None if tokens is None else list(tokens)
+
+
+def own_of(tokens, random=lambda: 1.0):
+    return OwnTokenizers({"m": Words(tokens)}, random)
+
+
+async def tokens_of(tokenizer, url, text, scope=""):
+    asked = {"model": "m", "prompt": text}
+    return await tokenizer.tokenize(url, asked, deadline_s=60, scope=scope)
+
+
+def test_proven_tokenizers_ask_no_engine():
+    engine = Engine()
+
+    async def test(url, session):
+        texts = [str(number) for number in range(FIRST + 2)]
+        own = own_of(dict.fromkeys(texts, (1, 2, 3)))
+        tokenizer = Tokenizer(session, own=own)
+        for text in texts:
+            assert await tokens_of(tokenizer, url, text) == [1, 2, 3]
+        assert [each["prompt"] for each in engine.asked] == texts[:FIRST]
+        assert (tokenizer.misses, tokenizer.own_count) == (FIRST + 2, 2)
+        assert await tokens_of(tokenizer, url, texts[0]) == [1, 2, 3]
+        assert (tokenizer.hits, tokenizer.own_count) == (1, 2)
+        # What it cannot tell is asked for.
+        assert await tokens_of(tokenizer, url, "unknown") == [1, 2, 3]
+        assert engine.asked[-1]["prompt"] == "unknown"
+        await tokenizer.close()
+
+    engine.play(test)
+
+
+def test_unproven_tokenizers_are_not_used():
+    engine = Engine()
+
+    async def test(url, session):
+        own = own_of({"a": [1, 2, 4], "b": [1, 2, 3]})
+        tokenizer = Tokenizer(session, own=own)
+        assert await tokens_of(tokenizer, url, "a") == [1, 2, 3], "the engine's"
+        engine.status, engine.answer = 400, {"error": {"message": "no"}}
+        with pytest.raises(TokenizeRefused):
+            await tokens_of(tokenizer, url, "b")
+        await tokenizer.close()
+
+    engine.play(test)
+
+
+def test_a_difference_that_is_found_late_takes_back_all_that_is_remembered():
+    engine = Engine()
+
+    async def test(url, session):
+        draws = iter([1.0, 0.0, 0.0])
+        texts = [str(number) for number in range(FIRST)]
+        own = own_of({**dict.fromkeys(texts, (1, 2, 3)), "a": [7], "b": [8]}, lambda: next(draws))
+        tokenizer = Tokenizer(session, own=own)
+        for text in texts:
+            await tokens_of(tokenizer, url, text)
+        assert await tokens_of(tokenizer, url, "a") == [7], "wrong, and not looked at"
+        assert await tokens_of(tokenizer, url, "b") == [8], "nobody waits for the comparison"
+        await until_async(lambda: not own.proven({"model": "m", "prompt": ""}))
+        assert engine.asked[-1]["prompt"] == "b"
+        for text in ("a", "b"):
+            assert await tokens_of(tokenizer, url, text) == [1, 2, 3]
+        await tokenizer.close()
+
+    engine.play(test)
+
+
+def test_a_comparison_that_fails_says_nothing():
+    engine = Engine()
+
+    async def test(url, session):
+        texts = [str(number) for number in range(FIRST + 3)]
+        own = own_of(dict.fromkeys(texts, (1, 2, 3)), lambda: 0.0)
+        tokenizer = Tokenizer(session, own=own)
+        for text in texts[:FIRST]:
+            await tokens_of(tokenizer, url, text)
+        for number, status in enumerate((500, 404)):
+            engine.status, asked = status, len(engine.asked)
+            assert await tokens_of(tokenizer, url, texts[FIRST + number]) == [1, 2, 3]
+            await until_async(lambda: not tokenizer.comparing)
+            assert len(engine.asked) == asked + 1
+        engine.status = None  # it hangs
+        assert await tokens_of(tokenizer, url, texts[-1]) == [1, 2, 3]
+        await tokenizer.close()
+        assert own.proven({"model": "m", "prompt": ""}) and not tokenizer.comparing
 
     engine.play(test)
 
