@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import resource
+from functools import lru_cache
+
+HOSTS_CACHED = 64
+"""Names of which it is remembered whether they are this machine's own: each request has one."""
 
 
 def is_loopback(host: str) -> bool:
@@ -19,6 +23,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+@lru_cache(HOSTS_CACHED)
 def names_loopback(host: str) -> bool:
     """host: of an HTTP request, maybe with its port; empty: from a client that is no browser, which always sends one."""
     if not host:

@@ -148,23 +148,27 @@ def parsed_bytes(raw: bytes) -> int:
     )
 
 
-WHOLE_IF_SET = (
-    "ec_transfer_params",
-    "kv_transfer_params",
-    "mm_payload",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "routed_experts_prompt_start",
-    "suffix",
-    "truncate_prompt_tokens",
-    "use_beam_search",
+WHOLE_IF_SET = frozenset(
+    (
+        "ec_transfer_params",
+        "kv_transfer_params",
+        "mm_payload",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "routed_experts_prompt_start",
+        "suffix",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+    )
 )
-SEEN_BY_TEMPLATES = (
-    "documents",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
-    "reasoning_effort",
-    "response_format",
+SEEN_BY_TEMPLATES = frozenset(
+    (
+        "documents",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "reasoning_effort",
+        "response_format",
+    )
 )
 """Of chats: inputs of a template that `/tokenize` does not get."""
 
@@ -200,7 +204,7 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         whole=not kind.has_tokens
         or several
         or bool(value.get("echo"))
-        or any(_set(value, WHOLE_IF_SET)),
+        or _any_set(value, WHOLE_IF_SET),
         segments=by_tokens,
         tokens_guess=_tokens_guess(value, raw, completion and not several),
         output_tokens=_output_tokens(kind, value),
@@ -266,8 +270,9 @@ def error_body(
     return msgspec.json.encode({"error": error})
 
 
-def _set(value: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [n for n in names if value.get(n) is not None and value[n] is not False]
+def _any_set(value: Mapping[str, Any], names: frozenset[str]) -> bool:
+    given = (value[name] for name in value.keys() & names)
+    return any(each is not None and each is not False for each in given)
 
 
 def model_of(value: Mapping[str, Any], models: Sequence[str]) -> str:
@@ -298,7 +303,7 @@ def _several(prompt: object) -> bool:
 
 def _beyond_tokens(value: Mapping[str, Any]) -> bool:
     """Whether a chat's prompt depends on more than `/tokenize` gets."""
-    if _set(value, SEEN_BY_TEMPLATES) or value.get("tool_choice") not in (None, "auto"):
+    if _any_set(value, SEEN_BY_TEMPLATES) or value.get("tool_choice") not in (None, "auto"):
         return True
     messages = value.get("messages")
     if not isinstance(messages, list):

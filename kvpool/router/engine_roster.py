@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpool.errors import Unavailable
@@ -39,6 +40,28 @@ class EngineHealth(Protocol):
     def failed(self, name: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """Engines that serve a model. longest: as `EngineRoster.longest`; kinds, names: as `EngineRoster.among`."""
+
+    engines: Sequence[EngineSpec]
+    longest: int
+    kinds: frozenset[str]
+    names: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """What these engines serve. names: of the models, in the engines' order. asked: of those that were asked for."""
+
+    engines: tuple[EngineSpec, ...]
+    names: Mapping[str, None]
+    asked: dict[str, _Serving] = field(default_factory=dict)
+
+
+NOBODY = _Serving((), 0, frozenset(), None)
+
+
 class EngineRoster:
     """See the module. Event loop only. Engines are added and removed by `engine_up` and `engine_down`."""
 
@@ -63,15 +86,12 @@ class EngineRoster:
         """Called when an operator has changed what an engine gets: its name, whether it drains, and its weight."""
         self._drains: set[str] = set()
         self._weights: dict[str, float] = {}
+        self._models = _models_of(())
         self._verifying: set[asyncio.Task[None]] = set()
 
     def models(self) -> tuple[str, ...]:
         """All models that engines serve, adapters included; also of unreachable engines."""
-        found: dict[str, None] = {}
-        for spec in self._catalog.engines.values():
-            found.update(dict.fromkeys((spec.model, *spec.models)))
-        found.pop("", None)
-        return tuple(found)
+        return tuple(self._now().names)
 
     def model_lengths(self) -> dict[str, int]:
         """Each model with the longest prompt and answer that an engine accepts; 0: not known."""
@@ -84,7 +104,7 @@ class EngineRoster:
 
     def longest(self, model: str) -> int:
         """Tokens of the longest prompt and answer that one of its engines accepts; 0: not known."""
-        return max((spec.max_len for spec in self._serving(model)), default=0)
+        return self._serving(model).longest
 
     def engine(self, name: str) -> Engine | None:
         """As known to the scheduler; None: it gets no requests."""
@@ -135,21 +155,30 @@ class EngineRoster:
             standing = "unverified"
         self._metrics.engine_cache_known.labels(name).set(standing == "verified")
 
-    def _serving(self, model: str) -> list[EngineSpec]:
-        engines = self._catalog.engines.values()
-        return [s for s in engines if model == s.model or model in s.models]
+    def _serving(self, model: str) -> _Serving:
+        models = self._now()
+        found = models.asked.get(model)
+        if found is None:
+            if model not in models.names:
+                return NOBODY
+            found = models.asked[model] = _serving_of(model, models.engines)
+        return found
+
+    def _now(self) -> _Models:
+        """Made anew when an engine has changed: each request asks, and engines are many."""
+        engines = tuple(self._catalog.engines.values())
+        if engines != self._models.engines:  # looks into those only that are other objects
+            self._models = _models_of(engines)
+        return self._models
 
     def among(self, model: str) -> tuple[frozenset[str], frozenset[str] | None]:
         """The kinds of engines that serve it, and their names, if not all of these kinds do."""
         serving = self._serving(model)
-        kinds = frozenset(spec.kind for spec in serving)
-        alike = sum(spec.kind in kinds for spec in self._catalog.engines.values())
-        names = frozenset(spec.name for spec in serving)
-        return kinds, None if alike == len(serving) else names
+        return serving.kinds, serving.names
 
     def passing(self, model: str) -> list[EngineSpec]:
         """Those that serve the model and get requests; draining ones only if there are no others."""
-        found = [s for s in self._serving(model) if self._health.spec(s.name) is not None]
+        found = [s for s in self._serving(model).engines if self._health.spec(s.name) is not None]
         return [s for s in found if s.name not in self._drains] or found
 
     # Operators
@@ -269,3 +298,17 @@ class EngineRoster:
 
 def _role_name(role: Role) -> str:
     return "both" if role == Role.BOTH else str(role.name).lower()
+
+
+def _models_of(engines: tuple[EngineSpec, ...]) -> _Models:
+    names = {name: None for spec in engines for name in (spec.model, *spec.models) if name}
+    return _Models(engines, names)
+
+
+def _serving_of(model: str, engines: Sequence[EngineSpec]) -> _Serving:
+    serving = [s for s in engines if model == s.model or model in s.models]
+    kinds = frozenset(spec.kind for spec in serving)
+    alike = sum(spec.kind in kinds for spec in engines)
+    names = frozenset(spec.name for spec in serving)
+    longest = max(spec.max_len for spec in serving)
+    return _Serving(serving, longest, kinds, None if alike == len(serving) else names)

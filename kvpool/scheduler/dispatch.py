@@ -88,6 +88,9 @@ class Dispatch:
         there, or smaller ones would take freed memory forever.
         """
         state, settings = self._state, self._state.settings
+        if not state.queue:
+            self.lacking = {}
+            return [], math.inf
         # Decode-only engines compute requests that must be served whole; the others do not wait for them.
         engines = state.fleet.of(Role.PREFILL) or state.fleet.of(Role.DECODE)
         look = _Look({e.name for e in engines if self._may_have_room(e, now)})
