@@ -20,6 +20,7 @@ from kvpool.errors import InvalidRequest
 
 __all__ = [
     "CHECKSUM_BYTES",
+    "DATA_PARALLEL_RANKS_MAX",
     "DEFAULT_TENANT",
     "FORMAT_VERSION",
     "KEY_BYTES",
@@ -47,6 +48,7 @@ DEFAULT_TENANT = "default"
 PARTS_MAX = 4096
 PART_BYTES_MAX = 1 << 30
 RECORD_BYTES_MAX = 64 << 10
+DATA_PARALLEL_RANKS_MAX = 4096
 
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys in prefix order: packed, 16 bytes each, or one bytes object a key."""
@@ -146,11 +148,14 @@ class EngineRecord:
     block_bytes: of one, all ranks together.
     capacity_tokens: of its own cache.
     step_tokens: of a step.
-    steps_at_once: how many steps it computes at a time: one for each stage of its pipeline and each rank behind the URL.
+    steps_at_once: how many steps it computes at a time: one for each stage of its pipeline, and, where ranks are not
+        told apart, for each data-parallel rank behind the URL.
     max_len: of prompt and answer.
     follows_max: how many prompts it follows at a time while others compute them.
     tenant: owner of its blocks; filled in by the daemon.
     namespace: their namespace's digest, as hex digits; filled in by the daemon.
+    rank: the number by which its server knows it, where several data-parallel ranks share the URL: each is announced
+        by itself, with its own events and capacity. None: the URL is its own.
     """
 
     url: str
@@ -171,6 +176,7 @@ class EngineRecord:
     tenant: str = ""
     namespace: str = ""
     steps_at_once: int = 1
+    rank: int | None = None
 
 
 def plain_parts(parts: Iterable[PartSpec]) -> list[tuple[int, str, int, int]]:

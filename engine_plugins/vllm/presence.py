@@ -42,7 +42,6 @@ def engine_record(
         return None
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     served = model.served_model_name or model.model
-    ranks = ranks_at_url(parallel)
     own_tokens = (blocks - 1) * hash_tokens // len(rules)  # one block is for nobody
     events = reachable(
         vllm_config.kv_events_config, parallel.data_parallel_index, urlsplit(config.url).hostname
@@ -58,21 +57,28 @@ def engine_record(
         hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
         none_hash=none_hash.hex(),
         block_tokens=hash_tokens,
-        capacity_tokens=ranks * own_tokens,
+        capacity_tokens=own_tokens,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        steps_at_once=ranks * parallel.pipeline_parallel_size,
+        steps_at_once=parallel.pipeline_parallel_size,
         max_len=model.max_model_len,
         follows_max=config.follows_max if config.pull_wait_s else 0,
+        rank=rank_at_url(parallel, str(vllm_config.kv_transfer_config.engine_id)),
     )
 
 
-def ranks_at_url(parallel: Any) -> int:
-    """How many data-parallel ranks answer at one URL, by who spreads requests over them."""
-    if parallel.data_parallel_external_lb:
-        return 1
+def rank_at_url(parallel: Any, engine_id: str) -> int | None:
+    """The number by which the server at the URL knows this data-parallel rank; None: it has the URL to itself.
+
+    A server with the ranks of its own node only counts them from 0. To an engine core of a dense model vLLM says
+    that it is alone, but for its index, and the end of its id.
+    """
+    index = int(parallel.data_parallel_index)
+    alone = parallel.data_parallel_size == 1 and not engine_id.endswith(f"_dp{index}")
+    if alone or parallel.data_parallel_external_lb:
+        return None
     if parallel.data_parallel_hybrid_lb:
-        return max(1, int(parallel.data_parallel_size_local))
-    return int(parallel.data_parallel_size)
+        return int(parallel.data_parallel_rank_local)
+    return index
 
 
 def whole_groups(rules: Sequence[GroupRule]) -> tuple[int, ...]:

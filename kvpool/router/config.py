@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -32,8 +32,10 @@ from kvpool.errors import ConfigError
 from kvpool.net import is_loopback
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.router.engine_hosts import LOOPBACK, parse_entries
+from kvpool.router.engines import by_rank
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 from kvpool.secret_files import read_secret_file
+from kvpool.types import DATA_PARALLEL_RANKS_MAX
 
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
@@ -57,11 +59,14 @@ class EngineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     url: of its HTTP server. name: its host and port if left out. node: the kvpool node that it runs on.
     flexible: whether it may change between prefill and decode with the load.
     events, replay, topic: addresses of its KV events. namespace: the digest of its blocks' namespace, hex.
-    hash, hash_seed: how it hashes blocks, and its PYTHONHASHSEED. api_key_file: the key that it requires.
+    data_parallel_size: its ranks, each an engine for the router; events of the first one, the others' are at the next
+    ports. rank: this is one of them, described by itself. hash, hash_seed: how it hashes blocks, and its PYTHONHASHSEED. api_key_file: the key that it requires.
     """
 
     url: str
     name: Name | None = None
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1, le=DATA_PARALLEL_RANKS_MAX)] | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=DATA_PARALLEL_RANKS_MAX)] | None = None
     node: str | None = None
     role: Literal["both", "prefill", "decode"] | None = None
     flexible: bool | None = None
@@ -527,13 +532,28 @@ def _check(config: RouterConfig) -> None:
         raise ConfigError("backoff_s is more than backoff_s_max")
     for table in config.engines:
         _check_events(table)
-    urls = [table.url.rstrip("/") for table in config.engines]
-    for url in urls:
+    for url in {table.url.rstrip("/") for table in config.engines}:
         if not _is_base_url(url):
             raise ConfigError(f"engines: {url!r} is not a URL such as http://10.0.0.5:8000")
-    names = [table.name for table in config.engines if table.name is not None]
-    if len(set(urls)) < len(urls) or len(set(names)) < len(names):
-        raise ConfigError("engines: give each URL and each name once")
+    _check_places(config.engines)
+
+
+def _check_places(tables: Sequence[EngineTable]) -> None:
+    """Each engine is configured once: a URL, or ranks of it."""
+    ranks: dict[str, list[EngineTable]] = {}
+    for table in tables:
+        ranks.setdefault(table.url.rstrip("/"), []).append(table)
+    for url, same in ranks.items():
+        numbers = [table.rank for table in same]
+        if any(t.rank is not None and t.data_parallel_size is not None for t in same):
+            raise ConfigError(f"engines: {url}: set data_parallel_size, or one table for each rank")
+        if len(same) > 1 and (None in numbers or len(set(numbers)) < len(numbers)):
+            raise ConfigError(f"engines: {url}: give each URL once, or each rank of it once")
+        if len({table.api_key_file for table in same}) > 1:
+            raise ConfigError(f"engines: {url}: its ranks have one api_key_file")
+    names = [table.name for table in tables if table.name is not None]
+    if len(set(names)) < len(names):
+        raise ConfigError("engines: give each name once")
 
 
 def _check_events(table: EngineTable) -> None:
@@ -545,6 +565,10 @@ def _check_events(table: EngineTable) -> None:
             )
     if not all(0 <= group < GROUPS_MAX for group in table.groups or ()):
         raise ConfigError(f"engines: {table.url}: groups must be from 0 to {GROUPS_MAX - 1}")
+    try:
+        by_rank(msgspec.structs.asdict(table))
+    except ConfigError as error:
+        raise ConfigError(f"engines: {table.url}: {error}") from None
 
 
 def _address(listen: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 Engines come from the configuration and from plugins' announcements, which the local daemon is asked
 for every second. An engine whose announcement has disappeared stays while it answers: its node's daemon
-may have ended.
+may have ended. Data-parallel ranks behind one URL are engines of their own, with one server.
 
 Cache contents come from KV events (`caches.py`). A restarted router has the events
 replayed, and routes meanwhile.
@@ -24,20 +24,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import aiohttp
-import msgspec
-
-from kvpool.decoding import JsonDecoder
-from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
+from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.router.caches import Caches
 from kvpool.router.daemon_link import DaemonLink
-from kvpool.router.engine_calls import bearer, read
+from kvpool.router.engine_calls import bearer
 from kvpool.router.engine_hosts import LOOPBACK, EngineHosts
+from kvpool.router.engine_server import EngineServer
 from kvpool.router.engines import (
     EngineSpec,
+    Place,
+    by_rank,
     differs,
+    of_rank,
     spec_of,
     with_models,
 )
@@ -49,32 +49,25 @@ from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import PrefixIndex
 
+if TYPE_CHECKING:
+    import aiohttp
+
 log = logging.getLogger("kvpool.router")
 
 DISCOVER_S = 1.0
-MODELS_S = 10.0
-"""How often an engine is asked for its models: adapters come and go."""
-MODELS_RETRY_S, VANISHED_S = 0.5, 2.0
-"""The same for one that does not answer, or whose announcement has disappeared."""
-ASK_S = 2.0
 START_S = 2.0
 """How long `start` waits for engines, so that the first requests find some."""
 MISSED_MAX = 3
 """An engine without announcement that failed to answer this often in a row is removed."""
+UNHEARD_MAX = 5
+"""A rank that was missing this often in a row, while others of its server are announced, is removed: a restarted
+daemon hears of all within 2 s."""
 VERIFY_TRIES = 3
-ANSWER_BYTES_MAX = 1 << 20
-
-
-class _Models(msgspec.Struct):
-    data: list[dict[str, Any]]
-
-
-_decode_models = JsonDecoder[_Models](_Models, "a list of models")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Engines that serve a model. chosen: one with the most common hashing; None: none is known."""
+    """Engines that serve a model, one of each server. chosen: one with the most common hashing; None: none is known."""
 
     engines: Sequence[EngineSpec]
     kinds: frozenset[str]
@@ -85,23 +78,18 @@ class Served:
 class _Known:
     """One engine. table: of the configuration. announced: by its plugin; None: never, or no longer.
 
-    vanished: its announcement has disappeared, although the daemon answers.
-    standing: of its hashes; doubted: announced hashes that were found wrong. missed: consecutive
-    failures to answer. met: set once it has been asked for its models; ask: set to have it asked now.
+    server: it, and further ranks of it. vanished: how often in a row its announcement was missing, although the
+    daemon answers. standing: of its hashes; doubted: announced hashes that were found wrong.
     """
 
     spec: EngineSpec
+    server: EngineServer
     table: Mapping[str, Any] | None
     announced: Mapping[str, Any] | None
-    cards: Sequence[Mapping[str, Any]] = ()
-    vanished: bool = False
+    vanished: int = 0
     standing: str = UNVERIFIED
     doubted: HashSpec | None = None
     verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    missed: int = 0
-    met: asyncio.Event = field(default_factory=asyncio.Event)
-    ask: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
 
 
 class EngineCatalog:
@@ -134,7 +122,11 @@ class EngineCatalog:
         hosts: EngineHosts | None = None,
         on_lag: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._tables = {str(table["url"]).rstrip("/"): table for table in engines}
+        self._tables = {
+            Place(str(each["url"]).rstrip("/"), each.get("rank")): each
+            for table in engines
+            for each in by_rank(table)
+        }
         self._daemon = daemon
         self._session = session
         self._pools = pools
@@ -143,10 +135,11 @@ class EngineCatalog:
         self._clock = clock
         self._api_key = api_key
         self._hosts = EngineHosts(LOOPBACK) if hosts is None else hosts
-        self._known: dict[str, _Known] = {}  # by URL
+        self._known: dict[Place, _Known] = {}
+        self._servers: dict[str, EngineServer] = {}  # by URL
         self._specs: dict[str, EngineSpec] = {}  # by name
         self._served: dict[str, Served] = {}  # by model, until engines change
-        self._refused: dict[str, str] = {}  # by URL of the announcement: the reason
+        self._refused: dict[Place, str] = {}  # announcements, with the reason
         self._caches = Caches(index, clock=clock, wall=wall, on_lag=on_lag)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -155,12 +148,12 @@ class EngineCatalog:
     async def start(self) -> None:
         """Start; engines that answer soon join now, others later."""
         self._begin(self._caches.run())
-        for url in self._tables:
-            self._meet(url, None)
+        for place in self._tables:
+            self._meet(place, None)
         found = await self._discover()
         if self._daemon is not None:
             self._begin(self._keep_discovering())
-        waits = [asyncio.ensure_future(known.met.wait()) for known in self._known.values()]
+        waits = [asyncio.ensure_future(server.met.wait()) for server in self._servers.values()]
         if waits:
             _, late = await asyncio.wait(waits, timeout=START_S)
             for wait in late:
@@ -173,10 +166,11 @@ class EngineCatalog:
 
     async def close(self) -> None:
         """End all that runs here."""
-        tasks = [*self._tasks, *(k.task for k in self._known.values() if k.task is not None)]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in self._servers.values():
+            await server.close()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -210,68 +204,138 @@ class EngineCatalog:
         except KvpoolError:
             return False
         daemon.error = ""
-        announced: dict[str, Mapping[str, Any]] = {}
+        announced: dict[Place, Mapping[str, Any]] = {}
         for each in found:
-            # Ranks behind one URL are one engine here: only the first one's cache is followed.
-            announced.setdefault(str(each["url"]).rstrip("/"), each)
-        for url, record in announced.items():
-            self._meet(url, record)
-        self._refused = {url: reason for url, reason in self._refused.items() if url in announced}
-        for url, known in list(self._known.items()):
-            if url not in announced and known.announced is not None:
-                self._miss(url, known)
+            url, rank = str(each["url"]).rstrip("/"), each.get("rank")
+            announced.setdefault(Place(url, rank), each)
+        ranked = {place.url for place in announced if place.rank is not None}
+        for url in ranked:
+            announced.pop(Place(url), None)
+        for place, record in announced.items():
+            self._meet(place, record)
+        self._refused = {place: why for place, why in self._refused.items() if place in announced}
+        for place, known in list(self._known.items()):
+            if place not in announced and known.announced is not None:
+                self._miss(place, known, others=place.url in ranked)
         return True
 
-    def _miss(self, url: str, known: _Known) -> None:
-        """Its announcement has disappeared. Its own task finds out whether it still answers."""
-        if not known.vanished:
-            known.vanished = True
-            known.missed = 0
-            known.ask.set()
-        elif known.missed < MISSED_MAX:
-            return
-        elif known.table is not None:
-            self._meet(url, None)
-        else:
-            del self._known[url]
-            del self._specs[known.spec.name]
-            assert known.task is not None
-            known.task.cancel()
-            self._caches.forget(known.spec.name)
-            self._served.clear()
-            self._pools.keep(self._specs.values())
-            log.info("engine %s has left", known.spec.name, extra={"engine": known.spec.name})
-            self._left(known.spec.name)
+    def _miss(self, place: Place, known: _Known, *, others: bool) -> None:
+        """Its announcement has disappeared. Whether its server still answers is found out.
 
-    def _meet(self, url: str, announced: Mapping[str, Any] | None) -> None:
+        others: ranks of the same server are announced.
+        """
+        known.vanished += 1
+        if known.vanished == 1 and not known.server.doubted:
+            known.server.doubt()
+        if known.vanished == 1 or not (
+            known.server.missed >= MISSED_MAX or (others and known.vanished >= UNHEARD_MAX)
+        ):
+            return
+        if place in self._tables:
+            self._meet(place, None)
+            return
+        self._forget(place)
+        whole = Place(place.url)
+        if whole in self._tables and place.url not in self._servers:
+            self._meet(whole, None)
+
+    def _forget(self, place: Place) -> None:
+        """An engine has left."""
+        known = self._known.pop(place)
+        name = known.spec.name
+        del self._specs[name]
+        if not any(other.server is known.server for other in self._known.values()):
+            del self._servers[place.url]
+            known.server.end()
+        self._caches.forget(name)
+        self._served.clear()
+        self._pools.keep(self._specs.values())
+        log.info("engine %s has left", name, extra={"engine": name})
+        self._left(name)
+
+    def _table(self, place: Place) -> Mapping[str, Any] | None:
+        """Its configuration: as the rank that it is, or as one of its server. Raises `ConfigError`."""
+        table = self._tables.get(place)
+        if table is None and place.rank is not None:
+            whole = self._tables.get(Place(place.url))
+            return None if whole is None else of_rank(whole, place.rank)
+        return table
+
+    def _meet(self, place: Place, announced: Mapping[str, Any] | None) -> None:
         """An engine is configured or announced with these properties."""
-        known = self._known.get(url)
-        table = self._tables.get(url)
+        known = self._known.get(place)
         if known is not None:
-            known.vanished = False
+            known.vanished = 0
+            known.server.doubted = any(
+                other.vanished and other.server is known.server for other in self._known.values()
+            )
             if known.announced == announced:
                 return
-        if announced is not None and table is None and (reason := self._hosts.refusal(url)):
-            self._refuse(url, reason)
+        try:
+            table = self._table(place)
+        except ConfigError as error:
+            self._refuse(place, str(error))
+            return
+        if announced is not None and table is None and (reason := self._hosts.refusal(place.url)):
+            self._refuse(place, reason)
             return
         try:
-            spec = self._spec_of(url, announced, table)
+            spec = self._spec_of(place.url, announced, table)
         except ConfigError as error:
-            self._refuse(url, str(error))
+            self._refuse(place, str(error))
             return
         if known is None:
+            if not self._makes_room(place):
+                return
             taken = self._specs.get(spec.name)
             if taken is not None:
-                self._refuse(url, f"one of the same name is at {taken.url}")
+                self._refuse(place, f"one of the same name is at {taken.url}")
                 return
-            known = self._known[url] = _Known(spec, table, announced)
-            self._add(known, spec)
-            known.task = asyncio.get_running_loop().create_task(self._ask_models(known))
+            server = self._servers.get(place.url)
+            if server is None:
+                server = self._serve(spec)
+            known = self._known[place] = _Known(spec, server, table, announced)
+            self._add(known, with_models(spec, server.cards))
             log.info("engine %s has joined", spec.name, extra={"engine": spec.name})
             self._joined(known.spec)
         else:
             known.announced = announced
-            self._change(known, with_models(spec, known.cards))
+            self._change(known, with_models(spec, known.server.cards))
+
+    def _makes_room(self, place: Place) -> bool:
+        """Whether an engine may be added here. A server is one engine, or one for each rank: what it was before leaves.
+
+        What is configured by rank stays so.
+        """
+        before = [
+            other
+            for other in self._known
+            if other.url == place.url and (other.rank is None) != (place.rank is None)
+        ]
+        if any(other.rank is not None and other in self._tables for other in before):
+            self._refuse(place, "its ranks are configured, and it announces none")
+            return False
+        for other in before:
+            self._forget(other)
+        return True
+
+    def _serve(self, spec: EngineSpec) -> EngineServer:
+        url = spec.url
+        server = self._servers[url] = EngineServer(
+            url,
+            self._session,
+            headers=lambda: bearer(self._api_key(spec)),
+            told=lambda: self._told(url),
+        )
+        server.begin()
+        return server
+
+    def _told(self, url: str) -> None:
+        """A server has told of its models."""
+        for known in list(self._known.values()):
+            if known.spec.url == url:
+                spec = self._spec_of(url, known.announced, known.table)
+                self._change(known, with_models(spec, known.server.cards))
 
     def _spec_of(
         self, url: str, announced: Mapping[str, Any] | None, table: Mapping[str, Any] | None
@@ -291,12 +355,14 @@ class EngineCatalog:
                 return replace(spec, events="", replay="")
         return spec
 
-    def _refuse(self, url: str, reason: str) -> None:
+    def _refuse(self, place: Place, reason: str) -> None:
         """An announcement is rejected; it is repeated every second."""
-        if self._refused.get(url) != reason:
-            self._refused[url] = reason
+        if self._refused.get(place) != reason:
+            self._refused[place] = reason
             log.error(
-                "the announcement of engine %s is ignored: %s", url, reason, extra={"engine": url}
+                "the announcement of engine %s is ignored: %s",
+                *(place.url, reason),
+                extra={"engine": place.url},
             )
 
     def _change(self, known: _Known, spec: EngineSpec) -> None:
@@ -332,46 +398,8 @@ class EngineCatalog:
                 extra={"engine": spec.name},
             )
 
-    async def _ask_models(self, known: _Known) -> None:
-        """Ask an engine which models it serves, periodically."""
-        while True:
-            known.ask.clear()
-            answered = await self._models(known)
-            known.missed = 0 if answered else known.missed + 1
-            known.met.set()
-            pause_s = VANISHED_S if known.vanished else MODELS_S
-            if known.missed or not known.cards:
-                pause_s = MODELS_RETRY_S
-            try:
-                async with asyncio.timeout(pause_s):
-                    await known.ask.wait()
-            except TimeoutError:
-                pass
-
-    async def _models(self, known: _Known) -> bool:
-        try:
-            async with self._session.get(
-                f"{known.spec.url}/v1/models",
-                headers=self._headers(known.spec),
-                timeout=aiohttp.ClientTimeout(total=ASK_S),
-                allow_redirects=False,
-            ) as answer:
-                body = await read(answer, ANSWER_BYTES_MAX)
-                if answer.status != 200:
-                    return False
-                cards = _decode_models(body).data
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-        except ProtocolError:
-            return False
-        if cards != known.cards:
-            known.cards = cards
-            spec = self._spec_of(known.spec.url, known.announced, known.table)
-            self._change(known, with_models(spec, cards))
-        return True
-
     def _headers(self, spec: EngineSpec) -> dict[str, str]:
-        return bearer(self._api_key(spec))
+        return {**bearer(self._api_key(spec)), **spec.rank_header}
 
     def serving(self, model: str) -> Served | None:
         """The engines that serve a model; None: none."""
@@ -383,7 +411,7 @@ class EngineCatalog:
             known = [spec for spec in engines if spec.hashing is not None]
             ways = Counter(spec.hashing for spec in known)
             served = self._served[model] = Served(
-                engines,
+                list({spec.url: spec for spec in engines}.values()),
                 frozenset(spec.kind for spec in engines),
                 max(known, key=lambda spec: ways[spec.hashing], default=None),
             )
@@ -391,7 +419,7 @@ class EngineCatalog:
 
     def answers(self, spec: EngineSpec) -> bool:
         """Whether the engine answered the last request for its models."""
-        return not self._known[spec.url].missed
+        return not self._servers[spec.url].missed
 
     # ---- hashes ------------------------------------------------------------------------------------
 
@@ -402,7 +430,7 @@ class EngineCatalog:
         Raises `Unavailable` if the engine fails, or has left.
         """
         spec = self._specs.get(name)
-        known = None if spec is None else self._known.get(spec.url)
+        known = None if spec is None else self._known.get(spec.place)
         if known is None:
             raise Unavailable(f"there is no engine {name}")
         async with known.verifying:
@@ -451,6 +479,7 @@ class EngineCatalog:
             "engines": {
                 known.spec.name: {
                     "url": known.spec.url,
+                    "rank": known.spec.rank,
                     "node": known.spec.node,
                     "models": list(known.spec.models),
                     "hashes": known.standing,

@@ -99,7 +99,7 @@ class EngineRoster:
 
     def parent(self, model: str) -> str | None:
         """The model that an adapter is for; None: it is no adapter."""
-        of = (spec.model for spec in self._serving(model) if model in spec.adapters)
+        of = (spec.model for spec in self._serving(model).engines if model in spec.adapters)
         return next(of, None)
 
     def longest(self, model: str) -> int:
@@ -226,6 +226,7 @@ class EngineRoster:
             row: dict[str, Any] = {
                 "name": name,
                 "url": spec.url,
+                "rank": spec.rank,
                 "node": spec.node,
                 "role": _role_name(spec.role if engine is None else engine.role),
                 "kind": spec.kind,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
@@ -21,13 +21,24 @@ CAPACITY_TOKENS = 1 << 20
 STEP_TOKENS = 2048
 """Assumed for an engine that does not announce the size of its cache or of a step."""
 DEFAULT_ALGORITHM = "sha256_cbor"
+RANK_HEADER = "X-data-parallel-rank"
+PORT_MAX = (1 << 16) - 1
+
+
+class Place(NamedTuple):
+    """Where requests reach an engine: its server, and its data-parallel rank there; None: the server is the engine."""
+
+    url: str
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine: a server with an OpenAI-compatible API, and the known properties of its cache.
 
-    url: without a trailing slash. name: unique; host:port of the URL unless configured. node: whose daemon it
+    url: without a trailing slash. rank: its data-parallel rank, of several behind the URL; None: it is the only
+    engine there, or the server spreads requests over ranks by itself. name: unique; host:port of the URL unless
+    configured, and the rank. node: whose daemon it
     uses; empty: not known, or none. role: its current use; flexible: whether that may change.
     labels: of the node's location.
     model: the name that it was configured or announced with, or its first one. models: all its names,
@@ -43,6 +54,7 @@ class EngineSpec:
     """
 
     url: str
+    rank: int | None = None
     name: str = ""
     node: str = ""
     role: Role = Role.BOTH
@@ -65,6 +77,15 @@ class EngineSpec:
     follows_max: int = 0
     max_len: int = 0
 
+    @property
+    def place(self) -> Place:
+        return Place(self.url, self.rank)
+
+    @property
+    def rank_header(self) -> dict[str, str]:
+        """For each request that its server is to give to this engine."""
+        return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
+
     def serves(self, model: str) -> bool:
         """Whether it accepts requests for the model; empty: for its default model."""
         return not model or model == self.model or model in self.models
@@ -75,8 +96,8 @@ def spec_of(
 ) -> EngineSpec:
     """An engine from its announcement (`Client.engines`) and configuration (`[[engines]]`).
 
-    Unknown announced hashes are dropped: the engine may be newer than this router. Raises
-    `ConfigError` for invalid values, and for unknown configured hashes.
+    The rank is the configured one, or else the announced one. Unknown announced hashes are dropped: the engine may be
+    newer than this router. Raises `ConfigError` for invalid values, and for unknown configured hashes.
     """
     said = {} if announced is None else announced
     given = {} if table is None else table
@@ -105,9 +126,11 @@ def spec_of(
         for value in [said.get(name, "")]
     }
     events = str(endpoints["events"])
+    rank = given.get("rank", said.get("rank"))
     return EngineSpec(
         url,
-        name=given.get("name") or host,
+        rank,
+        name=given.get("name") or _rank_name(host, rank),
         node=known("node", ""),
         role=ROLES[role],
         flexible=bool(known("flexible", False)),
@@ -127,6 +150,46 @@ def spec_of(
         follows_max=known("follows_max", 0),
         max_len=known("max_len", 0),
     )
+
+
+def by_rank(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configured engine as one for each of its `data_parallel_size` ranks; itself without that.
+
+    Raises `ConfigError` if ranks cannot have events of their own.
+    """
+    size = table.get("data_parallel_size")
+    return [table] if size is None else [of_rank(table, rank) for rank in range(size)]
+
+
+def of_rank(table: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """The configuration of one rank of an engine: its events are published at the next ports, as vLLM does it.
+
+    Raises `ConfigError` if that is no port.
+    """
+    own = {key: value for key, value in table.items() if key != "data_parallel_size"}
+    own["rank"] = rank
+    if name := table.get("name"):
+        own["name"] = _rank_name(name, rank)
+    for field_name in ("events", "replay"):
+        if endpoint := table.get(field_name):
+            own[field_name] = _next_port(endpoint, rank)
+    return own
+
+
+def _rank_name(name: str, rank: int | None) -> str:
+    return name if rank is None else f"{name}-dp{rank}"
+
+
+def _next_port(endpoint: str, offset: int) -> str:
+    if not offset:
+        return endpoint
+    address, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or int(port) + offset > PORT_MAX:
+        raise ConfigError(
+            f"{endpoint}: further data-parallel ranks publish at the next ports, so it must be tcp://HOST:PORT with "
+            f"{offset} more ports"
+        )
+    return f"{address}:{int(port) + offset}"
 
 
 def _kind(model: str, namespace: bytes) -> str:

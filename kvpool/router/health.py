@@ -1,4 +1,4 @@
-"""Which engines get requests: periodic probes, and a breaker for each."""
+"""Which engines get requests: periodic probes, one for all ranks of a server, and a breaker for each engine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,30 @@ HEALTH_PATH = "/health"
 HEALTH_BYTES_MAX = 1 << 16
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Patient:
-    """A probed engine. turned: its breaker has changed, and with it the time of its next probe."""
+    """A probed engine."""
 
     spec: EngineSpec
     breaker: EngineBreaker
-    turned: asyncio.Event = field(default_factory=asyncio.Event)
     probed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """One URL, and the engines there. turned: a breaker has changed, and with it the time of the next probe."""
+
+    patients: list[Patient] = field(default_factory=list)
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def probe_at(self) -> float:
+        return min(patient.breaker.probe_at for patient in self.patients)
 
 
 class Health:
-    """Watches engines from `add` to `remove`, each in a task. up, down: called when one becomes available, or
+    """Watches engines from `add` to `remove`, each server in a task. up, down: called when one becomes available, or
     unavailable.
 
     For one event loop; callbacks are called in it.
@@ -55,6 +66,7 @@ class Health:
         self._up = up
         self._down = down
         self._patients: dict[str, Patient] = {}
+        self._servers: dict[str, _Server] = {}  # by URL
 
     @property
     def breakers(self) -> Mapping[str, EngineBreaker]:
@@ -73,7 +85,11 @@ class Health:
         """A new engine. It gets requests after its first successful probe."""
         patient = Patient(spec, EngineBreaker(self._rule, self._clock()))
         self._patients[spec.name] = patient
-        patient.task = asyncio.create_task(self._watch(patient), name=f"health of {spec.name}")
+        server = self._servers.setdefault(spec.url, _Server())
+        server.patients.append(patient)
+        server.turned.set()
+        if server.task is None:
+            server.task = asyncio.create_task(self._watch(server), name=f"health of {spec.url}")
 
     def change(self, spec: EngineSpec) -> None:
         """The same engine, with changed properties."""
@@ -87,8 +103,12 @@ class Health:
     def remove(self, name: str) -> None:
         """It is removed."""
         patient = self._patients.pop(name)
-        assert patient.task is not None, "it is watched from its beginning"
-        patient.task.cancel()
+        server = self._servers[patient.spec.url]
+        server.patients.remove(patient)
+        if not server.patients:
+            del self._servers[patient.spec.url]
+            assert server.task is not None, "it is watched from its beginning"
+            server.task.cancel()
         if patient.breaker.passes:
             self._down(patient.spec)
 
@@ -116,47 +136,61 @@ class Health:
 
     async def close(self) -> None:
         """Stop watching."""
-        tasks = [p.task for p in self._patients.values() if p.task is not None]
+        tasks = [s.task for s in self._servers.values() if s.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, patient: Patient) -> None:
+    async def _watch(self, server: _Server) -> None:
         while True:
-            patient.turned.clear()
-            wait_s = patient.breaker.probe_at - self._clock()
+            server.turned.clear()
+            wait_s = server.probe_at - self._clock()
             if wait_s > 0:
                 try:
                     async with asyncio.timeout(wait_s):
-                        await patient.turned.wait()
+                        await server.turned.wait()
                 except TimeoutError:
-                    pass  # it is time
-                else:
-                    continue
+                    pass
+                continue
+            # An engine that gets no requests waits for its own time: its pause is longer each time it fails.
+            now = self._clock()
+            passing = [p for p in server.patients if p.breaker.passes]
+            paused = [
+                p for p in server.patients if not p.breaker.passes and p.breaker.probe_at <= now
+            ]
             try:
-                await self._upstream.get(
-                    patient.spec, HEALTH_PATH, self._probe_timeout_s, HEALTH_BYTES_MAX
-                )
-                error = None
+                error = await self._probe((passing or paused)[0].spec)
             except Exhausted as exhausted:
                 log.warning("probe: %s", exhausted)  # it says nothing about the engine
-                patient.breaker.probe_at = self._clock() + self._probe_s
+                for patient in (*paused, *passing):
+                    patient.breaker.probe_at = self._clock() + self._probe_s
                 continue
-            except EngineFailed as failed:
-                error = failed
-            passed = patient.breaker.passes
-            patient.breaker.probed(error is None, self._clock(), self._probe_s)
-            if error is not None and passed:
-                log.warning("probe: %s", error)
-            self._turn(patient, passed)
-            patient.probed.set()
+            # One whose requests failed meanwhile has begun its pause: the probe is from before.
+            for patient in (*paused, *(p for p in passing if p.breaker.passes)):
+                if patient in server.patients:
+                    self._probed(patient, error)
+
+    async def _probe(self, spec: EngineSpec) -> EngineFailed | None:
+        try:
+            await self._upstream.get(spec, HEALTH_PATH, self._probe_timeout_s, HEALTH_BYTES_MAX)
+        except EngineFailed as error:
+            return error
+        return None
+
+    def _probed(self, patient: Patient, error: EngineFailed | None) -> None:
+        passed = patient.breaker.passes
+        patient.breaker.probed(error is None, self._clock(), self._probe_s)
+        if error is not None and passed:
+            log.warning("probe: %s", error)
+        self._turn(patient, passed)
+        patient.probed.set()
 
     def _turn(self, patient: Patient, passed: bool) -> None:
         """Report a change of its breaker, if any."""
         passes = patient.breaker.passes
         if passes == passed:
             return
-        patient.turned.set()
+        self._servers[patient.spec.url].turned.set()
         name, state = patient.spec.name, patient.breaker.state.value
         if passes:
             log.info("engine %s receives requests: %s", name, state, extra={"engine": name})

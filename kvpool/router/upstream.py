@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
+import msgspec
 
-from kvpool.errors import KvpoolError
+from kvpool.decoding import JsonDecoder
+from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.router.engine_calls import bearer
 from kvpool.router.engine_hosts import EngineResolver
 from kvpool.router.engines import EngineSpec
@@ -134,7 +136,7 @@ class Upstream:
                 "POST" if body else "GET",
                 engine.url + path,
                 data=body or None,
-                headers={**_JSON, **headers, **self._login(engine)},
+                headers={**_JSON, **headers, **engine.rank_header, **self._login(engine)},
                 timeout=self._timeout,
                 allow_redirects=False,
             )
@@ -224,10 +226,34 @@ async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> 
         body = await _beginning(response.content, REFUSAL_BYTES_MAX)
     except (aiohttp.ClientError, OSError) as error:
         return EngineFailed(engine.name, "cut", f"HTTP {status} broke off: {_said(error)}")
+    if _unknown_rank(engine, body):
+        return EngineFailed(engine.name, "rank", f"it has no rank {engine.rank}: HTTP {status}")
     if 400 <= status < 500 and status not in FAULTS:
         return EngineRefused(engine.name, status, body, _for_client(response.headers))
     shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
     return EngineFailed(engine.name, "status", f"HTTP {status}: {shown}")
+
+
+def _unknown_rank(engine: EngineSpec, body: bytes) -> bool:
+    """Whether an engine refused the router's choice of a rank, and not the request: it has fewer ranks than thought."""
+    if engine.rank is None:
+        return False
+    try:
+        message = _decode_refusal(body).error.message
+    except ProtocolError:
+        return False
+    return message.startswith(f"data_parallel_rank {engine.rank} is out of range")
+
+
+class _Said(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Said
+
+
+_decode_refusal = JsonDecoder[_Refusal](_Refusal, "an error")
 
 
 async def _beginning(content: aiohttp.StreamReader, bytes_max: int) -> bytes:

@@ -93,7 +93,7 @@ class Engine:
     knows its own cache, and its node's tiers from the fastest to the slowest. labels: its location, as
     `rack` and `zone`. follows_max: prompts that its node can follow at a time for it.
 
-    steps_at_once: of how many tokens each: its pipeline's stages times its data-parallel ranks.
+    steps_at_once: its pipeline's stages, times its data-parallel ranks where they are one engine.
 
     free_at: when it will have computed what was sent to it. queued_tokens: of prompts, uncached ones only, until
     the first token; `in_step` of them are in the step that began at `step_began`. work_s: seconds that they take

@@ -30,6 +30,7 @@ PUBLIC = {
     },
     "kvpool.types": {
         "CHECKSUM_BYTES",
+        "DATA_PARALLEL_RANKS_MAX",
         "DEFAULT_TENANT",
         "FORMAT_VERSION",
         "KEY_BYTES",

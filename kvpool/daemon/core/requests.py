@@ -11,7 +11,14 @@ from kvpool.decoding import JsonDecoder
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
-from kvpool.types import PARTS_MAX, RECORD_BYTES_MAX, EngineRecord, PartKind, PartSpec
+from kvpool.types import (
+    DATA_PARALLEL_RANKS_MAX,
+    PARTS_MAX,
+    RECORD_BYTES_MAX,
+    EngineRecord,
+    PartKind,
+    PartSpec,
+)
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
 
@@ -130,6 +137,10 @@ def check_engine(engine: EngineRecord) -> None:
     )
     if not all(0 <= size <= SIZE_MAX for size in sizes):
         raise InvalidRequest(f"an engine's sizes must be from 0 to {SIZE_MAX}")
+    if engine.rank is not None and not 0 <= engine.rank < DATA_PARALLEL_RANKS_MAX:
+        raise InvalidRequest(
+            f"an engine's data-parallel rank must be from 0 to {DATA_PARALLEL_RANKS_MAX - 1}"
+        )
 
 
 def _deeper(value: object, levels: int) -> bool:

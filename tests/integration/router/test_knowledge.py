@@ -14,7 +14,7 @@ from kvpool.client import Client
 from kvpool.errors import Unavailable
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_catalog import EngineCatalog
-from kvpool.router.engines import scheduled
+from kvpool.router.engines import Place, scheduled
 from kvpool.router.hashing import HashSpec, chain, none_hash
 from kvpool.router.pool_view import PoolViews
 from kvpool.router.prompts import Prompts
@@ -251,7 +251,7 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
             again = start("--socket", daemon.socket, "--node", "n", name="again")
             await until_async(lambda: know.stats()["daemon"], "the new daemon is asked")
             assert again.process.poll() is None
-            known = know._known[engine.url]
+            known = know._known[Place(engine.url)]
             await until_async(lambda: known.vanished, "it is announced no more")
             for _ in range(3):
                 await know._discover()
@@ -326,7 +326,7 @@ async def test_engines_that_do_not_answer_are_not_asked_to_tokenise(folder: Any)
         async with learning(tables=[table_of(engine, folder, model="stub"), *dead]) as learner:
             know = learner.knowledge
             await until_async(
-                lambda: all(know._known[d["url"]].missed for d in dead), "they are asked"
+                lambda: all(know._servers[d["url"]].missed for d in dead), "they are asked"
             )
             for number in range(20):
                 body = {"model": "stub", "prompt": f"{number}"}
@@ -369,11 +369,11 @@ async def test_an_announcement_that_makes_no_sense_is_passed_over(folder: Any, c
             asked = client.asked
             client.said[-1] = {**good, "role": "cook"}
             await until_async(lambda: client.asked > asked + 2, "it is asked on")
-            assert know.engines[know._known[engine.url].spec.name].role.name == "BOTH"
+            assert know.engines[know._known[Place(engine.url)].spec.name].role.name == "BOTH"
             assert caplog.text.count("engine http://127.0.0.1:1 is ignored") == 1
             assert caplog.text.count("engine http://127.0.0.1:2 is ignored") == 1
             prompt = await learner.prompts.prompt({"model": "stub", "prompt": TEXT}, "completions")
-            assert prompt.spec == know.engines[know._known[engine.url].spec.name].hashing
+            assert prompt.spec == know.engines[know._known[Place(engine.url)].spec.name].hashing
 
 
 async def test_engines_are_not_announced_from_anywhere(folder: Any, caplog: Any) -> None:
@@ -413,7 +413,7 @@ async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: A
             client.said = []
             for _ in range(5):
                 await know._discover()
-            await until_async(lambda: know._known[engine.url].vanished, "it is missed")
+            await until_async(lambda: know._known[Place(engine.url)].vanished, "it is missed")
             assert know.stats()["engines"]["e"]["announced"] is False
             client.said = [said_of(engine, folder, incarnation="1")]
             await know._discover()
@@ -439,8 +439,8 @@ async def test_an_engine_that_changes_while_its_hashes_are_verified(
         learning(tables=[table_of(engine, folder)]) as learner,
     ):
         know = learner.knowledge
-        known = know._known[engine.url]
-        await until_async(lambda: known.cards, "it answers")
+        known = know._known[Place(engine.url)]
+        await until_async(lambda: known.server.cards, "it answers")
         feeds = []
 
         async def wait_in_vain(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:

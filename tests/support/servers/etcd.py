@@ -39,19 +39,30 @@ def free_port() -> int:
 
     No process of this user is given the same one as long as this process lives: tests run beside others.
     """
+    return free_ports(1)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many such ports, one after the other."""
     for _ in range(1000):
-        port = random.choice(PORTS)
-        if port in _given:
-            continue
-        with socket.socket() as probe:
-            try:
-                fcntl.lockf(_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        _given.add(port)
-        return port
+        first = random.choice(PORTS[: len(PORTS) - count + 1])
+        if all(_claimed(port) for port in range(first, first + count)):
+            return first
     raise Unavailable(f"no free port between {PORTS.start} and {PORTS.stop}")
+
+
+def _claimed(port: int) -> bool:
+    """Whether it is this process's from now on."""
+    if port in _given:
+        return False
+    with socket.socket() as probe:
+        try:
+            fcntl.lockf(_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    _given.add(port)
+    return True
 
 
 @functools.cache

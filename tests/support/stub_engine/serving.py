@@ -7,6 +7,7 @@
     /stub/faults   POST a list of `Fault`s; they replace those that were set
     /stub/gap      POST {"forgotten": bool}: the next events are lost; forgotten: no replay has them either
 
+Of several data-parallel ranks the header `X-data-parallel-rank` chooses one, or else the one with the least to do.
 An engine notices that a client has left, aborts what it computed for it, and counts that.
 """
 
@@ -44,9 +45,10 @@ from tests.support.stub_engine.bodies import (
     piece,
     read_object,
 )
-from tests.support.stub_engine.core import FOLLOW_POLL_S, Core, Job, Pool, Speed, event_maps
+from tests.support.stub_engine.core import Core, Job, Pool, Speed
 from tests.support.stub_engine.events import EventPublisher
 from tests.support.stub_engine.faults import Fault, Faults
+from tests.support.stub_engine.rank import Rank
 from tests.support.stub_engine.tokens import answer, text_of
 
 BODY_BYTES_MAX = 64 << 20
@@ -61,7 +63,8 @@ Handler = Callable[[web.Request, Fault | None], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """port: 0: any. events, replay: where events are published, as ZeroMQ binds; empty: nowhere.
+    """port: 0: any. events, replay: where events are published, as ZeroMQ binds; empty: nowhere. Ranks: of how many
+    caches; further ones publish at the next ports, as vLLM's do, or at the path with `-dp` and their number.
 
     pool: a folder that engines share in place of kvpool. api_key: asked for, if given. loras: names of
     adapters. details: tell of cached tokens in answers, as `--enable-prompt-tokens-details` does.
@@ -73,6 +76,7 @@ class Settings:
     events: str = ""
     replay: str = ""
     topic: str = ""
+    ranks: int = 1
     block_tokens: int = 16
     capacity_tokens: int = 1 << 20
     max_len: int = 1 << 15
@@ -90,7 +94,10 @@ class Settings:
 
 @dataclass(slots=True)
 class Seen:
-    """A request, and what became of it. outcome: running, finished, aborted, refused, failed."""
+    """A request, and what became of it. rank: what computes it; asked_rank: what its header says.
+
+    outcome: running, finished, aborted, refused, failed.
+    """
 
     path: str
     request_id: str | None
@@ -98,6 +105,8 @@ class Seen:
     body: dict[str, Any]
     jobs: list[Job] = field(default_factory=list)
     outcome: str = "running"
+    asked_rank: str | None = None
+    rank: int = 0
 
     def shown(self) -> dict[str, Any]:
         return {
@@ -106,6 +115,8 @@ class Seen:
             "traceparent": self.traceparent,
             "body": self.body,
             "outcome": self.outcome,
+            "rank": self.rank,
+            "asked_rank": self.asked_rank,
             "prompt_tokens": sum(len(job.tokens) for job in self.jobs),
             "cached": sum(job.cached for job in self.jobs),
             "loaded": sum(job.loaded for job in self.jobs),
@@ -129,21 +140,28 @@ class StubEngine:
         self.url = ""
         capacity = settings.capacity_tokens // settings.block_tokens
         pool = None if settings.pool is None else Pool(settings.pool)
-        self.core = Core(settings.speed, settings.block_tokens, capacity, pool)
+        self._cores = [
+            Core(settings.speed, settings.block_tokens, capacity, pool)
+            for _ in range(settings.ranks)
+        ]
+        self.core = self._cores[0]
+        self.ranks: list[Rank] = []
         first = none_hash(ALGORITHM, settings.hash_seed)
         self.spec = HashSpec(settings.block_tokens, ALGORITHM, first)
-        self._gap: dict[str, bool] | None = None
-        self._wake = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
-        self._publisher: EventPublisher | None = None
 
     async def __aenter__(self) -> Self:
         settings = self.settings
         async with self._stack:
-            if settings.events:
-                publisher = EventPublisher(settings.events, settings.replay, settings.topic)
-                self._stack.callback(publisher.close)
-                self._publisher = publisher
+            for number, core in enumerate(self._cores):
+                publisher = None
+                if settings.events:
+                    publisher = EventPublisher(
+                        _of_rank(settings.events, number),
+                        _of_rank(settings.replay, number),
+                        settings.topic,
+                    )
+                self.ranks.append(await self._stack.enter_async_context(Rank(core, publisher)))
             runner = web.AppRunner(
                 self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.0
             )
@@ -151,8 +169,6 @@ class StubEngine:
             self._stack.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True)
             await site.start()
-            work = asyncio.create_task(self._work())
-            self._stack.push_async_callback(_cancel, work)
             port = runner.addresses[0][1]
             self.url = f"http://{settings.host}:{port}"
             self._stack = self._stack.pop_all()
@@ -163,8 +179,7 @@ class StubEngine:
 
     def publish(self, events: list[dict[str, object]]) -> None:
         """Events as if something had happened. Only where it publishes any."""
-        assert self._publisher is not None, "it was told where"
-        self._publisher.publish(events)
+        self.ranks[0].publish(events)
 
     def counts(self) -> dict[str, int]:
         """Requests by outcome."""
@@ -172,32 +187,6 @@ class StubEngine:
         for each in self.seen:
             found[each.outcome] = found.get(each.outcome, 0) + 1
         return found
-
-    # ---- work ----------------------------------------------------------------------------------------
-
-    async def _work(self) -> None:
-        clock = asyncio.get_running_loop().time
-        due = clock()
-        while True:
-            step = self.core.begin(clock())
-            self._publish()
-            if step is None:
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FOLLOW_POLL_S if self.core.waiting else None):
-                        await self._wake.wait()
-                due = clock()
-                continue
-            due = max(due + step.seconds, clock())
-            await asyncio.sleep(due - clock())
-            self.core.end(step)
-            self._publish()
-
-    def _publish(self) -> None:
-        events = self.core.take_events()
-        if events and self._publisher is not None:
-            gap, self._gap = self._gap, None
-            self._publisher.publish(event_maps(events, self.core.block_tokens), **(gap or {}))
 
     # ---- HTTP ----------------------------------------------------------------------------------------
 
@@ -271,8 +260,12 @@ class StubEngine:
         return web.json_response({"object": "list", "data": models})
 
     async def _metrics(self, _: web.Request, fault: Fault | None) -> web.Response:
-        core, settings = self.core, self.settings
-        label = f'{{engine="0",model_name="{settings.model}"}}'
+        lines = [line for number in range(len(self.ranks)) for line in self._metrics_of(number)]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    def _metrics_of(self, rank: int) -> list[str]:
+        core, settings = self._cores[rank], self.settings
+        label = f'{{engine="{rank}",model_name="{settings.model}"}}'
         usage = core.taken_blocks / core.capacity_blocks
         values = {
             ("vllm:num_requests_running", "gauge"): len(core.running),
@@ -288,11 +281,12 @@ class StubEngine:
             for (name, kind), value in values.items()
             for line in (f"# TYPE {name.removesuffix('_total')} {kind}", f"{name}{label} {value}")
         ]
-        info = (
-            f'engine="0",block_size="{core.block_tokens}",num_gpu_blocks="{core.capacity_blocks}"'
-        )
-        lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{info}}} 1.0"]
-        return web.Response(text="\n".join(lines) + "\n")
+        info = f'engine="{rank}",block_size="{core.block_tokens}",num_gpu_blocks="{core.capacity_blocks}"'
+        return [
+            *lines,
+            "# TYPE vllm:cache_config_info gauge",
+            f"vllm:cache_config_info{{{info}}} 1.0",
+        ]
 
     async def _tokenize(self, request: web.Request, fault: Fault | None) -> web.Response:
         body = read_object(await request.read(), request.content_type)
@@ -314,8 +308,8 @@ class StubEngine:
         return web.json_response({"prompt": text_of(Reader(body).take("tokens", list, []))})
 
     async def _reset(self, _: web.Request, fault: Fault | None) -> web.Response:
-        self.core.clear()
-        self._publish()
+        for rank in self.ranks:
+            rank.clear()
         return web.Response()
 
     # ---- what it was told, and what it saw -------------------------------------------------------------
@@ -345,7 +339,7 @@ class StubEngine:
 
     async def _lose(self, request: web.Request) -> web.Response:
         forgotten = bool((await request.json()).get("forgotten"))
-        self._gap = {"lost": True, "forgotten": forgotten}
+        self.ranks[0].lose(forgotten=forgotten)
         return web.Response()
 
     # ---- answers -------------------------------------------------------------------------------------
@@ -360,6 +354,7 @@ class StubEngine:
     ) -> web.StreamResponse:
         headers = request.headers
         seen = Seen(request.path, headers.get("X-Request-Id"), headers.get("traceparent"), {})
+        seen.asked_rank = headers.get("X-data-parallel-rank")
         self.seen.append(seen)
         try:
             body = read_object(await request.read(), request.content_type)
@@ -369,6 +364,7 @@ class StubEngine:
             settings = self.settings
             asked = asked_of(body, chat=chat, model=settings.model, max_len=settings.max_len)
             self._check_model(asked.model)
+            seen.rank = self._rank(seen.asked_rank)
             response = await self._answer(request, asked, seen, fault)
         except Refused:
             seen.outcome = "refused"
@@ -383,8 +379,17 @@ class StubEngine:
             seen.outcome = "finished"
         finally:
             for job in seen.jobs:
-                self.core.abort(job)
+                self._cores[seen.rank].abort(job)
         return response
+
+    def _rank(self, said: str | None) -> int:
+        """Raises `Refused`, in vLLM's words."""
+        if said is None or not said.isdecimal():
+            return min(range(len(self.ranks)), key=lambda number: self.ranks[number].requests)
+        rank, ranks = int(said), len(self.ranks)
+        if rank >= ranks:
+            raise Refused(f"data_parallel_rank {rank} is out of range [0, {ranks}).")
+        return rank
 
     async def _answer(
         self, request: web.Request, asked: Asked, seen: Seen, fault: Fault | None
@@ -397,8 +402,7 @@ class StubEngine:
                 job, finish = self._job(asked, prompt, choice, partial(_say, spoken, index))
                 finishes.append(finish)
                 seen.jobs.append(job)
-                self.core.add(job)
-        self._wake.set()
+                self.ranks[seen.rank].add(job)
         about = {
             "id": ("chatcmpl-" if asked.chat else "cmpl-")
             + (seen.request_id or os.urandom(16).hex()),
@@ -524,10 +528,11 @@ async def _send(response: web.StreamResponse, message: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n")
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+def _of_rank(endpoint: str, rank: int) -> str:
+    if not rank or not endpoint:
+        return endpoint
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}" if endpoint.startswith("tcp") else f"{endpoint}-dp{rank}"
 
 
 def _bearer(request: web.Request) -> str:

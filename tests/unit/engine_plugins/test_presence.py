@@ -8,7 +8,7 @@ import pytest
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import reachable
 from kvpool.engine_plugins.vllm.plan import GroupRule
-from kvpool.engine_plugins.vllm.presence import Presence, engine_record, whole_groups
+from kvpool.engine_plugins.vllm.presence import Presence, engine_record, rank_at_url, whole_groups
 from kvpool.errors import ConfigError, LimitExceeded
 from kvpool.types import PartKind
 from tests.support.waiting import PATIENCE_S
@@ -19,10 +19,11 @@ def vllm(**events):
         model_config=SimpleNamespace(model="/m", served_model_name=["m", "n"], max_model_len=99),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256_cbor"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=77),
+        kv_transfer_config=SimpleNamespace(engine_id="0a_dp1"),
         parallel_config=SimpleNamespace(
             data_parallel_index=1,
             data_parallel_size=4,
-            data_parallel_size_local=2,
+            data_parallel_rank_local=0,
             data_parallel_external_lb=True,
             data_parallel_hybrid_lb=False,
             pipeline_parallel_size=3,
@@ -63,9 +64,9 @@ def test_what_is_told():
 
 
 @pytest.mark.parametrize(
-    ("balanced_by", "ranks"), [("external", 1), ("hybrid", 2), ("this server", 4)]
+    ("balanced_by", "rank"), [("external", None), ("hybrid", 0), ("this server", 1)]
 )
-def test_ranks_behind_one_url_are_one_engine_that_computes_more_at_a_time(balanced_by, ranks):
+def test_ranks_behind_one_url_are_told_of_one_by_one(balanced_by, rank):
     config = vllm()
     config.parallel_config.data_parallel_external_lb = balanced_by == "external"
     config.parallel_config.data_parallel_hybrid_lb = balanced_by == "hybrid"
@@ -77,7 +78,25 @@ def test_ranks_behind_one_url_are_one_engine_that_computes_more_at_a_time(balanc
         none_hash=b"",
         blocks=101,
     )
-    assert (found.steps_at_once, found.capacity_tokens) == (3 * ranks, 1600 * ranks)
+    assert found.rank == rank
+    assert (found.steps_at_once, found.capacity_tokens) == (3, 1600)
+    assert found.events == "tcp://h:5558"  # of its own, by its number in the whole
+
+
+@pytest.mark.parametrize(
+    ("size", "index", "engine_id", "rank"),
+    [
+        (1, 0, "0a", None),
+        (1, 0, "0a_dp0", 0),  # as vLLM says it to an engine core of a dense model
+        (1, 3, "0a_dp3", 3),
+        (4, 0, "0a", 0),
+    ],
+)
+def test_an_engine_with_a_url_of_its_own_has_no_rank(size, index, engine_id, rank):
+    parallel = vllm().parallel_config
+    parallel.data_parallel_external_lb = False
+    parallel.data_parallel_size, parallel.data_parallel_index = size, index
+    assert rank_at_url(parallel, engine_id) == rank
 
 
 @pytest.mark.parametrize(

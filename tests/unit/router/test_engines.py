@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.router.engines import differs, scheduled, spec_of, with_models
+from kvpool.router.engines import Place, by_rank, differs, of_rank, scheduled, spec_of, with_models
 from kvpool.router.hashing import HashSpec, none_hash
 from kvpool.scheduler.values import Role
 
@@ -77,6 +77,40 @@ def test_what_is_configured_alone():
     assert spec_of("http://h:1", announced=None, table={}).hashing is None
     # Of an unknown namespace, nobody knows what its engines could use of each other's blocks.
     assert scheduled(spec_of("http://h:1", announced=None, table={"node": "n"})).tiers == ()
+
+
+def test_a_rank_is_an_engine_of_its_own():
+    spec = spec_of("http://h:8000/", announced={**ANNOUNCED, "rank": 3}, table=None)
+    assert (spec.name, spec.place) == ("h:8000-dp3", Place("http://h:8000", 3))
+    assert spec.rank_header == {"X-data-parallel-rank": "3"}
+    assert scheduled(spec).gpu == "gpu:h:8000-dp3"
+    first = spec_of("http://h:8000/", announced={**ANNOUNCED, "rank": 0}, table=None)
+    assert (first.name, first.rank_header) == ("h:8000-dp0", {"X-data-parallel-rank": "0"})
+    older = spec_of("http://h:8000/", announced=ANNOUNCED, table=None)
+    assert (older.name, older.rank, older.rank_header) == ("h:8000", None, {})
+
+
+def test_configured_ranks():
+    table = {
+        "url": "http://h:1",
+        "name": "e",
+        "data_parallel_size": 3,
+        "events": "tcp://h:5557",
+        "replay": "tcp://[::1]:5600",
+        "capacity_tokens": 100,
+    }
+    specs = [spec_of("http://h:1", announced=None, table=each) for each in by_rank(table)]
+    assert [spec.name for spec in specs] == ["e-dp0", "e-dp1", "e-dp2"]
+    assert [spec.rank for spec in specs] == [0, 1, 2]
+    assert [spec.events for spec in specs] == [f"tcp://h:{port}" for port in (5557, 5558, 5559)]
+    assert [spec.replay for spec in specs] == [f"tcp://[::1]:{port}" for port in (5600, 5601, 5602)]
+    assert {spec.capacity_tokens for spec in specs} == {100}
+    assert by_rank({"url": "http://h:1"}) == [{"url": "http://h:1"}]
+    assert spec_of("http://h:1", announced=None, table=of_rank({}, 2)).name == "h:1-dp2"
+    for events in ("ipc:///e", "tcp://h:65535"):
+        with pytest.raises(ConfigError, match="next ports"):
+            by_rank({"data_parallel_size": 2, "events": events})
+    assert len(by_rank({"data_parallel_size": 1, "events": "ipc:///e"})) == 1
 
 
 def test_a_path_is_good_on_this_machine_only():

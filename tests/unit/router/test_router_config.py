@@ -74,6 +74,15 @@ def test_models_have_names_with_slashes(tmp_path: Path) -> None:
         '[[engines]]\nurl = "http://a"\nevents = "tcp://a"',
         '[[engines]]\nurl = "http://a"\nevents = "tcp://*:5557"',
         '[[engines]]\nurl = "http://a"\nreplay = "ipc://path"',
+        '[[engines]]\nurl = "http://a"\nrank = -1',
+        '[[engines]]\nurl = "http://a"\nrank = 4096',
+        '[[engines]]\nurl = "http://a"\nrank = 1\n[[engines]]\nurl = "http://a"\nrank = 1',
+        '[[engines]]\nurl = "http://a"\nrank = 1\n[[engines]]\nurl = "http://a"',
+        '[[engines]]\nurl = "http://a"\nrank = 1\ndata_parallel_size = 2',
+        '[[engines]]\nurl = "http://a"\ndata_parallel_size = 0',
+        '[[engines]]\nurl = "http://a"\ndata_parallel_size = 2\nevents = "ipc:///e"',
+        '[[engines]]\nurl = "http://a"\ndata_parallel_size = 9\nevents = "tcp://a:65530"',
+        '[[engines]]\nurl = "http://a"\nrank = 0\n[[engines]]\nurl = "http://a"\nrank = 1\napi_key_file = "k"',
         '[[engines]]\nurl = "http://a"\ngroups = [-1]',
         '[[engines]]\nurl = "http://a"\ngroups = [64]',
         '[[engines]]\nurl = "http://a"\nname = "x"\n[[engines]]\nurl = "http://b"\nname = "x"',
@@ -91,6 +100,22 @@ def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, text: str) -> N
     with pytest.raises(ConfigError) as caught:
         load(file=file, environ={})
     assert str(caught.value)
+
+
+def test_ranks_are_configured_together_or_each_by_itself(tmp_path: Path) -> None:
+    file = written(
+        tmp_path / "router.toml",
+        '[[engines]]\nurl = "http://a"\nrank = 0\n[[engines]]\nurl = "http://a/"\nrank = 1\n'
+        '[[engines]]\nurl = "http://b"\ndata_parallel_size = 2\nevents = "tcp://b:65534"\n',
+    )
+    config, _ = load(file=file, environ={})
+    assert [(e.rank, e.data_parallel_size) for e in config.engines] == [
+        (0, None),
+        (1, None),
+        (None, 2),
+    ]
+    config, _ = load(flags={"engines": ["http://b,data_parallel_size=2"]}, environ={})
+    assert config.engines[0].data_parallel_size == 2
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -25,7 +25,7 @@ from kvpool.router.upstream import (
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-async def ask(handler: Handler) -> bytes:
+async def ask(handler: Handler, rank: int | None = None) -> bytes:
     """An engine's answer to a request, or what `Upstream` makes of it."""
     app = web.Application()
     app.add_routes([web.post("/v1/completions", handler)])
@@ -33,7 +33,7 @@ async def ask(handler: Handler) -> bytes:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        spec = EngineSpec(url=f"http://127.0.0.1:{runner.addresses[0][1]}", name="a")
+        spec = EngineSpec(f"http://127.0.0.1:{runner.addresses[0][1]}", rank, name="a")
         async with open_session() as session:
             upstream = Upstream(session, lambda _: "", 20.0)
             async with upstream.ask(spec, "/v1/completions", b"{}", {}) as answer:
@@ -83,6 +83,33 @@ def test_no_more_of_a_refusal_is_kept_than_there_is_room_for() -> None:
     with pytest.raises(EngineRefused) as caught:
         asyncio.run(ask(refuse))
     assert len(caught.value.body) == REFUSAL_BYTES_MAX
+
+
+@pytest.mark.parametrize("rank", [None, 0, 3])
+def test_a_request_is_for_the_rank_of_its_engine(rank: int | None) -> None:
+    async def tell(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=str(request.headers.get("X-data-parallel-rank")))
+
+    assert asyncio.run(ask(tell, rank)) == str(rank).encode()
+
+
+def test_an_engine_without_the_rank_has_failed_and_the_request_is_not_to_blame() -> None:
+    message = "data_parallel_rank 3 is out of range [0, 2)."
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        said = {"message": message, "type": "BadRequestError", "code": 400}
+        return web.json_response({"error": said}, status=400)
+
+    with pytest.raises(EngineFailed) as failed:
+        asyncio.run(ask(refuse, 3))
+    assert failed.value.reason == "rank"
+    # Another rank, or none, was not the router's choice.
+    for rank in (2, None):
+        with pytest.raises(EngineRefused):
+            asyncio.run(ask(refuse, rank))
+    message = f"your word: {message}"
+    with pytest.raises(EngineRefused):
+        asyncio.run(ask(refuse, 3))
 
 
 def test_what_is_too_large_or_no_word_on_the_request_is_a_failure() -> None:
