@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from engines import (
     ANSWER_S,
@@ -136,7 +137,7 @@ def run(folder: Path, console: Console) -> tuple[list[Row], list[Played]]:
         cluster = LocalCluster(folder, nodes=2, memory="512MiB", ssd="1GiB")
         a, b = stack.enter_context(cluster).nodes
         # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
-        loading = {"pull_wait_s": PULL_WAIT_S, "prefill_tokens_per_s": 1.0}
+        loading: dict[str, Any] = {"pull_wait_s": PULL_WAIT_S, "prefill_tokens_per_s": 1.0}
         engines = [
             stack.enter_context(ApiServer(name, model, folder, node.socket, role, **loading))
             for name, node, role in (

@@ -231,7 +231,8 @@ class EngineProcess:
 class ApiServer:
     """vLLM's OpenAI-compatible server, with KV events. Starts at once; `wait_ready` waits for it.
 
-    role: what it announces itself for. flags: more of vLLM's; extra: settings of the plugin.
+    role: what it announces itself for. flags: more of vLLM's; extra: settings of the plugin. ranks: data-parallel ones,
+    whose events begin at port `events_port`.
     """
 
     def __init__(
@@ -242,6 +243,8 @@ class ApiServer:
         socket_path: str,
         role: str,
         *flags: str,
+        ranks: int = 1,
+        events_port: int = 0,
         **extra: Any,
     ) -> None:
         self.name = name
@@ -249,6 +252,8 @@ class ApiServer:
         self.url = f"http://127.0.0.1:{self.port}"
         # vLLM would connect to a TCP address without an asterisk, and listen on all interfaces at one with it.
         events, replay = (f"ipc://{folder}/{name}.{kind}" for kind in ("events", "replay"))
+        if ranks > 1:  # which have no other addresses
+            events, replay = (f"tcp://*:{events_port + first}" for first in (0, ranks))
         transfer = kvpool_transfer(socket_path, url=self.url, engine_role=role, **extra)
         kv_events = {
             "enable_kv_cache_events": True,
@@ -268,6 +273,8 @@ class ApiServer:
             *("--enable-prompt-tokens-details", "--enable-request-id-headers"),
             *flags,
         ]
+        if ranks > 1:
+            command += ["--data-parallel-size", str(ranks)]
         # On no core of its own: vLLM's processes wait for each other in loops of sched_yield, for which Linux 6.18
         # takes so much of a task's future time that, beside another engine, it may not run again for minutes. A
         # task that may move is soon on another core.

@@ -223,7 +223,7 @@ def test_mentioned_verbs_and_options_exist(document: Path) -> None:
         "kvpool sevre",
         "kvpool serve --memroy 1GiB",
         "kvpool jobs stopp evict-1",
-        "kvpool drain",
+        "kvpool locate",
         "kvpool drain a b c",
         "kvpool top --once=2",
         "kvpool plan --rate many",

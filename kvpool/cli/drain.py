@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -14,13 +15,35 @@ DRAIN_S = 3600.0
 
 @app.command(rich_help_panel=OPERATORS)
 def drain(
-    node: Annotated[str, typer.Argument(help="The node's name.")],
+    node: Annotated[
+        str | None, typer.Argument(help="The node's name. Without one only engines are drained.")
+    ] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="First have this router send no new requests to engines of the node, and wait for those that they "
+            "have; may be repeated. A name with several addresses means all of them.",
+            metavar="URL",
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also this engine, by its URL or its name at the router; may be repeated.",
+            metavar="URL",
+        ),
+    ] = None,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the drain.")] = False,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until the drain ends.")
     ] = True,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.0, help="The longest wait, seconds.")
+        float,
+        typer.Option(
+            "--timeout",
+            min=0.0,
+            help="The longest wait, seconds. Engines of a node have half of it to finish their requests.",
+        ),
     ] = DRAIN_S,
     socket: Socket = None,
     tenant: Tenant = "default",
@@ -28,37 +51,71 @@ def drain(
 ) -> None:
     """Copy the blocks that only NODE holds to other nodes, and take it out of the cluster.
 
-    Exit status 1 if blocks were left behind, or the drain did not end in time.
+    With --router its engines are drained first: what they still store is copied, too. The token of routers:
+    KVPOOL_ROUTER_TOKEN. Exit status 1 if requests or blocks were left behind, or the drain did not end in time.
 
     Example: kvpool drain host-7
+
+    Example: kvpool drain host-7 --router http://routers.example.org:8080 --timeout 600
+
+    Example: kvpool drain --engine http://10.0.0.7:8000 --router http://routers.example.org:8080
     """
+    from kvpool.cli.render.drain_engines import EnginesDrain, check_wanted
+    from kvpool.cli.render.router_http import TOKEN, routers_at
+    from kvpool.config import secret_of
+
+    check_wanted(node, engine or (), router or ())
+    ends_at = time.monotonic() + timeout_s
+    said: list[str] = []
+    good = True
+    if router:
+        engines = EnginesDrain(routers_at(router, secret_of(TOKEN) or ""), node, engine or ())
+        names = ", ".join((engines.cancel if cancel else engines.begin)()) or "none"
+        said.append(f"engines that {'get requests again' if cancel else 'are drained'}: {names}")
+        if wait and not cancel:
+            text, good = engines.wait(timeout_s if node is None else timeout_s / 2)
+            said.append(text)
+    if node is not None:
+        text, done = _drain_node(
+            node,
+            cancel=cancel,
+            wait_s=max(0.0, ends_at - time.monotonic()) if wait else None,
+            socket=socket,
+            tenant=tenant,
+        )
+        said.append(text)
+        good = good and done
+    whole = "; ".join(said)
+    if not good:
+        base.complain(whole)
+        raise typer.Exit(EXIT_ERROR)
+    _say(whole, node, as_json=as_json)
+
+
+def _drain_node(
+    node: str, *, cancel: bool, wait_s: float | None, socket: str | None, tenant: str
+) -> tuple[str, bool]:
+    """What to tell the operator, and whether all is well. wait_s: None: do not."""
     from kvpool.cli.render.drain import call_off, carry_out
 
     with base.client_of(socket, tenant) as client:
         with base.in_doubt("nodes"):
             if cancel:
-                _say(call_off(client, node), node, as_json=as_json)
-                return
+                return call_off(client, node), True
             client.drain(node)
-        if not wait:
-            text = f"{node} will be drained; `kvpool nodes` shows its progress"
-            _say(text, node, as_json=as_json)
-            return
+        if wait_s is None:
+            return f"{node} will be drained; `kvpool nodes` shows its progress", True
         try:
-            text, good = carry_out(client, node, timeout_s)
+            return carry_out(client, node, wait_s)
         except KeyboardInterrupt:
             base.complain(
                 f"the drain of {node} continues: `kvpool drain {node}` shows it again, and "
                 f"`kvpool drain {node} --cancel` cancels it"
             )
             raise typer.Exit(EXIT_INTERRUPTED) from None
-    if not good:
-        base.complain(text)
-        raise typer.Exit(EXIT_ERROR)
-    _say(text, node, as_json=as_json)
 
 
-def _say(text: str, node: str, *, as_json: bool) -> None:
+def _say(text: str, node: str | None, *, as_json: bool) -> None:
     """The result of a drain."""
     if as_json:
         base.print_json({"node": node, "text": text})

@@ -38,7 +38,8 @@ def explain(
 
     Example: kvpool explain --prompt "Once upon a time" --model llama-3-70b
     """
-    from kvpool.cli.render.explain import TOKEN, RouterHttp, show_past, show_possible, the_model
+    from kvpool.cli.render.explain import past, possible, show_past, show_possible, the_model
+    from kvpool.cli.render.router_http import TOKEN, RouterHttp
     from kvpool.config import secret_of
 
     if (request is None) == (prompt is None):
@@ -46,9 +47,9 @@ def explain(
     asked = RouterHttp(router, secret_of(TOKEN) or "")
     told: dict[str, Any]
     if request is not None:
-        told = asked.past(request)
+        told = past(asked, request)
     else:
-        told = asked.possible({"model": model or the_model(asked), "prompt": prompt})
+        told = possible(asked, {"model": model or the_model(asked), "prompt": prompt})
     if as_json:
         base.print_json(told)
     elif request is not None:

@@ -244,6 +244,7 @@ class Router:
 
     def _left(self, name: str) -> None:
         self.health.remove(name)
+        self._roster.left(name)
         self._metrics.forget(name)
 
     def _changed(self, spec: EngineSpec) -> None:

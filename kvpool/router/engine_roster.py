@@ -187,6 +187,12 @@ class EngineRoster:
         """It gets no new requests; active ones finish. Raises `BadRequest`."""
         self._operated(name, drains=True, weight=self._weights.get(name, 1.0))
 
+    def left(self, name: str) -> None:
+        """It was removed: one that comes to its place is another one, and not drained."""
+        if name in self._drains:
+            self._drains.discard(name)
+            self.operated(name, False, self._weights.get(name, 1.0))
+
     def undrain(self, name: str) -> None:
         self._operated(name, drains=False, weight=self._weights.get(name, 1.0))
 

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from kvpool.cli.render.blocks import check_open, list_some, show_blocks, show_prefixes
 from kvpool.cli.render.events import Feed, chosen, line
-from kvpool.cli.render.explain import RouterHttp, show_past, show_possible
+from kvpool.cli.render.explain import show_past, show_possible
 from kvpool.cli.render.naming import block_keys, size
+from kvpool.cli.render.router_http import RouterHttp
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
 from kvpool.cli.render.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from rich.markup import escape
 
 from kvpool.cli.render.text import make_console, make_table
-from kvpool.errors import ClusterUnavailable, InvalidRequest, NotAuthenticated
+from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-TIMEOUT_S = 30.0
-ANSWER_BYTES_MAX = 16 << 20
-TOKEN = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
+    from kvpool.cli.render.router_http import RouterHttp
 
 _OUTLOOK = {
     "cached_blocks": ">cached",
@@ -39,67 +35,21 @@ _DECODER = {
 }
 
 
-class RouterHttp:
-    """A router's HTTP. url: http://HOST:PORT. token: the operator's; empty: none."""
-
-    def __init__(self, url: str, token: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.netloc:
-            raise InvalidRequest(f"--router {url!r}: give a router's URL, http://127.0.0.1:8080")
-        self.url = url.rstrip("/")
-        self._token = token
-
-    def past(self, request: str) -> dict[str, Any]:
-        """What became of a request, by its id."""
-        found: dict[str, Any] = self._ask("/explain/" + quote(request, safe=""), None)
-        return found
-
-    def possible(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What would be done with a completion request now."""
-        found: dict[str, Any] = self._ask("/explain", json.dumps(body).encode())
-        return found
-
-    def models(self) -> list[str]:
-        return [row["id"] for row in self._ask("/v1/models", None)["data"]]
-
-    def _ask(self, path: str, body: bytes | None) -> Any:
-        """JSON. Raises `InvalidRequest`, `NotAuthenticated` or `ClusterUnavailable`."""
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        request = urllib.request.Request(self.url + path, data=body, headers=headers)  # noqa: S310
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
-                return json.loads(answer.read(ANSWER_BYTES_MAX))
-        except urllib.error.HTTPError as error:
-            with error:
-                said = _said(error.read(ANSWER_BYTES_MAX))
-            if error.code in {401, 403}:
-                raise NotAuthenticated(f"the router: {said}; set {TOKEN}") from None
-            raise InvalidRequest(f"the router: {said} ({error.code})") from None
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            reason = getattr(error, "reason", error)
-            raise ClusterUnavailable(
-                f"no router answers at {self.url} ({reason}): start one with `kvpool router`, or name it "
-                f"with --router"
-            ) from None
-        except ValueError:
-            raise InvalidRequest(
-                f"the server at {self.url} is not a kvpool router: it sent no JSON"
-            ) from None
+def past(router: RouterHttp, request: str) -> dict[str, Any]:
+    """What became of a request, by its id."""
+    found: dict[str, Any] = router.ask("/explain/" + quote(request, safe=""))
+    return found
 
 
-def _said(body: bytes) -> str:
-    """The message of a router's error."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace") or "no reason given"
+def possible(router: RouterHttp, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What would be done with a completion request now."""
+    found: dict[str, Any] = router.ask("/explain", json.dumps(body).encode())
+    return found
 
 
 def the_model(router: RouterHttp) -> str:
     """The model that there is. Raises `InvalidRequest` unless there is one."""
-    found = router.models()
+    found = [str(row["id"]) for row in router.ask("/v1/models")["data"]]
     if len(found) != 1:
         raise InvalidRequest(f"name one with --model: the router has {', '.join(found) or 'none'}")
     return found[0]

@@ -527,6 +527,23 @@ def test_an_engine_that_fails_again_and_again_gets_no_more() -> None:
     run(work, engine("a"), engine("b"), failures_max=3)
 
 
+def test_a_drain_ends_with_its_engine() -> None:
+    """What comes to its place is another engine: nobody would think of it."""
+
+    async def work(bench: Bench) -> None:
+        told: list[tuple[str, bool, float]] = []
+        bench.roster.operated = lambda *said: told.append(said)
+        bench.roster.weigh("a", 0.5)
+        bench.roster.drain("a")
+        bench.roster.left("a")
+        bench.roster.left("b")
+        assert told[1:] == [("a", True, 0.5), ("a", False, 0.5)]
+        bench.health.change(bench.specs[0])
+        assert [row["state"] for row in bench.roster.engines()] == ["serving", "serving"]
+
+    run(work, engine("a"), engine("b"))
+
+
 def test_an_engine_that_drains_gets_nothing_and_loses_nothing() -> None:
     async def work(bench: Bench) -> None:
         bench.upstream.hold["a"] = asyncio.Event()
