@@ -325,7 +325,7 @@ class ClusterInfo(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """An engine. node: where it was announced. routers: what each router that is known says of it, by URL."""
+    """An engine. rank: its data-parallel rank, of several at the URL. node: where it was announced. routers: what each router that is known says of it, by URL."""
 
     name: str
     url: str
@@ -334,6 +334,7 @@ class Engine(msgspec.Struct, frozen=True):
     model: str
     tenant: str
     namespace: str
+    rank: int | None = None
     routers: dict[str, dict[str, Any]] = {}
 
 

@@ -70,14 +70,16 @@ class Routers:
         tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
         view = await self._cluster.view()
         told = await self._each(lambda url: self._get(url, "/engines"))
-        found: dict[str, Engine] = {}
+        found: dict[tuple[str, int | None], Engine] = {}
         for record in view.nodes:
             for engine in record.engines:
                 if not (engine.tenant == tenant if tenant else call.who.sees(engine.tenant)):
                     continue
-                found[engine.url] = Engine(
-                    name=engine.url.partition("://")[2],
+                host = engine.url.partition("://")[2]
+                found[engine.url, engine.rank] = Engine(
+                    name=host if engine.rank is None else f"{host}-dp{engine.rank}",
                     url=engine.url,
+                    rank=engine.rank,
                     node=record.node,
                     role=engine.role,
                     model=engine.model,
@@ -88,11 +90,13 @@ class Routers:
         for router, answer in sorted(told.by_node.items()):
             for row in _rows(answer):
                 url, name = str(row.get("url", "")), str(row.get("name", ""))
-                known = found.get(url)
+                rank = said if type(said := row.get("rank")) is int else None
+                known = found.get((url, rank))
                 if known is None and call.who.whole and not tenant:
-                    known = found[url] = Engine(
+                    known = found[url, rank] = Engine(
                         name=name,
                         url=url,
+                        rank=rank,
                         node=str(row.get("node", "")),
                         role=str(row.get("role", "")),
                         model=str((row.get("models") or [""])[0]),
@@ -102,9 +106,11 @@ class Routers:
                     )
                 if known is not None:
                     if known.name != name:
-                        known = found[url] = msgspec.structs.replace(known, name=name)
+                        known = found[url, rank] = msgspec.structs.replace(known, name=name)
                     known.routers[router] = row
-        items, after = page(list(found.values()), lambda e: e.url, wanted.limit, wanted.cursor)
+        items, after = page(
+            list(found.values()), lambda e: f"{e.url} {e.name}", wanted.limit, wanted.cursor
+        )
         return EngineList(items, after, told.unreachable)
 
     async def drain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:

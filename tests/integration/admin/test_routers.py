@@ -63,6 +63,28 @@ def routed(start_cluster, tmp_path):
         yield gate, engine, ident, url
 
 
+def test_ranks_of_one_url_are_listed_and_drained_one_by_one(start_cluster, tmp_path):
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(program("tests.support.stub_engine", "--ranks", "2"))
+        engine = loads(line)["url"]
+        url = f"http://127.0.0.1:{free_port()}"
+        flags = ("--engine", f"{engine},data_parallel_size=2", "--no-daemon", "--listen", url[7:])
+        stack.enter_context(program("kvpool.cli", "router", *flags, KVPOOL_ROUTER_TOKEN=TOKEN))
+        gate = open_gate(
+            start_cluster(nodes=1), tmp_path, KVPOOL_ROUTERS=url, KVPOOL_ROUTER_TOKEN=TOKEN
+        )
+        found = gate.get("/v1/engines")["items"]
+        host = engine.removeprefix("http://")
+        assert [(each["name"], each["rank"]) for each in found] == [
+            (f"{host}-dp0", 0),
+            (f"{host}-dp1", 1),
+        ]
+        assert {each["url"] for each in found} == {engine}
+        gate.change("PUT", f"/v1/engines/{host}-dp1/drain")
+        found = gate.get("/v1/engines")["items"]
+        assert [each["routers"][url]["state"] for each in found] == ["serving", "drained"]
+
+
 def test_engines_and_requests(routed):
     gate, engine, ident, url = routed
     found = gate.get("/v1/engines")

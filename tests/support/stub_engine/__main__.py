@@ -22,6 +22,7 @@ def settings() -> Settings:
     parser.add_argument("--events", default="", help="such as tcp://127.0.0.1:5557")
     parser.add_argument("--replay", default="")
     parser.add_argument("--topic", default="")
+    parser.add_argument("--ranks", type=int, default=usual.ranks)
     parser.add_argument("--block-tokens", type=int, default=usual.block_tokens)
     parser.add_argument("--capacity-tokens", type=int, default=usual.capacity_tokens)
     parser.add_argument("--max-len", type=int, default=usual.max_len)
@@ -45,6 +46,7 @@ def settings() -> Settings:
         events=given.events,
         replay=given.replay,
         topic=given.topic,
+        ranks=given.ranks,
         block_tokens=given.block_tokens,
         capacity_tokens=given.capacity_tokens,
         max_len=given.max_len,
