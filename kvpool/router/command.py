@@ -33,6 +33,7 @@ from kvpool.router.descriptors import connections_max, fitted
 from kvpool.router.engine_catalog import EngineCatalog
 from kvpool.router.engine_hosts import EngineHosts
 from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.engine_usage import EngineUsage
 from kvpool.router.engines import EngineSpec
 from kvpool.router.group.group import Group
 from kvpool.router.group.group_orders import GroupOrders
@@ -155,6 +156,7 @@ class Router:
             clock=clock,
             up=self._up,
             down=self._down,
+            look=self._look,
         )
         scheduler = Scheduler(
             (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
@@ -172,6 +174,13 @@ class Router:
             catalog=self._catalog,
             health=self.health,
             metrics=metrics,
+            clock=clock,
+        )
+        self._usage = EngineUsage(
+            upstream,
+            self._roster.engine,
+            self._roster.used_by_others,
+            within_s=config.probe_timeout_s,
             clock=clock,
         )
         self.serving = Serving(
@@ -245,7 +254,13 @@ class Router:
     def _left(self, name: str) -> None:
         self.health.remove(name)
         self._roster.left(name)
+        self._usage.forget(name)
         self._metrics.forget(name)
+
+    async def _look(self, ranks: Sequence[EngineSpec]) -> None:
+        """A router that is led has no books to compare with."""
+        if not self._group.is_led:
+            await self._usage.look(ranks)
 
     def _changed(self, spec: EngineSpec) -> None:
         self.health.change(spec)

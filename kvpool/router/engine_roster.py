@@ -187,6 +187,13 @@ class EngineRoster:
         """It gets no new requests; active ones finish. Raises `BadRequest`."""
         self._operated(name, drains=True, weight=self._weights.get(name, 1.0))
 
+    def used_by_others(self, name: str, tokens: int) -> None:
+        """What it says of its memory is used by requests that were not sent from here."""
+        engine = self._engines.get(name)
+        if engine is not None and engine.others_tokens != tokens:
+            self._scheduler.used_by_others(name, tokens)
+            self._orders.kick()
+
     def left(self, name: str) -> None:
         """It was removed: one that comes to its place is another one, and not drained."""
         if name in self._drains:
@@ -249,6 +256,7 @@ class EngineRoster:
                     "decodes": engine.decodes,
                     "context_tokens": engine.context_tokens,
                     "capacity_tokens": engine.capacity_tokens,
+                    "others_tokens": engine.others_tokens,
                     "free_in_s": round(max(0.0, engine.free_at - self._clock()), 3),
                 }
             rows.append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.retry import BreakerRule
@@ -42,7 +42,7 @@ class _Server:
 
 class Health:
     """Watches engines from `add` to `remove`, each server in a task. up, down: called when one becomes available, or
-    unavailable.
+    unavailable. look: called after each successful probe of a server, with its engines that get requests.
 
     For one event loop; callbacks are called in it.
     """
@@ -57,7 +57,9 @@ class Health:
         clock: Callable[[], float],
         up: Callable[[EngineSpec], None],
         down: Callable[[EngineSpec], None],
+        look: Callable[[Sequence[EngineSpec]], Awaitable[None]] | None = None,
     ) -> None:
+        self._look = look
         self._upstream = upstream
         self._rule = rule
         self._probe_s = probe_s
@@ -169,6 +171,9 @@ class Health:
             for patient in (*paused, *(p for p in passing if p.breaker.passes)):
                 if patient in server.patients:
                     self._probed(patient, error)
+            well = [patient.spec for patient in server.patients if patient.breaker.passes]
+            if self._look is not None and error is None and well:
+                await self._look(well)
 
     async def _probe(self, spec: EngineSpec) -> EngineFailed | None:
         try:

@@ -88,7 +88,8 @@ class Balance:
 
     def _filled(self, decoding: Sequence[Engine], lacking: int) -> float:
         capacity = sum(engine.capacity_tokens for engine in decoding)
-        filled = (sum(engine.context_tokens for engine in decoding) + lacking) / capacity
+        held = sum(engine.context_tokens + engine.others_tokens for engine in decoding)
+        filled = (held + lacking) / capacity
         slo_s = self._state.settings.tpot_slo_s
         if slo_s == math.inf:
             return filled

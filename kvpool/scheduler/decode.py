@@ -61,7 +61,8 @@ class DecodeRule:
         """Whether this much may be reserved there."""
         if needed > engine.capacity_tokens:
             return False
-        return engine.context_tokens + needed <= engine.capacity_tokens * (1 + self.ahead)
+        most = engine.capacity_tokens * (1 + self.ahead)
+        return engine.has_room(needed, engine.context_tokens, most, waits=True)
 
 
 def context_tokens(request: Request) -> int:
@@ -83,7 +84,8 @@ def _longer_s(kind: KindEstimates) -> float:
 def _token_s(
     request: Request, engine: Engine, kind: KindEstimates, longer_s: float, now: float
 ) -> float:
-    whole = engine.context_tokens + request.tokens + request.output_tokens
+    held = engine.context_tokens + engine.others_tokens
+    whole = held + request.tokens + request.output_tokens
     alone_s = kind.decode.step_s(engine.decodes + 1, whole)
     if engine.role is Role.DECODE:
         return alone_s
@@ -262,7 +264,7 @@ def _bases(
     for at, engine in enumerate(decoders):
         name = engine.kind
         kind = cluster.kinds[name]
-        if engine.context_tokens + needed <= engine.capacity_tokens:
+        if engine.has_room(needed, engine.context_tokens, engine.capacity_tokens):
             rank = 0
         else:
             rank = 1 if rule.promises(engine, needed) else 2
@@ -312,7 +314,7 @@ def pick_decode(
     found: DecodeEstimate | None = None
     for engine in engines:
         token_s = tpot_s(request, engine, kinds[engine.kind], now)
-        fits = engine.context_tokens + needed <= engine.capacity_tokens
+        fits = engine.has_room(needed, engine.context_tokens, engine.capacity_tokens)
         if found is None or (not fits, token_s) < (not found.fits, found.tpot_s):
             cost = token_s * request.output_tokens
             found = DecodeEstimate(engine, token_s, 0, 0.0, fits, cost)

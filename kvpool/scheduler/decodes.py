@@ -113,7 +113,8 @@ class Answers:
 
     def has_room(self, answer: Answer, engine: Engine, *, share: float = 1.0) -> bool:
         """Whether its context fits into this share of the memory, together with all requests sent there."""
-        return engine.held_tokens + answer.needed <= share * engine.capacity_tokens
+        most = share * engine.capacity_tokens
+        return engine.has_room(answer.needed, engine.held_tokens, most, waits=True)
 
     def may_follow(self, answer: Answer, engine: Engine) -> bool:
         """Whether its prompt may be followed there while it is computed."""
@@ -137,4 +138,6 @@ def emptiest(engines: Sequence[Engine], request: Request) -> Engine | None:
     """Of those that are large enough for it, the one with the most free memory."""
     needed = context_tokens(request)
     large = [engine for engine in engines if engine.capacity_tokens >= needed]
-    return max(large, key=lambda e: e.capacity_tokens - e.context_tokens, default=None)
+    return max(
+        large, key=lambda e: e.capacity_tokens - e.context_tokens - e.others_tokens, default=None
+    )

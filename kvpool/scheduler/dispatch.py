@@ -272,7 +272,7 @@ class Dispatch:
         if request.whole:
             # It decodes where it is computed, so there must be room now.
             needed = context_tokens(request)
-            free = [e for e in free if e.context_tokens + needed <= e.capacity_tokens]
+            free = _with_room(free, needed)
             if free:
                 return free, free
         elif state.answers.reservable(request, free):
@@ -465,3 +465,16 @@ class Dispatch:
             each_s = later_s / len(rest)
             ready = [ready[-1] + each_s * number for number in range(1, len(rest) + 1)]
             index.expect(gpu, rest, ready, ready[-1] + EXPECT_S, later=True, shared=shared)
+
+
+def _with_room(engines: Sequence[Engine], needed: int) -> Sequence[Engine]:
+    """Those with room for so much now; or else those at which only others' requests are in the way."""
+    for waits in (False, True):
+        found = [
+            e
+            for e in engines
+            if e.has_room(needed, e.context_tokens, e.capacity_tokens, waits=waits)
+        ]
+        if found:
+            return found
+    return ()

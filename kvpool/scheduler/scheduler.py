@@ -324,6 +324,12 @@ class Scheduler:
         self._state.fleet.weigh(name, weight)
         self._news = True
 
+    def used_by_others(self, name: str, tokens: int) -> None:
+        """So much of its memory is used by requests that were not sent from here. Raises `KeyError` if it is unknown."""
+        engine = self.engines[name]
+        self._news = self._news or tokens < engine.others_tokens
+        engine.others_tokens = tokens
+
     def drained(self, name: str) -> bool:
         """Whether it has no requests left. Raises `KeyError` if it is unknown."""
         engine = self.engines[name]

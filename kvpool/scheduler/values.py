@@ -100,7 +100,8 @@ class Engine:
     beside those of steps. prefills: sent and not computed yet. blocks: of these, whole, each with how many of them
     share it; kept for policies that use it. decodes, context_tokens: of requests that decode here or hold a
     reservation for it, each with its whole context. held_tokens: of those among them that were sent to decode, at
-    most `capacity_tokens`. follows: prompts that are followed for it now. computing: seconds of prompts that were
+    most `capacity_tokens`. others_tokens: of its memory, what it says is used beyond that, by requests that did not come
+    from here. follows: prompts that are followed for it now. computing: seconds of prompts that were
     sent to it. labelled: its labels, for comparing.
     """
 
@@ -126,9 +127,18 @@ class Engine:
     decodes: int = 0
     context_tokens: int = 0
     held_tokens: int = 0
+    others_tokens: int = 0
     follows: int = 0
     computing: Decaying = field(default_factory=lambda: Decaying(COMPUTING_S))
     labelled: Labels = field(init=False)
+
+    def has_room(self, needed: int, held: int, most: float, *, waits: bool = False) -> bool:
+        """Whether so much more fits into `most` tokens, beside `held`, a sum of what is counted here, and others'.
+
+        waits: a first request may also wait there for others to end, so that they do not keep out all.
+        """
+        others = 0 if waits and not held else self.others_tokens
+        return held + others + needed <= most
 
     def shares(self, other: Engine) -> bool:
         """Whether it can use the other's blocks, through the pool. Without tiers there is nothing to pull into."""
