@@ -218,7 +218,8 @@ class Reclaimer:
             if busy.isdisjoint(run):
                 self._empty_run(tenant, run)
                 return True
-        slot_class.stuck_at[spare_soft_pins] = self._slots.releases
+        if not self._kept:  # with the put's own blocks it may go on
+            slot_class.stuck_at[spare_soft_pins] = self._slots.releases
         return False
 
     def _empty_run(self, tenant: Tenant, run: Iterable[int]) -> None:

@@ -489,7 +489,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert own_may_go or own == self.of_prefix(tenant, name, keys, self.observed())
         self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before, quota, own)
         quota.is_kept()
-        if len(granted) < min(len(wanted), allowed) and not quota.is_reached(stride):
+        if len(granted) < min(len(wanted), allowed) and not quota.is_reached(stride, own):
             movable = self.evictable(tenant, soft=True) - own
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
         return ticket if wanted else None
@@ -1539,9 +1539,10 @@ class Quota:
     def is_kept(self) -> None:
         assert not self.nbytes or self.held <= max(self.nbytes, self.before), "grown beyond it"
 
-    def is_reached(self, stride: int) -> bool:
-        """Whether it is why nothing more of this stride can be had: nothing more of its own can go."""
-        return self.over > 0 and self.held + stride > self.nbytes and not self.own(soft=True)
+    def is_reached(self, stride: int, spared: set[Copy] = frozenset()) -> bool:  # type: ignore[assignment]
+        """Whether it is why nothing more of this stride can be had: nothing more of its own can go. spared: stays."""
+        may_go = self.own(soft=True) - spared
+        return self.over > 0 and self.held + stride > self.nbytes and not may_go
 
     def judge(self, gone: set[Copy], stride: int, granted: int = 0) -> set[Copy]:
         """Those that went for it, if they are the right ones. stride, granted: what a put wanted and got."""

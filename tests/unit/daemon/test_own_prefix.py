@@ -73,3 +73,14 @@ def test_its_own_prefix_goes_rather_than_nothing(make_pool) -> None:
     with pytest.raises(PoolFull):
         pool.put([9])
     pool.release(lease)
+
+
+def test_a_slab_of_its_own_pinned_prefix_goes_rather_than_nothing(make_pool) -> None:
+    """The search among other slabs finds nothing, which says nothing about the put's own."""
+    pool = make_pool(slabs=2, parts=(PartSpec(1024), PartSpec(2048)))
+    pool.put(range(4))
+    held = pool.lease(range(4))
+    pool.put([20, 21])
+    pool.pin([20, 21], "soft")
+    assert pool.put([20, 21], part=1) >= 1
+    pool.release(held)
