@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import resource
 import signal
 import socket
 import ssl
@@ -348,7 +349,10 @@ def _spare_collections() -> None:
 
 
 def _limits(config: RouterConfig) -> HttpLimits:
-    return HttpLimits(connections_max(config), IDLE_S, CLOSE_S, HEADER_BYTES_MAX, HEADERS_MAX)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return HttpLimits(
+        connections_max(config, descriptors), IDLE_S, CLOSE_S, HEADER_BYTES_MAX, HEADERS_MAX
+    )
 
 
 def _exporter(config: RouterConfig) -> Exporter | None:

@@ -20,7 +20,7 @@ def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
 
     Without one an engine could not be asked, which must not look like the engine's failure.
     """
-    room = descriptors - OF_THE_PROCESS - OF_AN_ENGINE * len(config.engines)
+    room = _room(config, descriptors)
     if room >= (OF_A_REQUEST + 1) * STRANGERS:
         fit = (room - STRANGERS) // OF_A_REQUEST
     else:
@@ -28,6 +28,12 @@ def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
     return msgspec.structs.replace(config, requests_max=max(min(config.requests_max, fit), 1))
 
 
-def connections_max(config: RouterConfig) -> int:
-    """As many as requests can be active and waiting with bodies, and some more."""
-    return 2 * config.requests_max + min(STRANGERS, config.requests_max)
+def connections_max(config: RouterConfig, descriptors: int) -> int:
+    """As many as requests can be active and waiting with bodies, and some more. config: a fitted one."""
+    left = _room(config, descriptors) - OF_A_REQUEST * config.requests_max
+    return 2 * config.requests_max + max(min(STRANGERS, left), 1)
+
+
+def _room(config: RouterConfig, descriptors: int) -> int:
+    """For requests and strangers."""
+    return descriptors - OF_THE_PROCESS - OF_AN_ENGINE * len(config.engines)
