@@ -1,6 +1,6 @@
 """An engine that sends what it is told to, byte for byte, right or wrong.
 
-It answers `/health` and `/v1/models` as an engine does, refuses to tokenise, and leaves the rest to its script.
+It answers `/health` and `/v1/models` as an engine does, leaves completions to its script, and knows nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-HEAD_BYTES_MAX = 1 << 16
+SCRIPTED = ("/v1/completions", "/v1/chat/completions")
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
@@ -40,9 +40,13 @@ class Asked:
         self.writer.write(data)
         await self.writer.drain()
 
+    def close(self) -> None:
+        """The connection ends behind what was sent, whether the router expects that or not."""
+        self.writer.close()
+
 
 Script = Callable[[Asked], Awaitable[None]]
-"""Answers a request; the connection is closed behind it."""
+"""Answers a request. The connection goes on unless it is closed."""
 
 
 def event(text: str) -> bytes:
@@ -124,7 +128,7 @@ class RawEngine:
             writer.write(plain(b""))
         elif path == "/v1/models":
             writer.write(plain(self._models))
-        elif path == "/tokenize":
+        elif path not in SCRIPTED:
             writer.write(plain(b'{"detail":"Not Found"}', "404 Not Found"))
         else:
             self.asked += 1
@@ -133,5 +137,4 @@ class RawEngine:
                 await self.script(Asked(path, body, reader, writer))
             finally:
                 self.open -= 1
-            return False
-        return True
+        return not writer.is_closing()

@@ -231,7 +231,8 @@ async def test_two_thousand_streams_at_once(world: Any) -> None:
     assert await metric(world, "connections_dropped_total") == 0
     assert "receives no requests" not in router.said
     assert memory_of(router, "VmHWM") < 400 * MIB
-    await world.until(lambda: few_descriptors(router, before + 16), "connections are closed")
+    # Probes, ten a second here, keep some of the connections to engines open.
+    await world.until(lambda: few_descriptors(router, before + 100), "connections are closed")
     await world.until(lambda: free(world))
 
 
@@ -306,6 +307,7 @@ async def test_what_an_engine_sends_in_place_of_an_answer_reaches_no_client(
 
         async def send(asked: Asked, data: bytes = data) -> None:
             await asked.send(data)
+            asked.close()
 
         bad.script = send
         before = bad.asked
@@ -325,6 +327,7 @@ async def test_when_all_engines_send_garbage_the_error_is_short_and_clear(world:
 
         async def send(asked: Asked, data: bytes = data) -> None:
             await asked.send(data)
+            asked.close()
 
         bad.script, before = send, bad.asked
         said = await ask(world)
@@ -348,6 +351,7 @@ async def test_what_breaks_in_between_is_an_error_and_is_not_tried_again(world: 
             await asked.send(STREAM_HEAD + SAID)
             await begun.wait()  # the client has it
             await asked.send(data)
+            asked.close()
 
         bad.script = send
         before = bad.asked
@@ -651,14 +655,13 @@ async def test_a_router_is_replaced_under_traffic_and_no_client_notices(world: A
     first = await started(world, reuse_port=True)
     async with Traffic(world, 20) as traffic:
         await world.until(lambda: traffic.more(40), "there is traffic")
-        second = await world.router(
-            verified=False, reuse_port=True, listen=world.url.removeprefix("http://")
-        )
+        second = await started(world, reuse_port=True, listen=world.url.removeprefix("http://"))
         first.signal(signal.SIGTERM)
         assert await first.ended() == 0
         count = len(traffic.answers)
         await world.until(lambda: traffic.more(count + 40), "the second one serves")
         assert second.process.poll() is None
     assert traffic.broken == []
-    assert all(_right(each) for each in traffic.answers), Counter(a.status for a in traffic.answers)
+    wrong = [each for each in traffic.answers if not _right(each)]
+    assert not wrong, (len(wrong), wrong[0].body)
     assert await metric(world, "requests_total") >= 40
