@@ -229,6 +229,8 @@ class ActiveRequest:
 
     def _decode_ordered(self, order: DecodeOrder) -> None:
         self.account.decode_ordered(order, self._clock())
+        if self._reply.begun:
+            return  # a scheduler that took over counted on an engine that it does not have
         spec = self._roster.spec(order.engine.name)
         if spec is None:
             error = EngineFailed(order.engine.name, "gone", "it has just gone")

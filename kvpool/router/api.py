@@ -46,7 +46,16 @@ from kvpool.router.turnstile import Turnstile
 
 log = logging.getLogger("kvpool.router")
 
-LOADS = ("state", "role", "prefills", "queued_tokens", "decodes", "context_tokens", "free_in_s")
+LOADS = (
+    "state",
+    "breaker",
+    "role",
+    "prefills",
+    "queued_tokens",
+    "decodes",
+    "context_tokens",
+    "free_in_s",
+)
 """What the router that schedules knows of an engine."""
 REQUEST_ID = "x-kvpool-request-id"
 PRIORITY = "x-kvpool-priority"

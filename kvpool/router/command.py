@@ -204,6 +204,7 @@ class Router:
             engine_of=engine_of,
             told=lambda namespace, keys, lengths: pools.told(namespace, keys, lengths, clock()),
             blame=self._blame,
+            praise=self.health.succeeded,
             clock=clock,
         )
         self._group = Group(
@@ -225,6 +226,8 @@ class Router:
             wall=time.time,
         )
         self._roster.operated = self._group.operated
+        self._roster.served = self._group.served
+        self._roster.reached = self._group.reached
         self._listeners = Listeners(
             *(config.tls_cert, config.tls_key, _limits(config), "listen"),
             metrics.connections_dropped.inc,

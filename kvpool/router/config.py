@@ -505,6 +505,10 @@ def load(
             f"listen: {config.listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, or token_file, "
             f"at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` creates one)"
         )
+    if config.routers and secrets.tenants and not secrets.token:
+        raise ConfigError(
+            f"routers: routers know each other by the operator's token: set {TOKEN_ENVIRON}, or token_file"
+        )
     if not is_loopback(host) and not config.tls_cert and not config.plaintext:
         raise ConfigError(
             f"listen: {config.listen} is not loopback, so tokens and prompts must be encrypted in transit: set "

@@ -84,6 +84,10 @@ class EngineRoster:
         self._engines: dict[str, Engine] = {}  # in the scheduler
         self.operated: Callable[[str, bool, float], None] = lambda *_: None
         """Called when an operator has changed what an engine gets: its name, whether it drains, and its weight."""
+        self.served: Callable[[str], None] = lambda _: None
+        """Called with the name of an engine that has served a request."""
+        self.reached: Callable[[], None] = lambda: None
+        """Called when an engine gets requests, or no more."""
         self._drains: set[str] = set()
         self._weights: dict[str, float] = {}
         self._models = _models_of(())
@@ -117,6 +121,7 @@ class EngineRoster:
     def succeeded(self, name: str) -> None:
         """It has served a request."""
         self._health.succeeded(name)
+        self.served(name)
 
     def failed(self, error: EngineFailed) -> None:
         """A request failed by the engine's fault."""
@@ -130,6 +135,7 @@ class EngineRoster:
         engine = scheduled(spec)
         self._engines[spec.name] = engine
         self._orders.join(engine)
+        self.reached()
         if spec.name in self._drains:
             self._scheduler.drain(spec.name, self._clock())
         self._scheduler.weigh(spec.name, self._weights.get(spec.name, 1.0))
@@ -143,6 +149,7 @@ class EngineRoster:
         """It gets no more requests; those sent there that have not begun to be answered move elsewhere."""
         del self._engines[spec.name]
         self._orders.leave(spec.name)
+        self.reached()
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
 
+import xxhash
+
 from kvpool.errors import Unavailable
 from kvpool.router.bodies import BadRequest, Body, Kind, limited, parse, parsed_bytes
 from kvpool.router.config import RouterConfig
@@ -126,7 +128,7 @@ class Intake:
             tokens=max(tokens, 1),
             output_tokens=self._output_tokens(body, tokens),
             arrived_s=account.arrived_s,
-            session=None if session is None else f"{incoming.tenant}\0{body.model}\0{session}",
+            session=None if session is None else _session_key(incoming.tenant, body.model, session),
             priority=self._priority(incoming, body),
             tenant=incoming.tenant,
             deadline_s=now + limit_s,
@@ -181,3 +183,9 @@ class Intake:
                 503, f"no engine is available for {model}", "no_engine", self._config.probe_s
             )
         return found[0]
+
+
+def _session_key(*parts: object) -> str:
+    """Of bounded length, and text that can be encoded, whatever a client calls its session."""
+    said = "\0".join(map(str, parts))
+    return xxhash.xxh3_128_hexdigest(said.encode(errors="surrogatepass"))

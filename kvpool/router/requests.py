@@ -213,7 +213,8 @@ class Serving:
         )
         try:
             try:
-                if direct is None and (rejection := await self._orders.submit(active)) is not None:
+                rejection = None if direct is not None else await self._submit(active, deadline)
+                if rejection is not None:
                     if rejection.code != "too_long":
                         raise self._rejected(rejection, account)
                     direct = self._intake.any_for(body.model)
@@ -233,6 +234,14 @@ class Serving:
             return await self._end_badly(error, reply, incoming)
         except ClientGone:
             return "client_left"
+
+    async def _submit(self, active: ActiveRequest, deadline: float) -> Rejection | None:
+        """Raises `DeadlinePassed`: another router may be asked, and may not answer."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._orders.submit(active)
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before it was accepted") from None
 
     async def pass_through(
         self, path: str, raw: bytes, ident: str, held: Held

@@ -253,13 +253,14 @@ class Recorder:
 
 @dataclass(slots=True)
 class Client:
-    """Stands for the HTTP side: what a client has got. stuck: it does not read."""
+    """Stands for the HTTP side: what a client has got. stuck: it does not read. hold: until this it reads no more."""
 
     begun: bool = False
     status: int = 0
     data: bytes = b""
     ended: bool = False
     stuck: bool = False
+    hold: asyncio.Event | None = None
 
     async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         assert not self.begun, "an answer begins once"
@@ -277,6 +278,8 @@ class Client:
         if self.stuck:
             await asyncio.Event().wait()
         self.data += data
+        if self.hold is not None:
+            await self.hold.wait()
 
     async def end(self) -> None:
         self.ended = True
@@ -354,6 +357,7 @@ class Bench:
             engine_of=engine_of,
             told=lambda *_: None,
             blame=lambda name, _: self.health.failed(name),
+            praise=self.health.succeeded,
             clock=clock,
         )
         self.serving = Serving(

@@ -21,12 +21,14 @@ import aiohttp
 from aiohttp import web
 
 from kvpool.errors import ProtocolError
+from kvpool.router.calls import ClientGone
 from kvpool.router.engine_calls import bearer
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books, LedRouter
 from kvpool.router.group.links import HEARTBEAT_S, Link
 from kvpool.router.group.messages import (
     FRAME_BYTES_MAX,
+    NAME_CHARACTERS_MAX,
     Answer,
     Hello,
     Learned,
@@ -34,8 +36,10 @@ from kvpool.router.group.messages import (
     Operated,
     Prefixes,
     Question,
+    Reaches,
     RequestRow,
     Retires,
+    Served,
 )
 from kvpool.router.group.rows import request_row
 from kvpool.router.metrics import Metrics
@@ -54,6 +58,7 @@ SHARE_S = 1.0
 ASK_S = 1.0
 ROUTERS_MAX = 64
 OPERATED_MAX = 4096
+LATER_S = 1e-3
 
 
 class Target(NamedTuple):
@@ -118,6 +123,7 @@ class Group:
         self._operated: dict[str, Operated] = {}
         self._retires = False
         self._number = 0
+        self._found: dict[str, list[Target]] = {}  # as last looked up
         self._tasks: dict[Target, asyncio.Task[None]] = {}
         self._tried: dict[Target, asyncio.Event] = {}
         self._running: list[asyncio.Task[None]] = []
@@ -157,14 +163,8 @@ class Group:
 
     async def _resolve(self) -> None:
         """Connect to every address of every configured name, and to no others."""
-        found: list[Target] = []
-        for url in self._urls:
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    found += await targets_of(url)
-            except (OSError, TimeoutError) as error:
-                log.warning("the router %s is not found: %s", url, error)
-                found += [target for target in self._tasks if urlsplit(url).hostname == target.host]
+        await asyncio.gather(*map(self._look_up, self._urls))
+        found = [target for url in self._urls for target in self._found.get(url, [])]
         wanted = dict.fromkeys(found[:ROUTERS_MAX])
         for target in self._tasks.keys() - wanted.keys():
             self._tasks.pop(target).cancel()
@@ -172,6 +172,14 @@ class Group:
         for target in wanted.keys() - self._tasks.keys():
             self._tried[target] = asyncio.Event()
             self._tasks[target] = asyncio.create_task(self._keep(target), name=f"to {target.url}")
+
+    async def _look_up(self, url: str) -> None:
+        """Without an answer it stays where it was."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                self._found[url] = await targets_of(url)
+        except (OSError, TimeoutError) as error:
+            log.warning("the router %s is not found: %s", url, str(error) or "no answer")
 
     async def _keep(self, target: Target) -> None:
         """Connected, until it is cancelled."""
@@ -211,6 +219,7 @@ class Group:
             self._others[hello.ident] = other = _Router(link)
             log.info("router %s at %s is connected", hello.ident, target.url)
             self._greet(link)
+            link.send(self._reaches())
             self._changed()
             tried.set()
             try:
@@ -269,10 +278,14 @@ class Group:
         socket_ = web.WebSocketResponse(
             heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES_MAX, compress=False
         )
-        await socket_.prepare(request)
+        try:
+            await socket_.prepare(request)
+        except ConnectionError:
+            raise ClientGone("the other router has disconnected") from None
         link = Link(socket_)
         try:
             hello = await link.greet(self._me)
+            self._forget(hello.ident)
             self._followers[link] = leading = LedRouter(hello.ident, self._books, link.send)
             self._greet(link)
             if self._retires:
@@ -280,13 +293,21 @@ class Group:
             try:
                 await link.run(lambda message: self._asked(link, leading, message))
             finally:
-                del self._followers[link]
+                self._followers.pop(link, None)
                 leading.close()
         except (ProtocolError, TimeoutError) as error:
             log.warning("a router that follows is disconnected: %s", error)
+        except ConnectionError:
+            pass  # it has left
         finally:
             await link.close()
         return socket_
+
+    def _forget(self, ident: str) -> None:
+        """Its earlier connection, whose end was not noticed here: its requests come again, by the same numbers."""
+        for link in [link for link in self._followers if link.ident == ident]:
+            link.alive = False
+            self._followers.pop(link).close()
 
     def _asked(self, link: Link, leading: LedRouter, message: Message) -> None:
         match message:
@@ -301,27 +322,29 @@ class Group:
 
     async def _share(self) -> None:
         """What a leader learns, its followers know."""
-        last: Learned | None = None
         while True:
             await asyncio.sleep(SHARE_S)
             learned = self._questions.learned()
-            if learned != last:
-                last = learned
-                for link in self._followers:
-                    link.send(learned)
+            for link in (
+                self._followers
+            ):  # changed or not: routers, and engines of theirs, come at any time
+                link.send(learned)
 
     # ---- what operators want -----------------------------------------------------------------------
 
     def operated(self, engine: str, drains: bool, weight: float) -> None:
         """An operator has told this router."""
-        said = Operated(engine, drains, weight, self._wall())
+        known = self._operated.get(engine)
+        # Clocks differ: what is said later counts, if the earlier word is known here.
+        at = self._wall() if known is None else max(self._wall(), known.at + LATER_S)
+        said = Operated(engine, drains, weight, at)
         if len(self._operated) < OPERATED_MAX or engine in self._operated:
             self._operated[engine] = said
         self._send_all(said)
 
     def _operate(self, said: Operated) -> None:
         known = self._operated.get(said.engine)
-        if (known is None or known.at < said.at) and len(self._operated) < OPERATED_MAX:
+        if len(self._operated) < OPERATED_MAX if known is None else known.at < said.at:
             self._operated[said.engine] = said
             self._questions.operate(said)
 
@@ -335,6 +358,21 @@ class Group:
 
     def _links(self) -> Iterable[Link]:
         return [*(other.link for other in self._others.values()), *self._followers]
+
+    def served(self, engine: str) -> None:
+        """An engine has served a request of this router: the leader is to know, as it does of failures."""
+        if self._orders.leader is not None:
+            self._orders.leader.send(Served(engine))
+
+    def reached(self) -> None:
+        """An engine gets this router's requests, or no more."""
+        if self._others:
+            reaches = self._reaches()
+            for other in self._others.values():
+                other.link.send(reaches)
+
+    def _reaches(self) -> Reaches:
+        return Reaches(sorted(self._books.orders.engines))
 
     def told(self, namespace: bytes, keys: bytes, lengths: Mapping[str, tuple[int, ...]]) -> None:
         """The pool has answered this router: the leader is to know."""
@@ -362,6 +400,8 @@ class Group:
 
     async def ask_all(self, what: str, name: str, tenant: str | None) -> bytes:
         """The first answer that any other router has."""
+        if len(name) > NAME_CHARACTERS_MAX:
+            return b""  # nothing has such a name
         others = list(self._others.values())
         found = await asyncio.gather(
             *(self._ask(other, what, name=name, tenant=tenant) for other in others)

@@ -22,7 +22,9 @@ from kvpool.router.group.messages import (
     Ordered,
     Over,
     Prefixes,
+    Reaches,
     Refused,
+    Served,
     Submit,
 )
 from kvpool.router.group.progress import go_on, progress_of
@@ -46,7 +48,7 @@ Told = Callable[[bytes, list[int], Mapping[str, tuple[int, ...]]], None]
 @dataclass(slots=True)
 class Books:
     """What leading needs of this router. among: engines that serve a model. engine_of: known ones, and others. told: of
-    the pool's prefixes. blame: an engine has failed, and why.
+    the pool's prefixes. blame: an engine has failed, and why; praise: it has served a request.
     """
 
     orders: Orders
@@ -54,6 +56,7 @@ class Books:
     engine_of: EngineOf
     told: Told
     blame: Callable[[str, str], None]
+    praise: Callable[[str], None]
     clock: Callable[[], float]
 
 
@@ -112,15 +115,20 @@ class LedRouter:
         self._books = books
         self._send = send
         self._requests: dict[int, _RemoteRequest] = {}
+        self._reached: frozenset[str] | None = None  # engines; None: it has not said
+        self._closed = False
 
     def close(self) -> None:
         """It is lost, and its requests with it: they go on elsewhere, or nobody waits for them."""
+        self._closed = True
         for remote in self._requests.values():
             self._books.orders.remove(remote.request)
         self._requests.clear()
 
     def heard(self, message: Message) -> None:
-        """Raises `ProtocolError`."""
+        """Nothing more is heard after `close`. Raises `ProtocolError`."""
+        if self._closed:
+            return
         match message:
             case Prefixes():
                 self._books.told(message.namespace, unpacked(message.keys), message.lengths)
@@ -132,6 +140,10 @@ class LedRouter:
                 self._failed(message)
             case Answered():
                 self._books.orders.answered(message.engine, message.tokens, message.took_s)
+            case Served():
+                self._books.praise(message.engine)
+            case Reaches():
+                self._reached = frozenset(message.engines)
             case Abandoned():
                 if (remote := self._requests.pop(message.ident, None)) is not None:
                     self._books.orders.remove(remote.request)
@@ -143,7 +155,7 @@ class LedRouter:
         number, now = row.ident, books.clock()
         if number in self._requests or len(self._requests) >= REQUESTS_MAX:
             raise ProtocolError(f"request {number} is one too many")
-        request = request_of(row, (self._ident, number), books.among, now)
+        request = request_of(row, (self._ident, number), self._among, now)
         remote = _RemoteRequest(request, row.model, number, self._send, books.clock)
         if message.begun is None:
             rejection = books.orders.accept(remote)
@@ -153,9 +165,18 @@ class LedRouter:
             self._send(Accepted(number))
         else:
             progress = progress_of(message.begun, request, books.engine_of)
-            remote.open = [(order, now) for order in progress.orders]
+            # Nobody here knows since when: they teach nothing.
+            remote.open = [(order, math.nan) for order in progress.orders]
             go_on(books.orders, remote, progress)
         self._requests[number] = remote
+
+    def _among(self, model: str) -> tuple[frozenset[str], frozenset[str] | None]:
+        """Engines that serve it, of those that the other router reaches."""
+        kinds, names = self._books.among(model)
+        known = self._books.orders.engines.keys()
+        if self._reached is None or known <= self._reached:
+            return kinds, names
+        return kinds, frozenset(known if names is None else names) & self._reached
 
     def _computed(self, message: Computed) -> None:
         remote = self._requests.get(message.ident)
@@ -164,8 +185,10 @@ class LedRouter:
             return  # taken back meanwhile
         remote.open.remove(found)
         order, given_at = found
-        measured = Measured(given_at, message.cached_tokens, message.timed)
-        self._books.orders.computed(order, measured if message.measured else None)
+        measured = None
+        if message.measured and not math.isnan(given_at):
+            measured = Measured(given_at, message.cached_tokens, message.timed)
+        self._books.orders.computed(order, measured)
 
     def _failed(self, message: Failed) -> None:
         remote = self._requests.get(message.ident)

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import aiohttp
+import msgspec
 
 from kvpool.errors import ProtocolError
 from kvpool.router.group.messages import PROTOCOL, Hello, Message, decode, encode
 
-HEARTBEAT_S = 0.6
-"""A router that is silent for one and a half times as long is lost."""
+HEARTBEAT_S = 1.0
+"""A router is asked so often whether it is there, and lost if it does not answer within half of it."""
 HELLO_S = 2.0
 QUEUED_MAX = 1 << 16
 """Messages that wait for a slow router; then the connection ends."""
@@ -39,7 +40,7 @@ class Link:
     def __init__(self, socket: Socket) -> None:
         self.alive = True
         self._socket = socket
-        self._queued: list[Message] = []
+        self._queued: list[msgspec.Raw] = []
         self._more = asyncio.Event()
 
     @property
@@ -59,9 +60,12 @@ class Link:
         return self.hello
 
     def send(self, message: Message) -> None:
-        """Soon, in order; dropped once the connection has ended."""
+        """Soon, in order; dropped once the connection has ended.
+
+        Encoded here, so that what cannot be is its sender's error, and not the end of the link.
+        """
         if self.alive and len(self._queued) < QUEUED_MAX:
-            self._queued.append(message)
+            self._queued.append(msgspec.Raw(encode(message)))
         else:
             self.alive = False
         self._more.set()

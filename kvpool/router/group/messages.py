@@ -18,7 +18,8 @@ FRAME_BYTES_MAX = 256 << 20
 NAME_CHARACTERS_MAX = 4096
 
 Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+COUNT_MAX = 1 << 53
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
@@ -180,6 +181,18 @@ class Answered(Message, frozen=True):
     took_s: Seconds
 
 
+class Served(Message, frozen=True):
+    """The engine has served a request."""
+
+    engine: Name
+
+
+class Reaches(Message, frozen=True):
+    """The engines that get requests of this router. Until it is said these are all."""
+
+    engines: Sequence[Name]
+
+
 class Abandoned(Message, frozen=True):
     """No orders for the request any more."""
 
@@ -262,6 +275,8 @@ _Message = (
     | Computed
     | Failed
     | Answered
+    | Served
+    | Reaches
     | Abandoned
     | Accepted
     | Refused

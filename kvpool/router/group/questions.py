@@ -81,7 +81,9 @@ class RouterQuestions:
         now = self._clock()
         for name, value in learned.roles.items():
             engine = self._scheduler.engines.get(name)
-            if engine is not None and engine.flexible and 0 < value <= Role.BOTH.value:
+            if engine is None or not engine.flexible or not 0 < value <= Role.BOTH.value:
+                continue
+            if engine.role is not Role(value):
                 self._scheduler.set_role(name, Role(value), now)
 
     def operate(self, operated: Operated) -> None:

@@ -12,6 +12,7 @@ from kvpool.decoding import finite
 from kvpool.errors import ProtocolError
 from kvpool.router.explain import SHOWN_MAX
 from kvpool.router.group.messages import (
+    COUNT_MAX,
     DecodeRow,
     EstimateRow,
     OrderRow,
@@ -60,7 +61,7 @@ def request_row(request: Request, model: str, now: float) -> RequestRow:
         model,
         packed(request.keys),
         request.tokens,
-        request.output_tokens,
+        min(request.output_tokens, COUNT_MAX),
         max(0.0, now - request.arrived_s),
         max(0.0, left_s) if left_s <= 1e9 else None,
         request.session if isinstance(request.session, str) else None,

@@ -16,7 +16,7 @@ from kvpool.router.bodies import BadRequest
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
 from kvpool.router.group.leader import LedRouter
-from kvpool.router.group.messages import Message, decode, encode
+from kvpool.router.group.messages import Failed, Message, Reaches, Served, decode, encode
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import (
@@ -248,5 +248,104 @@ def test_what_engines_compute_when_the_leader_dies_is_not_computed_again(
             assert sorted(seen.engine for seen in upstream.seen) == ["d", "d", "p", "p"]
             new = routers.members[0].scheduler
             assert not new.waiting and not new.parked
+
+    asyncio.run(main())
+
+
+async def three(
+    stack: AsyncExitStack, upstream: ScriptedUpstream, *shape: EngineSpec, **settings: Any
+) -> Routers:
+    patient = {"answer_s": 20.0, "stall_s": 20.0, "deadline_s": 20.0}
+    config = RouterConfig(**CONFIG | patient | settings)
+    members = [
+        await stack.enter_async_context(Bench(shape, config, Settings(), upstream))
+        for _ in range(ROUTERS)
+    ]
+    return Routers(members)
+
+
+@pytest.mark.parametrize(
+    ("body", "more"),
+    [
+        ({"user": "u" * 9000}, {}),
+        ({"max_tokens": 1 << 70}, {}),
+        ({}, {"session": "\udcff"}),
+        ({}, {"session": "s" * 9000}),
+    ],
+)
+def test_no_client_can_say_what_another_router_does_not_take(
+    body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            routers = await three(stack, ScriptedUpstream(), engine("a"))
+            member, client = routers.members[1], Client()
+            asked = {"prompt": "x" * 90} | body
+            await member.serving.serve(member.incoming(asked, **more), client)
+            assert client.data == answer_to(asked)
+
+    asyncio.run(main())
+
+
+def test_a_leader_orders_what_the_other_router_reaches() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            upstream = ScriptedUpstream()
+            routers = await three(stack, upstream, *map(engine, "abcd"))
+            member = routers.members[1]
+            for name in "abc":
+                member.health.remove(name)
+            routers.wires[id(member)].send(Reaches(["d"]))
+            for seed in range(12):
+                await one(member, {"prompt": "x" * 90, "stream": True, "seed": seed})
+            assert {seen.engine for seen in upstream.seen} == {"d"}
+
+    asyncio.run(main())
+
+
+def test_what_serves_other_routers_is_not_blamed_for_single_failures() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            routers = await three(stack, ScriptedUpstream(), engine("a"), failures_max=2)
+            leader, member = routers.members[:2]
+            wire = routers.wires[id(member)]
+            member.roster.served = lambda name: wire.send(Served(name))
+            for _ in range(5):
+                wire.send(Failed(99, "a", "status", False))
+                await one(member, {"prompt": "x", "stream": True})
+                assert leader.health.breakers["a"].passes
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("lost_by", ["the leader that dies", "the next leader"])
+def test_a_stream_has_no_second_answer_after_a_takeover(lost_by: str) -> None:
+    """Its engine has left at the one router, and answers the other."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            upstream = ScriptedUpstream()
+            shape = engine("p", PREFILL), engine("d", DECODE), engine("e", DECODE)
+            routers = await three(stack, upstream, *shape)
+            leader, member, third = routers.members
+            client, body = Client(), {"prompt": "x" * 90, "stream": True}
+            client.hold = asyncio.Event()
+            task = asyncio.create_task(member.serving.serve(member.incoming(body), client))
+            await until_async(lambda: client.begun)
+            (seen,) = upstream.open
+            if lost_by == "the next leader":
+                routers.members = [leader, third, member]
+                third.health.remove(seen.engine)
+            else:
+                leader.health.remove(seen.engine)
+            await asyncio.sleep(0)
+            await routers.lead_dies()
+            await until_async(lambda: not routers.members[0].orders._polls)
+            for _ in range(20):  # messages
+                await asyncio.sleep(0)
+            client.hold.set()
+            await task
+            assert client.data == answer_to(body)
+            assert len(upstream.seen) == 2
 
     asyncio.run(main())
