@@ -537,7 +537,7 @@ class NodeMachine(RuleBasedStateMachine):
         reclaimed = self.look_for_garbage()
         assert all(copy.tenant == tenant for copy in reclaimed)
         if quota.over > 0:
-            spent = quota.judge(gone, stride, granted)
+            spent = quota.judge(gone, stride, granted, own)
             gone -= spent
             if sum(copy.stride == stride for copy in spent) >= granted:
                 assert not gone, "others' blocks, although its own made room"
@@ -1539,13 +1539,21 @@ class Quota:
     def is_kept(self) -> None:
         assert not self.nbytes or self.held <= max(self.nbytes, self.before), "grown beyond it"
 
-    def is_reached(self, stride: int, spared: set[Copy] = frozenset()) -> bool:  # type: ignore[assignment]
+    def is_reached(self, stride: int, spared: AbstractSet[Copy] = frozenset()) -> bool:
         """Whether it is why nothing more of this stride can be had: nothing more of its own can go. spared: stays."""
         may_go = self.own(soft=True) - spared
         return self.over > 0 and self.held + stride > self.nbytes and not may_go
 
-    def judge(self, gone: set[Copy], stride: int, granted: int = 0) -> set[Copy]:
-        """Those that went for it, if they are the right ones. stride, granted: what a put wanted and got."""
+    def judge(
+        self,
+        gone: set[Copy],
+        stride: int,
+        granted: int = 0,
+        spared: AbstractSet[Copy] = frozenset(),
+    ) -> set[Copy]:
+        """Those that went for it, if they are the right ones. stride, granted: what a put wanted and got. spared: goes
+        after all others.
+        """
         if self.over <= 0:
             return set()
         spent = {copy for copy in gone if (copy.tenant, copy.namespace) == self.where}
@@ -1556,7 +1564,7 @@ class Quota:
         freed = sum(copy.stride == stride for copy in spent)
         alone = freed >= granted and self.over >= granted * stride
         self.machine.evicted(spent)
-        left = self.own(soft=False)
+        left = self.own(soft=False) - spared
         if alone and spent:
             assert sum(c.stride for c in spent) - max(c.stride for c in spent) < self.over
             assert not soft or not left, "a soft pin before plain ones"
