@@ -290,9 +290,7 @@ class Router:
         if self._exporter is not None:
             export = export_spans(self._take_spans, self._exporter, self._exported)
             self._exporting = asyncio.create_task(export, name="export spans")
-        host, port = self._config.address
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        [url] = await self._listeners.open(self._app, [address])
+        url, *_ = await self._listeners.open(self._app, self._config.addresses)
         self._tending = asyncio.create_task(self._listeners.tend(), name="tend TLS files")
         return url
 

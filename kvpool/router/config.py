@@ -168,6 +168,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             "HOST:PORT where the router listens. Port 0 takes any free port. Off loopback a token is required."
         ),
     ] = "127.0.0.1:8080"
+    own_listen: Annotated[
+        str,
+        kind(metavar="HOST:PORT"),
+        setting(
+            "A second HOST:PORT, of this process alone, where several share `listen` (`reuse_port`): for `routers` and "
+            "for scrapes. The same holds for it as for `listen`."
+        ),
+    ] = ""
     token_file: Annotated[
         str,
         kind(metavar="FILE"),
@@ -457,6 +465,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def address(self) -> tuple[str, int]:
         return _address(self.listen)
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of both listeners; IPv6 in brackets."""
+        found = [_address(listen) for listen in (self.listen, self.own_listen) if listen]
+        return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found]
+
 
 class Secrets(msgspec.Struct, frozen=True):
     """Secrets, never shown. token: the operator's; empty: none is required. tenants: names by token.
@@ -499,23 +513,32 @@ def load(
     if not config.socket:
         config = msgspec.structs.replace(config, socket=default_socket_path(environ))
     secrets = _secrets(config, environ)
-    host, _ = config.address
-    if not is_loopback(host) and not (secrets.token or secrets.tenants):
-        raise ConfigError(
-            f"listen: {config.listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, or token_file, "
-            f"at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` creates one)"
-        )
+    _check_open("listen", config.listen, config, secrets)
+    if config.own_listen:
+        _check_open("own_listen", config.own_listen, config, secrets)
     if config.routers and secrets.tenants and not secrets.token:
         raise ConfigError(
             f"routers: routers know each other by the operator's token: set {TOKEN_ENVIRON}, or token_file"
         )
-    if not is_loopback(host) and not config.tls_cert and not config.plaintext:
+    return config, secrets
+
+
+def _check_open(name: str, listen: str, config: RouterConfig, secrets: Secrets) -> None:
+    """Who reaches an address has to have a token, and TLS."""
+    host, _ = _address(listen)
+    if is_loopback(host):
+        return
+    if not (secrets.token or secrets.tenants):
         raise ConfigError(
-            f"listen: {config.listen} is not loopback, so tokens and prompts must be encrypted in transit: set "
+            f"{name}: {listen} is not loopback, so clients need a token: set {TOKEN_ENVIRON}, or token_file, "
+            f"at least {TOKEN_CHARACTERS_MIN} characters (`openssl rand -hex 32` creates one)"
+        )
+    if not config.tls_cert and not config.plaintext:
+        raise ConfigError(
+            f"{name}: {listen} is not loopback, so tokens and prompts must be encrypted in transit: set "
             "tls_cert and tls_key, such as from `kvpool certs node`; or, in a trusted network or behind a proxy with "
             "TLS, plaintext (--plaintext)"
         )
-    return config, secrets
 
 
 def _check(config: RouterConfig) -> None:

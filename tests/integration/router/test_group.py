@@ -134,3 +134,32 @@ async def test_an_operators_word_reaches_all(world: World) -> None:
         listen=routers[0][0].removeprefix("http://"), routers=[url for url, _ in routers]
     )
     await world.until(known)
+
+
+async def test_processes_share_a_port(world: World) -> None:
+    """Each has a share of the connections, and an address of its own; one schedules for all."""
+    for name in "ab":
+        await world.engine(name)
+    shared, *own = [free_port() for _ in range(3)]
+    urls = [f"http://127.0.0.1:{port}" for port in own]
+    for url in urls:
+        await world.router(
+            verified=False,
+            listen=f"127.0.0.1:{shared}",
+            own_listen=url.removeprefix("http://"),
+            reuse_port=True,
+            routers=urls,
+        )
+    for url in urls:
+        world.url = url
+        await world.until(lambda: connected(world, 2), "the routers see each other")
+    prompts = [world.prompt(number, 60) for number in range(64)]
+    answers = await world.all(
+        *(ask(world, f"http://127.0.0.1:{shared}", prompt, max_tokens=3) for prompt in prompts)
+    )
+    assert [said.text for said in answers] == [world.right(prompt, 3) for prompt in prompts]
+    for url in urls:
+        world.url = url
+        text = await world.get("/metrics")
+        assert 'kvpool_router_requests_total{outcome="answered"} 0.0' not in text
+    assert len({await led_by(world, url) for url in urls}) == 1
