@@ -434,6 +434,16 @@ def test_the_router_takes_its_configuration(manifests: list[Manifest], tmp_path:
         assert config.tls_cert == f"{mounts['tls']}/tls.crt"
         assert (config.tls_key, probe["scheme"]) == (f"{mounts['tls']}/tls.key", "HTTPS")
     assert pod_of(router)["terminationGracePeriodSeconds"] > config.drain_s + 5
+    scheme = "http" if config.plaintext else "https"
+    services = of_kind(manifests, "Service")
+    alone = router["spec"]["replicas"] == 1
+    assert config.routers == (() if alone else (f"{scheme}://release-name-kvpool-routers:8080",))
+    assert services["release-name-kvpool-routers"]["spec"]["clusterIP"] == "None"
+    if config.routers_ca:
+        volumes = {volume["name"]: volume for volume in pod_of(router)["volumes"]}
+        assert config.routers_ca == f"{mounts['routers-ca']}/router-ca.pem"
+        assert volumes["routers-ca"]["secret"]["secretName"] == "kvpool-tls"
+    assert bool(config.routers_ca) == (not alone and not config.plaintext)
     socket = {v["name"]: v for v in pod_of(router)["volumes"]}["socket"]["hostPath"]["path"]
     daemons = {v["name"]: v for v in pod_of(daemonset(manifests))["volumes"]}
     assert socket == daemons["socket"]["hostPath"]["path"]

@@ -54,6 +54,14 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- with .Values.router.tls }}{{ .ca | default "" }}{{ end }}
 {{- end }}
 
+{{- /* Whether several routers schedule as one, and who signs their certificates. */ -}}
+{{- define "kvpool.routerGroup" -}}
+{{- if and (gt (int .Values.router.replicas) 1) (not (hasKey .Values.router.settings "routers")) }}true{{ end }}
+{{- end }}
+{{- define "kvpool.routerGroupCa" -}}
+{{- if and (include "kvpool.routerGroup" .) (include "kvpool.routerTls" .) }}{{ include "kvpool.routerCa" . }}{{ end }}
+{{- end }}
+
 {{- /* Whether clients may speak with the router in the clear. */ -}}
 {{- define "kvpool.routerPlaintext" -}}
 {{- if not .Values.plaintext.router }}
