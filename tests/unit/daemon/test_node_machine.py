@@ -487,10 +487,13 @@ class NodeMachine(RuleBasedStateMachine):
             }
         self.totals["reserved"] += len(granted)
         assert own_may_go or own == self.of_prefix(tenant, name, keys, self.observed())
-        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before, quota, own)
+        first = KEYS.index(keys[0]) - (namespace.parts[part].stride - 1)
+        between = KEYS[first : KEYS.index(keys[-1]) + 1]  # of other parts, which are not as sparse
+        spared = own | self.of_prefix(tenant, name, between)
+        self.judge(tenant, stride, min(len(wanted), allowed), len(granted), before, quota, spared)
         quota.is_kept()
-        if len(granted) < min(len(wanted), allowed) and not quota.is_reached(stride, own):
-            movable = self.evictable(tenant, soft=True) - own
+        if len(granted) < min(len(wanted), allowed) and not quota.is_reached(stride, spared):
+            movable = self.evictable(tenant, soft=True) - spared
             assert not self.could_place(tenant, stride, movable), "there was something to evict"
         return ticket if wanted else None
 
