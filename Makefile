@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test coverage sim chaos fuzz check bench venv vllm-venv clean
+.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv vllm-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -13,8 +13,11 @@ demo: venv vllm-venv ## real engines that share one pool behind a router: right 
 cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
 	@.venv/bin/python -m tests.support.local_cluster
 
-test: venv vllm-venv ## every test, in both environments (ARGS="..." goes to pytest)
+test: venv vllm-venv ## every test but the next ones, in both environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
+
+engines: venv vllm-venv ## many vLLM servers behind a router: every API compared, data-parallel ranks; ten minutes
+	@.venv-vllm/bin/python -m pytest -m engines tests/integration/vllm $(ARGS)
 
 coverage: venv ## how much of the product the unit and contract tests run, with a floor
 	@scripts/coverage $(ARGS)

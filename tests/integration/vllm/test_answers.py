@@ -45,7 +45,7 @@ PAGE = ROOT / "docs" / "answers.md"
 PATIENCE_S = 180.0
 BENCH_PROMPTS = 8
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 litellm.suppress_debug_info = True
 

@@ -52,7 +52,8 @@ def served(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield Served(url, server)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.timeout(900)
 def test_a_prefix_goes_to_the_rank_that_computed_it(served: Served, kit: Any) -> None:
     rows = ask_json(served.url, "/engines")["engines"]
     assert sorted((row["name"][-4:], row["rank"]) for row in rows) == [("-dp0", 0), ("-dp1", 1)]
