@@ -189,25 +189,25 @@ def test_a_busy_link_counts_and_another_source_is_taken() -> None:
 
 def test_blocks_that_are_being_computed_are_waited_for_where_that_is_sooner() -> None:
     world = World()
-    world.index.expect("gpu:a", range(8), [0.05 * n for n in range(1, 9)], 10.0)
+    world.index.expect("gpu:a", range(8), [0.025 * n for n in range(1, 9)], 10.0)
     world.engines["a"].free_at = 5.0
     context = world.decision_context()
     waiting = context.estimate(world.engines["b"], waiting=True)
     assert waiting.pending
-    assert waiting.ttft_s == pytest.approx(0.4 + 8 * PULL_S + 0.2)
+    assert waiting.ttft_s == pytest.approx(0.2 + 8 * PULL_S + 0.2)
     world.index.expect("gpu:a", range(8), [3.0] * 8, 10.0)
     assert not world.decision_context().estimate(world.engines["b"], waiting=True).pending
 
 
-def test_what_somebody_computes_already_is_waited_for_a_little_longer() -> None:
+def test_what_somebody_computes_already_is_waited_for_if_that_is_clearly_sooner() -> None:
     world = World()
     # Computing all takes 1 s. Waiting and pulling takes 0.36 s from the time that 8 blocks are there, which
-    # are 0.8 s of work: half of that is added to what it may take.
-    for ready_at, pending in ((1.0, True), (1.1, False)):
+    # are 0.8 s of work: it has to be sooner by half of that.
+    for ready_at, pending in ((0.2, True), (0.3, False)):
         world.index.expect("gpu:a", range(8), [ready_at] * 8, 10.0)
         found = world.decision_context().estimate(world.engines["b"], waiting=True)
         assert found.pending == pending
-    world.engines["b"].free_at = 0.1
+    world.index.expect("gpu:a", range(8), [0.2] * 8, 10.0)
     assert not world.decision_context().estimate(world.engines["b"]).pending
 
 
