@@ -41,7 +41,7 @@ from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books
 from kvpool.router.group.messages import PROTOCOL, Hello
 from kvpool.router.group.questions import RouterQuestions
-from kvpool.router.group.rows import packed, stranger
+from kvpool.router.group.rows import stranger
 from kvpool.router.health import Health
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
@@ -136,8 +136,7 @@ class Router:
         def pool_told(
             namespace: bytes, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]]
         ) -> None:
-            if self._group.is_led:
-                self._group.told(namespace, packed(keys), lengths)
+            self._group.told(namespace, keys, lengths)  # which is made last
 
         self._prompts = Prompts(
             self._catalog,

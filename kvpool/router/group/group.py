@@ -12,7 +12,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -41,7 +41,7 @@ from kvpool.router.group.messages import (
     Retires,
     Served,
 )
-from kvpool.router.group.rows import request_row
+from kvpool.router.group.rows import packed, request_row
 from kvpool.router.metrics import Metrics
 from kvpool.scheduler.values import Request
 
@@ -324,10 +324,11 @@ class Group:
         """What a leader learns, its followers know."""
         while True:
             await asyncio.sleep(SHARE_S)
+            if not self._followers:
+                continue
+            # Changed or not: routers, and engines of theirs, come at any time.
             learned = self._questions.learned()
-            for link in (
-                self._followers
-            ):  # changed or not: routers, and engines of theirs, come at any time
+            for link in self._followers:
                 link.send(learned)
 
     # ---- what operators want -----------------------------------------------------------------------
@@ -353,11 +354,8 @@ class Group:
             link.send(said)
 
     def _send_all(self, message: Message) -> None:
-        for link in self._links():
+        for link in (*(other.link for other in self._others.values()), *self._followers):
             link.send(message)
-
-    def _links(self) -> Iterable[Link]:
-        return [*(other.link for other in self._others.values()), *self._followers]
 
     def served(self, engine: str) -> None:
         """An engine has served a request of this router: the leader is to know, as it does of failures."""
@@ -374,10 +372,12 @@ class Group:
     def _reaches(self) -> Reaches:
         return Reaches(sorted(self._books.orders.engines))
 
-    def told(self, namespace: bytes, keys: bytes, lengths: Mapping[str, tuple[int, ...]]) -> None:
+    def told(
+        self, namespace: bytes, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]]
+    ) -> None:
         """The pool has answered this router: the leader is to know."""
         if self._orders.leader is not None:
-            self._orders.leader.send(Prefixes(namespace, keys, dict(lengths)))
+            self._orders.leader.send(Prefixes(namespace, packed(keys), dict(lengths)))
 
     # ---- questions ---------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ One event loop, one thread.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -41,8 +40,6 @@ from kvpool.router.group.rows import (
 from kvpool.router.observations import Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, Orders, Recipient
 from kvpool.scheduler.values import CODES, DecodeOrder, Order, Rejection, Request
-
-log = logging.getLogger("kvpool.router")
 
 
 class Leader(Protocol):

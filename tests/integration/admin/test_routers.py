@@ -1,41 +1,17 @@
 """What routers know, through the gateway: a real router before a stub engine."""
 
 import contextlib
-import os
-import select
-import subprocess
-import sys
 import urllib.request
 from json import dumps, loads
 
 import pytest
 
 from tests.integration.admin.conftest import open_gate
+from tests.support.programs import program
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
 
 TOKEN = "a router's token, long enough"
-
-
-@contextlib.contextmanager
-def program(*command, **environ):
-    """Its first line. It ends with the `with`."""
-
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **environ},
-    )
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
-        assert readable
-        yield process.stdout.readline().decode()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from json import loads
 import pytest
 
 from kvpool.admin.tokens import add_token
-from tests.integration.admin.test_routers import TOKEN, program
+from tests.integration.admin.test_routers import TOKEN
 from tests.support.pki import Pki
+from tests.support.programs import program
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import select
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +14,8 @@ import pytest
 
 from kvpool.placement.records import NodeState
 from tests.integration.test_cluster_cli import Commands
+from tests.support.programs import program
 from tests.support.waiting import PATIENCE_S
-
-
-@contextlib.contextmanager
-def program(*words: str) -> Iterator[str]:
-    """Its first line. It ends with the `with`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
-        assert readable
-        yield process.stdout.readline().decode()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def ask(url: str, body: Any = None, method: str | None = None) -> Any:

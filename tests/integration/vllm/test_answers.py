@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import importlib.util
 import inspect
 import json
 import os
@@ -23,7 +22,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +30,7 @@ import pytest
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is looked up
 
 from kvpool.router.tokens import question
+from tests.integration.vllm.test_router import BENCH
 from tests.support.answer_cases import ADAPTER, EMBEDDING, MODEL, SECOND, all_cases, of_embeddings
 from tests.support.answers import Answer, Case, differences, flat, joined, table, unstated
 
@@ -48,19 +47,6 @@ BENCH_PROMPTS = 8
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 litellm.suppress_debug_info = True
-
-
-def _engines() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_engines", ROOT / "bench/engines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCH = _engines()
 
 
 @dataclass(frozen=True)
