@@ -24,6 +24,7 @@ __all__ = [
     "DEFAULT_TENANT",
     "FORMAT_VERSION",
     "KEY_BYTES",
+    "NO_PARENT",
     "PARTS_MAX",
     "PART_BYTES_MAX",
     "RECORD_BYTES_MAX",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 KEY_BYTES = 16
+NO_PARENT = bytes(KEY_BYTES)
+"""In a list of parents, for the first block of a prompt."""
 CHECKSUM_BYTES = 16
 FORMAT_VERSION = 1
 DEFAULT_TENANT = "default"

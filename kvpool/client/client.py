@@ -35,7 +35,14 @@ from kvpool.client.puts import GrantedPuts, Reservations
 from kvpool.client.slots import Lease, Reservation, lease_of
 from kvpool.config import default_socket_path
 from kvpool.decoding import finite
-from kvpool.errors import InvalidRequest, PoolFull, SegmentError, StaleEpoch, Unavailable
+from kvpool.errors import (
+    InvalidRequest,
+    PoolFull,
+    SegmentError,
+    StaleEpoch,
+    Unavailable,
+    UnknownReservation,
+)
 from kvpool.memory.buffers import Source, row_checksums
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
@@ -56,6 +63,7 @@ if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
 RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
+PARTS_SINCE = 9  # protocol of the first daemons that reserve several parts at once
 _PAGE = 4096
 
 
@@ -452,6 +460,53 @@ class Client:
             checksums = row_checksums(slots.table, slots.rows, slots.nbytes)
         with self._connections.request() as connection:
             return self._reservations.commit(connection, reservation, checksums, replicas)
+
+    @property
+    def puts_parts(self) -> bool:
+        """Whether the daemon knows `reserve_parts`. False before the first exchange with it."""
+        daemon = self._connections.daemon
+        return daemon is not None and daemon.protocol >= PARTS_SINCE
+
+    def reserve_parts(
+        self, ns: Namespace, keys: Keys, parts: Sequence[int], parents: Keys
+    ) -> list[Reservation]:
+        """As `reserve`, in one exchange, of the same blocks in several parts. The blocks may be of several prompts.
+
+        parents: of each key, the one before it in its prefix chain, or `NO_PARENT`.
+        A part without space is refused as the last keys of a reservation are: its `refused` are all of them.
+        Raises `LimitExceeded` for more than 65,536 keys and parts, `Unavailable`; `InvalidRequest` where the daemon
+        is older than `puts_parts` requires.
+        """
+        packed, before = pack_keys(keys), pack_keys(parents)
+        self._check_writes()
+        if not packed or not parts:
+            raise InvalidRequest("a reservation needs at least one key and one part")
+        with self._connections.request() as connection:
+            if connection.daemon.protocol < PARTS_SINCE:
+                raise InvalidRequest("the daemon is too old to reserve several parts at once")
+            return self._reservations.reserve_parts(connection, ns, parts, packed, before)
+
+    def commit_parts(self, reservations: Sequence[Reservation], *, replicas: int = 0) -> list[int]:
+        """As `commit`, in one exchange, of what `reserve_parts` gave. How many blocks of each are new.
+
+        Raises `UnknownReservation` if one was settled before, the others being committed, or if their daemon is
+        gone; `Unavailable`.
+        """
+        open_ = [reservation for reservation in reservations if len(reservation.missing)]
+        if not open_:
+            return [0] * len(reservations)
+        checksums = [
+            row_checksums(slots.table, slots.rows, slots.nbytes)
+            for slots in (reservation.slots for reservation in open_)
+        ]
+        with self._connections.request() as connection:
+            stored = self._reservations.commit_parts(connection, open_, checksums, replicas)
+        if -1 in stored:
+            raise UnknownReservation(
+                f"{stored.count(-1)} of {len(stored)} reservations are not open: put their blocks again"
+            )
+        counts = iter(stored)
+        return [next(counts) if len(reservation.missing) else 0 for reservation in reservations]
 
     def written(self, reservation: Reservation, nbytes: int) -> None:
         """The first `nbytes` bytes of each of its slots are written and final.

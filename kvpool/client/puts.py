@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvpool.client.connection import Connection, Stash, refused
+from kvpool.client.connection import Connection, DaemonState, Stash, refused
 from kvpool.client.connections import Connections
 from kvpool.client.copying import CopyIn, part_bytes
 from kvpool.client.namespaces import OpenNamespaces
@@ -55,15 +56,81 @@ class Reservations:
                 raise
 
         answer = self._namespaces.with_number(connection, ns, ask)
-        rows = np.frombuffer(answer.rows, dtype=np.uint32)
-        refused = len(packed) // KEY_BYTES - len(rows)
+        count = len(packed) // KEY_BYTES
+        return self._reservation(daemon, ns, part, ticket, count, answer.stride, answer.rows)
+
+    def _reservation(
+        self,
+        daemon: DaemonState,
+        ns: Namespace,
+        part: int,
+        ticket: int,
+        count: int,
+        stride: int,
+        packed_rows: bytes,
+    ) -> Reservation:
+        rows = np.frombuffer(packed_rows, dtype=np.uint32)
+        refused = count - len(rows)
         if rows.max(initial=0) == frame.NO_ROW:
             missing = np.flatnonzero(rows != frame.NO_ROW)
             rows = rows[missing]
         else:
             missing = np.arange(len(rows))
-        slots = Slots(daemon, part, 0, part_bytes(ns, part), answer.stride, rows.astype(np.int64))
+        slots = Slots(daemon, part, 0, part_bytes(ns, part), stride, rows.astype(np.int64))
         return Reservation(self._connections, daemon, ticket, slots, missing, refused)
+
+    def reserve_parts(
+        self,
+        connection: Connection,
+        ns: Namespace,
+        parts: Sequence[int],
+        packed: bytes,
+        parents: bytes,
+    ) -> list[Reservation]:
+        tickets = [next(self._tickets) for _ in parts]
+        daemon, timeout_s = connection.daemon, self._connections.timeout_s
+
+        def ask(number: int) -> Any:
+            message = client_wire.ReserveParts(number, list(parts), tickets, packed, parents)
+            try:
+                return connection.ask(message, timeout_s)
+            except Unavailable:
+                for ticket in tickets:  # the daemon may have reserved, see `reserve`
+                    self._connections.abandon(daemon.incarnation, ticket)
+                raise
+
+        answer = self._namespaces.with_number(connection, ns, ask)
+        count = len(packed) // KEY_BYTES
+        return [
+            self._reservation(daemon, ns, part, ticket, count, stride, rows)
+            for part, ticket, stride, rows in zip(
+                parts, tickets, answer.strides, answer.rows, strict=True
+            )
+        ]
+
+    def commit_parts(
+        self,
+        connection: Connection,
+        reservations: Sequence[Reservation],
+        checksums: list[bytes],
+        replicas: int,
+    ) -> list[int]:
+        """How many blocks of each are new; -1 for those that the daemon does not know."""
+        for reservation in reservations:
+            reservation._settled = True
+        if any(connection.daemon is not reservation._daemon for reservation in reservations):
+            raise UnknownReservation(
+                "the daemon that granted these slots has ended; put the blocks again"
+            )
+        tickets = [reservation._ticket for reservation in reservations]
+        message = client_wire.CommitParts(tickets, checksums, replicas)
+        try:
+            return list(connection.ask(message, self._connections.timeout_s).stored)
+        except Unavailable:
+            # They may have been committed or not: the abort that follows settles it.
+            for ticket in tickets:
+                self._connections.abandon(connection.daemon.incarnation, ticket)
+            raise
 
     def commit(
         self, connection: Connection, reservation: Reservation, checksums: bytes, replicas: int

@@ -32,6 +32,10 @@ type  message          direction             answer
 53    AnnounceEngine   client → daemon       Done: 1 if it is announced; or none
 54    Engines          client → daemon       Bytes: a JSON array
 58    Prefixes         client → daemon       Bytes: a JSON object
+130   ReserveParts     client → daemon       ReservedParts
+131   ReservedParts    daemon → client
+132   CommitParts      client → daemon       CommittedParts
+133   CommittedParts   daemon → client
 """
 
 from __future__ import annotations
@@ -139,6 +143,41 @@ class Commit(Message, tag=13):
     checksums: bytes
     indices: bytes = b""
     replicas: int = 0
+
+
+class ReserveParts(Message, tag=130):
+    """`Reserve` of the same keys in several parts. `tickets`: one a part.
+
+    `parents`: 16 bytes a key, the one before it in its prefix chain, zeros if there is none: the keys may be of several
+    chains.
+    """
+
+    ns: int
+    parts: list[int]
+    tickets: list[int]
+    keys: bytes
+    parents: bytes
+
+
+class ReservedParts(Message, tag=131):
+    """One a part. `rows`: as in `Reserved`; fewer than keys, or none at all, where there was no space."""
+
+    strides: list[int]
+    rows: list[bytes]
+
+
+class CommitParts(Message, tag=132):
+    """`Commit` of several reservations. `checksums`: one a ticket."""
+
+    tickets: list[int]
+    checksums: list[bytes]
+    replicas: int = 0
+
+
+class CommittedParts(Message, tag=133):
+    """`stored`: how many blocks of each are new; -1: this client had not reserved it."""
+
+    stored: list[int]
 
 
 class Progress(Message, tag=52):
@@ -405,6 +444,8 @@ ClientMessage = (
     | OpenNamespace
     | Reserve
     | Commit
+    | ReserveParts
+    | CommitParts
     | Progress
     | Abort
     | Acquire
@@ -428,6 +469,17 @@ ClientMessage = (
     | Prefixes
     | OperatorMessage
 )
-DaemonMessage = Welcome | Error | Done | Reserved | Leased | Bytes | Stored | Opened
+DaemonMessage = (
+    Welcome
+    | Error
+    | Done
+    | Reserved
+    | ReservedParts
+    | CommittedParts
+    | Leased
+    | Bytes
+    | Stored
+    | Opened
+)
 decode_client = Decoder(ClientMessage)
 decode_daemon = Decoder(DaemonMessage)

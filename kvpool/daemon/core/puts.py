@@ -56,11 +56,12 @@ class Puts:
         ticket: int,
         keys: Sequence[bytes],
         parent: bytes = b"",
+        parents: Sequence[bytes] = (),
     ) -> tuple[int, bytes]:
         """Slots for the keys that are not here: (stride, rows as u32, `NO_ROW` if present).
 
-        parent: the key before the first one in the prefix chain, if known. The keys are kept: the caller must not
-        change them. Rows cover a prefix of them: fewer than requested if leases, reservations or hard pins hold
+        parent: the key before the first one in the prefix chain, if known. parents: of each key, if they are of
+        several chains. The keys and parents are kept: the caller must not change them. Rows cover a prefix of them: fewer than requested if leases, reservations or hard pins hold
         the rest of the space. Raises `PoolFull` if there is not even one.
         """
         self._ledger.settle()
@@ -104,7 +105,7 @@ class Puts:
             )
         if len(rows) == len(keys):
             packed_rows = array("I", rows).tobytes()
-            reserved = Reservation(table, wanted, keys, (parent, *keys[:-1]), rows)
+            reserved = Reservation(table, wanted, keys, parents or (parent, *keys[:-1]), rows)
         else:
             covered = len(keys) if len(rows) == len(wanted) else wanted[len(rows)]
             out = array("I", [NO_ROW]) * covered
@@ -112,9 +113,14 @@ class Puts:
             for index, row in zip(wanted, rows, strict=True):
                 out[index] = row
             packed_rows = out.tobytes()
-            chain = (parent, *keys)
-            parents = [chain[index] for index in wanted]
-            reserved = Reservation(table, wanted, [keys[index] for index in wanted], parents, rows)
+            before = parents or (parent, *keys)
+            reserved = Reservation(
+                table,
+                wanted,
+                [keys[index] for index in wanted],
+                [before[index] for index in wanted],
+                rows,
+            )
         if len(rows) == 1 or len(set(reserved.keys)) == len(rows):
             reserved.added = blocks.added
         holder.reservations[ticket] = reserved

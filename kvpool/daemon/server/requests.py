@@ -36,16 +36,18 @@ from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import (
     InvalidRequest,
+    KvpoolError,
     LimitExceeded,
     PoolFull,
     ProtocolError,
+    UnknownReservation,
 )
 from kvpool.placement.records import (
     NamespaceSettings,
     NodeState,
 )
 from kvpool.telemetry.spans import Spans
-from kvpool.types import KEY_BYTES, Recompute, split_keys
+from kvpool.types import KEY_BYTES, NO_PARENT, Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -118,6 +120,8 @@ class ClientRequests:
             client_wire.OpenNamespace: self._open_namespace,
             client_wire.Reserve: self._reserve,
             client_wire.Commit: self._commit,
+            client_wire.ReserveParts: self._reserve_parts,
+            client_wire.CommitParts: self._commit_parts,
             client_wire.Progress: self._progress,
             client_wire.Abort: self._abort,
             client_wire.Acquire: self._acquire,
@@ -208,34 +212,96 @@ class ClientRequests:
         self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
-        reserve = partial(
-            self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent
+        answer = self._slots_for(
+            partial(self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent)
         )
+        return client_wire.Reserved(*answer)
+
+    def _slots_for(self, reserve: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
         try:
             try:
-                answer = reserve()
+                return reserve()
             except PoolFull:
                 # Leases may have ended since the clock was last read.
                 self._node.leases.expire(self._clock())
-                answer = reserve()
+                return reserve()
         except (PoolFull, LimitExceeded):
             self._node.counters.refused_full += 1
             raise
-        return client_wire.Reserved(*answer)
+
+    def _reserve_parts(
+        self, holder: Holder, m: client_wire.ReserveParts
+    ) -> client_wire.ReservedParts:
+        """Without space for a part, its rows are missing; any other error undoes the parts before it."""
+        self._check_open()
+        namespace = self._namespace(holder, m.ns, m.keys)
+        keys, parents = split_keys(m.keys), split_keys(m.parents)
+        if len(parents) != len(keys) or len(m.tickets) != len(m.parts):
+            raise InvalidRequest(
+                f"{len(keys)} keys with {len(parents)} parents, {len(m.parts)} parts with {len(m.tickets)} tickets: "
+                "one each is required"
+            )
+        if len(keys) * len(m.parts) > frame.KEYS_MAX:
+            raise LimitExceeded(
+                f"{len(keys)} keys in {len(m.parts)} parts in one request; the limit is {frame.KEYS_MAX} together"
+            )
+        before = tuple(b"" if parent == NO_PARENT else parent for parent in parents)
+        answer = client_wire.ReservedParts([], [])
+        puts = self._node.puts
+        for part, ticket in zip(m.parts, m.tickets, strict=True):
+            reserve = partial(puts.reserve, holder, namespace, part, ticket, keys, parents=before)
+            try:
+                stride, found = self._slots_for(reserve)
+            except (PoolFull, LimitExceeded):
+                stride, found = namespace.table(part).stride, b""
+            except KvpoolError:
+                for reserved in m.tickets[: len(answer.rows)]:
+                    puts.abort(holder, reserved)
+                raise
+            answer.strides.append(stride)
+            answer.rows.append(found)
+        return answer
 
     def _commit(self, holder: Holder, m: client_wire.Commit) -> frame.Done:
         indices = None
         if m.indices:
             indices = rows(m.indices)
-        origin = Origin(replicas=m.replicas) if m.replicas else OWN
-        reservation = holder.reservations.get(m.ticket)
-        stored = self._node.puts.commit(holder, m.ticket, m.checksums, indices, origin)
+        return frame.Done(self._stored(holder, m.ticket, m.checksums, indices, m.replicas))
+
+    def _commit_parts(
+        self, holder: Holder, m: client_wire.CommitParts
+    ) -> client_wire.CommittedParts:
+        """Each by itself: what another request has settled, or does not fit, is told and keeps none of the others."""
+        if len(m.tickets) != len(m.checksums):
+            raise InvalidRequest(
+                f"{len(m.tickets)} tickets with {len(m.checksums)} checksums: one each is required"
+            )
+        stored = []
+        for ticket, checksums in zip(m.tickets, m.checksums, strict=True):
+            try:
+                stored.append(self._stored(holder, ticket, checksums, None, m.replicas))
+            except UnknownReservation:
+                stored.append(-1)
+        return client_wire.CommittedParts(stored)
+
+    def _stored(
+        self,
+        holder: Holder,
+        ticket: int,
+        checksums: bytes,
+        indices: Sequence[int] | None,
+        replicas: int,
+    ) -> int:
+        """Commit a reservation, and have its blocks copied to where they are wanted. How many are new."""
+        origin = Origin(replicas=replicas) if replicas else OWN
+        reservation = holder.reservations.get(ticket)
+        stored = self._node.puts.commit(holder, ticket, checksums, indices, origin)
         if stored and reservation is not None:
             namespace, part = reservation.table.namespace, reservation.table.part
             _count_put(reservation.table, stored)
-            self._replication.wish(namespace, reservation.keys, m.replicas)
+            self._replication.wish(namespace, reservation.keys, replicas)
             self._ssd.stored(namespace, part, lambda: reservation.keys)
-        return frame.Done(stored)
+        return stored
 
     def _progress(self, holder: Holder, m: client_wire.Progress) -> frame.Done:
         self._node.early_reads.written(holder, m.ticket, m.nbytes)

@@ -1,0 +1,129 @@
+"""Several parts of blocks of several prompts, reserved and committed in one exchange each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from kvpool.client import Client, OperatorClient
+from kvpool.client.slots import Reservation
+from kvpool.errors import InvalidRequest, LimitExceeded, UnknownReservation
+from kvpool.types import KEY_BYTES, NO_PARENT, Namespace, NamespaceRecord, PartSpec
+
+PART_BYTES = (4096, 8192, 4096)
+PARTS = range(len(PART_BYTES))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+ONE, OTHER = [key(100 + n) for n in range(3)], [key(200 + n) for n in range(2)]
+KEYS = [*ONE, *OTHER]
+PARENTS = [NO_PARENT, *ONE[:-1], key(199), OTHER[0]]
+
+
+@pytest.fixture
+def client(start_one: Any) -> Iterator[OperatorClient]:
+    with start_one("--memory", "8MiB") as daemon, daemon.client(connect=True) as client:
+        yield client
+
+
+@pytest.fixture
+def ns(client: Client) -> Namespace:
+    parts = tuple(PartSpec(nbytes=nbytes) for nbytes in PART_BYTES)
+    return client.open(NamespaceRecord(fields={"model": "m"}, parts=parts))
+
+
+def contents(part: int, block: bytes) -> Any:
+    """The bytes of a part of a block."""
+    draw = np.random.default_rng([part, *block])
+    return draw.integers(0, 256, PART_BYTES[part], np.uint8)
+
+
+def fill(reservations: list[Reservation], keys: list[bytes]) -> None:
+    for part, reservation in zip(PARTS, reservations, strict=True):
+        slots = reservation.slots
+        for row, at in zip(slots.rows, reservation.missing, strict=True):
+            slots.table[row, : slots.nbytes] = contents(part, keys[at])
+
+
+def test_blocks_of_two_prompts_are_stored_in_all_parts(client: Client, ns: Namespace) -> None:
+    reservations = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+    assert [len(each.missing) for each in reservations] == [5, 5, 5]
+    assert client.match(ns, ONE) == 0
+    fill(reservations, KEYS)
+    assert client.commit_parts(reservations) == [5, 5, 5]
+    assert client.match(ns, ONE) == 3
+    assert client.match(ns, OTHER) == 2
+    for part in PARTS:
+        found = client.get(ns, KEYS, part=part)
+        assert found == [contents(part, block).tobytes() for block in KEYS]
+
+
+def test_only_what_is_missing_is_reserved(client: Client, ns: Namespace) -> None:
+    client.put(ns, [KEYS[1]], [contents(1, KEYS[1]).tobytes()], part=1)
+    reservations = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+    assert [each.missing.tolist() for each in reservations] == [
+        [0, 1, 2, 3, 4],
+        [0, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+    ]
+    fill(reservations, KEYS)
+    assert client.commit_parts(reservations) == [5, 4, 5]
+    # All are there: nothing to write, and nothing to say.
+    again = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+    assert [len(each.missing) for each in again] == [0, 0, 0]
+    assert client.commit_parts(again) == [0, 0, 0]
+
+
+def test_a_part_without_space_is_refused_whole(client: Client, ns: Namespace) -> None:
+    many = [key(1000 + n) for n in range(2100)]
+    with client.reserve(ns, many, part=0) as held:
+        assert held.refused
+        reservations = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+        refused = [each.refused for each in reservations]
+        assert any(refused)
+        assert all(len(each.missing) + each.refused == len(KEYS) for each in reservations)
+        for each in reservations:
+            each.abort()
+
+
+def test_what_cannot_be_reserved_leaves_nothing_behind(
+    client: OperatorClient, ns: Namespace
+) -> None:
+    before = client.stats().counters
+    with pytest.raises(InvalidRequest, match="there is no part 3"):
+        client.reserve_parts(ns, KEYS, [0, 1, 2, 3], PARENTS)
+    after = client.stats().counters
+    assert after.reserved - before.reserved == after.aborted - before.aborted == 3 * len(KEYS)
+    with pytest.raises(InvalidRequest, match="5 keys with 4 parents"):
+        client.reserve_parts(ns, KEYS, PARTS, PARENTS[1:])
+    with pytest.raises(InvalidRequest, match="at least one"):
+        client.reserve_parts(ns, KEYS, [], PARENTS)
+    many = [key(n) for n in range(1 << 15)]
+    with pytest.raises(LimitExceeded, match="the limit is 65536 together"):
+        client.reserve_parts(ns, many, PARTS, many)
+
+
+def test_one_that_was_settled_before_does_not_keep_the_others(
+    client: Client, ns: Namespace
+) -> None:
+    first, second, third = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+    fill([first, second, third], KEYS)
+    client.commit(second)
+    with pytest.raises(UnknownReservation, match="1 of 3"):
+        client.commit_parts([first, second, third])
+    assert client.match(ns, ONE) == 3
+
+
+def test_daemons_that_are_too_old_are_not_asked(client: Client, ns: Namespace) -> None:
+    assert client.puts_parts
+    with patch("kvpool.client.client.PARTS_SINCE", 1000):
+        assert not client.puts_parts
+        with pytest.raises(InvalidRequest, match="too old"):
+            client.reserve_parts(ns, KEYS, PARTS, PARENTS)
