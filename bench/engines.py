@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +160,10 @@ def daemon(folder: Path, memory: str = "512MiB") -> Iterator[str]:
 
 
 class EngineProcess:
-    """A vLLM engine. `start` returns at once, so that several can start side by side."""
+    """A vLLM engine. It starts while the caller goes on, so that several can start side by side.
+
+    engine: more of vLLM's arguments. python: an interpreter that has vLLM.
+    """
 
     def __init__(
         self,
@@ -170,26 +173,27 @@ class EngineProcess:
         transfer: dict[str, Any] | None = None,
         kv_bytes: int = KV_BYTES,
         step_tokens: int = 4096,
+        engine: Mapping[str, Any] | None = None,
+        python: Path = VLLM_PYTHON,
         **environment: str,
     ) -> None:
-        settings = {
-            "engine": {
-                "model": str(model),
-                "dtype": "bfloat16",
-                "block_size": BLOCK_TOKENS,
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": kv_bytes,
-                "max_model_len": MAX_TOKENS,
-                "max_num_batched_tokens": step_tokens,
-                "seed": 0,
-            },
-            "transfer": transfer,
+        arguments = {
+            "model": str(model),
+            "dtype": "bfloat16",
+            "block_size": BLOCK_TOKENS,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": kv_bytes,
+            "max_model_len": MAX_TOKENS,
+            "max_num_batched_tokens": step_tokens,
+            "seed": 0,
         }
-        command = [str(VLLM_PYTHON), str(ROOT / "bench/engine_process.py"), json.dumps(settings)]
+        settings = {"engine": arguments | dict(engine or {}), "transfer": transfer}
+        command = [str(python), str(ROOT / "bench/engine_process.py"), json.dumps(settings)]
         self._child = Child(name, command, folder, **(ENVIRONMENT | environment))
 
-    def wait_ready(self) -> None:
-        self._child.line(START_S)
+    def wait_ready(self) -> dict[str, Any]:
+        """What vLLM chose by itself, once the engine can be asked."""
+        return dict(json.loads(self._child.line(START_S))["ready"])
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         self.begin(prompt, max_tokens)
@@ -205,6 +209,19 @@ class EngineProcess:
     def answer(self) -> Answer:
         """To what was asked first of what has no answer yet."""
         return Answer(**json.loads(self._child.line(ANSWER_S)))
+
+    def ask_all(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+        """Ask all of them at once. Returns the milliseconds until the last answer."""
+        self._child.tell(
+            json.dumps({"prompts": list(map(list, prompts)), "max_tokens": max_tokens})
+        )
+        return float(json.loads(self._child.line(ANSWER_S))["total_ms"])
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache. Raises `Broken` while blocks are in use."""
+        self._child.tell(json.dumps({"reset": True}))
+        if not json.loads(self._child.line(ANSWER_S))["reset"]:
+            raise Broken(f"{self._child.name} did not empty its prefix cache\n{self._child.tail()}")
 
     def kill(self) -> None:
         """SIGKILL, all of its processes."""

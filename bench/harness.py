@@ -88,11 +88,14 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def parse_arguments(description: str) -> tuple[Report, argparse.Namespace]:
+def parse_arguments(description: str, **switches: str) -> tuple[Report, argparse.Namespace]:
+    """switches: more flags of this bench, and what each is for."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within a minute")
     parser.add_argument("--json", metavar="FILE", help="write rows and checks here")
     parser.add_argument("--only", default="", help="run only the parts with this in their name")
+    for name, help_ in switches.items():
+        parser.add_argument(f"--{name}", action="store_true", help=help_)
     arguments = parser.parse_args()
     return Report(arguments.quick, arguments.json), arguments
 
