@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -389,8 +390,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         completed = request.status in COMPLETED
-        self._scheduler.request_finished(request, block_ids, completed=completed)
-        return False, None
+        report = self._scheduler.request_finished(request, block_ids, completed=completed)
+        return False, None if report is None else {"kvpool": msgspec.to_builtins(report)}
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_work()

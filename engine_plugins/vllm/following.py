@@ -4,6 +4,12 @@
 
 The decode engine gets the request while the other one still computes the prompt, and its node pulls
 the blocks one by one as they are committed there, so that at the end only the last ones are missing.
+
+To a request with
+
+    kv_transfer_params={"kvpool": {"report": true}}
+
+the answer says what became of its prompt's blocks (`SaveReport`), in a field of the same name.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import msgspec
 from kvpool.errors import InvalidRequest
 
 FOLLOW_S_MAX = 600.0
+REPORT = {"report": True}
 
 
 class Following(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,10 +32,28 @@ class Following(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
+class SaveReport(msgspec.Struct, frozen=True):
+    """How much of a prompt, from its beginning, is in the pool when its answer is sent. What is in neither count was
+    not saved, and will not be.
+
+    saved_tokens: are there. saving_tokens: behind these, are on their way; `saving_s`: for about so long still, by
+    earlier saves; None: there were none.
+    """
+
+    saved_tokens: int
+    saving_tokens: int
+    saving_s: float | None
+
+
+def wants_report(params: Mapping[str, object] | None) -> bool:
+    """Whether a request's `kv_transfer_params` ask for a `SaveReport`."""
+    return (params or {}).get("kvpool") == REPORT
+
+
 def following(params: Mapping[str, object] | None) -> Following | None:
     """What a request's `kv_transfer_params` say; None: nothing. Raises `InvalidRequest`."""
     given = (params or {}).get("kvpool")
-    if given is None:
+    if given is None or given == REPORT:
         return None
     try:
         return msgspec.convert(given, Following)

@@ -144,6 +144,7 @@ class StepDone:
     failed_loads, failed_saves: jobs that failed on some rank.
     outdated: generations in which saves were refused, since another engine has reset the namespace.
     steps: measured step → seconds of its forward pass, and how many pipeline stages these are of.
+    save_seconds: ended save → its seconds, of the slowest rank.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
@@ -153,6 +154,7 @@ class StepDone:
     outdated: set[int] = field(default_factory=set)
     reports: list[RankReport] = field(default_factory=list)
     steps: dict[int, tuple[float, int]] = field(default_factory=dict)
+    save_seconds: dict[int, float] = field(default_factory=dict, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.saves or self.reports or self.steps)
@@ -164,6 +166,8 @@ class StepDone:
                 mine[job] = mine.get(job, 0) + ranks
         self.failed_loads |= other.failed_loads
         self.failed_saves |= other.failed_saves
+        for job, seconds in other.save_seconds.items():
+            self.save_seconds[job] = max(self.save_seconds.get(job, 0.0), seconds)
         self.outdated |= other.outdated
         self.reports = self.reports + other.reports
         for step, (seconds, stages) in other.steps.items():

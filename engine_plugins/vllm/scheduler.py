@@ -16,13 +16,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher, part_groups
-from kvpool.engine_plugins.vllm.following import Following, following
+from kvpool.engine_plugins.vllm.following import (
+    Following,
+    SaveReport,
+    following,
+    wants_report,
+)
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
@@ -54,6 +59,8 @@ STEPS_MAX = 64
 """How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
+SAVE_WEIGHT = 0.2
+"""Of a save's speed in the average of all."""
 TRACEPARENT = "traceparent"
 
 
@@ -83,6 +90,7 @@ class RequestState:
     following: the prompt is being computed elsewhere. Once: a preempted request's missing blocks are pulled.
     local: chain index up to which the engine itself had blocks at the last lookup.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
+    reports: whether its answer says what was saved.
     trace: the W3C `traceparent` that the engine got with it, or empty.
     """
 
@@ -94,6 +102,7 @@ class RequestState:
     following: Following | None = None
     local: int = 0
     saved: int = 0
+    reports: bool = False
     trace: str = ""
 
 
@@ -198,6 +207,7 @@ class SchedulerHalf:
         self._last_step = 0
         self._prefill = PrefillFit()
         self._ended: list[Lease] = []
+        self._save_block_s: float | None = None  # seconds to save a block, of late
         self._presence: Presence | None = None
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
         self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
@@ -281,6 +291,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = state = RequestState(request)
         state.trace = (request.trace_headers or {}).get(TRACEPARENT, "")
+        state.reports = wants_report(request.kv_transfer_params)
         try:
             state.following = following(request.kv_transfer_params)
         except InvalidRequest as error:
@@ -612,6 +623,7 @@ class SchedulerHalf:
                 self._plan.acknowledged.append(job)
         for job in done.failed_saves & self._saves.keys():
             self._offered.forget(self._saves[job].keys)
+            self._tell_dropped(self._saves[job].keys)
         if self._generation in done.outdated and not self._shut:
             self._shut = True
             self.counters.add(shut_out=1)
@@ -631,6 +643,12 @@ class SchedulerHalf:
             if save.ranks_left == 0:
                 del self._saves[job]
                 self._unpin(save.blocks)
+            if job in done.save_seconds:
+                each_s = done.save_seconds[job] / len(save.keys)
+                before = self._save_block_s
+                self._save_block_s = (
+                    each_s if before is None else before + SAVE_WEIGHT * (each_s - before)
+                )
         for number, (seconds, stages) in done.steps.items():
             self._learn_speed(number, seconds, stages)
 
@@ -664,23 +682,45 @@ class SchedulerHalf:
 
     def request_finished(
         self, request: Any, tables: Sequence[Sequence[int]], *, completed: bool
-    ) -> None:
+    ) -> SaveReport | None:
         """A request ends. What it still held back for want of pins is saved now, or dropped.
 
-        completed: it ended by itself; the blocks of a failed or aborted one are not trusted.
+        completed: it ended by itself; the blocks of a failed or aborted one are not trusted. Returns what became of its
+        prompt's blocks, if its answer is to say that.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         self._drop_lookup(state)
         self._drop_pull(state)
         if not self._engine.saves or not self._usable:
-            return
+            return SaveReport(0, 0, None) if state.reports else None
         whole = self._whole(state, request.num_computed_tokens)
         if completed and whole > state.saved:
             self._save(state, tables, whole)
         if whole > state.saved:
             self.counters.add(dropped_saves=whole - state.saved)
+        prompt = request.num_prompt_tokens // self._engine.hash_tokens
+        self._tell_dropped(map(block_key, request.block_hashes[state.saved : prompt]))
+        return self._report(request.block_hashes[:prompt]) if state.reports else None
+
+    def _tell_dropped(self, keys: Iterable[bytes]) -> None:
+        """Who follows a prompt does not wait for these any more. Without any, nothing happens."""
+        assert self._namespace is not None, "nothing is saved before it is known"
+        self._client.dropped(self._namespace, pack(keys))
+
+    def _report(self, hashes: Sequence[bytes]) -> SaveReport:
+        """What became of a prompt's blocks. Those that were offered before, and since evicted, count as saved."""
+        now, tokens = self._clock(), self._engine.hash_tokens
+        keys = [block_key(one) for one in hashes]
+        kept = next(
+            (at for at, key in enumerate(keys) if not self._offered.holds(key, now)), len(keys)
+        )
+        running = {key for save in self._saves.values() for key in save.keys}
+        saved = next((at for at, key in enumerate(keys[:kept]) if key in running), kept)
+        each_s = self._save_block_s
+        saving_s = None if each_s is None else each_s * len(running)
+        return SaveReport(saved * tokens, (kept - saved) * tokens, saving_s)
 
     def has_work(self) -> bool:
         """Whether steps are needed without requests, so that leases and pins are given back."""

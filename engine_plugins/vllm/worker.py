@@ -105,7 +105,7 @@ class WorkerHalf:
         self._load_thread = _thread("kvpool-load", thread_setup)
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
-        self._saves: dict[Future[Saved], SaveJob] = {}
+        self._saves: dict[Future[tuple[Saved, float]], SaveJob] = {}
         self._chores: list[Future[None]] = []
         self._generation = 0
         self._namespace: Namespace | None = None
@@ -189,7 +189,7 @@ class WorkerHalf:
         for future in [future for future in self._saves if future.done()]:
             job = self._saves.pop(future)
             self._done.saves[job.job] = 1
-            saved = future.result()
+            saved, self._done.save_seconds[job.job] = future.result()
             if saved is not Saved.ALL:
                 self._done.failed_saves.add(job.job)
             if saved is Saved.OUTDATED:
@@ -323,9 +323,12 @@ class WorkerHalf:
         except KvpoolError:
             pass  # counted with each save
 
-    def _save(self, job: SaveJob, ready: Any) -> Saved:
-        """Copy blocks into reserved slots and commit them."""
+    def _save(self, job: SaveJob, ready: Any) -> tuple[Saved, float]:
+        """Copy blocks into reserved slots and commit them; and how many seconds that took, once they were computed."""
         saved = Saved.FAILED
+        if ready is not None:
+            ready.synchronize()
+        begun = time.monotonic()
         if self._namespace is not None and job.generation == self._generation:
             try:
                 refused = [self._save_run(self._namespace, save, ready) for save in job.saves]
@@ -336,7 +339,7 @@ class WorkerHalf:
                 pass  # counted below
         if saved is not Saved.ALL:
             self.counters.add(failed_saves=1)
-        return saved
+        return saved, time.monotonic() - begun
 
     def _save_run(self, namespace: Namespace, save: GroupSave, ready: Any) -> int:
         """Save one group's run of blocks. How many found no space."""

@@ -676,6 +676,24 @@ class Client:
             )
             return int(answer.value)
 
+    def dropped(self, ns: Namespace, keys: Keys) -> None:
+        """These blocks were to be put here, and will not be: streams of a prompt do not wait for them any more.
+
+        Call it for blocks whose put has failed, or was given up, of a prompt that others may follow. Who follows keeps
+        what comes before them, and the rest is computed. A hint: skipped while all connections are busy; an
+        unreachable daemon, or a namespace that it does not know, is not an error.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return
+        try:
+            with self._connections.request(0.0) as connection:
+                number = connection.daemon.numbers.get(ns.digest)
+                if number is not None:
+                    connection.tell(client_wire.Dropped(number, packed))
+        except Unavailable:
+            pass  # and who follows has a limit
+
     def reset(self, ns: Namespace) -> None:
         """This engine's weights are new: blocks stored under the namespace before are no longer found.
 

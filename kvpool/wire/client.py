@@ -32,6 +32,7 @@ type  message          direction             answer
 53    AnnounceEngine   client → daemon       Done: 1 if it is announced; or none
 54    Engines          client → daemon       Bytes: a JSON array
 58    Prefixes         client → daemon       Bytes: a JSON object
+87    Dropped          client → daemon       Done, or none
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
 132   CommitParts      client → daemon       CommittedParts
@@ -410,6 +411,13 @@ class Follow(Message, tag=51):
     trace: str = ""
 
 
+class Dropped(Message, tag=87):
+    """These blocks were to be put, and will not be: prompts that are followed do not wait for them."""
+
+    ns: int
+    keys: bytes
+
+
 class AnnounceEngine(Message, tag=53):
     """This client's engine accepts requests: announce it to all nodes, as long as its process lives.
 
@@ -464,6 +472,7 @@ ClientMessage = (
     | Reset
     | FollowEvents
     | Follow
+    | Dropped
     | AnnounceEngine
     | Engines
     | Prefixes

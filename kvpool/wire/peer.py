@@ -26,6 +26,7 @@ from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 
 BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
 HEARD = struct.Struct("<QQ")  # in an `Await`
+FIRST_DROPPED = struct.Struct("<I")  # in answers to `Await`
 WRITINGS_MAX = 1024  # runs of blocks that are being written, in one answer to `Await`
 # The bytes behind a `Fetched` come in groups: as many whole blocks as fit, one at least. Where a connection has keys, a
 # tag follows each group.
@@ -154,6 +155,9 @@ class Await(Message, tag=48):
     reports (`Progress`), and after the masks it has for each run of such keys a `BEING_WRITTEN`: number of the
     reservation, part, index of the first key, count of keys, bytes written of each. `heard`: for each
     reservation that the requester knows a `HEARD`: its number, and the bytes.
+
+    With `dropped` it is also answered when the writer of a block that lacks parts has given it up, and a
+    `FIRST_DROPPED` comes right after the masks: the index of the first such key, or the count of keys.
     """
 
     node: str
@@ -163,6 +167,7 @@ class Await(Message, tag=48):
     known: bytes
     wait_s: Finite
     heard: bytes | None = None
+    dropped: bool = False
 
 
 class Readable(Message, tag=55):

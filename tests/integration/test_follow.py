@@ -81,6 +81,30 @@ def test_with_peers_and_no_directory(start):
             assert right(client, numbers)
 
 
+def test_it_ends_with_what_will_not_come(start):
+    """A save that its engine gave up, here and on the other node; the rest of the prompt comes, late as it is."""
+    a = start("--listen", "tcp://127.0.0.1:0", name="a")
+    url = a.ready.rsplit("peers at ", 1)[1].strip()
+    b = start("--peer", url, name="b")
+    with a.client(connect=True) as engine, b.client(connect=True) as client:
+        for begin, writer, source in ((0, engine, url), (100, client, "b")):
+            put(writer, [begin])
+            follower = Follower(client, range(begin, begin + 8), wait_s=PATIENCE_S, source=source)
+            until(lambda: client.stats().prefix_streams.under_way == 1)
+            writer.dropped(writer.open(RECORD), keys_of(range(begin + 3, begin + 8)))
+            put(writer, [begin + 1, begin + 2])
+            assert follower.result() == 3
+            assert right(client, range(begin, begin + 3))
+
+
+def test_what_is_dropped_concerns_nobody_where_the_daemon_does_not_know_it(daemon):
+    with daemon.client() as engine:
+        space = engine.open(RECORD)
+        engine.dropped(space, [])
+        daemon.stop()
+        engine.dropped(space, keys_of([1]))
+
+
 def test_by_the_deadline_there_is_what_there_is(client):
     space = client.open(RECORD)
     put(client, [0, 1, 3])

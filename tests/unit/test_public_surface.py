@@ -62,6 +62,7 @@ METHODS = {
         "commit",
         "commit_parts",
         "contains",
+        "dropped",
         "engines",
         "follow",
         "follow_events",

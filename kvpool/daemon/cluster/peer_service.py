@@ -129,8 +129,9 @@ class PeerService:
     async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
         """Which of these blocks are in memory, once there are more than the peer knows, or its time is over.
 
-        With `heard` also the blocks being written, once enough more is written to be worth a transfer. A
-        namespace need not be known here yet. Raises `LimitExceeded` when too many wait.
+        With `heard` also the blocks being written, once enough more is written to be worth a transfer; with `dropped`
+        the first one that will not be. A namespace need not be known here yet. Raises `LimitExceeded` when too many
+        wait.
         """
         self._check_standing()
         keys, width = split_keys(question.keys), width_of(question.keys, question.known)
@@ -145,6 +146,12 @@ class PeerService:
             _, masks = self.node.inventory.masks(name, keys)
             return [mask & every for mask in masks] or [0] * len(keys)
 
+        def dropped(masks: Sequence[int]) -> int:
+            for at in self.node.commit_waiters.dropped(name, keys, self._clock()):
+                if every & ~(masks[at] | known[at]):
+                    return at
+            return len(keys)
+
         def ended() -> bool:
             namespace = self.node.namespaces.by_directory(name)
             return not self._stores() or (namespace is not None and namespace.retired)
@@ -158,8 +165,9 @@ class PeerService:
                 here(),
                 [] if heard is None else self.node.early_reads.being_written(name, keys),
             )
+            first = dropped(masks) if question.dropped else len(keys)
             now = self._clock()
-            if _news(masks, known) or now >= deadline or ended():
+            if _news(masks, known) or first < len(keys) or now >= deadline or ended():
                 break
             if now < soonest:
                 await self._one_more(question.node, name, keys, soonest, early=False)
@@ -170,12 +178,15 @@ class PeerService:
                 await self._one_more(question.node, name, keys, deadline, early=early)
             self._check_standing()
         runs = [peer_wire.BEING_WRITTEN.pack(*run) for run in written[: peer_wire.WRITINGS_MAX]]
-        return frame.Bytes(pack_masks(masks, width) + b"".join(runs))
+        answer = [pack_masks(masks, width)]
+        if question.dropped:
+            answer.append(peer_wire.FIRST_DROPPED.pack(first))
+        return frame.Bytes(b"".join([*answer, *runs]))
 
     async def _one_more(
         self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float, *, early: bool
     ) -> None:
-        """Until some part of any of these is committed, with `early` more of it written, or the deadline."""
+        """Until some part of any of these is committed or dropped, with `early` more written, or the deadline."""
         came = asyncio.Event()
         waiter = self.node.commit_waiters.add(peer, name, keys, came.set, early=early)
         try:

@@ -2,15 +2,21 @@
 
 The rules report commits (`Node.commit_waiters`), and progress before them: one set lookup per batch of a
 namespace that has waiters, one dictionary lookup per block, and nothing without waiters.
+
+A writer may also report that blocks will not be committed (dropped). Who asks for one within `DROPPED_S` is told so.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import LimitExceeded
+
+DROPPED_S = 1.0  # a node that streams a prompt asks again within that
+DROPPED_MAX = 1 << 16  # blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -42,10 +48,11 @@ class CommitWaiters:
         self._waiting: dict[bytes, dict[bytes, dict[CommitWaiter, None]]] = {}
         self._waiters: dict[CommitWaiter, None] = {}
         self._by_peer: Counter[str] = Counter()
+        self._dropped: dict[tuple[bytes, bytes], float] = {}  # until when, the first to end first
 
     def __bool__(self) -> bool:
-        """Whether there are waiters."""
-        return bool(self._waiters)
+        """Whether commits must be reported: there are waiters, or dropped blocks."""
+        return bool(self._waiters or self._dropped)
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -103,8 +110,29 @@ class CommitWaiters:
 
     def came(self, name: bytes, keys: Sequence[bytes]) -> None:
         """Parts of these blocks were committed."""
+        if self._dropped:
+            for key in keys:
+                self._dropped.pop((name, key), None)
         for waiter in self._of(name, keys):
             _wake(waiter)
+
+    def drop(self, name: bytes, keys: Sequence[bytes], now: float) -> None:
+        """Who was to commit these will not."""
+        dropped = self._dropped
+        for key in keys:
+            dropped.pop((name, key), None)
+            dropped[name, key] = now + DROPPED_S
+        for oldest in [*itertools.islice(dropped, max(0, len(dropped) - DROPPED_MAX))]:
+            del dropped[oldest]
+        for waiter in self._of(name, keys):
+            _wake(waiter)
+
+    def dropped(self, name: bytes, keys: Sequence[bytes], now: float) -> list[int]:
+        """The positions of those that were dropped a moment ago."""
+        dropped = self._dropped
+        while dropped and dropped[oldest := next(iter(dropped))] <= now:
+            del dropped[oldest]
+        return [at for at, key in enumerate(keys) if (name, key) in dropped] if dropped else []
 
     def wrote(self, name: bytes, keys: Sequence[bytes]) -> None:
         """More bytes of these blocks are written."""

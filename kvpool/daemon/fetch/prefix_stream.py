@@ -51,7 +51,8 @@ LAG_DECAY = 0.8  # the factor that a measurement applies to the weight of all ea
 class Told(NamedTuple):
     """An owner's answer. masks: of the requested window. early: before its time was over.
 
-    writing: uncommitted blocks of the window that are being written. seconds: how long the answer took.
+    writing: uncommitted blocks of the window that are being written. dropped: the first block of the window that will
+    not be committed, if any. seconds: how long the answer took.
     """
 
     incarnation: bytes
@@ -59,6 +60,7 @@ class Told(NamedTuple):
     masks: Sequence[int]
     early: bool
     writing: Sequence[Writing]
+    dropped: bytes | None
     seconds: float
 
 
@@ -82,7 +84,7 @@ class PrefixStreams:
         self.cluster = cluster
         self.clock = clock
         self._transport = transport
-        self._name = name
+        self.name = name
         self._running: dict[_PrefixStream, None] = {}
         self._of_tenant: Counter[str] = Counter()  # of those that run
         self._held: Counter[str] = Counter()  # bytes, by tenant
@@ -107,7 +109,7 @@ class PrefixStreams:
         source: str = "",
     ) -> int:
         """Bring a prompt's blocks here as they are committed; returns the usable ones when all are here, or after
-        `wait_s`.
+        `wait_s`; or sooner, when their writer has given up the next of them.
 
         source: the node where they are computed, if known. Ends early when it is cancelled, or the epoch ends.
         Raises `LimitExceeded` if there are too many.
@@ -233,13 +235,14 @@ class PrefixStreams:
         """
         width = width_for(len(namespace.tables))
         question = peer_wire.Await(
-            self._name,
+            self.name,
             namespace.tenant.name,
             namespace.digest,
             b"".join(window),
             pack_masks(known, width),
             wait_s,
             None if heard is None else b"".join(starmap(peer_wire.HEARD.pack, heard.items())),
+            True,
         )
         other = self.cluster.living.get(incarnation)
         if other is None:
@@ -257,6 +260,7 @@ class PrefixStreams:
                 raise ProtocolError("the answer to an Await does not have one mask per key")
             masks = unpack_masks(answer.data[: len(question.known)], width)
             packed = answer.data[len(question.known) :]
+            dropped, packed = _unpack_dropped(packed, window)
             writing = _unpack_writing(packed, namespace, window)
         except LimitExceeded:
             peers.stopped(incarnation, 0)
@@ -272,7 +276,7 @@ class PrefixStreams:
         peers.finished(incarnation, 0, 0.0, now)  # its waiting time does not measure the peer
         seconds = now - asked_at
         early = seconds < wait_s or not wait_s
-        return Told(incarnation, window, masks, early, writing, seconds)
+        return Told(incarnation, window, masks, early, writing, dropped, seconds)
 
     async def look(
         self, namespace: NamespaceState, chain: Chain, window: Sequence[bytes]
@@ -336,11 +340,11 @@ class _PrefixStream:
         self._waiter: CommitWaiter | None = None
 
     async def run(self) -> None:
-        """Until all is here, the time is up, or the epoch has ended."""
+        """Until all that will come is here, the time is up, or the epoch has ended."""
         while True:
             self._take_stock()
             now = self._all.clock()
-            if self._chain.whole or now >= self._deadline or self._namespace.retired:
+            if self._chain.ended or now >= self._deadline or self._namespace.retired:
                 return
             self._begin_what_is_due(now)
             await self._wait(now)
@@ -372,6 +376,14 @@ class _PrefixStream:
         if arrived and self._looked:
             self._course.came(self._all.clock())
             self._all.arrived(sum(len(keys) for _, keys in arrived), None)
+        if self._source in {"", self._all.name}:
+            self._dropped_here()
+
+    def _dropped_here(self) -> None:
+        """An engine of this node may have given up some."""
+        name, window = self._namespace.directory_digest, self._chain.window
+        for at in self._all.node.commit_waiters.dropped(name, window, self._all.clock()):
+            self._chain.dropped(window[at])
 
     def _regroup(self) -> None:
         """As few leases as there are tables."""
@@ -521,6 +533,8 @@ class _PrefixStream:
         else:
             told = question.result()
             news = self._told(told.window, told.masks, told.incarnation)
+            if told.dropped is not None and self._named() in {None, told.incarnation}:
+                self._chain.dropped(told.dropped)
             more = self._told_of_writing(told)
             # A peer that reports only progress has waited before, or would be asked repeatedly for nothing.
             if news or (more and told.seconds >= peer_wire.WRITTEN_EVERY_S / 2):
@@ -572,6 +586,20 @@ class _PrefixStream:
                 and all(Lacking(batch.table, key) in missing for key in batch.position)
             ):
                 self._all.fetcher.early_pull.drop(batch)
+
+
+def _unpack_dropped(packed: bytes, window: Sequence[bytes]) -> tuple[bytes | None, bytes]:
+    """The first dropped block that an owner reports, and what comes behind. Raises `ProtocolError` if it is invalid.
+
+    Owners of an older version report none.
+    """
+    size = peer_wire.FIRST_DROPPED.size
+    if len(packed) % peer_wire.BEING_WRITTEN.size != size:
+        return None, packed
+    (at,) = peer_wire.FIRST_DROPPED.unpack_from(packed)
+    if at > len(window):
+        raise ProtocolError(f"the answer to an Await names block {at} of {len(window)} as dropped")
+    return window[at] if at < len(window) else None, packed[size:]
 
 
 def _unpack_writing(

@@ -53,7 +53,7 @@ class Chain:
     """The blocks that a stream needs of a prompt, those that are here, and those that are coming. Not
     thread-safe.
 
-    needed: for each table the keys that the whole chain needs of it, in its order.
+    needed: for each table the keys that the whole chain needs of it, in its order; up to a block that will not come.
     """
 
     def __init__(self, tables: Sequence[PartTable], keys: Sequence[bytes]) -> None:
@@ -65,6 +65,7 @@ class Chain:
         self.needed = [needed(spec, keys[:whole]) for spec in specs]
         self._index = {key: index for index, key in enumerate(keys)}
         self._first = [0] * len(tables)  # of each table's needed keys: all before it are here
+        self._end = len(keys)
         self._here: set[Lacking] = set()  # beyond that
         self._coming: set[Lacking] = set()
 
@@ -76,9 +77,14 @@ class Chain:
         )
 
     @property
+    def ended(self) -> bool:
+        """Whether all that is still needed was here at the last call of `arrived`."""
+        return all(first >= len(keys) for first, keys in zip(self._first, self.needed, strict=True))
+
+    @property
     def whole(self) -> bool:
-        """Whether all needed blocks were here at the last call of `arrived`."""
-        return all(first == len(keys) for first, keys in zip(self._first, self.needed, strict=True))
+        """Whether all blocks that the whole chain needs were here at the last call of `arrived`."""
+        return self.ended and self._end == len(self.keys)
 
     @property
     def window(self) -> Sequence[bytes]:
@@ -113,6 +119,18 @@ class Chain:
             if new:
                 found.append((table, new))
         return found
+
+    def dropped(self, key: bytes) -> None:
+        """Its writer has given it up: if it is missing, nothing is needed from it on."""
+        at = self._index[key]
+        lacks = any(
+            key in keys and key not in table.blocks and Lacking(table, key) not in self._coming
+            for table, keys in zip(self.tables, self.needed, strict=True)
+        )
+        if not lacks:
+            return
+        self._end = at
+        self.needed = [[one for one in keys if self._index[one] < at] for keys in self.needed]
 
     def known(self, window: Sequence[bytes], parts: int) -> list[int]:
         """For each key of a window the mask of parts that need not be reported. parts: of the namespace."""

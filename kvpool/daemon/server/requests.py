@@ -140,6 +140,7 @@ class ClientRequests:
             client_wire.Reset: self._reset,
             client_wire.FollowEvents: self._follow_events,
             client_wire.Follow: self._follow,
+            client_wire.Dropped: self._dropped,
             client_wire.AnnounceEngine: self._announce_engine,
             client_wire.Engines: self._describe_engines,
             client_wire.Prefixes: self._prefixes,
@@ -560,6 +561,12 @@ class ClientRequests:
         wait_s = min(m.wait_s, self._config.lease_s_max)
         keys = split_keys(m.keys)
         return frame.Done(await self._streams.follow(namespace, m.parts, keys, wait_s, m.source))
+
+    def _dropped(self, holder: Holder, m: client_wire.Dropped) -> frame.Done:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        keys = split_keys(m.keys)
+        self._node.commit_waiters.drop(namespace.directory_digest, keys, self._clock())
+        return frame.Done()
 
     def _follow_events(self, holder: Holder, m: client_wire.FollowEvents) -> frame.Done:
         namespace = self._opened(holder, m.ns)

@@ -6,8 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvpool.daemon.core import commit_waiters
 from kvpool.daemon.core.blocks import Origin
-from kvpool.daemon.core.commit_waiters import CommitWaiters
+from kvpool.daemon.core.commit_waiters import DROPPED_S, CommitWaiters
 from kvpool.errors import LimitExceeded
 from kvpool.types import PartSpec, split_keys
 
@@ -182,3 +183,30 @@ def test_the_end_of_an_epoch_wakes(make_pool):
     pool.node.commit_waiters.add("peer", pool.namespace.directory_digest, keys(1), bell)
     pool.reset()
     assert bell.rung == 1
+
+
+def test_who_asks_for_a_dropped_block_is_told_for_a_moment_and_until_it_is_committed():
+    awaited = CommitWaiters(10, 10)
+    bell, other = Bell(), Bell()
+    awaited.remove(awaited.add("peer", RED, keys(1, 2, 3), other))
+    one = awaited.add("peer", RED, keys(1, 2, 3), bell)
+    awaited.drop(BLUE, keys(1), 5.0)
+    assert bell.rung == 0
+    awaited.drop(RED, keys(3, 2), 5.0)
+    assert (bell.rung, other.rung) == (1, 0)
+    awaited.remove(one)
+    assert awaited, "a commit is to be reported"
+    assert awaited.dropped(RED, keys(1, 2, 3), 5.0) == [1, 2]
+    awaited.came(RED, keys(2))
+    assert awaited.dropped(RED, keys(1, 2, 3), 5.0) == [2]
+    awaited.drop(RED, keys(3), 5.5)
+    assert awaited.dropped(RED, keys(3), 5.0 + DROPPED_S) == [0]
+    assert awaited.dropped(RED, keys(3), 5.5 + DROPPED_S) == []
+    assert not awaited
+
+
+def test_dropped_blocks_that_are_remembered_are_bounded(monkeypatch):
+    monkeypatch.setattr(commit_waiters, "DROPPED_MAX", 3)
+    awaited = CommitWaiters(10, 10)
+    awaited.drop(RED, keys(*range(5)), 0.0)
+    assert awaited.dropped(RED, keys(*range(5)), 0.0) == [2, 3, 4]

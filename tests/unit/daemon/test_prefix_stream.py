@@ -97,6 +97,10 @@ class ObjectUsage:
     def write(self, ticket: int, nbytes: int) -> None:
         self.node.early_reads.written(self.holder, ticket, nbytes)
 
+    def drop(self, numbers: Sequence[int]) -> None:
+        name, now = self.namespace.directory_digest, asyncio.get_running_loop().time()
+        self.node.commit_waiters.drop(name, split_keys(packed(numbers)), now)
+
     def commit(self, ticket: int) -> None:
         rows = len(self.holder.reservations[ticket].rows)
         self.node.puts.commit(self.holder, ticket, bytes(16) * rows)
@@ -498,6 +502,89 @@ async def test_it_ends_at_its_deadline_with_what_has_come() -> None:
     assert await begin(world, 5, wait_s=3.0, source="a") == 2
     assert world.clock() - began == pytest.approx(3.0)
     assert world.books.here() == [0, 1, 3]
+
+
+@scenario
+async def test_it_does_not_wait_for_what_its_writer_has_given_up() -> None:
+    """But for what comes before that, although it is committed later, and is on its way for long."""
+    world = World()
+    owner = world.owner("a")
+    following = begin(world, 10, wait_s=60.0, source="a")
+    owner.put([0, 1])
+    await world.until_here(2)
+    owner.drop([6, 5])
+    owner.put([8])
+    await asyncio.sleep(3.0)
+    assert not following.done()
+    owner.pull_s = 0.5
+    owner.put([2, 3])
+    await asyncio.sleep(0.1)
+    put_at = world.clock()
+    owner.put([4])
+    assert await following == 5
+    assert world.clock() - put_at < owner.pull_s + 5 * RTT_S
+    assert world.follows.stats().whole == 0
+
+
+@scenario
+async def test_a_block_that_is_given_up_while_nobody_asks_for_it() -> None:
+    """All that is missing is on its way then: it was asked for a moment later."""
+    world = World()
+    owner = world.owner("a")
+    owner.pull_s = follows.QUESTION_S / 2
+    following = begin(world, 2, wait_s=60.0, source="a")
+    await asyncio.sleep(0.1)
+    owner.put([0])
+    await asyncio.sleep(5 * RTT_S)
+    owner.drop([1])
+    dropped_at = world.clock()
+    assert await following == 1
+    assert world.clock() - dropped_at < follows.QUESTION_S
+
+
+@pytest.mark.parametrize("source", ["", "me"])
+def test_what_this_nodes_own_engine_has_given_up(source: str) -> None:
+    async def main() -> None:
+        world = World()
+        following = begin(world, 3, wait_s=60.0, source=source)
+        await asyncio.sleep(0.5)
+        world.books.put([0, 2])
+        world.books.drop([1])
+        dropped_at = world.clock()
+        assert await following == 1
+        assert world.clock() == dropped_at
+
+    run(main())
+
+
+@scenario
+async def test_what_another_node_gives_up_still_comes_from_the_one_that_computes_it() -> None:
+    world = World()
+    owner, other = world.owner("a"), world.owner("b")
+    following = begin(world, 3, wait_s=60.0, source="a")
+    world.books.drop([2])
+    other.drop([2])
+    other.put([0, 1])
+    world.tell(other, [0, 1])
+    await asyncio.sleep(2.5)
+    world.books.drop([2])
+    await asyncio.sleep(0.5)
+    owner.put(range(3))
+    assert await following == 3
+
+
+@scenario
+async def test_an_owner_that_names_as_dropped_what_was_not_asked_for() -> None:
+    world = World()
+    liar = world.owner("a")
+
+    async def lie(question: peer_wire.Await) -> frame.Bytes:
+        assert question.dropped
+        return frame.Bytes(bytes(len(question.known)) + peer_wire.FIRST_DROPPED.pack(4))
+
+    liar.answer = lie
+    assert await begin(world, 3, wait_s=2.0, source="a") == 0
+    assert world.follows.stats().questions_failed > 0
 
 
 @scenario

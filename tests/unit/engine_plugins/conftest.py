@@ -125,6 +125,7 @@ class FakePool:
         self.pulls: list[float] = []
         self.prices: list[Recompute | None] = []
         self.follows: list[tuple[float, str]] = []
+        self.given_up: list[bytes] = []
         self.resets: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
@@ -160,6 +161,10 @@ class FakePool:
             raise ClusterUnavailable("the fake cluster is away")
         self.announced.append((ns.digest, engine))
         return True
+
+    def dropped(self, ns: Namespace, keys: bytes) -> None:
+        assert self.opened
+        self.given_up += [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
     def reset(self, ns: Namespace) -> None:
         if self.away:

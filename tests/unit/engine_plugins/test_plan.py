@@ -137,6 +137,9 @@ def test_ranks_reports_are_summed() -> None:
     assert one == StepDone({1: 2, 2: 1}, {5: 2}, {2}, {5}, {7}, [report])
     assert one
     assert not StepDone()
+    one.merge(StepDone(save_seconds={5: 0.2, 6: 0.1}))
+    one.merge(StepDone(save_seconds={5: 0.1, 6: 0.3}))
+    assert one.save_seconds == {5: 0.2, 6: 0.3}
 
 
 def test_quiet_lasts_twice_as_long_after_each_failure_up_to_a_limit() -> None:

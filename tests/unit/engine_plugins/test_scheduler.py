@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher
+from kvpool.engine_plugins.vllm.following import SaveReport
 from kvpool.engine_plugins.vllm.plan import GroupRule, Opening, StepDone, StepPlan, block_key, pack
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import STEPS_MAX, Engine, SchedulerHalf
@@ -930,6 +931,76 @@ def test_blocks_of_an_aborted_request_are_dropped(pool: Any, block_pool: Any) ->
     harness.half.request_finished(request, tables(12), completed=False)
     assert block_pool.pinned == 0
     assert harness.half.counters.take()["dropped_saves"] == 7
+
+
+# --- who is told
+
+
+def test_who_follows_is_told_of_blocks_that_are_not_saved(pool: Any, block_pool: Any) -> None:
+    """Those that found no pins, those of an aborted request's prompt, and those whose save failed."""
+    harness = Harness(pool, block_pool, blocks=50)
+    one, two, three = (
+        harness.request(name, 12, first=at) for name, at in (("1", 0), ("2", 20), ("3", 40))
+    )
+    plan = harness.step(one, 12 * TOKENS, tables(12))
+    assert pool.given_up == []
+    harness.half.request_finished(one, tables(12), completed=True)
+    assert pool.given_up == [block_key(key) for key in one.block_hashes[5:]]
+    pool.given_up.clear()
+    harness.end(plan)
+    plan = harness.step(two, 2 * TOKENS, tables(12))
+    harness.half.request_finished(two, tables(12), completed=False)
+    assert pool.given_up == [block_key(key) for key in two.block_hashes[2:]]
+    pool.given_up.clear()
+    harness.end(plan)
+    assert pool.given_up == []
+    harness.end(harness.step(three, 3 * TOKENS, tables(12)), failed=True)
+    assert pool.given_up == [block_key(key) for key in three.block_hashes[:3]]
+
+
+def test_generated_blocks_that_are_not_saved_concern_nobody(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, blocks=50)
+    request = harness.request("r", 12)
+    request.num_prompt_tokens = 5 * TOKENS
+    harness.step(request, 12 * TOKENS, tables(12))
+    harness.half.request_finished(request, tables(12), completed=True)
+    assert harness.half.counters.take()["dropped_saves"] == 7
+    assert pool.given_up == []
+
+
+def test_an_answer_says_what_of_its_prompt_is_saved(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, blocks=50)
+    params = {"kvpool": {"report": True}}
+    one = harness.request("1", 7, params=params, extra_tokens=3)
+    first = harness.step(one, 3 * TOKENS, tables(8))
+    harness.half.step_done(
+        StepDone(saves={first.saves[0].job: 1}, save_seconds={first.saves[0].job: 0.3})
+    )
+    second = harness.step(one, 4 * TOKENS + 3, tables(8))
+    report = harness.half.request_finished(one, tables(8), completed=True)
+    assert report == SaveReport(3 * TOKENS, 4 * TOKENS, pytest.approx(0.4))
+    again = harness.request("2", 7, params=params)
+    harness.end(second, failed=True)
+    harness.step(again, 0, tables(7))
+    report = harness.half.request_finished(again, tables(7), completed=True)
+    assert report == SaveReport(3 * TOKENS, 0, pytest.approx(0.0))
+    large = harness.request("3", 12, first=20, params=params)
+    harness.end(harness.step(large, 2 * TOKENS, tables(12)))
+    harness.step(large, 10 * TOKENS, tables(12))
+    report = harness.half.request_finished(large, tables(12), completed=True)
+    assert report == SaveReport(2 * TOKENS, 5 * TOKENS, pytest.approx(0.5))
+    silent = harness.request("4", 4, first=40)
+    harness.step(silent, 4 * TOKENS, tables(4))
+    assert harness.half.request_finished(silent, tables(4), completed=True) is None
+
+
+def test_an_engine_that_saves_nothing_says_so(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, saves=False)
+    request = harness.request("r", 4, params={"kvpool": {"report": True}})
+    harness.step(request, 4 * TOKENS, tables(4))
+    assert harness.half.request_finished(request, tables(4), completed=True) == SaveReport(
+        0, 0, None
+    )
 
 
 # --- preemption and reset

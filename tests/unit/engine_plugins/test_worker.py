@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,6 +116,18 @@ def test_each_rank_gets_back_its_own_bytes(pool: Any, stored: list[Rank], sync: 
         assert tally["loaded_blocks"] == 5
         assert tally["loaded_bytes"] == 4 * 24 + 8
     assert pool.holds == {lease.token: 1}
+
+
+def test_a_save_is_timed_from_when_its_blocks_are_computed(pool: Any) -> None:
+    writer = Rank(pool)
+    computed: list[float] = []
+    event = SimpleNamespace(synchronize=lambda: computed.append(time.monotonic()))
+    writer.half._record_ready = lambda: event
+    begun = time.monotonic()
+    done = writer.save()
+    assert done is not None
+    assert begun <= computed[0]
+    assert 0 < done.save_seconds[1] <= time.monotonic() - computed[0]
 
 
 def test_what_is_there_is_not_written_again(pool: Any, stored: list[Rank]) -> None:
