@@ -32,11 +32,9 @@ from kvpool.router.metrics import Metrics
 from kvpool.router.observations import EVENTS_MIN, Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
-from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request
+from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
 from kvpool.telemetry.spans import QUEUE, Span
 
-LATE_SAVE_S = 1.0
-"""For so long a decode engine waits for the last blocks of a prompt that was computed: they are saved meanwhile."""
 LOST_SAVE_S = 2.0
 """Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
 blocks that will not come. If the engine was only busy, the request loses its turn there.
@@ -239,9 +237,8 @@ class ActiveRequest:
         expected_s = order.estimate.handover_s + order.estimate.tpot_s
         call = Call(spec, None, True, self._clock(), expected_s, order.estimate.tpot_s)
         raw = self.body.raw
-        if order.engine.follows_max and order.engine.name != order.computed_by.name:
-            # An engine answers before all that it computed is in the pool.
-            raw = self._following(order.computed_by, LATE_SAVE_S)
+        if order.wait_s > 0:
+            raw = self._following(order.computed_by, order.wait_s)
         self._answer(call, raw)
 
     def _answer_directly(self, spec: EngineSpec) -> None:
@@ -294,16 +291,28 @@ class ActiveRequest:
         assert call.order is not None, "what computes has an order"
         call.ended_at = self._clock()
         self._outstanding.remove(call)
-        self.account.note(call.ended_at, "computed", engine=call.spec.name, **call.tokens)
+        saves = call.saves
+        stored = {} if saves is None else {"stored_tokens": saves.stored}
+        self.account.note(call.ended_at, "computed", engine=call.spec.name, **call.tokens, **stored)
         if not call.answers:
             self._roster.succeeded(call.spec.name)
         timed = not call.answers or self.body.streams
-        self._orders.computed(call.order, Measured(call.sent_at, call.cached_tokens, timed))
-        if call.order.last and self.body.streams:
-            usual_s = next((d.handover_s + d.tpot_s for d in call.order.decoders), 0.0)
+        measured = Measured(call.sent_at, call.cached_tokens, timed, saves)
+        self._orders.computed(call.order, measured)
+        if call.order.last:
             for follower in [c for c in self._calls if c.follows and not c.began_at]:
-                lost_s, loop = LOST_SAVE_S + SLOWER_MAX * usual_s, asyncio.get_running_loop()
-                follower.timer = loop.call_later(lost_s, self._stop_following, follower)
+                self._prompt_is_computed(follower, call.order, saves)
+
+    def _prompt_is_computed(self, follower: Call, order: Order, saves: Saves | None) -> None:
+        """Who follows it begins when the rest is saved, and hears itself of what is not. Unless nothing is saved there,
+        or that was not heard: the beginning of an answer that is not streamed does not show.
+        """
+        if saves is not None and not saves.stored:
+            self._stop_following(follower)
+        elif self.body.streams:
+            usual_s = next((d.handover_s + d.tpot_s for d in order.decoders), 0.0)
+            lost_s, loop = LOST_SAVE_S + SLOWER_MAX * usual_s, asyncio.get_running_loop()
+            follower.timer = loop.call_later(lost_s, self._stop_following, follower)
 
     def _stop_following(self, call: Call) -> None:
         """All is computed, and some of it did not come: its save was lost. The engine computes that itself, at once."""

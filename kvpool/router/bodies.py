@@ -235,14 +235,23 @@ def with_field(body: Body, key: str, value: object) -> bytes:
     return body.raw[:end] + comma + field + body.raw[end:]
 
 
-def prompt_only(body: Body) -> bytes:
-    """The body with one token to generate and no stream: its prompt is computed as for the answer."""
+def prompt_only(body: Body, params: Mapping[str, object] | None = None) -> bytes:
+    """The body with one token to generate and no stream: its prompt is computed as for the answer.
+
+    params: for the engine's KV connector.
+    """
     value = {key: item for key, item in body.value.items() if key not in _OF_ANSWERS}
-    return msgspec.json.encode({**value, "max_tokens": 1, "n": 1, "stream": False})
+    value |= {"max_tokens": 1, "n": 1, "stream": False}
+    if params is not None:
+        value["kv_transfer_params"] = params
+    return msgspec.json.encode(value)
 
 
-def segment(body: Body, tokens: Sequence[int]) -> bytes:
-    """A completion that computes these tokens of a prompt, with the same cache salt and adapter as the body."""
+def segment(body: Body, tokens: Sequence[int], params: Mapping[str, object] | None = None) -> bytes:
+    """A completion that computes these tokens of a prompt, with the same cache salt and adapter as the body.
+
+    params: for the engine's KV connector.
+    """
     value: dict[str, object] = {
         "model": body.model,
         "prompt": tokens,
@@ -253,6 +262,8 @@ def segment(body: Body, tokens: Sequence[int]) -> bytes:
     for key in ("cache_salt", "priority"):
         if body.value.get(key) is not None:
             value[key] = body.value[key]
+    if params is not None:
+        value["kv_transfer_params"] = params
     return msgspec.json.encode(value)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -20,10 +20,12 @@ from kvpool.router.moving_limit import MovingLimit
 from kvpool.router.sse import EventStream, EventTooLong, NoEvent, cached_tokens, is_json, usage_of
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import GARBAGE, TOO_LARGE, Answer, EngineFailed, Upstream
-from kvpool.scheduler.values import Order
+from kvpool.scheduler.values import Order, Saves
 from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 
 PREFILL_BYTES_MAX = 1 << 20
+REPORT = {"kvpool": {"report": True}}
+"""Of an engine with the plugin: that its answer says what was saved."""
 JSON = "application/json"
 SHOWN = 50
 SLOWER_MAX = 4.0
@@ -66,7 +68,7 @@ class Call:
     answer.
 
     expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: the
-    engine's token counts. events: parts of a streamed answer. follows: whether it waits for a prompt that another
+    engine's token counts. saves: what it says of the prompt's blocks, None: nothing. events: parts of a streamed answer. follows: whether it waits for a prompt that another
     engine computes. timer: for what is done if it does not begin. span: if the request is traced; its end is that of
     the task. task: its result is an error or None; None once that was read.
     """
@@ -80,6 +82,7 @@ class Call:
     began_at: float = 0.0
     ended_at: float = 0.0
     usage: Mapping[str, Any] = field(default_factory=dict)
+    saves: Saves | None = None
     events: int = 0
     cancelled: bool = False
     follows: bool = False
@@ -154,16 +157,21 @@ class Caller:
         """Compute the prompt up to a token; only the end of the answer matters."""
         body = self._body
         prompt = self._prompt
+        # Engines of a known namespace have the plugin, which says what it saves.
+        params = REPORT if call.spec.namespace else None
         if prompt is None or not body.segments:
-            path, raw = body.kind.value, prompt_only(body)
+            path, raw = body.kind.value, prompt_only(body, params)
         else:
-            path, raw = Kind.COMPLETIONS.value, segment(body, prompt.tokens[: order.end])
+            path, raw = Kind.COMPLETIONS.value, segment(body, prompt.tokens[: order.end], params)
         try:
             async with (
                 asyncio.timeout(self._patience_s(call)),
                 self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
-                call.usage = _usage(answer, await answer.whole(PREFILL_BYTES_MAX))
+                data = await answer.whole(PREFILL_BYTES_MAX)
+                call.usage = _usage(answer, data)
+                if params is not None:
+                    call.saves = _saves(data)
         except TimeoutError:
             raise _late(call) from None
 
@@ -292,6 +300,18 @@ def _usage(answer: Answer, data: bytes) -> dict[str, Any]:
     return usage
 
 
+def _saves(data: bytes) -> Saves | None:
+    """What an engine's plugin says of the prompt's blocks (its `SaveReport`); None: nothing that is understood."""
+    try:
+        params = _decode_reported(data).kv_transfer_params
+    except ProtocolError:
+        return None
+    if params is None or params.kvpool is None:
+        return None
+    said = params.kvpool
+    return Saves(said.saved_tokens + said.saving_tokens, said.saving_tokens, said.saving_s)
+
+
 def _late(call: Call) -> EngineFailed:
     if call.began_at:
         return EngineFailed(call.spec.name, "stalled", "it stopped in the middle of its answer")
@@ -306,6 +326,26 @@ def _error_in(data: bytes) -> tuple[int, str]:
     except ProtocolError:
         return 500, "it answered with an error"
     return error.code, error.message[:500]
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _SaveReport(msgspec.Struct):
+    saved_tokens: _Tokens
+    saving_tokens: _Tokens
+    saving_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] | None
+
+
+class _Params(msgspec.Struct):
+    kvpool: _SaveReport | None = None
+
+
+class _Reported(msgspec.Struct):
+    kv_transfer_params: _Params | None = None
+
+
+_decode_reported = JsonDecoder[_Reported](_Reported, "an engine's report of its saves")
 
 
 class _Error(msgspec.Struct):

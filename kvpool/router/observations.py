@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from kvpool.router.engines import EngineSpec
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
-from kvpool.scheduler.values import Engine, Estimate, Order
+from kvpool.scheduler.values import Engine, Estimate, Order, Saves
 
 ASSUMED_PREFILL = (0.01, 1e-4, 2e-9)
 ASSUMED_DECODE = (0.02, 2e-4, 1e-8)
@@ -62,12 +62,13 @@ def refine(estimates: KindEstimates, spec: EngineSpec) -> None:
 class Measured:
     """Of an order that was carried out. sent_at: when it was sent. cached_tokens: of its prompt, as the engine says;
     None: it does not say. timed: its prompt has just been computed; the end of an answer that is not streamed does not
-    show when that was.
+    show when that was. saves: what the engine says of the prompt's blocks; None: it does not say.
     """
 
     sent_at: float
     cached_tokens: int | None
     timed: bool
+    saves: Saves | None = None
 
 
 class Observer(Protocol):

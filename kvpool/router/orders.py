@@ -133,7 +133,8 @@ class Orders:
             self._observer.computed(order, measured)
         engine = self.engines.get(order.estimate.engine.name)
         if engine is not None:  # otherwise it has left with its orders
-            self._scheduler.computed(engine, order.request.ident, self._clock())
+            saves = None if measured is None else measured.saves
+            self._scheduler.computed(engine, order.request.ident, self._clock(), saves)
             self.kick()
 
     def failed(self, order: Order, reason: str) -> None:

@@ -30,12 +30,16 @@ from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
 from kvpool.scheduler.topology import Place, Topology, place, together
-from kvpool.scheduler.values import DecodeEstimate, Engine, Labels, Request, Role
+from kvpool.scheduler.values import DecodeEstimate, Engine, Labels, Request, Role, Saves
 
 STALL = 0.1
 """Weight of a second of delay of other requests' tokens, relative to a second of waiting."""
 SHOWN = 8
 """How many of the compared engines are reported."""
+LATE_SAVE_S = 1.0
+"""The longest wait for blocks that are still being saved, beyond their transfer."""
+SLOWER = 4.0
+"""This multiple of a handover's estimate is waited for it, if nothing goes wrong."""
 EQUAL = 1e-9
 """Costs that differ by less than this share are equal."""
 
@@ -98,9 +102,32 @@ def _token_s(
     return alone_s * mixed_s / (share * alone_s + (1 - share) * mixed_s)
 
 
+def wait_for_saves_s(
+    request: Request, saves: Saves, own: int, handover_s: float, kind: KindEstimates
+) -> float:
+    """How long a decode engine may wait for what is still being saved of a prompt; 0: it does not wait for it.
+
+    own: blocks that it has, or its node. handover_s: estimate. kind: of the decode engine. It waits only if that is
+    sooner than computing these blocks, and never for longer than computing all blocks that it lacks would take.
+    """
+
+    def compute_s(begin: int) -> float:
+        end = min(saves.stored, request.tokens)
+        return kind.prefill.prefill_s(begin, end, kind.step_tokens) if begin < end else 0.0
+
+    there = own * kind.block_tokens
+    again_s = compute_s(max(saves.stored - saves.saving, there))
+    if saves.saving_s is not None and saves.saving_s >= again_s:
+        return 0.0
+    if not again_s:
+        return 0.0
+    return min(SLOWER * handover_s + min(again_s, LATE_SAVE_S), compute_s(there))
+
+
 class _Move(NamedTuple):
     """transfer_s: to bring the blocks that the node lacks, tail_s: the last step's part of that. load_s: all from
-    memory to the GPU. again_s: to compute the blocks that neither the engine nor its node has.
+    memory to the GPU, and to compute those that are not in the pool. again_s: to compute the blocks that neither the
+    engine nor its node has.
     """
 
     transfer_s: float
@@ -134,6 +161,8 @@ class _Base(NamedTuple):
 class Handover:
     """The possible decode engines of one request. For one decision: a snapshot of that moment.
 
+    stored: how many of the prompt's first blocks are in the pool when it is computed; None: all.
+
     A decision needs the cost from every engine, so the parts common to engines with the same labels are computed
     once.
     """
@@ -146,12 +175,13 @@ class Handover:
         cluster: Cluster,
         rule: DecodeRule,
         now: float,
+        stored: int | None = None,
     ) -> None:
         self._topology = rule.topology
         self._whole = request.whole
         self._near: dict[Place, list[_Base]] = {}  # by their nodes
         self._far: dict[Labels, list[_Base]] = {}  # by the labels of these
-        for base in _bases(request, match, decoders, cluster, rule, now):
+        for base in _bases(request, match, decoders, cluster, rule, now, stored):
             engine = base.engine
             self._near.setdefault(place(engine), []).append(base)
             self._far.setdefault(engine.labelled, []).append(base)
@@ -256,9 +286,12 @@ def _bases(
     cluster: Cluster,
     rule: DecodeRule,
     now: float,
+    stored: int | None,
 ) -> Iterator[_Base]:
     needed, output_tokens = context_tokens(request), request.output_tokens
     blocks, get, into = len(request.keys), match.lengths.get, cluster.traffic.into
+    if stored is not None:
+        blocks = min(blocks, stored)
     longer_s = {name: _longer_s(cluster.kinds[name]) for name in {e.kind for e in decoders}}
     moves: dict[tuple[str, int, int], _Move] = {}
     for at, engine in enumerate(decoders):
@@ -274,7 +307,8 @@ def _bases(
             own = max(own, held)
         move = moves.get((name, cached, own))
         if move is None:
-            move = moves[name, cached, own] = _move(request, kind, cached, own)
+            reach = max(blocks, own)
+            move = moves[name, cached, own] = _move(request, kind, cached, own, reach)
         token_s = _token_s(request, engine, kind, longer_s[name], now)
         ahead_s = into.get(engine.node, 0.0) - now
         yield _Base(
@@ -282,7 +316,7 @@ def _bases(
             token_s * output_tokens,
             engine,
             token_s,
-            blocks - own,
+            max(0, blocks - own),
             move,
             ahead_s if ahead_s > 0 else 0.0,
             engine.follows < engine.follows_max,
@@ -290,14 +324,21 @@ def _bases(
         )
 
 
-def _move(request: Request, kind: KindEstimates, cached: int, own: int) -> _Move:
+def _move(request: Request, kind: KindEstimates, cached: int, own: int, reach: int) -> _Move:
+    """reach: blocks of the prompt that it can have without computing them."""
     peer, dram, size = kind.loads["peer"], kind.loads.get("dram"), kind.block_bytes
-    blocks, tokens = len(request.keys), request.tokens
-    tail = min(blocks - own, -(-kind.step_tokens // kind.block_tokens))
-    load_s = dram.seconds((blocks - cached) * size) if dram is not None else 0.0
-    start = min(own * kind.block_tokens, tokens - 1)
-    again_s = kind.prefill.prefill_s(start, tokens, kind.step_tokens)
-    return _Move(peer.seconds((blocks - own) * size), peer.seconds(tail * size), load_s, again_s)
+    tail = min(reach - own, -(-kind.step_tokens // kind.block_tokens))
+    load_s = dram.seconds((reach - cached) * size) if dram is not None else 0.0
+    if reach < len(request.keys):
+        load_s += _compute_s(request, kind, reach)
+    again_s = _compute_s(request, kind, own)
+    return _Move(peer.seconds((reach - own) * size), peer.seconds(tail * size), load_s, again_s)
+
+
+def _compute_s(request: Request, kind: KindEstimates, blocks: int) -> float:
+    """Seconds to compute a prompt of which there are so many blocks."""
+    start = min(blocks * kind.block_tokens, request.tokens - 1)
+    return kind.prefill.prefill_s(start, request.tokens, kind.step_tokens)
 
 
 def pick_decode(

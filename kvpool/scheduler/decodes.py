@@ -12,13 +12,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.scheduler.decode import DecodeRule, context_tokens
-from kvpool.scheduler.values import Engine, Request
+from kvpool.scheduler.values import Engine, Request, Saves
 
 
 @dataclass(slots=True)
 class Answer:
     """decode: where memory is reserved for it. sent: whether the request was sent there, for its answer. follows:
-    whether that engine follows the prompt now. computed_by: the engine that computed the end of the prompt.
+    whether that engine follows the prompt now. computed_by: the engine that computed the end of the prompt; saves: what
+    it said of the blocks, None: nothing.
     failures: failed orders. avoid: engines where one failed.
     """
 
@@ -27,6 +28,7 @@ class Answer:
     sent: bool = False
     follows: bool = False
     computed_by: Engine | None = None
+    saves: Saves | None = None
     failures: int = 0
     avoid: set[str] = field(default_factory=set)
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.scheduler.decision_context import DecisionContext
-from kvpool.scheduler.decode import context_tokens
+from kvpool.scheduler.decode import context_tokens, wait_for_saves_s
 from kvpool.scheduler.decodes import Answer, emptiest
 from kvpool.scheduler.orders import Sent
 from kvpool.scheduler.policies import Choice
@@ -25,6 +25,7 @@ from kvpool.scheduler.values import (
     Order,
     Request,
     Role,
+    Saves,
 )
 
 MATCH_S = 0.05
@@ -209,14 +210,37 @@ class Dispatch:
                 continue
             answers.release(answer)  # its own reservation is not in its way
             context = state.decision_context(request, now, [computed_by])
-            estimates = state.handover(context, free).estimates(computed_by, 0.0, state.rng)
-            engine = estimates[0].engine
+            saves = answer.saves
+            stored = None if saves is None else state.stored(computed_by, saves)
+            handover = state.handover(context, free, stored)
+            estimates = handover.estimates(computed_by, 0.0, state.rng)
+            best = estimates[0]
+            engine = best.engine
             answers.reserve(answer, engine)
             answers.send(answer, engine, follows=False)
-            self._transfers(computed_by, estimates[0], now)
-            orders.append(DecodeOrder(request, engine, computed_by, estimates[0], estimates))
+            self._transfers(computed_by, best, now)
+            wait_s = self._wait_s(answer, computed_by, best, context)
+            orders.append(DecodeOrder(request, engine, computed_by, best, estimates, wait_s))
         answers.kept = frozenset(kept)
         return orders
+
+    def _wait_s(
+        self, answer: Answer, computed_by: Engine, best: DecodeEstimate, context: DecisionContext
+    ) -> float:
+        """How long the decode engine may wait for what is still being saved of the prompt."""
+        engine = best.engine
+        if engine is computed_by or not engine.follows_max or not engine.shares(computed_by):
+            return 0.0
+        kind, request = context.kind(engine), answer.request
+        saves = answer.saves
+        if saves is None:
+            # Engines answer before their last step is saved.
+            saves = Saves(request.tokens, min(request.tokens, kind.step_tokens), None)
+        get = context.match.lengths.get
+        own = get(engine.gpu, 0)
+        if not together(engine, computed_by):
+            own = max(own, *(get(tier, 0) for tier in engine.tiers))
+        return wait_for_saves_s(request, saves, own, best.handover_s, kind)
 
     def _may_have_room(self, engine: Engine, now: float) -> bool:
         """Whether it may get an order now, if there is a suitable one."""

@@ -224,12 +224,29 @@ class PrefixIndex:
         holder, tier_holder = self._holders.get(name), self._holders.get(tier)
         if holder is None or tier_holder is None:
             return
+        for part in self._expected_of(holder, keys):
+            part.arrived(tier_holder.bit)
+            tier_holder.expected.add(part)
+
+    def not_saved(self, name: str, keys: Iterable[Hashable]) -> None:
+        """The engine with this cache has answered, and its expected blocks will not be in the pool: they count for its
+        cache only. If it has left meanwhile, it is ignored.
+        """
+        holder = self._holders.get(name)
+        if holder is not None:
+            for part in self._expected_of(holder, keys):
+                part.arrived(0)
+                part.shared = False
+
+    def _expected_of(self, holder: _Holder, keys: Iterable[Hashable]) -> list[_Expected]:
+        """What this engine is expected to have of these, as expectations of nothing else, in no tier."""
         mine: dict[_Expected, list[Hashable]] = {}
         known = self._expected.get(holder.namespace, {})
         for key in keys:
             found = known.get(key)
             if found in holder.expected:
                 mine.setdefault(found, []).append(key)
+        parts = []
         for expected, some in mine.items():
             part = expected
             if len(some) < len(expected.keys):
@@ -237,8 +254,8 @@ class PrefixIndex:
                 self._keep(part)
             if part.tier:
                 self._by_bit[part.tier].expected.discard(part)
-            part.arrived(tier_holder.bit)
-            tier_holder.expected.add(part)
+            parts.append(part)
+        return parts
 
     def unexpect(self, name: str, keys: Iterable[Hashable]) -> None:
         """They will not come from there. Nothing is expected of an engine that has left anyway."""

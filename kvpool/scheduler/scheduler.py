@@ -70,6 +70,7 @@ from kvpool.scheduler.values import (
     Rejection,
     Request,
     Role,
+    Saves,
 )
 
 __all__ = ["Scheduler", "Settings"]
@@ -191,8 +192,13 @@ class Scheduler:
         looks_at = self._looks_at if self._state.queue else math.inf
         return min(looks_at, self._deadlines.next_at)
 
-    def computed(self, engine: Engine, ident: Hashable, now: float) -> None:
-        """The engine has computed its earliest order for this request. An abandoned request is ignored."""
+    def computed(
+        self, engine: Engine, ident: Hashable, now: float, saves: Saves | None = None
+    ) -> None:
+        """The engine has computed its earliest order for this request. An abandoned request is ignored.
+
+        saves: what it says of the prompt's blocks; None: all of them count as saved.
+        """
         state = self._state
         sent = state.orders.first(engine, ident)
         if sent is None:
@@ -202,11 +208,13 @@ class Scheduler:
         order = sent.order
         if engine.tiers:
             # No further: the order behind it may have been given already.
-            done = state.blocks_done(order)
-            keys = order.request.keys[order.estimate.cached : done]
-            state.index.arrived(engine.gpu, engine.tiers[0], keys)
+            cached, done = order.estimate.cached, state.blocks_done(order)
+            keys = order.request.keys
+            stored = done if saves is None else max(cached, min(done, state.stored(engine, saves)))
+            state.index.arrived(engine.gpu, engine.tiers[0], keys[cached:stored])
+            state.index.not_saved(engine.gpu, keys[stored:done])
         if order.last:
-            self._prompt_is_done(order, engine)
+            self._prompt_is_done(order, engine, saves)
         elif not state.orders.of(ident):
             item = state.queue.get(ident)
             item.running = item.match = None
@@ -398,12 +406,12 @@ class Scheduler:
             backlog_s = state.queue.ahead_s(size_s, request) / len(context.engines)
         return refused_by_time(context, backlog_s, limits)
 
-    def _prompt_is_done(self, order: Order, engine: Engine) -> None:
+    def _prompt_is_done(self, order: Order, engine: Engine, saves: Saves | None) -> None:
         answers = self._state.answers
         answer = answers.get(order.request.ident)
         if answer is None:
             return  # it was followed, and has finished before this report
-        answer.computed_by = engine
+        answer.computed_by, answer.saves = engine, saves
         if answer.decode is not None:
             answers.followed(answer, answer.decode)
         if self._settings.decodes and not answer.sent:

@@ -17,7 +17,7 @@ from kvpool.scheduler.policies import Policy
 from kvpool.scheduler.queue import RequestQueue
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.spreading import Spreading
-from kvpool.scheduler.values import Engine, Order, Request
+from kvpool.scheduler.values import Engine, Order, Request, Saves
 
 
 @dataclass(slots=True)
@@ -64,15 +64,22 @@ class State:
             end, holders = request.keys[reach - 1], len(context.sources(match.widest)[1])
             context.spread = self.spreading.should_spread(end, holders, context.now)
 
-    def handover(self, context: DecisionContext, decoders: Sequence[Engine]) -> Handover:
-        rule = self.settings.decode
-        return Handover(context.request, context.match, decoders, self.cluster, rule, context.now)
+    def handover(
+        self, context: DecisionContext, decoders: Sequence[Engine], stored: int | None = None
+    ) -> Handover:
+        """stored: as `Handover` has it."""
+        request, match, rule = context.request, context.match, self.settings.decode
+        return Handover(request, match, decoders, self.cluster, rule, context.now, stored)
 
     def size_s(self, request: Request, done: int, engine: Engine) -> float:
         """Seconds in which an engine like this one computes the rest of its prompt."""
         kind = self.cluster.kinds[engine.kind]
         start = min(done, request.tokens - 1)
         return kind.prefill.prefill_s(start, request.tokens, kind.step_tokens)
+
+    def stored(self, engine: Engine, saves: Saves) -> int:
+        """How many of a prompt's blocks are in the pool, or on their way there, by what this engine says."""
+        return saves.stored // self.cluster.kinds[engine.kind].block_tokens
 
     def blocks_done(self, order: Order) -> int:
         """How many blocks of its prompt exist when it is computed.

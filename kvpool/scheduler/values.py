@@ -216,11 +216,24 @@ class Order:
     decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
 
 
+class Saves(NamedTuple):
+    """What an engine says of a prompt's blocks when it has computed them, in tokens from the prompt's beginning.
+
+    stored: in the pool, or on their way there; what is behind was not saved. saving: the last ones of these, on their
+    way; for about `saving_s` still, None if the engine does not know.
+    """
+
+    stored: int
+    saving: int
+    saving_s: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeOrder:
     """The prompt of this request is computed: send it to this engine now, for its answer.
 
-    computed_by: the engine that computed its end.
+    computed_by: the engine that computed its end. wait_s: so long it may wait for blocks that are still being saved
+    there; 0: not at all.
     """
 
     request: Request
@@ -228,6 +241,7 @@ class DecodeOrder:
     computed_by: Engine
     estimate: DecodeEstimate
     decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

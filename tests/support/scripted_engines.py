@@ -19,9 +19,10 @@ import msgspec
 
 from kvpool.retry import BreakerRule
 from kvpool.router.bodies import Kind
+from kvpool.router.calls import REPORT
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engines import EngineSpec
+from kvpool.router.engines import EngineSpec, gpu_holder, pool_holders
 from kvpool.router.group.group import Group
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books
@@ -148,13 +149,15 @@ class ScriptedAnswer:
 
 
 class ScriptedUpstream:
-    """Stands for `upstream.Upstream`. faults: of an engine's next calls, in order; "" for a good one.
+    """Stands for `upstream.Upstream`. faults: of an engine's next calls, in order; "" for a good one. saves: what an
+    engine's plugin reports of a prompt's blocks, if it is asked to.
 
     open: calls that have not ended. exhausted: whether probes cannot be sent.
     """
 
     def __init__(self) -> None:
         self.faults: dict[str, deque[str]] = {}
+        self.saves: dict[str, Mapping[str, Any]] = {}
         self.ill: set[str] = set()
         self.seen: list[Seen] = []
         self.open: list[Seen] = []
@@ -191,6 +194,9 @@ class ScriptedUpstream:
                 await asyncio.Event().wait()
             streams = value.get("stream") is True
             data = answer_to(value, path)
+            if engine.name in self.saves and value.get("kv_transfer_params") == REPORT:
+                params = {"kvpool": self.saves[engine.name]}
+                data = data[:-1] + b',"kv_transfer_params":' + msgspec.json.encode(params) + b"}"
             yield ScriptedAnswer(engine.name, data, streams=streams, fault=fault)
         finally:
             self.open.remove(seen)
@@ -306,6 +312,7 @@ class Bench:
     upstream: ScriptedUpstream = field(default_factory=ScriptedUpstream)
     recorder: Recorder = field(default_factory=Recorder)
     metrics: Metrics = field(default_factory=Metrics)
+    index: PrefixIndex = field(init=False)
     scheduler: Scheduler = field(init=False)
     health: Health = field(init=False)
     orders: Orders = field(init=False)
@@ -320,10 +327,16 @@ class Bench:
     async def __aenter__(self) -> Self:
         clock = asyncio.get_running_loop().time
         config = self.config
-        cluster = Cluster({MODEL: estimates()}, {}, Traffic())
-        index = PrefixIndex()
+        self.index = index = PrefixIndex()
+        nodes: dict[str, str] = {}
         for spec in self.specs:
-            index.join(f"gpu:{spec.name}", pool=False, namespace=spec.namespace.hex())
+            namespace = spec.namespace.hex()
+            index.join(gpu_holder(spec), pool=False, namespace=namespace)
+            for holder in pool_holders(spec.node, spec.namespace):
+                if holder not in nodes:
+                    index.join(holder, pool=True, namespace=namespace)
+                    nodes[holder] = spec.node
+        cluster = Cluster({MODEL: estimates()}, nodes, Traffic())
         self.known = ScriptedKnowledge(self.specs)
         self.scheduler = Scheduler(
             (), cluster, index, make_policy(config.policy), self.random, self.settings

@@ -28,6 +28,7 @@ from kvpool.router.group.messages import (
     Over,
     Refused,
     RequestRow,
+    SavesRow,
     Submit,
 )
 from kvpool.router.group.progress import Progress, go_on
@@ -136,7 +137,8 @@ class GroupOrders:
             entry.leader.send(Computed(number, name, False, None, False))
         else:
             said = measured.cached_tokens, measured.timed
-            entry.leader.send(Computed(number, name, True, *said))
+            saves = None if measured.saves is None else SavesRow(*measured.saves)
+            entry.leader.send(Computed(number, name, True, *said, saves))
 
     def failed(self, order: Order, reason: str) -> None:
         entry = self._entries.get(order.request.ident)
@@ -211,6 +213,7 @@ class GroupOrders:
             engine_of(message.computed_by),
             decode_estimate_of(message.estimate, engine_of),
             [decode_estimate_of(each, engine_of) for each in message.decoders],
+            message.wait_s,
         )
 
 

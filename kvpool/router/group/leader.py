@@ -38,7 +38,7 @@ from kvpool.router.group.rows import (
 )
 from kvpool.router.observations import Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Orders
-from kvpool.scheduler.values import DecodeOrder, Order, Rejection, Request
+from kvpool.scheduler.values import DecodeOrder, Order, Rejection, Request, Saves
 
 REQUESTS_MAX = 1 << 16
 Send = Callable[[Message], None]
@@ -86,6 +86,7 @@ class _RemoteRequest:
                         news.computed_by.name,
                         decode_row(news.estimate),
                         [decode_row(each) for each in news.decoders],
+                        news.wait_s,
                     )
                 )
             case EngineGone():
@@ -187,7 +188,9 @@ class LedRouter:
         order, given_at = found
         measured = None
         if message.measured and not math.isnan(given_at):
-            measured = Measured(given_at, message.cached_tokens, message.timed)
+            row = message.saves
+            saves = None if row is None else Saves(row.stored, row.saving, row.saving_s)
+            measured = Measured(given_at, message.cached_tokens, message.timed, saves)
         self._books.orders.computed(order, measured)
 
     def _failed(self, message: Failed) -> None:

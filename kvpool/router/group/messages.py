@@ -66,6 +66,14 @@ class OrderRow(msgspec.Struct, array_like=True, frozen=True):
     decoders: Sequence[DecodeRow] = ()
 
 
+class SavesRow(msgspec.Struct, array_like=True, frozen=True):
+    """`scheduler.values.Saves`."""
+
+    stored: Count
+    saving: Count
+    saving_s: Seconds | None
+
+
 class BegunRow(msgspec.Struct, array_like=True, frozen=True):
     """`scheduler.values.Begun`."""
 
@@ -162,6 +170,7 @@ class Computed(Message, frozen=True):
     measured: bool
     cached_tokens: Count | None
     timed: bool
+    saves: SavesRow | None = None
 
 
 class Failed(Message, frozen=True):
@@ -232,6 +241,7 @@ class DecodeOrdered(Message, frozen=True):
     computed_by: Name
     estimate: DecodeRow
     decoders: Sequence[DecodeRow]
+    wait_s: Seconds = 0.0
 
 
 class Gone(Message, frozen=True):

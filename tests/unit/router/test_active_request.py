@@ -6,7 +6,6 @@ import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,13 +15,12 @@ from kvpool.errors import KvpoolError
 from kvpool.router import active_request
 from kvpool.router.active_request import (
     FOLLOW_MORE_S,
-    LATE_SAVE_S,
     ActiveRequest,
     DeadlinePassed,
     GivenUp,
 )
 from kvpool.router.bodies import Body, Kind, parse
-from kvpool.router.calls import Caller, Limits
+from kvpool.router.calls import REPORT, Caller, Limits
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
 from kvpool.router.memory import Memory
@@ -39,6 +37,7 @@ from kvpool.scheduler.values import (
     Order,
     Request,
     Role,
+    Saves,
 )
 from tests.support.scripted_engines import MODEL, Client, ScriptedAnswer, answer_to
 
@@ -66,9 +65,12 @@ class Orders:
     def __init__(self) -> None:
         self.late: list[Order | DecodeOrder] = []
         self.then: DecodeOrder | None = None
+        self.measured: list[Measured] = []
         self.active: weakref.ref[ActiveRequest] | None = None
 
     def computed(self, order: Order, measured: Measured | None = None) -> None:
+        if measured is not None:
+            self.measured.append(measured)
         if self.then is not None:
             self._tell(self.then)
 
@@ -93,8 +95,11 @@ class Orders:
 class Roster:
     """All engines are there."""
 
+    def __init__(self, namespace: bytes) -> None:
+        self._namespace = namespace
+
     def spec(self, name: str) -> EngineSpec:
-        return EngineSpec(url=f"http://{name}", name=name, model=MODEL)
+        return EngineSpec(url=f"http://{name}", name=name, model=MODEL, namespace=self._namespace)
 
     def engine(self, name: str) -> Engine:
         return engine(name)
@@ -105,10 +110,14 @@ class Roster:
 
 
 class Upstream:
-    """Answers right, but for engines that do otherwise: fail, refuse, hang; or hang once."""
+    """Answers right, but for engines that do otherwise: fail, refuse, hang; or hang once.
+
+    reports: what their plugin says of a prompt's blocks, when it is asked to.
+    """
 
     def __init__(self, **otherwise: str) -> None:
         self.otherwise = otherwise
+        self.reports: dict[str, Any] = {}
         self.asked: list[str] = []
         self.bodies: list[Any] = []
         self.called = asyncio.Event()
@@ -132,11 +141,19 @@ class Upstream:
         if how in {"hang", "hang once"}:
             await asyncio.Event().wait()
         streams = value.get("stream") is True
-        yield ScriptedAnswer(spec.name, answer_to(value), streams=streams, fault="")
+        data = answer_to(value)
+        if value.get("kv_transfer_params") == REPORT and spec.name in self.reports:
+            said = {"kv_transfer_params": {"kvpool": self.reports[spec.name]}}
+            data = msgspec.json.encode({**msgspec.json.decode(data), **said})
+        yield ScriptedAnswer(spec.name, data, streams=streams, fault="")
 
 
 def active_of(
-    orders: Orders, upstream: Upstream, within_s: float = 20.0, body: Body = BODY
+    orders: Orders,
+    upstream: Upstream,
+    within_s: float = 20.0,
+    body: Body = BODY,
+    namespace: bytes = b"",
 ) -> ActiveRequest:
     loop = asyncio.get_running_loop()
     caller = Caller(
@@ -156,7 +173,7 @@ def active_of(
         body,
         caller=caller,
         orders=orders,
-        roster=Roster(),
+        roster=Roster(namespace),
         metrics=Metrics(),
         account=Account("me", MODEL, "", 0.0),
         clock=loop.time,
@@ -273,21 +290,61 @@ def test_who_follows_computes_what_was_lost_when_the_prompt_is_done(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("follows_max", [0, 4])
-def test_who_decodes_waits_for_what_is_still_being_saved(follows_max: int) -> None:
-    """An engine says that a prompt is computed before all of it is in the pool. Not every engine can wait."""
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("report", ["nothing", "a part", "none", "bad"])
+def test_nobody_follows_an_engine_that_saves_nothing(streams: bool, report: str) -> None:
+    """It is asked anew at once. What is saved in part comes, and who follows hears of the rest."""
+
+    async def main() -> None:
+        upstream = Upstream(d="hang once" if report == "nothing" else "")
+        upstream.reports["p"] = {
+            "nothing": {"saved_tokens": 0, "saving_tokens": 0, "saving_s": None},
+            "a part": {"saved_tokens": 16, "saving_tokens": 0, "saving_s": None},
+            "none": None,
+            "bad": {"saved_tokens": -1},
+        }[report]
+        body = STREAMED if streams else BODY
+        active = active_of(Orders(), upstream, body=body, namespace=b"n" * 16)
+        active.tell(order("p", whole=False, follow=True))
+        client = Client()
+        await active.run(client)
+        assert client.data == answer_to(body.value)
+        assert upstream.asked.count("d") == (2 if report == "nothing" else 1)
+        prefill = upstream.bodies[upstream.asked.index("p")]
+        assert prefill["kv_transfer_params"] == REPORT
+        assert "kv_transfer_params" not in upstream.bodies[-1] or report != "nothing"
+
+    asyncio.run(main())
+
+
+def test_what_an_engine_says_of_its_saves_reaches_the_scheduler() -> None:
+    async def main() -> None:
+        orders, upstream = Orders(), Upstream()
+        upstream.reports["p"] = {"saved_tokens": 32, "saving_tokens": 16, "saving_s": 0.5}
+        estimate = DecodeEstimate(engine("d"), 0.001, 0, 0.0, True, 0.0)
+        orders.then = DecodeOrder(REQUEST, engine("d"), engine("p"), estimate)
+        active = active_of(orders, upstream, namespace=b"n" * 16)
+        active.tell(order("p", whole=False))
+        await active.run(Client())
+        assert [each.saves for each in orders.measured] == [Saves(48, 16, 0.5)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.25])
+def test_who_decodes_waits_for_what_is_still_being_saved(wait_s: float) -> None:
+    """An engine says that a prompt is computed before all of it is in the pool."""
 
     async def main() -> None:
         orders, upstream = Orders(), Upstream()
-        able = replace(engine("d"), follows_max=follows_max)
-        estimate = DecodeEstimate(able, 0.001, 0, 0.0, True, 0.0)
-        orders.then = DecodeOrder(REQUEST, able, engine("p"), estimate)
+        estimate = DecodeEstimate(engine("d"), 0.001, 0, 0.0, True, 0.0)
+        orders.then = DecodeOrder(REQUEST, engine("d"), engine("p"), estimate, wait_s=wait_s)
         active = active_of(orders, upstream)
         active.tell(order("p", whole=False))
         await active.run(Client())
         assert upstream.asked == ["p", "d"]
-        wait = {"kvpool": {"follow_s": LATE_SAVE_S, "source": "node-p"}}
-        expected = {"kv_transfer_params": wait} if follows_max else {}
+        wait = {"kvpool": {"follow_s": wait_s, "source": "node-p"}}
+        expected = {"kv_transfer_params": wait} if wait_s else {}
         assert upstream.bodies[1] == msgspec.json.decode(RAW) | expected
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from kvpool.router.intake import Rejected
 from kvpool.router.memory import SMALL_BYTES
 from kvpool.router.requests import QUIET_S
 from kvpool.router.upstream import TOO_LARGE, EngineFailed
+from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import (
@@ -132,6 +133,59 @@ def test_a_prompt_is_followed_where_it_is_decoded() -> None:
         assert params["source"] == "node-p" and 0 < params["follow_s"] <= 60.0
         assert decode.body == msgspec.json.decode(bench.incoming(STREAM).raw)
         assert client.data == right(STREAM)
+
+    run(work, engine("p", PREFILL), engine("d", DECODE, follows_max=4))
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+@pytest.mark.parametrize(("saved", "saving"), [(32, 0), (0, 32), (16, 0), (0, 16), (0, 0)])
+def test_what_an_engine_did_not_save_is_forgotten_with_its_answer(
+    body: dict[str, Any], saved: int, saving: int
+) -> None:
+    """And who decodes is not sent there to wait for it."""
+
+    async def work(bench: Bench) -> None:
+        said = {"saved_tokens": saved, "saving_tokens": saving, "saving_s": 0.0}
+        bench.upstream.saves["p"] = said
+        bench.upstream.hold["d"] = asyncio.Event()
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(body), client))
+        await until_async(lambda: [seen.engine for seen in bench.upstream.open] == ["d"])
+        (looked,) = bench.known.looked
+        now = asyncio.get_running_loop().time()
+        lengths = bench.index.match(looked.keys, now).lengths
+        stored = (saved + saving) // 16
+        assert lengths.pop("gpu:p") == 2
+        assert set(lengths.values()) == ({stored} if stored else set())
+        bench.upstream.hold["d"].set()
+        await task
+        assert client.data == right(body)
+        (decode,) = [seen for seen in bench.upstream.seen if seen.engine == "d"]
+        assert ("kv_transfer_params" in decode.body) == (saving > 0)
+
+    p, d = engine("p", PREFILL), engine("d", DECODE, follows_max=4)
+    run(work, p, d, scheduler=Settings(decode=DecodeRule(follow_below=0.0)))
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+@pytest.mark.parametrize("saved", [0, 16])
+def test_an_engine_that_saves_nothing_is_not_followed_any_longer(
+    body: dict[str, Any], saved: int
+) -> None:
+    async def work(bench: Bench) -> None:
+        said = {"saved_tokens": saved, "saving_tokens": 0, "saving_s": None}
+        bench.upstream.saves["p"] = said
+        bench.upstream.hold["d"] = hold = asyncio.Event()
+        client = Client()
+        task = asyncio.create_task(bench.serving.serve(bench.incoming(body), client))
+        await until_async(lambda: [seen.engine for seen in bench.upstream.open] == ["d"])
+        calls = 1 if saved else 2
+        await until_async(lambda: engines_of(bench).count("d") == calls)
+        hold.set()
+        await task
+        assert client.data == right(body)
+        asked = [seen.body for seen in bench.upstream.seen if seen.engine == "d"]
+        assert ["kv_transfer_params" in each for each in asked] == [True, False][:calls]
 
     run(work, engine("p", PREFILL), engine("d", DECODE, follows_max=4))
 

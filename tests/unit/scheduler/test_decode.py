@@ -8,17 +8,26 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.scheduler.decode import STALL, DecodeRule, Handover, tpot_s
+from kvpool.scheduler.decode import (
+    LATE_SAVE_S,
+    SLOWER,
+    STALL,
+    DecodeRule,
+    Handover,
+    tpot_s,
+    wait_for_saves_s,
+)
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.topology import Topology
-from kvpool.scheduler.values import DecodeEstimate, Request, Role
+from kvpool.scheduler.values import DecodeEstimate, Request, Role, Saves
 
 Make = Callable[..., Any]
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 PLAIN = Settings(queue=FIFO, segment_s=0.0)
 RULE = DecodeRule()
 PULL_S = 0.1  # a block
+BLOCK, TOKEN_S = 16, 0.01
 ALONE_S = 0.011  # a token, with nobody beside
 
 
@@ -48,6 +57,55 @@ def test_what_is_lacking_costs_its_transfer(make: Make) -> None:
     for estimate in found.values():
         assert estimate.handover_s == pytest.approx(estimate.lacks * PULL_S, rel=1e-3)
         assert estimate.cost == pytest.approx(estimate.handover_s + 10 * ALONE_S)
+
+
+def test_what_was_not_saved_is_computed_again_by_others(make: Make) -> None:
+    rules = make({"a@n": BOTH, "b@n": BOTH, "d": D, "e": D}, pull_s=PULL_S)
+    request = rules.request(160)
+    rules.index.add("dram:e", request.keys[:7])
+    match = rules.index.match(request.keys, 0.0)
+    decoders = list(rules.engines.values())
+    for stored in (10, 8, 5, 0):
+        handover = Handover(request, match, decoders, rules.cluster, RULE, 0.0, stored)
+        engine = rules.engines["a"]
+        found = {e.engine.name: e for e in handover.estimates(engine, 0.0, Random(0))}
+        expected = {
+            "a": 0.0,
+            "b": (10 - stored) * BLOCK * TOKEN_S,
+            "d": stored * PULL_S + (10 - stored) * BLOCK * TOKEN_S,
+            "e": max(0, stored - 7) * PULL_S + (10 - max(stored, 7)) * BLOCK * TOKEN_S,
+        }
+        for name, handover_s in expected.items():
+            assert found[name].handover_s == pytest.approx(handover_s, abs=1e-6), (stored, name)
+        assert found["d"].lacks == stored
+        assert found["e"].lacks == max(0, stored - 7)
+
+
+@pytest.mark.parametrize(
+    ("saves", "own", "handover_s", "wait_s"),
+    [
+        # All is there; it was not said how long the rest takes; that is sooner than computing it, or not.
+        (Saves(160, 0, 0.0), 0, 0.1, 0.0),
+        (Saves(160, 64, None), 0, 0.1, SLOWER * 0.1 + 0.64),
+        (Saves(160, 64, 0.63), 0, 0.1, SLOWER * 0.1 + 0.64),
+        (Saves(160, 64, 0.65), 0, 0.1, 0.0),
+        # It has a part of that, or all; it need not compute what was not saved.
+        (Saves(160, 64, 0.1), 8, 0.05, 0.32),
+        (Saves(160, 64, 0.1), 10, 0.0, 0.0),
+        (Saves(64, 32, 0.1), 0, 0.01, SLOWER * 0.01 + 0.32),
+        (Saves(0, 0, None), 0, 0.0, 0.0),
+        # Never longer than all of it takes to compute, and not for long where a transfer hangs.
+        (Saves(160, 64, 0.1), 0, 9.0, 1.6),
+        (Saves(160, 160, 0.1), 0, 0.01, SLOWER * 0.01 + LATE_SAVE_S),
+    ],
+)
+def test_what_is_being_saved_is_waited_for_where_that_is_sooner(
+    make: Make, saves: Saves, own: int, handover_s: float, wait_s: float
+) -> None:
+    rules = make({"d": D})
+    kind = rules.cluster.kinds["k"]
+    found = wait_for_saves_s(rules.request(160), saves, own, handover_s, kind)
+    assert found == pytest.approx(wait_s)
 
 
 def test_who_follows_hides_all_but_the_last_step(make: Make) -> None:

@@ -1,5 +1,6 @@
 """The prefix index, against a model that keeps a set of keys for each holder."""
 
+import math
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -28,6 +29,7 @@ class IndexMachine(RuleBasedStateMachine):
         # By namespace and key.
         self.expected: dict[tuple[str, str], tuple[str, float, float]] = {}
         self.arrived: set[tuple[str, str]] = set()  # of what is expected
+        self.unsaved: set[tuple[str, str]] = set()  # the same
         self.now = 0.0
         for name in HOLDERS:
             self.join(name)
@@ -65,6 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
         for key, ready_at in zip(keys, ready, strict=True):
             self.expected[self.namespace(name), key] = (name, ready_at, self.now + lasts)
             self.arrived.discard((self.namespace(name), key))
+            self.unsaved.discard((self.namespace(name), key))
 
     @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS)
     def unexpect(self, name: str, keys: list[str]) -> None:
@@ -82,6 +85,15 @@ class IndexMachine(RuleBasedStateMachine):
             if at in self.expected and self.expected[at][0] == f"gpu:{name}":
                 self.arrived.add(at)
 
+    @rule(name=st.sampled_from(["gpu:a", "gpu:b"]), keys=KEYS)
+    def not_saved(self, name: str, keys: list[str]) -> None:
+        self.index.not_saved(name, keys)
+        for key in keys:
+            at = self.namespace(name), key
+            if at in self.expected and self.expected[at][0] == name:
+                self.arrived.discard(at)
+                self.unsaved.add(at)
+
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
         self.now += seconds
@@ -90,6 +102,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def match_is_right(self) -> None:
         self.arrived &= set(self.expected)
+        self.unsaved &= set(self.expected)
         for keys in (CHAIN, CHAIN[:3], CHAIN[2:5], ["unknown"], []):
             found = self.index.match(keys, self.now)
             lengths = {}
@@ -113,7 +126,8 @@ class IndexMachine(RuleBasedStateMachine):
                 pool |= held
         reach = run_length(keys, pool)
         expected = {key: self.expected[at, key] for at, key in self.expected if at == namespace}
-        coming = run_length(keys, pool | set(expected))
+        comes = {key for key in expected if (namespace, key) not in self.unsaved}
+        coming = run_length(keys, pool | comes)
         waits_for = [expected[key][1] for key in keys[reach:coming] if key not in pool]
         assert found == (reach, coming, max(waits_for, default=float("-inf")))
 
@@ -197,6 +211,24 @@ def test_blocks_that_arrived_are_not_waited_for() -> None:
     assert found.of("") == (0, 3, 3.0)
     index.arrived("gpu:a", "dram:a", ["x"])
     assert index.match(["x", "y", "z"], 0.0).of("").reach == 2
+
+
+def test_what_was_not_saved_is_in_the_engines_cache_only() -> None:
+    index = PrefixIndex()
+    index.join("gpu:a", pool=False)
+    index.join("dram:a", pool=True)
+    keys = ["w", "x", "y", "z"]
+    index.expect("gpu:a", keys, [1.0, 2.0, 3.0, 4.0], 10.0)
+    index.arrived("gpu:a", "dram:a", keys[:3])
+    index.not_saved("gpu:a", keys[2:])
+    found = index.match(keys, 0.0)
+    assert (found.lengths, found.of("")) == ({"gpu:a": 4, "dram:a": 2}, (2, 2, -math.inf))
+    index.arrived("gpu:a", "dram:a", ["y"])
+    assert index.match(keys, 0.0).of("").reach == 3, "it was saved for another request"
+    index.leave("dram:a")
+    index.leave("gpu:a")
+    index.not_saved("gpu:a", keys)
+    assert index.match(keys, 0.0).lengths == {}
 
 
 def test_what_is_not_shared_is_not_waited_for() -> None:

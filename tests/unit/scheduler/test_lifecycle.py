@@ -11,7 +11,7 @@ from kvpool.scheduler.deadlines import Deadlines
 from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
-from kvpool.scheduler.values import Order, Rejection, Request, Role
+from kvpool.scheduler.values import DecodeOrder, Order, Rejection, Request, Role, Saves
 
 Make = Callable[..., Any]
 P, D = Role.PREFILL, Role.DECODE
@@ -41,6 +41,57 @@ def test_more_than_follows_max_are_sent_when_their_prompts_are_there(make: Make)
             rules.computed(name, ident, 1.0)
     ((_, engine, how),) = rules.poll(1.0)
     assert (engine, how) == ("d", "decode")
+
+
+def test_what_an_engine_did_not_save_is_forgotten_when_it_says_so(make: Make) -> None:
+    """Nobody waits for it or would pull it; who decodes waits for the rest only while it is being saved."""
+    rules = make({"p": P, "q": P, "d": D}, follows_max=1)
+    rules.engines["d"].follows = 1
+    ident = rules.submit(160)
+    (order,) = rules.scheduler.poll(0.0)
+    keys, name = order.request.keys, order.estimate.engine.name
+    assert rules.index.match(keys, 0.5).of("").coming == 10
+    rules.scheduler.computed(rules.engines[name], ident, 1.0, Saves(6 * BLOCK, 2 * BLOCK, 0.01))
+    found = rules.index.match(keys, 1.0)
+    assert found.lengths == {f"gpu:{name}": 10, f"dram:{name}": 6}
+    assert found.of("")[:2] == (6, 6)
+    (decoding,) = rules.scheduler.poll(1.0)
+    assert isinstance(decoding, DecodeOrder)
+    estimate = decoding.estimate
+    assert estimate.lacks == 6
+    assert estimate.handover_s == pytest.approx(6 * 0.001 + 4 * BLOCK * TOKEN_S)
+    assert 2 * BLOCK * TOKEN_S < decoding.wait_s <= 6 * BLOCK * TOKEN_S
+
+
+@pytest.mark.parametrize(
+    ("engines", "more"),
+    [
+        ({"p": P, "d": D}, {"follows_max": 0}),
+        ({"p": P, "d": D}, {"follows_max": 1, "pooled": False}),
+    ],
+)
+def test_who_cannot_follow_waits_for_nothing(
+    make: Make, engines: dict[str, Role], more: dict[str, Any]
+) -> None:
+    rules = make(engines, **more)
+    rules.engines["d"].follows = 1
+    ident = rules.submit(160)
+    rules.poll()
+    rules.computed("p", ident, 1.0)
+    (decoding,) = rules.scheduler.poll(1.0)
+    assert (decoding.engine.name, decoding.wait_s) == ("d", 0.0)
+
+
+def test_without_a_report_the_last_step_is_being_saved(make: Make) -> None:
+    for pull_s in (0.001, 0.5):
+        rules = make({"p": P, "d": D}, follows_max=1, pull_s=pull_s)
+        rules.engines["d"].follows = 1
+        ident = rules.submit(160)
+        rules.poll()
+        rules.computed("p", ident, 1.0)
+        (decoding,) = rules.scheduler.poll(1.0)
+        wait_s = 4 * decoding.estimate.handover_s + STEP * TOKEN_S
+        assert decoding.wait_s == pytest.approx(min(wait_s, 160 * TOKEN_S))
 
 
 def test_a_long_prompt_is_followed_as_late_as_the_rest_still_comes_in_time(make: Make) -> None:
