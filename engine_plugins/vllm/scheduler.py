@@ -701,13 +701,14 @@ class SchedulerHalf:
         if whole > state.saved:
             self.counters.add(dropped_saves=whole - state.saved)
         prompt = request.num_prompt_tokens // self._engine.hash_tokens
-        self._tell_dropped(map(block_key, request.block_hashes[state.saved : prompt]))
+        if completed:  # otherwise who follows may wait for another engine, which goes on with it
+            self._tell_dropped(request.block_hashes[state.saved : prompt])
         return self._report(request.block_hashes[:prompt]) if state.reports else None
 
-    def _tell_dropped(self, keys: Iterable[bytes]) -> None:
+    def _tell_dropped(self, hashes: Iterable[bytes]) -> None:
         """Who follows a prompt does not wait for these any more. Without any, nothing happens."""
         assert self._namespace is not None, "nothing is saved before it is known"
-        self._client.dropped(self._namespace, pack(keys))
+        self._client.dropped(self._namespace, pack(hashes))
 
     def _report(self, hashes: Sequence[bytes]) -> SaveReport:
         """What became of a prompt's blocks. Those that were offered before, and since evicted, count as saved."""

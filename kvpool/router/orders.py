@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -194,16 +195,23 @@ class Orders:
         scheduler = self._scheduler
         wake_at = now + POLL_AGAIN_S
         try:
-            for ident in scheduler.expired(now):
-                self._recipients[ident].tell(Expired())
-            for order in scheduler.poll(now):
-                recipient = self._recipients[order.request.ident]
-                recipient.tell(order)
-                self._count(order, recipient, now)
-            wake_at = scheduler.wake_at()
+            with ExitStack() as each:  # if one fails, the others are still told
+                for ident in scheduler.expired(now):
+                    each.callback(self._expired, ident)
+                orders = scheduler.poll(now)
+                for order in reversed(orders):
+                    each.callback(self._ordered, order, now)
+                wake_at = scheduler.wake_at()
         finally:
-            # If one request fails here, the others are still handled.
             self._wake(wake_at, now)
+
+    def _expired(self, ident: Hashable) -> None:
+        self._recipients[ident].tell(Expired())
+
+    def _ordered(self, order: Order | DecodeOrder, now: float) -> None:
+        recipient = self._recipients[order.request.ident]
+        recipient.tell(order)
+        self._count(order, recipient, now)
 
     def _wake(self, wake_at: float, now: float) -> None:
         if wake_at != self._alarm_at or self._alarm is None:

@@ -20,7 +20,7 @@ class Answer:
     """decode: where memory is reserved for it. sent: whether the request was sent there, for its answer. follows:
     whether that engine follows the prompt now. computed_by: the engine that computed the end of the prompt; saves: what
     it said of the blocks, None: nothing.
-    failures: failed orders. avoid: engines where one failed.
+    failures: failed orders. avoid: engines where one failed. numbered: the number of its last order.
     """
 
     request: Request
@@ -31,6 +31,7 @@ class Answer:
     saves: Saves | None = None
     failures: int = 0
     avoid: set[str] = field(default_factory=set)
+    numbered: int = 0
 
     @property
     def needed(self) -> int:

@@ -359,7 +359,11 @@ class Dispatch:
             state.answers.send(answer, decode, follows=follow)
         if decode is not None and follow_s is not None and follow:
             state.cluster.traffic.add(engine.node, decode.node, follow_s, now)
-        order = Order(request, best, end, last, decode, whole, follow, choice.candidates, estimates)
+        answer.numbered += 1
+        order = Order(
+            *(request, best, end, last, decode, whole, follow),
+            *(choice.candidates, estimates, answer.numbered),
+        )
         begins = state.orders.add(self._sent(order, item.done), now)
         # If a prompt continues where it is, the rest is expected since its first segment there.
         later_s = 0.0 if item.running is engine else rest_s

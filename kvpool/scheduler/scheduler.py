@@ -153,6 +153,7 @@ class Scheduler:
         answer = state.answers.begin(request)
         answer.failures, answer.computed_by = begun.failures, begun.computed_by
         answer.avoid.update(begun.avoid)
+        answer.numbered = max((order.number for order in begun.orders), default=0)
         if begun.decode is not None:
             state.answers.reserve(answer, begun.decode)
             state.answers.send(answer, begun.decode, follows=begun.follows)

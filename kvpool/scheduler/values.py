@@ -202,7 +202,8 @@ class Order:
     most one order of a request says so. Otherwise a `DecodeOrder` comes when the prompt is computed and
     there is room, maybe for another engine.
 
-    candidates: the compared engines; decoders: the same for `decode`, best first.
+    candidates: the compared engines; decoders: the same for `decode`, best first. number: of this order among those of
+    its request.
     """
 
     request: Request
@@ -214,6 +215,7 @@ class Order:
     follow: bool = False
     candidates: Sequence[Estimate] = field(repr=False, default=())
     decoders: Sequence[DecodeEstimate] = field(repr=False, default=())
+    number: int = 0
 
 
 class Saves(NamedTuple):

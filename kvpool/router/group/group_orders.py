@@ -134,11 +134,11 @@ class GroupOrders:
         name = order.estimate.engine.name
         number = _number(order.request)
         if measured is None:
-            entry.leader.send(Computed(number, name, False, None, False))
+            entry.leader.send(Computed(number, name, False, None, False, None, order.number))
         else:
             said = measured.cached_tokens, measured.timed
             saves = None if measured.saves is None else SavesRow(*measured.saves)
-            entry.leader.send(Computed(number, name, True, *said, saves))
+            entry.leader.send(Computed(number, name, True, *said, saves, order.number))
 
     def failed(self, order: Order, reason: str) -> None:
         entry = self._entries.get(order.request.ident)
@@ -147,7 +147,7 @@ class GroupOrders:
             return
         name = order.estimate.engine.name
         entry.progress.failed(name)
-        entry.leader.send(Failed(_number(order.request), name, reason, False))
+        entry.leader.send(Failed(_number(order.request), name, reason, False, order.number))
 
     def decode_failed(self, request: Request, engine: str, reason: str) -> None:
         entry = self._entries.get(request.ident)

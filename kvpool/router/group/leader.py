@@ -100,9 +100,13 @@ class _RemoteRequest:
     def settle(self) -> None:
         """What has begun elsewhere is reported by its router."""
 
-    def first(self, engine: str) -> tuple[Order, float] | None:
-        """The earliest open order there."""
-        return next((each for each in self.open if each[0].estimate.engine.name == engine), None)
+    def find(self, engine: str, number: int) -> tuple[Order, float] | None:
+        """The open order there with this number."""
+
+        def is_meant(order: Order) -> bool:
+            return order.number == number and order.estimate.engine.name == engine
+
+        return next((each for each in self.open if is_meant(each[0])), None)
 
     def void(self, engine: str) -> None:
         self.open = [each for each in self.open if each[0].estimate.engine.name != engine]
@@ -181,7 +185,7 @@ class LedRouter:
 
     def _computed(self, message: Computed) -> None:
         remote = self._requests.get(message.ident)
-        found = None if remote is None else remote.first(message.engine)
+        found = None if remote is None else remote.find(message.engine, message.order)
         if remote is None or found is None:
             return  # taken back meanwhile
         remote.open.remove(found)
@@ -198,11 +202,11 @@ class LedRouter:
         self._books.blame(message.engine, message.reason)
         if remote is None:
             return
-        found = remote.first(message.engine)
-        remote.void(message.engine)
         if message.decodes:
+            remote.void(message.engine)
             self._books.orders.decode_failed(remote.request, message.engine, message.reason)
-        elif found is not None:
+        elif (found := remote.find(message.engine, message.order)) is not None:
+            remote.void(message.engine)
             self._books.orders.failed(found[0], message.reason)
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvpool.decoding import Finite, MsgpackDecoder
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_BYTES_MAX = 256 << 20
 NAME_CHARACTERS_MAX = 4096
 
@@ -64,6 +64,7 @@ class OrderRow(msgspec.Struct, array_like=True, frozen=True):
     follow: bool
     candidates: Sequence[EstimateRow] = ()
     decoders: Sequence[DecodeRow] = ()
+    number: Count = 0
 
 
 class SavesRow(msgspec.Struct, array_like=True, frozen=True):
@@ -163,7 +164,7 @@ class Submit(Message, frozen=True):
 
 
 class Computed(Message, frozen=True):
-    """The engine's earliest order for the request was carried out, or is no longer needed (not measured)."""
+    """The engine's order of this number was carried out, or is no longer needed (not measured)."""
 
     ident: Count
     engine: Name
@@ -171,15 +172,19 @@ class Computed(Message, frozen=True):
     cached_tokens: Count | None
     timed: bool
     saves: SavesRow | None = None
+    order: Count = 0
 
 
 class Failed(Message, frozen=True):
-    """The engine has failed. decodes: after it was sent there for its answer; otherwise its orders there are void."""
+    """The engine has failed. decodes: after it was sent there for its answer; otherwise with the order of this number,
+    and all its orders there are void.
+    """
 
     ident: Count
     engine: Name
     reason: Name
     decodes: bool
+    order: Count = 0
 
 
 class Answered(Message, frozen=True):

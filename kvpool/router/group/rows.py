@@ -157,6 +157,7 @@ def order_row(order: Order) -> OrderRow:
         order.follow,
         [estimate_row(each) for each in order.candidates[:SHOWN_MAX]],
         [decode_row(each) for each in order.decoders[:SHOWN_MAX]],
+        order.number,
     )
 
 
@@ -172,4 +173,5 @@ def order_of(row: OrderRow, request: Request, engine_of: EngineOf) -> Order:
         row.follow,
         [estimate_of(each, engine_of) for each in row.candidates],
         [decode_estimate_of(each, engine_of) for each in row.decoders],
+        row.number,
     )

@@ -937,7 +937,7 @@ def test_blocks_of_an_aborted_request_are_dropped(pool: Any, block_pool: Any) ->
 
 
 def test_who_follows_is_told_of_blocks_that_are_not_saved(pool: Any, block_pool: Any) -> None:
-    """Those that found no pins, those of an aborted request's prompt, and those whose save failed."""
+    """Those that found no pins, and those whose save failed; an aborted prompt is computed elsewhere."""
     harness = Harness(pool, block_pool, blocks=50)
     one, two, three = (
         harness.request(name, 12, first=at) for name, at in (("1", 0), ("2", 20), ("3", 40))
@@ -950,8 +950,6 @@ def test_who_follows_is_told_of_blocks_that_are_not_saved(pool: Any, block_pool:
     harness.end(plan)
     plan = harness.step(two, 2 * TOKENS, tables(12))
     harness.half.request_finished(two, tables(12), completed=False)
-    assert pool.given_up == [block_key(key) for key in two.block_hashes[2:]]
-    pool.given_up.clear()
     harness.end(plan)
     assert pool.given_up == []
     harness.end(harness.step(three, 3 * TOKENS, tables(12)), failed=True)

@@ -16,7 +16,7 @@ from kvpool.router.bodies import BadRequest
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
 from kvpool.router.group.leader import LedRouter
-from kvpool.router.group.messages import Failed, Message, Reaches, Served, decode, encode
+from kvpool.router.group.messages import Computed, Failed, Message, Reaches, Served, decode, encode
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import (
@@ -314,6 +314,42 @@ def test_what_serves_other_routers_is_not_blamed_for_single_failures() -> None:
                 wire.send(Failed(99, "a", "status", False))
                 await one(member, {"prompt": "x", "stream": True})
                 assert leader.health.breakers["a"].passes
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("report", ["failed", "computed"])
+def test_a_report_of_an_order_that_is_void_concerns_no_other(report: str) -> None:
+    """Its engine has left and joined while the report was under way, and has a new order."""
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            upstream = ScriptedUpstream()
+            shape = engine("a")
+            routers = await three(stack, upstream, shape)
+            leader, member = routers.members[:2]
+            wire = routers.wires[id(member)]
+            upstream.hold["a"] = asyncio.Event()
+            body = {"prompt": "x" * 90, "stream": True}
+            task = asyncio.create_task(one(member, body))
+            await until_async(lambda: len(upstream.seen) == 1)
+            leader.health.remove("a")
+            leader.health.add(shape)
+            await until_async(lambda: len(upstream.seen) == 2)
+            (number,) = member.shared._entries
+            assert isinstance(number, int)
+            for order in (1, 3):
+                if report == "failed":
+                    wire.send(Failed(number, "a", "status", False, order))
+                else:
+                    wire.send(Computed(number, "a", False, None, False, None, order))
+            for _ in range(20):  # messages
+                await asyncio.sleep(0)
+            assert leader.scheduler.engines["a"].prefills == 1
+            assert len(upstream.seen) == 2
+            upstream.hold["a"].set()
+            await task
+            assert len(upstream.seen) == 2
 
     asyncio.run(main())
 

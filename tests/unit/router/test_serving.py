@@ -692,6 +692,27 @@ def test_an_error_in_a_poll_does_not_end_polling(monkeypatch: pytest.MonkeyPatch
     run(work, engine("a"))
 
 
+def test_an_error_with_one_order_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(bench: Bench) -> None:
+        seen: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: seen.append(what))
+        real, errors = bench.orders._count, [ValueError("once")]
+
+        def count(order: Any, recipient: Any, now: float) -> None:
+            real(order, recipient, now)
+            if errors:
+                assert len(bench.scheduler.engines) == 3
+                raise errors.pop()
+
+        monkeypatch.setattr(bench.orders, "_count", count)
+        bodies = [{**STREAM, "seed": seed} for seed in range(3)]
+        clients = await asyncio.gather(*(ask(bench, body) for body in bodies))
+        assert [client.data for client in clients] == list(map(right, bodies))
+        assert [type(what["exception"]) for what in seen] == [ValueError]
+
+    run(work, *map(engine, "abc"))
+
+
 def test_what_has_no_block_is_served() -> None:
     async def work(bench: Bench) -> None:
         client = await ask(bench, {"prompt": "short", "stream": True})
