@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind
 
 NULL_BLOCK = 0
+SAVE_WEIGHT = 0.2
+"""Of a save in the average of all of its size."""
 """vLLM's block id for "not there": blocks that slid out of a window."""
 
 QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
@@ -291,6 +293,32 @@ class Offered:
 
     def clear(self) -> None:
         self._since.clear()
+
+
+class SaveTimes:
+    """How long saves take, by their sizes: a save has a fixed part, and generated blocks are saved one by one."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by powers of two of blocks
+
+    def learn(self, blocks: int, seconds: float) -> None:
+        size = blocks.bit_length()
+        before = self._seconds.get(size, seconds)
+        self._seconds[size] = before + SAVE_WEIGHT * (seconds - before)
+
+    def expect(self, saves: Iterable[int]) -> float | None:
+        """Seconds of saves of so many blocks each, one after the other; None: nothing was learned yet.
+
+        From the nearest size: in proportion if that is smaller, the same if it is larger.
+        """
+        if not self._seconds:
+            return None
+        expected_s = 0.0
+        for blocks in saves:
+            size = blocks.bit_length()
+            near = min(self._seconds, key=lambda known: (abs(known - size), known))
+            expected_s += self._seconds[near] * 2.0 ** max(0, size - near)
+        return expected_s
 
 
 class PinBudget:

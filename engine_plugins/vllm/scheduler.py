@@ -37,6 +37,7 @@ from kvpool.engine_plugins.vllm.plan import (
     PinBudget,
     Quiet,
     SaveJob,
+    SaveTimes,
     StepDone,
     StepPlan,
     block_key,
@@ -59,8 +60,6 @@ STEPS_MAX = 64
 """How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
-SAVE_WEIGHT = 0.2
-"""Of a save's speed in the average of all."""
 TRACEPARENT = "traceparent"
 
 
@@ -207,7 +206,7 @@ class SchedulerHalf:
         self._last_step = 0
         self._prefill = PrefillFit()
         self._ended: list[Lease] = []
-        self._save_block_s: float | None = None  # seconds to save a block, of late
+        self._save_times = SaveTimes()
         self._presence: Presence | None = None
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
         self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
@@ -644,11 +643,7 @@ class SchedulerHalf:
                 del self._saves[job]
                 self._unpin(save.blocks)
             if job in done.save_seconds:
-                each_s = done.save_seconds[job] / len(save.keys)
-                before = self._save_block_s
-                self._save_block_s = (
-                    each_s if before is None else before + SAVE_WEIGHT * (each_s - before)
-                )
+                self._save_times.learn(len(save.keys), done.save_seconds[job])
         for number, (seconds, stages) in done.steps.items():
             self._learn_speed(number, seconds, stages)
 
@@ -719,8 +714,7 @@ class SchedulerHalf:
         )
         running = {key for save in self._saves.values() for key in save.keys}
         saved = next((at for at, key in enumerate(keys[:kept]) if key in running), kept)
-        each_s = self._save_block_s
-        saving_s = None if each_s is None else each_s * len(running)
+        saving_s = self._save_times.expect(len(save.keys) for save in self._saves.values())
         return SaveReport(saved * tokens, (kept - saved) * tokens, saving_s)
 
     def has_work(self) -> bool:

@@ -649,7 +649,7 @@ class Client:
         usable.
 
         Returns when all of the prompt is here, or after `wait_s` (the daemon's `lease_s_max` at most) with
-        the blocks that have arrived: a lost node is not an error. Arrived blocks are held until it returns,
+        the blocks that have arrived: a lost node is not an error. Sooner where the next block was `dropped`. Arrived blocks are held until it returns,
         so `acquire` soon. It takes one of this client's connections for that time; `close`, from another
         thread, cancels it.
 

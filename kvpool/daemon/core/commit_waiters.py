@@ -129,10 +129,15 @@ class CommitWaiters:
 
     def dropped(self, name: bytes, keys: Sequence[bytes], now: float) -> list[int]:
         """The positions of those that were dropped a moment ago."""
+        self.forget_dropped(now)
+        dropped = self._dropped
+        return [at for at, key in enumerate(keys) if (name, key) in dropped] if dropped else []
+
+    def forget_dropped(self, now: float) -> None:
+        """Those that were dropped longer ago. To be called some time after `drop`."""
         dropped = self._dropped
         while dropped and dropped[oldest := next(iter(dropped))] <= now:
             del dropped[oldest]
-        return [at for at, key in enumerate(keys) if (name, key) in dropped] if dropped else []
 
     def wrote(self, name: bytes, keys: Sequence[bytes]) -> None:
         """More bytes of these blocks are written."""

@@ -18,6 +18,7 @@ from kvpool.daemon.cluster.engine_registry import EngineRegistry, describe
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable
+from kvpool.daemon.core.commit_waiters import DROPPED_S
 from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts, parse_wish, rows
@@ -564,8 +565,10 @@ class ClientRequests:
 
     def _dropped(self, holder: Holder, m: client_wire.Dropped) -> frame.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
-        keys = split_keys(m.keys)
-        self._node.commit_waiters.drop(namespace.directory_digest, keys, self._clock())
+        waiters = self._node.commit_waiters
+        waiters.drop(namespace.directory_digest, split_keys(m.keys), self._clock())
+        loop = asyncio.get_running_loop()
+        loop.call_later(2 * DROPPED_S, lambda: waiters.forget_dropped(self._clock()))
         return frame.Done()
 
     def _follow_events(self, holder: Holder, m: client_wire.FollowEvents) -> frame.Done:

@@ -405,6 +405,11 @@ class PeerTransport:
             for part, table in tables.items():
                 if mask >> part & 1 and key not in table.blocks:
                     raise Violation(f"{self.life.name} tells of {key[:4].hex()}, and has it not")
+        if question.dropped:
+            (at,) = peer_wire.FIRST_DROPPED.unpack_from(runs)
+            runs = runs[peer_wire.FIRST_DROPPED.size :]
+            if at < len(keys) and keys[at] not in self.world.dropped:
+                raise Violation(f"{self.life.name} says that {keys[at][:4].hex()} was given up")
         for _, part, first, count, nbytes in peer_wire.BEING_WRITTEN.iter_unpack(runs):
             for key in keys[first : first + count]:
                 name = self.life.name, question.tenant, part, key

@@ -109,6 +109,7 @@ class World:
         self._client_tasks: list[asyncio.Task[None]] = []
         # By life, tenant, part, key: the most ever told.
         self.written: dict[tuple[str, str, int, bytes], int] = {}
+        self.dropped: set[bytes] = set()  # blocks that a writer has given up
         # By tenant, part, key: what somebody found to be other bytes than it should be.
         self.reported: set[tuple[str, int, bytes]] = set()
         # The last ones: whose, where, and their tokens.

@@ -203,6 +203,11 @@ def test_who_asks_for_a_dropped_block_is_told_for_a_moment_and_until_it_is_commi
     assert awaited.dropped(RED, keys(3), 5.0 + DROPPED_S) == [0]
     assert awaited.dropped(RED, keys(3), 5.5 + DROPPED_S) == []
     assert not awaited
+    awaited.drop(RED, keys(4), 9.0)
+    awaited.forget_dropped(9.0)
+    assert awaited
+    awaited.forget_dropped(9.0 + DROPPED_S)
+    assert not awaited
 
 
 def test_dropped_blocks_that_are_remembered_are_bounded(monkeypatch):

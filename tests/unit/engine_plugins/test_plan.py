@@ -11,6 +11,7 @@ from kvpool.engine_plugins.vllm.plan import (
     PinBudget,
     Quiet,
     RankReport,
+    SaveTimes,
     StepDone,
     block_key,
     common_life,
@@ -140,6 +141,21 @@ def test_ranks_reports_are_summed() -> None:
     one.merge(StepDone(save_seconds={5: 0.2, 6: 0.1}))
     one.merge(StepDone(save_seconds={5: 0.1, 6: 0.3}))
     assert one.save_seconds == {5: 0.2, 6: 0.3}
+
+
+def test_saves_take_as_long_as_others_of_their_size() -> None:
+    times = SaveTimes()
+    assert times.expect([1]) is None
+    for _ in range(3):
+        times.learn(1, 0.002)
+    for seconds in (0.010, 0.020):
+        times.learn(100, seconds)
+    assert times.expect([]) == 0.0
+    assert times.expect([1, 1, 1]) == pytest.approx(0.006)
+    assert times.expect([100]) == times.expect([127]) == pytest.approx(0.012)
+    assert times.expect([128]) == pytest.approx(0.024)  # nothing so large was seen
+    assert times.expect([50]) == pytest.approx(0.012)
+    assert times.expect([2]) == pytest.approx(0.004)
 
 
 def test_quiet_lasts_twice_as_long_after_each_failure_up_to_a_limit() -> None:
