@@ -78,6 +78,12 @@ HELD = web.RequestKey("held", Held)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class _Streamed(web.StreamResponse):
+    """Its head leaves with the first piece."""
+
+    _send_headers_immediately = False
+
+
 class HttpReply:
     """The output of a request to its client. ended: all is sent. response: the handler's return value."""
 
@@ -105,7 +111,7 @@ class HttpReply:
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         self.begun = True
-        self.response = web.StreamResponse(headers={**headers, **self._headers})
+        self.response = _Streamed(headers={**headers, **self._headers})
         if self._closes():
             self.response.force_close()
         try:
@@ -121,10 +127,11 @@ class HttpReply:
         except ConnectionError:
             raise ClientGone("the client has disconnected") from None
 
-    async def end(self) -> None:
+    async def end(self, data: bytes = b"") -> None:
+        """data: its last piece."""
         assert self.response is not None, "it has begun"
         try:
-            await self.response.write_eof()
+            await self.response.write_eof(data)
         except ConnectionError:
             raise ClientGone("the client has disconnected") from None
         self.ended = True

@@ -42,7 +42,7 @@ class Reply(Protocol):
     async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None: ...
     async def begin(self, headers: Mapping[str, str]) -> None: ...
     async def write(self, data: bytes) -> None: ...
-    async def end(self) -> None: ...
+    async def end(self, data: bytes = b"") -> None: ...
 
 
 class ClientGone(KvpoolError):
@@ -220,6 +220,7 @@ class Caller:
         events = EventStream()
         time = asyncio.get_running_loop().time
         stall_s, client_stall_s = self.limits.stall_s, self.limits.client_stall_s
+        last = b""
         while piece := await answer.piece():
             data = events.feed(piece)
             if held.size or not data:
@@ -234,13 +235,16 @@ class Caller:
                     await reply.begin(answer.headers)
                 passing.at_client = True
                 move(time() + client_stall_s)
+                if events.done and answer.ended:
+                    last = data
+                    break
                 await reply.write(data)
                 passing.at_client = False
             move(time() + stall_s)
         if not events.done:
             raise EngineFailed(call.spec.name, "cut", "the engine's answer ended early")
         call.events, call.usage = events.events, events.usage
-        await reply.end()
+        await reply.end(last)
         passing.listener.answer_ended(call)
 
     def _patience_s(self, call: Call) -> float:

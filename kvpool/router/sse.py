@@ -7,6 +7,7 @@ they are events.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ EVENT_BYTES_MAX = 16 << 20
 ENDS = (b"\n\n", b"\r\n\r\n")
 FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"\n", b"\r\n")
 """An event begins with one of these; `:` is a comment, and an empty line is none."""
+_NO_EVENT = re.compile(rb"\n\n(?!\Z|" + b"|".join(map(re.escape, FIELDS)) + b")")
 DONE = b"data: [DONE]"
 NAMED = b"event:"
 LAST_EVENTS = tuple(
@@ -106,14 +108,10 @@ def _end(data: bytes | bytearray, start: int) -> int:
 
 def _no_event(data: bytes) -> int | None:
     """Where something begins that is no event; None: all of these are events."""
-    at = 0
-    while at < len(data):
-        if not data.startswith(FIELDS, at):
-            return at
-        at = data.find(b"\n\n", at) + 2
-        if at == 1:  # all lines end with \r\n
-            break
-    return None
+    if not data.startswith(FIELDS):
+        return 0
+    found = _NO_EVENT.search(data)
+    return None if found is None else found.end()
 
 
 def _is_last(data: bytes) -> bool:

@@ -13,9 +13,12 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.client_proto import ResponseHandler
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError
@@ -93,6 +96,11 @@ class Answer:
     @property
     def streams(self) -> bool:
         return self.content_type.startswith("text/event-stream")
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it was read."""
+        return self._content.at_eof()
 
     async def piece(self) -> bytes:
         """Received bytes, at most about `PIECE_BYTES`; empty at the end. Raises `EngineFailed`."""
@@ -197,9 +205,23 @@ def _for_client(received: Mapping[str, str]) -> dict[str, str]:
     return headers
 
 
+class _Connection(ResponseHandler):
+    """Resumes only what was paused: aiohttp does it for each chunk that is read, for the price of forwarding an event."""
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+
+class _Connector(aiohttp.TCPConnector):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._factory = partial(_Connection, loop=self._loop)
+
+
 def open_session() -> aiohttp.ClientSession:
     """The one session of a router. The number of calls is bounded by the requests in flight."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, resolver=EngineResolver())
+    connector = _Connector(limit=0, keepalive_timeout=IDLE_S, resolver=EngineResolver())
     return aiohttp.ClientSession(
         connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),

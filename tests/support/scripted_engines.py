@@ -128,6 +128,10 @@ class ScriptedAnswer:
     def content_type(self) -> str:
         return self.headers["Content-Type"]
 
+    @property
+    def ended(self) -> bool:
+        return not self._pieces and not self._fault
+
     async def piece(self) -> bytes:
         if self._pieces:
             await asyncio.sleep(0)
@@ -287,7 +291,9 @@ class Client:
         if self.hold is not None:
             await self.hold.wait()
 
-    async def end(self) -> None:
+    async def end(self, data: bytes = b"") -> None:
+        if data:
+            await self.write(data)
         self.ended = True
 
 

@@ -14,18 +14,26 @@ from aiohttp.client_reqrep import ConnectionKey
 from kvpool.router.engines import EngineSpec
 from kvpool.router.upstream import (
     OWN_FAULTS,
+    PIECE_BYTES,
     REFUSAL_BYTES_MAX,
+    Answer,
     EngineFailed,
     EngineRefused,
     Exhausted,
     Upstream,
     open_session,
 )
+from tests.support.waiting import until_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Reader = Callable[[Answer], Awaitable[bytes]]
 
 
-async def ask(handler: Handler, rank: int | None = None) -> bytes:
+async def whole(answer: Answer) -> bytes:
+    return await answer.whole(REFUSAL_BYTES_MAX)
+
+
+async def ask(handler: Handler, rank: int | None = None, read: Reader = whole) -> bytes:
     """An engine's answer to a request, or what `Upstream` makes of it."""
     app = web.Application()
     app.add_routes([web.post("/v1/completions", handler)])
@@ -37,7 +45,7 @@ async def ask(handler: Handler, rank: int | None = None) -> bytes:
         async with open_session() as session:
             upstream = Upstream(session, lambda _: "", 20.0)
             async with upstream.ask(spec, "/v1/completions", b"{}", {}) as answer:
-                return await answer.whole(REFUSAL_BYTES_MAX)
+                return await read(answer)
     finally:
         await runner.cleanup()
 
@@ -123,6 +131,33 @@ def test_what_is_too_large_or_no_word_on_the_request_is_a_failure() -> None:
         with pytest.raises(EngineFailed) as caught:
             asyncio.run(ask(handler))
         assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_an_answer_that_nobody_reads_waits_at_the_engine_until_somebody_does(chunked: bool) -> None:
+    said = os.urandom(1 << 20) * 16
+
+    async def tell(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if not chunked:
+            response.content_length = len(said)
+        await response.prepare(request)
+        for at in range(0, len(said), 1000):
+            await response.write(said[at : at + 1000])
+        return response
+
+    async def read(answer: Answer) -> bytes:
+        found = bytearray()
+        connection = answer._content._protocol
+        while piece := await answer.piece():
+            found += piece
+            if len(found) < 1 << 20:
+                await until_async(lambda: connection._reading_paused, "it is held")
+                assert answer._content._size < 8 * PIECE_BYTES
+        assert answer.ended
+        return bytes(found)
+
+    assert asyncio.run(ask(tell, read=read)) == said
 
 
 class Unconnected:
