@@ -106,6 +106,14 @@ class Network:
         per_byte = typical.per_byte or (self._all.per_byte or 1.0) / prior.bytes_s
         return latency_s, per_byte
 
+    def measured(self) -> list[tuple[Distance, float, float]]:
+        """The distances at which bandwidth was measured, over how many bytes, older ones counting less, and when last."""
+        return [
+            (distance, typical.measured_bytes, typical.measured_at)
+            for distance, typical in self._at.items()
+            if typical.measured_bytes
+        ]
+
     def hear(self, distance: Distance, latency_s: float) -> None:
         """The first byte of an answer took this long."""
         self._at[distance].hear(latency_s)

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 
 from kvpool.placement.distance import OLD_S, Distance, Network, distance_between
 from kvpool.placement.peer_estimates import SMALL_BYTES, Link, PeerHealth
+from kvpool.placement.records import LinkRecord
 from kvpool.telemetry.node_stats import PeerStats
 
 SUSPECT_S = 3.0
@@ -31,6 +32,12 @@ PROBE_S = 5.0
 """A request on probation that has not ended by then is given up for lost: another may be made."""
 TRIAL_S = OLD_S
 """A source that nothing was loaded from for so long is tried once in a while: see `Peers.begin_trial`."""
+APART = 1.25
+"""What is so many times faster or slower than others at its distance is told apart from them,"""
+APART_MAX = 16
+"""of so many peers, the most different ones."""
+AGE_S = 32.0
+"""The least age that is told: a power of two, so that records change seldom."""
 HEDGE_TIMES = 4.0
 HEDGE_S_MIN, HEDGE_S_MAX = 0.05, 0.3
 
@@ -256,6 +263,31 @@ class Peers:
             path,
         )
 
+    def links(self, now: float) -> tuple[LinkRecord, ...]:
+        """What was measured, for others: by distance, and of the few peers that differ from others at theirs.
+
+        A cluster whose links are alike says little, however many nodes it has.
+        """
+        apart: list[tuple[float, LinkRecord]] = []
+        for peer in self._peers.values():
+            node = peer.place[0]
+            if not node or not peer.measured_bytes or peer.network is not self._network:
+                continue
+            latency_s, per_byte = peer.expected(now)
+            times = per_byte / self._network.assumed(peer.distance)[1]
+            if not 1 / APART < times < APART:
+                told = _link(
+                    *(peer.distance, latency_s, per_byte, now - peer.loaded_at),
+                    *(peer.measured_bytes, node),
+                )
+                apart.append((abs(math.log(times)), told))
+        nearest = [
+            _link(distance, *self._network.assumed(distance), now - at, measured_bytes)
+            for distance, measured_bytes, at in self._network.measured()
+        ]
+        most = heapq.nlargest(APART_MAX, apart, key=lambda one: one[0])
+        return (*nearest, *sorted((told for _, told in most), key=lambda told: told.node))
+
     def distance(self, incarnation: bytes) -> Distance:
         """How far it is, by the labels of both."""
         peer = self._peers.get(incarnation)
@@ -318,3 +350,22 @@ class Peers:
         peer.running = max(0, peer.running - 1)
         # Whatever callers disagree about, nothing is in flight when nothing runs.
         peer.inflight_bytes = max(0, peer.inflight_bytes - asked) if peer.running else 0
+
+
+def _link(
+    distance: Distance,
+    latency_s: float,
+    per_byte: float,
+    age_s: float,
+    measured_bytes: float,
+    node: str = "",
+) -> LinkRecord:
+    """Rounded, so that it changes only with something to tell."""
+    return LinkRecord(
+        distance.value,
+        float(f"{latency_s:.1g}"),
+        float(f"{1 / per_byte:.2g}"),
+        2.0 ** math.ceil(math.log2(max(age_s, AGE_S))),
+        1 << int(measured_bytes).bit_length() >> 1,
+        node,
+    )

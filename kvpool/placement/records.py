@@ -65,6 +65,21 @@ class TransportRecord(msgspec.Struct, frozen=True):
     net: str = ""
 
 
+class LinkRecord(msgspec.Struct, frozen=True):
+    """What a node has measured of pulls from another; or, if `node` is empty, from all at this distance.
+
+    distance: a `placement.distance.Distance`. latency_s: to the first byte; bytes_s: after it. age_s: since that was
+    measured, rounded up. measured_bytes: of large pulls, older ones counting less, rounded down.
+    """
+
+    distance: str
+    latency_s: float
+    bytes_s: float
+    age_s: float
+    measured_bytes: int
+    node: str = ""
+
+
 class DrainProgress(msgspec.Struct, frozen=True):
     """The progress of a draining node. `phase`: copying, waiting (for leases), done."""
 
@@ -86,7 +101,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     older one. version: of the package.
     labels: its location, `zone` and `rack`, and others.
     host: common to all nodes on one machine; empty: not known. numa: the NUMA node of its memory;
-    -1: not known, or several. engines: announced there.
+    -1: not known, or several. engines: announced there. links: as measured by it; `Peers.links` says which.
     """
 
     node: str
@@ -102,6 +117,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     numa: int = -1
     engines: tuple[EngineRecord, ...] = ()
     protocol_oldest: int = 0
+    links: tuple[LinkRecord, ...] = ()
 
     @property
     def incarnation_bytes(self) -> bytes:

@@ -26,7 +26,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.placement.records import LinkRecord
 from kvpool.router.caches import Caches
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engine_calls import bearer
@@ -96,8 +99,8 @@ class EngineCatalog:
     """See the module.
 
     engines: tables of the configuration, with their fields' names. client: of the local daemon; None: the
-    router runs without. session: for requests to engines. index, cluster: the scheduler's; kinds
-    and nodes are maintained here.
+    router runs without. session: for requests to engines. index, cluster: the scheduler's; kinds,
+    nodes and links are maintained here.
     joined, left, changed: called with new engines, with the names of removed ones, and with
     those whose scheduler properties have changed. on_lag: called with the seconds from an event to the
     index, by the wall clocks of both machines. api_key: of an engine. hosts: where announced ones may be; None: on
@@ -131,6 +134,7 @@ class EngineCatalog:
         self._session = session
         self._pools = pools
         self._kinds = cast(dict[str, KindEstimates], cluster.kinds)
+        self._links = cluster.links
         self._joined, self._left, self._changed = joined, left, changed
         self._clock = clock
         self._api_key = api_key
@@ -205,9 +209,15 @@ class EngineCatalog:
             return False
         daemon.error = ""
         announced: dict[Place, Mapping[str, Any]] = {}
+        measured: dict[str, tuple[str, list[LinkRecord]]] = {}
         for each in found:
+            # Apart from the engine: it changes, and is of its node.
+            host, links = each.pop("host", ""), each.pop("links", ())
+            if each["node"] not in measured:
+                measured[each["node"]] = host, msgspec.convert(links, list[LinkRecord])
             url, rank = str(each["url"]).rstrip("/"), each.get("rank")
             announced.setdefault(Place(url, rank), each)
+        self._links.told(measured)
         ranked = {place.url for place in announced if place.rank is not None}
         for url in ranked:
             announced.pop(Place(url), None)

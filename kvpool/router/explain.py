@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpool.scheduler.links import Link
 from kvpool.scheduler.policies import Choice
 from kvpool.scheduler.values import DecodeEstimate, DecodeOrder, Estimate, Order, Rejection, Request
 
@@ -102,6 +103,7 @@ def estimate_of(estimate: Estimate) -> dict[str, Any]:
         "loaded_blocks": estimate.loaded,
         "pulled_blocks": estimate.pulled,
         "source": estimate.source,
+        "link": link_of(estimate.link),
         "waits_for_blocks": estimate.pending,
         "load_s": _number(estimate.load_s),
         "starts_s": _number(estimate.starts_s),
@@ -118,9 +120,19 @@ def decoder_of(estimate: DecodeEstimate) -> dict[str, Any]:
         "tpot_s": _number(estimate.tpot_s),
         "lacks_blocks": estimate.lacks,
         "handover_s": _number(estimate.handover_s),
+        "link": link_of(estimate.link),
         "fits": estimate.fits,
         "cost": _number(estimate.cost),
     }
+
+
+def link_of(link: Link | None) -> dict[str, Any] | None:
+    """What pulls were taken to cost, and who says so; None: nothing is pulled."""
+    if link is None:
+        return None
+    bytes_s = 1 / max(link.byte_s, 1e-15)
+    shown = {"latency_s": link.latency_s, "bytes_s": bytes_s, "known": link.known}
+    return shown if link.age_s is None else {**shown, "age_s": link.age_s}
 
 
 def dry_run(request: Request, found: Choice | Rejection) -> dict[str, Any]:

@@ -185,7 +185,11 @@ def learn_step(
         blocks = estimate.pulled or estimate.loaded
         nbytes = blocks * kind.block_bytes
         load = kind.loads["peer"] if estimate.pulled else _own_tier(kind, nbytes, estimate.load_s)
-        load.observe(nbytes, 0.0, took_s - expected_s)
+        if estimate.link is not None and estimate.link.age_s is not None:
+            # The daemons learn, not the router.
+            load.error.note(estimate.link.seconds(nbytes), took_s - expected_s)
+        else:
+            load.observe(nbytes, 0.0, took_s - expected_s)
 
 
 def _own_tier(kind: KindEstimates, nbytes: int, load_s: float) -> LoadEstimate:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvpool.scheduler.estimates import KindEstimates
+from kvpool.scheduler.links import Links
 
 
 class Traffic:
@@ -32,13 +33,14 @@ class Traffic:
 @dataclass(slots=True)
 class Cluster:
     """What is known of the whole cluster. nodes: of each holder from which others can pull; namespaces: of its blocks,
-    where there are several.
+    where there are several. links: between nodes.
     """
 
     kinds: Mapping[str, KindEstimates]
     nodes: Mapping[str, str]
     traffic: Traffic
     namespaces: Mapping[str, str] = field(default_factory=dict)
+    links: Links = field(default_factory=Links)
 
     def node_of(self, holder: str, namespace: str) -> str | None:
         """Where engines of a namespace can pull from this holder; None: nowhere."""

@@ -7,15 +7,16 @@ where a tier's blocks end; the end with the earliest first token wins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from random import Random
 
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.decode import Handover
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
+from kvpool.scheduler.links import Link
 from kvpool.scheduler.values import Engine, Estimate, Request
 
 SOONER = 0.5
@@ -24,6 +25,8 @@ of the computing that waiting for them saves: when they come is an estimate of a
 as much later: 8 to 10 % shorter on shared prefixes and on agents, the same on the conversation trace. Twice as much
 is no better, and agents lose 13 %.
 """
+SOURCES_MAX = 8
+"""From how many nodes pulls are compared."""
 
 
 @dataclass
@@ -46,6 +49,7 @@ class DecisionContext:
     spread: bool = False
     _prefills: dict[tuple[str, int], float] = field(default_factory=dict)
     _sources: dict[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
+    _free_sources: dict[str, Sequence[str]] = field(default_factory=dict)
 
     def sources(self, namespace: str) -> tuple[int, Sequence[str]]:
         """The longest part of the prefix that a single node of the pool has for engines of a namespace, and the nodes
@@ -64,19 +68,36 @@ class DecisionContext:
             known = self._sources[namespace] = longest, list(found)
         return known
 
-    def source_for(self, engine: Engine) -> str | None:
-        """The node to pull from: among those with the longest prefix, the least busy one."""
-        traffic, now = self.cluster.traffic, self.now
-        best, best_s = None, math.inf
-        for node in self.sources(engine.namespace)[1]:
+    def source_for(self, engine: Engine, blocks: int) -> tuple[str, Link, float] | None:
+        """The node to pull so many blocks from, the link to it, and the seconds until they are here.
+
+        Among those with the longest prefix, it is the one from which they come first: of the least busy ones, where there
+        are many. None: there is none.
+        """
+        traffic, now, kind = self.cluster.traffic, self.now, self.kind(engine)
+        usual, nbytes = kind.loads["peer"], blocks * kind.block_bytes
+        best: tuple[str, Link, float] | None = None
+        for node in self._least_busy(engine.namespace):
             if node == engine.node:
                 continue
-            busy_s = traffic.out_s(node, now)
-            if busy_s < best_s:
-                best, best_s = node, busy_s
-                if not busy_s:
-                    break
+            link = self.cluster.links.between(node, engine.node, usual)
+            pull_s = traffic.ahead_s(node, engine.node, now) + link.seconds(nbytes)
+            if best is None or pull_s < best[2]:
+                best = node, link, pull_s
         return best
+
+    def _least_busy(self, namespace: str) -> Sequence[str]:
+        """Of the nodes with the longest prefix, the few whose links are free first."""
+        known = self._free_sources.get(namespace)
+        if known is None:
+            _, known = self.sources(namespace)
+            # Where links are alike, the first of the least busy is as good as any; the engine's own node is none.
+            most = SOURCES_MAX if self.cluster.links.differ else 2
+            if len(known) > most:
+                traffic, now = self.cluster.traffic, self.now
+                known = nsmallest(most, known, key=lambda node: traffic.out_s(node, now))
+            self._free_sources[namespace] = known
+        return known
 
     def kind(self, engine: Engine) -> KindEstimates:
         return self.cluster.kinds[engine.kind]
@@ -105,19 +126,22 @@ class DecisionContext:
 
         Engines differ in the part of the prefix that they and their nodes hold. So a decision examines
         only a few engines, however many there are. If the place of decoding matters, the engine that would
-        end the answer first is taken, as if everything that can be pulled were there.
+        end the answer first is taken, as if everything that can be pulled were there; where links differ, when it is.
         """
         match, handover, now = self.match, self.handover, self.now
         get, promised, busy_until = match.lengths.get, self.promised, self.cluster.traffic.into
         reaches = match.namespaces
         pullable = {name: max(found.reach, found.coming) for name, found in reaches.items()}
         first: dict[tuple[object, ...], tuple[float, list[Engine]]] = {}
+        differ = self.cluster.links.differ
         for engine in self.engines:
             starts = promised.get(engine.name, engine.free_at) if promised else engine.free_at
             starts = max(starts, now)
             busy = busy_until.get(engine.node, 0.0)
             whole = pullable.get(engine.namespace, 0)
-            if busy > starts and self.own(engine) < whole:
+            if differ and engine.tiers:
+                starts += self._late_s(engine, whole, starts - now)
+            elif busy > starts and self.own(engine) < whole:
                 starts = busy
             if handover is not None:
                 starts += handover.cost_s(engine, self.prefill_s(engine, whole))
@@ -130,6 +154,14 @@ class DecisionContext:
         # Always taking the first free engine would fill its node's memory and leave others' empty.
         choice = self.rng.choice
         return [same[0] if len(same) == 1 else choice(same) for _, same in first.values()]
+
+    def _late_s(self, engine: Engine, whole: int, waits: float) -> float:
+        """By how much it begins later than it is free, for pulls; not more than computing that instead takes."""
+        own = self.own(engine)
+        if own >= whole or (source := self.source_for(engine, whole - own)) is None:
+            return 0.0
+        again_s = self.prefill_s(engine, own) - self.prefill_s(engine, whole)
+        return min(max(0.0, source[2] - waits), again_s)
 
     def answer_s(self, engine: Engine, prefill_s: float) -> float:
         """Cost after the first token there, as `Handover` computes it; 0 if it is the same for all."""
@@ -153,16 +185,16 @@ class DecisionContext:
                 load_s += kind.loads[tier_name(tier)].seconds((length - have) * kind.block_bytes)
                 have = length
                 best = self._better(best, have, have - gpu, 0, None, load_s)
-        peer = kind.loads["peer"]
         pools = bool(engine.tiers)  # without tiers there is nothing to pull into
-        if pools and pool.reach > have and (source := self.source_for(engine)) is not None:
-            pulled = pool.reach - have
-            ahead_s = self.cluster.traffic.ahead_s(source, engine.node, now)
-            pull_s = load_s + ahead_s + peer.seconds(pulled * kind.block_bytes)
-            best = self._better(best, pool.reach, pool.reach - gpu, pulled, source, pull_s)
+        pulled = pool.reach - have
+        if pools and pulled > 0 and (found := self.source_for(engine, pulled)) is not None:
+            source, link, pull_s = found
+            best = self._better(
+                *(best, pool.reach, pool.reach - gpu, pulled, source, load_s + pull_s, link)
+            )
         if waiting and pools and pool.coming > max(pool.reach, have):
             pulled = pool.coming - have
-            pull_s = peer.seconds(pulled * kind.block_bytes) + load_s
+            pull_s = kind.loads["peer"].seconds(pulled * kind.block_bytes) + load_s
             later_s = max(0.0, pool.ready_at - now) + pull_s
             starts_s = max(waits, later_s)
             prefill_s = self.prefill_s(engine, pool.coming)
@@ -182,6 +214,7 @@ class DecisionContext:
         pulled: int,
         source: str | None,
         load_s: float,
+        link: Link | None = None,
     ) -> Estimate:
         """The estimate with the earlier first token."""
         engine = best.engine
@@ -190,7 +223,10 @@ class DecisionContext:
         ttft_s = starts_s + prefill_s
         if ttft_s >= best.cost:
             return best
-        return Estimate(engine, cached, loaded, pulled, source, load_s, starts_s, prefill_s, ttft_s)
+        return Estimate(
+            *(engine, cached, loaded, pulled, source, load_s, starts_s, prefill_s, ttft_s),
+            link=link,
+        )
 
 
 def tier_name(holder: str) -> str:

@@ -5,7 +5,7 @@ the answer,
 
     handover + output tokens x tpot
 
-The handover is the transfer of the blocks that d's node lacks (labels give the distance of the two), and the load
+The handover is the transfer of the blocks that d's node lacks, by the link of the two (`links`), and the load
 of the blocks that d lacks from its node's memory. If d may follow the prompt, transfers overlap with computing,
 except for its last step. If either has no pool, d computes again what it lacks. If d is p there is no handover.
 tpot is that of d's batch with one more request; if d computes prompts too, then for the share of its time in
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -29,8 +29,17 @@ from kvpool.errors import ConfigError
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import Match
-from kvpool.scheduler.topology import Place, Topology, place, together
-from kvpool.scheduler.values import DecodeEstimate, Engine, Labels, Request, Role, Saves
+from kvpool.scheduler.links import Link
+from kvpool.scheduler.values import (
+    DecodeEstimate,
+    Engine,
+    Place,
+    Request,
+    Role,
+    Saves,
+    place,
+    together,
+)
 
 STALL = 0.1
 """Weight of a second of delay of other requests' tokens, relative to a second of waiting."""
@@ -53,7 +62,6 @@ class DecodeRule:
 
     ahead: float = 0.25
     follow_below: float = 0.9
-    topology: Topology = field(default_factory=Topology)
 
     def __post_init__(self) -> None:
         if not (self.ahead >= 0 and 0 <= self.follow_below <= 1):
@@ -125,13 +133,13 @@ def wait_for_saves_s(
 
 
 class _Move(NamedTuple):
-    """transfer_s: to bring the blocks that the node lacks, tail_s: the last step's part of that. load_s: all from
+    """transfer_bytes: of the blocks that the node lacks, tail_bytes: the last step's part of that. load_s: all from
     memory to the GPU, and to compute those that are not in the pool. again_s: to compute the blocks that neither the
     engine nor its node has.
     """
 
-    transfer_s: float
-    tail_s: float
+    transfer_bytes: int
+    tail_bytes: int
     load_s: float
     again_s: float
 
@@ -157,14 +165,24 @@ class _Base(NamedTuple):
             return 0.0
         return self.move.load_s if self.engine.shares(engine) else self.move.again_s
 
+    def handover_s(self, link: Link, prefill_s: float) -> float:
+        """From an engine on another node with the same pool; link: from there."""
+        move = self.move
+        if not self.lacks:
+            return move.load_s
+        bring_s = self.ahead_s + link.seconds(move.transfer_bytes)
+        if self.follows:
+            bring_s = max(bring_s - prefill_s, link.seconds(move.tail_bytes))
+        return bring_s + move.load_s
+
 
 class Handover:
     """The possible decode engines of one request. For one decision: a snapshot of that moment.
 
     stored: how many of the prompt's first blocks are in the pool when it is computed; None: all.
 
-    A decision needs the cost from every engine, so the parts common to engines with the same labels are computed
-    once.
+    A decision needs the cost from every engine. Those that decode are looked at in the order of what they would cost by
+    the fastest link to each, and only while that is less than the best that was found: one or two, where links are alike.
     """
 
     def __init__(
@@ -177,15 +195,13 @@ class Handover:
         now: float,
         stored: int | None = None,
     ) -> None:
-        self._topology = rule.topology
+        self._cluster = cluster
         self._whole = request.whole
         self._near: dict[Place, list[_Base]] = {}  # by their nodes
-        self._far: dict[Labels, list[_Base]] = {}  # by the labels of these
-        for base in _bases(request, match, decoders, cluster, rule, now, stored):
-            engine = base.engine
-            self._near.setdefault(place(engine), []).append(base)
-            self._far.setdefault(engine.labelled, []).append(base)
-        self._known: dict[tuple[Labels, str | None, float], tuple[float, float]] = {}
+        self._all = list(_bases(request, match, decoders, cluster, rule, now, stored))
+        for base in self._all:
+            self._near.setdefault(place(base.engine), []).append(base)
+        self._promising: dict[tuple[str | None, float], list[tuple[int, float, _Base]]] = {}
 
     def cost_s(self, engine: Engine, prefill_s: float) -> float:
         """Cost of the best decode engine for this prefill engine, plus the delay of requests that decode there.
@@ -197,11 +213,7 @@ class Handover:
         if self._whole:
             alone = (base.tokens_s for base in near if base.engine is engine)
             return next(alone, math.inf) + held_up_s
-        key = engine.labelled, engine.namespace if engine.tiers else None, prefill_s
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._from_afar(engine, prefill_s)
-        rank, cost = known
+        rank, cost = self._from_afar(engine, prefill_s)
         for base in near:
             if base.rank <= rank:
                 tokens_s = base.tokens_s + base.beside_s(engine)
@@ -223,9 +235,11 @@ class Handover:
                 handover_s = base.beside_s(engine)
                 found.append((base.rank, base.tokens_s + handover_s, base.at, handover_s, base))
             here = place(engine)
-            for rank, cost, handover_s, base in self._apart(engine, prefill_s):
+            for base in self._all:
                 if place(base.engine) != here:
-                    found.append((rank, cost, base.at, handover_s, base))
+                    handover_s = self._handover_s(base, engine, prefill_s)
+                    cost = base.tokens_s + handover_s
+                    found.append((base.rank, cost, base.at, handover_s, base))
         if not found:
             return []
         found.sort()  # by rank and cost, then in the given order
@@ -244,39 +258,56 @@ class Handover:
                 handover_s,
                 not rank,
                 cost,
+                self._link(base, engine),
             )
             for rank, cost, _, handover_s, base in best[:SHOWN]
         ]
 
+    def _link(self, base: _Base, engine: Engine) -> Link | None:
+        """By which blocks come from this engine; None: none come."""
+        if not base.lacks or together(base.engine, engine) or not base.engine.shares(engine):
+            return None
+        return self._between(base, engine)
+
+    def _between(self, base: _Base, engine: Engine) -> Link:
+        to = base.engine
+        usual = self._cluster.kinds[to.kind].loads["peer"]
+        return self._cluster.links.between(engine.node, to.node, usual)
+
     def _from_afar(self, engine: Engine, prefill_s: float) -> tuple[float, float]:
         """The least rank and cost of all, as if none were on the same node: an upper bound."""
         best: tuple[float, float] = (math.inf, math.inf)
-        for rank, cost, _, _ in self._apart(engine, prefill_s):
-            if rank < best[0] or (rank == best[0] and cost < best[1]):
-                best = rank, cost
+        for rank, least, base in self._at_best(engine, prefill_s):
+            if (rank, least) >= best:
+                break
+            cost = base.tokens_s + self._handover_s(base, engine, prefill_s)
+            best = min(best, (rank, cost))
         return best
 
-    def _apart(self, engine: Engine, prefill_s: float) -> Iterator[tuple[int, float, float, _Base]]:
-        """Rank, cost and handover of each possible decode engine, as if on another node."""
-        topology = self._topology
-        for bases in self._far.values():
-            other = bases[0].engine
-            if not topology.allowed_apart(engine, other):
-                continue
-            factor = topology.apart(engine, other)
-            for base in bases:
-                rank, tokens_s, to, _, lacks, move, ahead_s, follows, _ = base
-                transfer_s, tail_s, load_s, again_s = move
-                if not to.shares(engine):
-                    handover_s = again_s
-                elif not factor or not lacks:
-                    handover_s = load_s
-                elif follows:
-                    bring_s = max(ahead_s + factor * transfer_s - prefill_s, factor * tail_s)
-                    handover_s = bring_s + load_s
+    def _at_best(self, engine: Engine, prefill_s: float) -> Sequence[tuple[int, float, _Base]]:
+        """Rank and least cost of each after an engine of this namespace, in this order."""
+        key = engine.namespace if engine.tiers else None, prefill_s
+        found = self._promising.get(key)
+        if found is None:
+            kinds, fastest = self._cluster.kinds, self._cluster.links.fastest
+            found = []
+            for base in self._all:
+                to = base.engine
+                if to.shares(engine):
+                    link = fastest(to.node, kinds[to.kind].loads["peer"])
+                    least = base.tokens_s + base.handover_s(link, prefill_s)
                 else:
-                    handover_s = ahead_s + factor * transfer_s + load_s
-                yield rank, tokens_s + handover_s, handover_s, base
+                    least = base.tokens_s + base.move.again_s
+                found.append((base.rank, least, base))
+            found.sort(key=lambda one: one[:2])
+            self._promising[key] = found
+        return found
+
+    def _handover_s(self, base: _Base, engine: Engine, prefill_s: float) -> float:
+        """From an engine on another node."""
+        if not base.engine.shares(engine):
+            return base.move.again_s
+        return base.handover_s(self._between(base, engine), prefill_s)
 
 
 def _bases(
@@ -326,13 +357,13 @@ def _bases(
 
 def _move(request: Request, kind: KindEstimates, cached: int, own: int, reach: int) -> _Move:
     """reach: blocks of the prompt that it can have without computing them."""
-    peer, dram, size = kind.loads["peer"], kind.loads.get("dram"), kind.block_bytes
+    dram, size = kind.loads.get("dram"), kind.block_bytes
     tail = min(reach - own, -(-kind.step_tokens // kind.block_tokens))
     load_s = dram.seconds((reach - cached) * size) if dram is not None else 0.0
     if reach < len(request.keys):
         load_s += _compute_s(request, kind, reach)
     again_s = _compute_s(request, kind, own)
-    return _Move(peer.seconds((reach - own) * size), peer.seconds(tail * size), load_s, again_s)
+    return _Move((reach - own) * size, tail * size, load_s, again_s)
 
 
 def _compute_s(request: Request, kind: KindEstimates, blocks: int) -> float:

@@ -15,7 +15,6 @@ from kvpool.scheduler.orders import Sent
 from kvpool.scheduler.policies import Choice
 from kvpool.scheduler.queue import Waiting
 from kvpool.scheduler.state import State
-from kvpool.scheduler.topology import together
 from kvpool.scheduler.values import (
     Among,
     DecodeEstimate,
@@ -26,6 +25,7 @@ from kvpool.scheduler.values import (
     Request,
     Role,
     Saves,
+    together,
 )
 
 MATCH_S = 0.05
@@ -193,7 +193,7 @@ class Dispatch:
         one engine.
         """
         state, orders = self._state, []
-        answers, allowed = state.answers, state.settings.decode.topology.allowed
+        answers = state.answers
         kept: set[str] = set()
         in_vain: dict[Among, int] = {}
         for answer in answers.parked:
@@ -202,10 +202,10 @@ class Dispatch:
             if in_vain.get(among, 0) >= state.settings.look_ahead:
                 continue
             assert computed_by is not None, "its prompt is not computed"
-            pairs = [e for e in state.decoding(request) if allowed(computed_by, e)]
-            free = [e for e in pairs if e.name not in kept and answers.has_room(answer, e)]
+            decoders = state.decoding(request)
+            free = [e for e in decoders if e.name not in kept and answers.has_room(answer, e)]
             if not free:
-                self._keep(request, pairs, kept)
+                self._keep(request, decoders, kept)
                 in_vain[among] = in_vain.get(among, 0) + 1
                 continue
             answers.release(answer)  # its own reservation is not in its way
@@ -368,8 +368,8 @@ class Dispatch:
         # If a prompt continues where it is, the rest is expected since its first segment there.
         later_s = 0.0 if item.running is engine else rest_s
         self._expect(order, max(begins, now + best.starts_s), later_s)
-        if best.source is not None:
-            pull_s = kind.loads["peer"].seconds(best.pulled * kind.block_bytes)
+        if best.source is not None and best.link is not None:
+            pull_s = best.link.seconds(best.pulled * kind.block_bytes)
             state.cluster.traffic.add(best.source, engine.node, pull_s, now)
         if best.pulled and context.spread:
             reach = context.match.of(engine.namespace).reach
@@ -457,18 +457,18 @@ class Dispatch:
         kind, get = context.kind(decode), context.match.lengths.get
         own = max(get(holder, 0) for holder in (decode.gpu, *decode.tiers))
         lacks = len(context.request.keys) - own
-        factor = self._state.settings.decode.topology.factor(engine, decode)
-        if not lacks or not factor:
+        if not lacks or together(engine, decode):
             return None  # nothing has to be brought within one node
-        return factor * kind.loads["peer"].seconds(lacks * kind.block_bytes)
+        links = self._state.cluster.links
+        link = links.between(engine.node, decode.node, kind.loads["peer"])
+        return link.seconds(lacks * kind.block_bytes)
 
     def _transfers(self, engine: Engine, estimate: DecodeEstimate, now: float) -> None:
         """The decode engine's missing blocks are on their way between the two nodes."""
         target, traffic = estimate.engine, self._state.cluster.traffic
-        apart = target.shares(engine) and not together(engine, target)
-        if apart and estimate.lacks:
-            kind = self._state.cluster.kinds[target.kind]
-            seconds = kind.loads["peer"].seconds(estimate.lacks * kind.block_bytes)
+        if estimate.link is not None:
+            block_bytes = self._state.cluster.kinds[target.kind].block_bytes
+            seconds = estimate.link.seconds(estimate.lacks * block_bytes)
             traffic.add(engine.node, target.node, seconds, now)
 
     def _expect(self, order: Order, begins: float, later_s: float) -> None:

@@ -109,8 +109,17 @@ class LoadEstimate:
         self.error = Error()
 
     @property
+    def latency_s(self) -> float:
+        return self._latency_s
+
+    @property
     def per_byte_s(self) -> float:
         return self._per_byte
+
+    @property
+    def learned(self) -> bool:
+        """Whether transfers were measured."""
+        return self._weight != PRIOR_WEIGHT
 
     def assume(self, per_byte_s: float) -> None:
         """As measured elsewhere."""

@@ -6,8 +6,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 
 from kvpool.errors import InvalidRequest
-from kvpool.scheduler.topology import Topology, place
-from kvpool.scheduler.values import Among, Engine, Request, Role
+from kvpool.scheduler.values import Among, Engine, Request, Role, place
 
 GROUPS_MAX = 1024
 """Sets of kinds and names whose engines are cached; then the cache is cleared."""
@@ -22,10 +21,9 @@ class Fleet:
         self._resting: set[str] = set()
         self._weights: dict[str, float] = {}  # below 1
         self._groups: dict[tuple[Role, Among], list[Engine]] = {}
-        self._paired: dict[tuple[Among, bool], bool] = {}
         self.pairs_differ = False
         """Whether the choice of a prompt's engine matters for its answer: one may decode as well,
-        their places or namespaces differ, or only some have a pool.
+        their namespaces differ, or only some have a pool. (Links may differ, too.)
         """
         for engine in engines:
             self.join(engine)
@@ -82,24 +80,12 @@ class Fleet:
         left_out = (n for n, weight in self._weights.items() if _share(request, n) >= weight)
         return {*avoid, *left_out}
 
-    def paired(self, request: Request, topology: Topology) -> bool:
-        """Whether there are two engines, or one for both roles, that may serve it together."""
-        among = request.among
-        known = self._paired.get((among, request.whole))
-        if known is None:
-            decoding = self.of(Role.DECODE, among)
-            computing = decoding if request.whole else self.of(Role.PREFILL, among)
-            known = any(topology.allowed(one, other) for one in computing for other in decoding)
-            self._paired[among, request.whole] = known
-        return known
-
     def of(self, role: Role, among: Among = ALL) -> list[Engine]:
         """All of these in this role that are not draining. Do not modify."""
         found = self._groups.get((role, among))
         if found is None:
             if len(self._groups) >= GROUPS_MAX:
                 self._groups.clear()
-                self._paired.clear()
             found = self._groups[role, among] = [
                 engine
                 for engine in self.engines.values()
@@ -109,13 +95,10 @@ class Fleet:
 
     def _changed(self) -> None:
         self._groups.clear()
-        self._paired.clear()
         computing, decoding = self.of(Role.PREFILL), self.of(Role.DECODE)
         places = {place(engine) for engine in computing}
         shared = {engine.namespace if engine.tiers else None for engine in computing}
-        self.pairs_differ = len(shared) > 1 or any(
-            place(engine) in places or engine.labels for engine in decoding
-        )
+        self.pairs_differ = len(shared) > 1 or any(place(engine) in places for engine in decoding)
 
 
 def _share(request: Request, name: str) -> float:

@@ -107,6 +107,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._news = False  # something arrived since the last poll
         self._looks_at = math.inf
+        self._see_places()
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -296,6 +297,7 @@ class Scheduler:
         """It may get orders from now on. Raises `InvalidRequest` if the name exists."""
         engine.free_at = max(engine.free_at, now)
         self._state.fleet.join(engine)
+        self._see_places()
         self._news = True
 
     def leave(self, name: str, now: float) -> Left:
@@ -304,6 +306,7 @@ class Scheduler:
         engine = self._state.fleet.leave(name)
         if engine is None:
             return left
+        self._see_places()
         self._news = True
         for ident in dict.fromkeys(s.order.request.ident for s in self._state.orders.on(engine)):
             again = self.failed(engine, ident, now)
@@ -313,6 +316,10 @@ class Scheduler:
             self.abandoned(request.ident, now)
             left.given_up.append(request.ident)
         return left
+
+    def _see_places(self) -> None:
+        engines = sorted(self.engines.values(), key=lambda engine: bool(engine.labels))
+        self._state.cluster.links.lie({e.node: e.labels for e in engines if e.node})
 
     def drain(self, name: str, now: float) -> None:
         """It gets nothing new; active requests may finish. Raises `KeyError` if it is unknown."""
@@ -389,8 +396,7 @@ class Scheduler:
         if not self._settings.decodes:
             return None
         decoders = self._state.decoding(request)
-        topology = self._settings.decode.topology
-        if not self._state.fleet.paired(request, topology):
+        if not decoders:
             return no_engine(request)
         return refused_by_size(request, decoders)
 

@@ -58,7 +58,8 @@ class State:
     def with_answer(self, context: DecisionContext, decoders: Sequence[Engine]) -> None:
         """What a choice needs to know of decoding, and of replicas."""
         request, match = context.request, context.match
-        if self.settings.decodes and (self.fleet.pairs_differ or request.whole):
+        differ = self.fleet.pairs_differ or self.cluster.links.differ
+        if self.settings.decodes and (differ or request.whole):
             context.handover = self.handover(context, decoders)
         if reach := match.of(match.widest).reach:
             end, holders = request.keys[reach - 1], len(context.sources(match.widest)[1])

@@ -13,6 +13,7 @@ from enum import Flag, auto
 from typing import Literal, NamedTuple, get_args
 
 from kvpool.scheduler.decay import Decaying
+from kvpool.scheduler.links import Link
 
 COMPUTING_S = 30.0
 """Averaging time of an engine's share of seconds with prompts."""
@@ -80,9 +81,6 @@ class Request:
         return Among(self.kinds, self.engines)
 
 
-Labels = tuple[tuple[str, str], ...]
-
-
 @dataclass(slots=True)
 class Engine:
     """One engine in the scheduler's state. Changed by `Scheduler` only.
@@ -102,7 +100,7 @@ class Engine:
     reservation for it, each with its whole context. held_tokens: of those among them that were sent to decode, at
     most `capacity_tokens`. others_tokens: of its memory, what it says is used beyond that, by requests that did not come
     from here. follows: prompts that are followed for it now. computing: seconds of prompts that were
-    sent to it. labelled: its labels, for comparing.
+    sent to it.
     """
 
     name: str
@@ -130,7 +128,6 @@ class Engine:
     others_tokens: int = 0
     follows: int = 0
     computing: Decaying = field(default_factory=lambda: Decaying(COMPUTING_S))
-    labelled: Labels = field(init=False)
 
     def has_room(self, needed: int, held: int, most: float, *, waits: bool = False) -> bool:
         """Whether so much more fits into `most` tokens, beside `held`, a sum of what is counted here, and others'.
@@ -144,8 +141,18 @@ class Engine:
         """Whether it can use the other's blocks, through the pool. Without tiers there is nothing to pull into."""
         return bool(self.tiers and other.tiers) and self.namespace == other.namespace
 
-    def __post_init__(self) -> None:
-        self.labelled = tuple(sorted(self.labels.items()))
+
+Place = str | tuple[str]
+
+
+def place(engine: Engine) -> Place:
+    """Its node; an engine without a known node is alone at its place."""
+    return engine.node or (engine.name,)
+
+
+def together(one: Engine, other: Engine) -> bool:
+    """Whether they are at one place."""
+    return one is other or (one.node == other.node and one.node != "")
 
 
 class Estimate(NamedTuple):
@@ -153,7 +160,7 @@ class Estimate(NamedTuple):
 
     cached: blocks that need not be computed; `loaded` of them are to be loaded to the GPU, of these `pulled`
     from `source`, another node. starts_s: from now until computing can begin; prefill_s:
-    from then to the first token. cost: what the policy compares, in a unit of its own.
+    from then to the first token. cost: what the policy compares, in a unit of its own. link: from `source`.
     """
 
     engine: Engine
@@ -166,6 +173,7 @@ class Estimate(NamedTuple):
     prefill_s: float
     cost: float
     pending: bool = False
+    link: Link | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -178,7 +186,8 @@ class DecodeEstimate(NamedTuple):
 
     tpot_s: seconds per token with this request. lacks: blocks of the prompt that neither the engine nor its
     node has. handover_s: from the end of the prompt until all of it is there. fits: whether there is
-    memory for its whole context. cost: seconds from the end of the prompt to the end of the answer.
+    memory for its whole context. cost: seconds from the end of the prompt to the end of the answer. link: by which
+    these blocks come; None: none come.
     """
 
     engine: Engine
@@ -187,6 +196,7 @@ class DecodeEstimate(NamedTuple):
     handover_s: float
     fits: bool
     cost: float
+    link: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)

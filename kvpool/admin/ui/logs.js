@@ -87,6 +87,7 @@ function candidates(caption, items, chosen) {
     { name: "Loaded", num: true, of: (each) => count(each.loaded_blocks) },
     { name: "Pulled", num: true, of: (each) => count(each.pulled_blocks) },
     { name: "From", of: (each) => each.source || DASH },
+    { name: "Link", of: (each) => each.link?.known || DASH },
   ], items, { row: (each) => (each.engine === chosen ? "chosen" : "") });
 }
 
@@ -97,6 +98,7 @@ function decoders(items, chosen) {
     { name: "Per token", num: true, of: (each) => milliseconds(each.tpot_s ?? NaN) },
     { name: "Lacks blocks", num: true, of: (each) => count(each.lacks_blocks) },
     { name: "Handover", num: true, of: (each) => duration(each.handover_s) },
+    { name: "Link", of: (each) => each.link?.known || DASH },
     { name: "Fits", of: (each) => (each.fits ? "yes" : "no") },
   ], items, { row: (each) => (each.engine === chosen ? "chosen" : "") });
 }

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from rich.markup import escape
 
-from kvpool.cli.render.text import make_console, make_table
+from kvpool.cli.render.text import make_console, make_table, size_text
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ _OUTLOOK = {
     "loaded_blocks": ">loaded",
     "pulled_blocks": ">pulled",
     "source": "from",
+    "link": "by a link",
     "starts_s": ">starts",
     "prefill_s": ">prefill",
     "ttft_s": ">first token",
@@ -31,6 +32,7 @@ _DECODER = {
     "tpot_s": ">a token",
     "lacks_blocks": ">lacks",
     "handover_s": ">handover",
+    "link": "by a link",
     "cost": ">cost",
 }
 
@@ -99,7 +101,7 @@ def _print_rows(
     table = make_table("", "  engine", *columns.values())
     for row in rows:
         mark = "*" if row["engine"] == chosen else " "
-        cells = (escape(_text(name, row[name])) for name in columns)
+        cells = (escape(_text(name, row.get(name))) for name in columns)
         table.add_row(escape(f"{mark} {row['engine']}"), *cells)
     console.print(table)
 
@@ -113,4 +115,6 @@ def _text(name: str, value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.3f} s" if name.endswith("_s") else f"{value:.3f}"
+    if name == "link":
+        return f"{size_text(value['bytes_s'])}/s, {value['known']}"
     return str(value)

@@ -80,9 +80,12 @@ def describe(nodes: Iterable[NodeRecord], here: NodeRecord, tenant: str) -> list
             "node": record.node,
             "incarnation": record.incarnation,
             "labels": record.labels,
+            "host": record.host,
+            "links": links,
             "here": record is here or (bool(here.host) and record.host == here.host),
         }
         for record in (here, *others)
+        for links in [msgspec.to_builtins(record.links) if record.engines else []]
         for engine in record.engines
         if engine.tenant == tenant
     ]

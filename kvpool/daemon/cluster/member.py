@@ -38,6 +38,7 @@ from kvpool.placement.peers import Peers
 from kvpool.placement.records import (
     NIXL,
     DrainProgress,
+    LinkRecord,
     NodeChange,
     NodeRecord,
     NodeState,
@@ -107,6 +108,7 @@ class ClusterMember:
         self._followed_as = self.own  # the incarnation under which the view was looked at last
         self._view = View()
         self._transports: tuple[TransportRecord, ...] = ()
+        self._links: tuple[LinkRecord, ...] = ()  # as of the last second
         self._drain_wanted = False
         self._tasks = Tasks()
         self._rejoining = False
@@ -352,12 +354,14 @@ class ClusterMember:
             self.topology.numa,
             self._local.engines(),
             frame.PROTOCOL_OLDEST,
+            self._links,
         )
 
     async def tell(self) -> None:
         """Update this node's record. Best effort: repeated every second, and `Membership.outage` has what fails."""
         if self.state is NodeState.GONE:
             return
+        self._links = self.peers.links(self._clock())
         try:
             await self.membership.update(self.record())
         except KvpoolError as error:

@@ -74,7 +74,7 @@ CLASH_PAUSE_S = 0.3
 TELL_S = 0.1  # between two views, while others' changes come faster
 RETRY_S = 0.5  # between attempts to renew, while they fail
 GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etcd
-USE_S = 5.0  # a node's use of its tiers is written at most that often,
+USE_S = 5.0  # a node's use of its tiers, and what it measured, is written at most that often,
 SMALL_USE_S = 60.0  # and that often, when it has changed by less than
 SMALL_USE = 1 / 64  # of the tier
 PROGRESS_S = 0.5  # the progress of a drain is written at most that often
@@ -649,6 +649,8 @@ def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
         return 0.0
     if wanted.drain != written.drain:
         return PROGRESS_S
+    if wanted.links != written.links:
+        return USE_S
     for old, new in zip(written.tiers, wanted.tiers, strict=True):
         least = max(1, new.capacity_bytes * SMALL_USE)
         for before, now in (
@@ -675,4 +677,4 @@ def _without_use(record: NodeRecord) -> NodeRecord:
         msgspec.structs.replace(tier, used_bytes=0, secondary_bytes=0) for tier in record.tiers
     )
     drain = None if record.drain is None else DrainProgress(record.drain.phase)
-    return msgspec.structs.replace(record, tiers=tiers, drain=drain)
+    return msgspec.structs.replace(record, tiers=tiers, drain=drain, links=())

@@ -27,6 +27,15 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Fields are only ever added at the end, with defaults."""
 
 
+class LinkRow(msgspec.Struct, array_like=True, frozen=True):
+    """`scheduler.links.Link`."""
+
+    latency_s: Finite
+    byte_s: Finite
+    known: Name
+    age_s: Finite | None
+
+
 class EstimateRow(msgspec.Struct, array_like=True, frozen=True):
     """`scheduler.values.Estimate`."""
 
@@ -40,6 +49,7 @@ class EstimateRow(msgspec.Struct, array_like=True, frozen=True):
     prefill_s: Finite
     cost: Finite
     pending: bool
+    link: LinkRow | None = None
 
 
 class DecodeRow(msgspec.Struct, array_like=True, frozen=True):
@@ -51,6 +61,7 @@ class DecodeRow(msgspec.Struct, array_like=True, frozen=True):
     handover_s: Finite
     fits: bool
     cost: Finite
+    link: LinkRow | None = None
 
 
 class OrderRow(msgspec.Struct, array_like=True, frozen=True):

@@ -15,9 +15,11 @@ from kvpool.router.group.messages import (
     COUNT_MAX,
     DecodeRow,
     EstimateRow,
+    LinkRow,
     OrderRow,
     RequestRow,
 )
+from kvpool.scheduler.links import Link
 from kvpool.scheduler.values import (
     DecodeEstimate,
     Engine,
@@ -108,6 +110,7 @@ def estimate_row(estimate: Estimate) -> EstimateRow:
         finite(estimate.prefill_s, "prefill_s"),
         finite(estimate.cost, "cost"),
         estimate.pending,
+        link_row(estimate.link),
     )
 
 
@@ -124,6 +127,7 @@ def estimate_of(row: EstimateRow, engine_of: EngineOf) -> Estimate:
         row.prefill_s,
         row.cost,
         row.pending,
+        link_of(row.link),
     )
 
 
@@ -136,14 +140,26 @@ def decode_row(estimate: DecodeEstimate) -> DecodeRow:
         finite(estimate.handover_s, "handover_s"),
         estimate.fits,
         finite(estimate.cost, "cost"),
+        link_row(estimate.link),
     )
 
 
 def decode_estimate_of(row: DecodeRow, engine_of: EngineOf) -> DecodeEstimate:
     """Of another router."""
     return DecodeEstimate(
-        engine_of(row.engine), row.tpot_s, row.lacks, row.handover_s, row.fits, row.cost
+        *(engine_of(row.engine), row.tpot_s, row.lacks, row.handover_s, row.fits, row.cost),
+        link_of(row.link),
     )
+
+
+def link_row(link: Link | None) -> LinkRow | None:
+    """As a message carries it."""
+    return None if link is None else LinkRow(*link)
+
+
+def link_of(row: LinkRow | None) -> Link | None:
+    """Of another router."""
+    return None if row is None else Link(row.latency_s, row.byte_s, row.known, row.age_s)
 
 
 def order_row(order: Order) -> OrderRow:

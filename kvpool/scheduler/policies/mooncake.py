@@ -34,14 +34,14 @@ class MooncakeGlobal(Stateless):
         own = context.own(engine)
         best, _ = context.sources(engine.namespace)
         queue_s = max(0.0, engine.free_at - context.now)
-        source = None
+        found, source, link = None, None, None
         cached, transfer_s = own, 0.0
         if best > own * self._threshold:
-            source = context.source_for(engine)
-        if source is not None:
-            kind = context.kind(engine)
+            found = context.source_for(engine, best - own)
+        if found is not None:
+            source, link, _ = found
             cached = best
-            transfer_s = kind.loads["peer"].seconds((best - own) * kind.block_bytes)
+            transfer_s = link.seconds((best - own) * context.kind(engine).block_bytes)
         prefill_s = context.prefill_s(engine, cached)
         starts_s = queue_s + transfer_s
         pulled = cached - own
@@ -49,7 +49,8 @@ class MooncakeGlobal(Stateless):
         loaded = max(0, cached - gpu)
         ttft_s = starts_s + prefill_s
         return Estimate(
-            engine, cached, loaded, pulled, source, transfer_s, starts_s, prefill_s, ttft_s
+            *(engine, cached, loaded, pulled, source, transfer_s, starts_s, prefill_s, ttft_s),
+            link=link,
         )
 
 

@@ -16,7 +16,7 @@ from kvpool.placement.directory.base import TIERS
 from kvpool.placement.distance import PRIORS, Distance, distance_between
 from kvpool.placement.peer_estimates import BACKOFF_S, STALE_S, Link
 from kvpool.placement.peer_selection import JITTER, Candidate, forecast, plan
-from kvpool.placement.peers import HEDGE_S_MAX, Peers
+from kvpool.placement.peers import APART_MAX, HEDGE_S_MAX, Peers
 
 MIB = 1 << 20
 DRAM, SSD = TIERS["dram"], TIERS["ssd"]
@@ -379,3 +379,50 @@ def test_a_hedge_trusts_what_was_measured_however_long_ago() -> None:
         HEDGE_S_MAX + 10 * MIB / 1e8, rel=0.1
     )
     assert STALE_S > 0
+
+
+def told(peers: Peers, now: float) -> dict[tuple[str, str], float]:
+    return {(link.distance, link.node): link.bytes_s for link in peers.links(now)}
+
+
+def test_what_others_are_told_is_each_distance_and_the_nodes_that_differ() -> None:
+    peers = peers_at(Distance.RACK, Distance.RACK, Distance.RACK, Distance.FAR)
+    for name, incarnation in zip("pqrs", NODES, strict=True):
+        distance = Distance.FAR if name == "s" else Distance.RACK
+        meet(peers, incarnation, distance, place=(name, f"tcp://{name}"))
+    assert told(peers, 0.0) == {}, "nothing was measured"
+    for _ in range(30):
+        for incarnation, speed in ((P, 2e9), (Q, 2.2e9), (S, 0.4e9)):
+            measure(peers, incarnation, 1e-3, speed, 0.0, times=1)
+    found = told(peers, 0.0)
+    assert found.keys() == {("rack", ""), ("far", "")}
+    assert found["rack", ""] == pytest.approx(2.1e9, rel=0.1)
+    assert found["far", ""] == pytest.approx(0.4e9, rel=0.1)
+    measure(peers, R, 1e-3, 0.2e9, 0.0, times=3)
+    for _ in range(30):
+        measure(peers, P, 1e-3, 2e9, 0.0, times=1)
+    found = told(peers, 1.0)
+    assert found["rack", "r"] == pytest.approx(0.2e9, rel=0.2)
+    assert ("far", "s") not in found
+    (slow,) = [link for link in peers.links(200.0) if link.node == "r"]
+    assert (slow.age_s, slow.latency_s) == (256.0, 1e-3)
+    assert slow.bytes_s > 2 * found["rack", "r"], "it is half forgotten"
+    assert ("rack", "r") not in told(peers, 3000.0)
+    peers.gone(R)
+    assert ("rack", "r") not in told(peers, 1.0)
+
+
+@given(st.lists(st.floats(1e7, 1e10), min_size=1, max_size=60), st.floats(0.0, 1e5))
+def test_few_are_told_however_many_differ(speeds: list[float], later_s: float) -> None:
+    peers = Peers(OURS, random.Random(1))
+    for number, speed in enumerate(speeds):
+        incarnation = number.to_bytes(8)
+        meet(peers, incarnation, Distance.RACK, place=(f"n{number}", ""))
+        measure(peers, incarnation, 1e-3, speed, 0.0, times=2)
+    links = peers.links(later_s)
+    assert sum(not link.node for link in links) == 1
+    assert len(links) <= 1 + APART_MAX
+    whole = links[0].bytes_s
+    assert all(not 1 / 1.2 < link.bytes_s / whole < 1.2 for link in links if link.node)
+    assert peers.links(later_s) == links, "the same when nothing has changed"
+    assert all(link.age_s >= later_s and link.measured_bytes > 0 for link in links)

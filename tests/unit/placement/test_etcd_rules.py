@@ -30,6 +30,7 @@ from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
     DrainProgress,
+    LinkRecord,
     NamespaceClock,
     NamespaceSettings,
     NodeState,
@@ -556,6 +557,10 @@ def test_what_is_worth_a_write() -> None:
 
     assert hold_s(old, secondary(99)) == SMALL_USE_S
     assert hold_s(old, secondary(100)) == USE_S, "a node that pulls is no more urgent"
+
+    links = (LinkRecord("rack", 0.001, 1e9, 32.0, 1 << 30),)
+    assert hold_s(old, msgspec.structs.replace(old, links=links)) == USE_S
+    assert hold_s(old, msgspec.structs.replace(used(1001), links=links)) == USE_S
 
 
 def test_the_progress_of_a_drain_waits_a_moment_and_its_phases_do_not() -> None:

@@ -1,13 +1,13 @@
 """Where an answer goes on: the formula worked out by hand, and what it comes to."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.placement.records import LinkRecord
 from kvpool.scheduler.decode import (
     LATE_SAVE_S,
     SLOWER,
@@ -19,7 +19,6 @@ from kvpool.scheduler.decode import (
 )
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
-from kvpool.scheduler.topology import Topology
 from kvpool.scheduler.values import DecodeEstimate, Request, Role, Saves
 
 Make = Callable[..., Any]
@@ -28,6 +27,7 @@ PLAIN = Settings(queue=FIFO, segment_s=0.0)
 RULE = DecodeRule()
 PULL_S = 0.1  # a block
 BLOCK, TOKEN_S = 16, 0.01
+BLOCK_BYTES = 1000
 ALONE_S = 0.011  # a token, with nobody beside
 
 
@@ -217,49 +217,40 @@ def test_a_prompt_goes_where_it_holds_up_fewer(make: Make) -> None:
     assert name == "b"
 
 
-def test_the_nearest_that_decodes(make: Make) -> None:
+def test_until_paths_are_measured_the_nearest_decodes(make: Make) -> None:
     near = {"zone": "1", "rack": "a"}
     places = {"p": near, "d": near, "e": {"zone": "1", "rack": "b"}, "f": {"zone": "2"}}
     roles = {"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}
     rules = make(roles, pull_s=PULL_S, places=places)
-    topology = Topology((("rack", 1.5), ("zone", 2.0)), far=5.0)
-    found = estimates(rules, rules.request(160), "p", DecodeRule(topology=topology))
+    found = estimates(rules, rules.request(160), "p")
     factors = {name: o.handover_s / (10 * PULL_S) for name, o in found.items()}
-    assert factors == pytest.approx({"h": 0, "g": 1, "d": 1.5, "e": 2, "f": 5}, abs=1e-3)
-    assert list(found) == ["h", "g", "d", "e", "f"]
+    assert factors == pytest.approx({"h": 0, "d": 0.5, "e": 0.71, "g": 1, "f": 1.52}, abs=1e-2)
+    assert list(found) == ["h", "d", "e", "g", "f"]
+    assert found["h"].link is None
+    assert {o.link.known for name, o in found.items() if name != "h"} == {"assumed"}
 
 
-@pytest.mark.parametrize(("require", "allowed"), [("zone", "deh"), ("rack", "dh"), ("node", "h")])
-def test_pairs_that_are_required_to_be_near(make: Make, require: str, allowed: str) -> None:
+def test_measured_paths_decide_whatever_labels_say(make: Make) -> None:
     near = {"zone": "1", "rack": "a"}
-    other, far = {"zone": "1", "rack": "b"}, {"zone": "2", "rack": "c"}
-    places = {"p": near, "d": near, "e": other, "f": far}
-    rules = make({"p": P, "d": D, "e": D, "f": D, "g": D, "h@p": D}, places=places)
-    rule = DecodeRule(topology=Topology(require=require))
-    assert set(estimates(rules, rules.request(), "p", rule)) == set(allowed)
-
-
-def test_a_prompt_is_computed_near_to_who_decodes_it(make: Make) -> None:
-    settings = replace(PLAIN, decode=DecodeRule(topology=Topology(require="zone")))
-    near = {"zone": "1"}
-    places = {"p": {"zone": "2"}, "q": near, "d": near}
-    rules = make({"p": P, "q": P, "d": D}, settings, places=places)
-    first, second = rules.submit(), rules.submit()
-    assert rules.poll() == [(first, "q", "")]
-    rules.scheduler.leave("q", 0.1)
-    assert rules.poll(5.0) == []  # p may be no pair with d
-    assert rules.scheduler.submit(rules.request(), 5.0).code == "no_engine"
-    rules.scheduler.join(rules.engine("n", P, labels=near), 6.0)
-    assert {ident for ident, _, _ in rules.poll(6.0)} <= {first, second}
+    places = {"p": near, "q": near, "d": near, "e": {"zone": "2"}}
+    rules = make({"p": P, "q": P, "d": D, "e": D}, pull_s=PULL_S, places=places)
+    slow = LinkRecord("rack", 0.0, BLOCK_BYTES / (8 * PULL_S), 32.0, 1 << 30, "p")
+    fast = LinkRecord("far", 0.0, BLOCK_BYTES / (2 * PULL_S), 32.0, 1 << 30)
+    usual = LinkRecord("rack", 0.0, BLOCK_BYTES / PULL_S, 32.0, 1 << 30)
+    rules.cluster.links.told({"d": ("", [usual, slow]), "e": ("", [fast])})
+    request = rules.request(160)
+    found = estimates(rules, request, "p")
+    assert {name: o.handover_s for name, o in found.items()} == pytest.approx({"e": 2.0, "d": 8.0})
+    assert found["d"].link.known == "measured by d"
+    assert found["e"].link.known == "measured by all of nodes in different zones"
+    assert list(estimates(rules, request, "q")) == ["d", "e"], "q's way to d is a usual one"
+    # The prompt is computed where its answer costs least, and the link is busy for as long as was measured.
+    rules.submit(160)
+    (order,) = rules.scheduler.poll(0.0)
+    assert (order.estimate.engine.name, order.decode.name) == ("q", "d")
 
 
 @pytest.mark.parametrize("wrong", [{"ahead": -0.1}, {"follow_below": 1.1}])
 def test_wrong_rules_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         DecodeRule(**wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"require": "planet"}, {"far": -1.0}])
-def test_wrong_topologies_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Topology(**wrong)

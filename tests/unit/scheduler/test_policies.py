@@ -218,9 +218,9 @@ def test_nobody_pulls_from_its_own_node() -> None:
     world.index.discard("dram:b", [0])  # an odd one: what it has is no prefix
     world.hold("c", 2)
     context = world.decision_context()
-    assert {context.source_for(engine) for engine in context.engines} <= {"a", "c"}
-    assert context.source_for(world.engines["a"]) == "c"
-    assert context.source_for(world.engines["c"]) == "a"
+    assert {context.source_for(engine, 1)[0] for engine in context.engines} <= {"a", "c"}
+    assert context.source_for(world.engines["a"], 1)[0] == "c"
+    assert context.source_for(world.engines["c"], 1)[0] == "a"
 
 
 def test_a_busy_link_is_nothing_to_a_prompt_that_pulls_nothing() -> None:

@@ -11,8 +11,7 @@ from kvpool.scheduler.decode import DecodeRule, Handover
 from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
-from kvpool.scheduler.topology import NODE, Topology
-from kvpool.scheduler.values import DecodeEstimate, Order, Role
+from kvpool.scheduler.values import DecodeEstimate, Order, Role, together
 
 Make = Callable[..., Any]
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -57,9 +56,7 @@ def test_a_prompt_with_fewer_keys_than_blocks_is_served(make: Make, keys: int) -
 def test_two_without_a_node_are_not_on_the_same(make: Make) -> None:
     rules = make({"a": BOTH, "b": BOTH}, pooled=False)
     a, b = rules.engines["a"], rules.engines["b"]
-    topology = Topology(require=NODE)
-    assert (topology.factor(a, b), topology.factor(a, a)) == (1.0, 0.0)
-    assert (topology.allowed(a, b), topology.allowed(a, a)) == (False, True)
+    assert (together(a, b), together(a, a)) == (False, True)
 
 
 def test_without_a_pool_between_them_it_is_computed_again(make: Make) -> None:
