@@ -33,6 +33,8 @@ from kvpool.telemetry.node_stats import NodeStats
 ROOT = Path(__file__).resolve().parent.parent
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 BLOCK_TOKENS = 32
+PARTS = 2
+"""Of a block: the tiny models have two KV heads."""
 WAKE_TOKENS = BLOCK_TOKENS // 2
 MAX_TOKENS = 4096
 KV_BYTES = 128 << 20
@@ -507,10 +509,10 @@ def end_on_sigterm() -> None:
 
 
 def wait_for_blocks(socket_path: str, committed: int) -> None:
-    """Wait until the daemon has committed so many parts of blocks since it started."""
+    """Wait until the daemon has committed so many blocks of the tiny model since it started."""
     wait_for_stats(
         socket_path,
-        lambda stats: stats.counters.committed >= committed,
+        lambda stats: stats.counters.committed >= PARTS * committed,
         f"the pool did not get {committed} blocks",
     )
 

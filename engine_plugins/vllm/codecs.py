@@ -6,13 +6,13 @@ computed KV: the codec is part of the namespace, so that engines without it, or 
 another one, never see it.
 
 A part is the records of its layers, one after the other. A record of a layer with E elements a
-block and H heads (of this rank):
+block and H heads (of the part's shard; in the form `ranks`, of this rank):
 
     offset 0             E    to a multiple of 8              + 8 * H
            | payload ... | zeros  | scales, H x 2 ...         |
              E bytes               float32, little-endian: K and V of head 0, of head 1, ...
 
-The payload's elements are in the order of the engine's memory. `int8`: x = q *
+The payload's elements are in the order of the part without a codec (`shards.py`). `int8`: x = q *
 scale, q from -127 to 127, rounded to even. `fp8`: x = q * scale, q in float8 e4m3 without
 infinities, up to 448. The scale is the largest magnitude of that head in that block, layer and half
 (K or V) divided by 127 or 448, and at least the smallest normal float32, so that heads of zeros stay
@@ -38,6 +38,7 @@ import torch
 
 from kvpool.engine_plugins.vllm.config import Codec
 from kvpool.engine_plugins.vllm.layout import Index, Pages, SlotTable, chunks, spans
+from kvpool.engine_plugins.vllm.shards import CONTENT_BACKENDS, HALVES_BACKENDS
 from kvpool.errors import ConfigError
 from kvpool.memory.device_stream import finished_stream
 
@@ -52,11 +53,6 @@ SAMPLE_EVERY = 64
 
 KINDS = {Codec.INT8: (torch.int8, 127.0), Codec.FP8: (torch.float8_e4m3fn, 448.0)}
 """The payload's dtype, and the magnitude that a head's largest element gets in it."""
-
-KV_IN_CONTENT = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
-"""Attention backends in whose blocks each head's token is its K, then its V."""
-KV_IN_HALVES = frozenset({"CPU_ATTN"})
-"""Those in whose blocks each head is the K of all tokens (in any order), then their V."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,15 @@ def head_layout(tensor: Any, num_blocks: int, backend: str) -> HeadLayout:
     tensor: of logical shape (blocks or kernel blocks, heads, tokens, content), as vLLM registers it.
     Raises `ConfigError` where heads, or K and V, cannot be told apart.
     """
-    if backend not in KV_IN_CONTENT | KV_IN_HALVES:
+    if backend not in CONTENT_BACKENDS | HALVES_BACKENDS:
         raise ConfigError(
             f"codec: the K and V layout of attention backend {backend} is unknown; set codec to none, or choose one "
-            f"of {', '.join(sorted(KV_IN_CONTENT | KV_IN_HALVES))}"
+            f"of {', '.join(sorted(CONTENT_BACKENDS | HALVES_BACKENDS))}"
         )
     per_block = tensor.shape[0] // num_blocks
     heads, tokens, content = tensor.shape[1:]
     inner = sorted((1, 2, 3), key=lambda axis: -tensor.stride(axis))
-    halves = backend in KV_IN_HALVES
+    halves = backend in HALVES_BACKENDS
     if content % 2 or inner[-1] != 3 or (halves and inner != [1, 2, 3]):
         raise ConfigError(
             f"codec: K and V cannot be told apart in the KV of {backend}, with shape {tuple(tensor.shape)} and "
@@ -131,11 +127,28 @@ def head_layout(tensor: Any, num_blocks: int, backend: str) -> HeadLayout:
     return HeadLayout(tensor.dtype, (per_block, tokens, heads, 2, head_size), heads=2, kv=3)
 
 
+def shard_layout(tensor: Any, num_blocks: int, heads: int, *, halves: bool) -> HeadLayout:
+    """The layout of `heads` heads of a layer in the order of `layout.shard_rows`, whatever the engine's own.
+
+    tensor: as for `head_layout`. halves: each head of a kernel block is the K of all tokens, then their V.
+    """
+    per_block = tensor.shape[0] // num_blocks
+    tokens, content = tensor.shape[2:]
+    if content % 2:
+        raise ConfigError(
+            f"codec: K and V cannot be told apart in {content} elements; set codec to none"
+        )
+    if halves:
+        shape = (heads, per_block, 2, tokens, content // 2)
+        return HeadLayout(tensor.dtype, shape, heads=0, kv=2)
+    return HeadLayout(tensor.dtype, (heads, per_block, tokens, 2, content // 2), heads=0, kv=3)
+
+
 class CodecPages:
     """Paged KV of one group, encoded in the pool. Used by one thread at a time, which owns the
     stream and the working memory.
 
-    layers: of each layer its uint8 rows (blocks, bytes of a block), on any device, and its layout.
+    layers: of each layer its uint8 rows, as in `HostPages`, on any device, and the layout of one.
     make_pages: gives pages over one layer of encoded rows; they do the copies to and from slots.
     count: takes amounts by the names in metrics.py.
     """
@@ -154,7 +167,7 @@ class CodecPages:
         self._make_pages = make_pages
         self._count = count
         self.nbytes = sum(layout.encoded_bytes for _, layout in layers)
-        self._raw_bytes = sum(rows.shape[1] for rows, _ in layers)
+        self._raw_bytes = sum(rows[0].numel() for rows, _ in layers)
         self._chunk_bytes = chunk_bytes
         self._device = layers[0][0].device
         self._module = torch.get_device_module(self._device)
@@ -257,7 +270,10 @@ class _Band:
         self._floats = torch.empty(shape, dtype=torch.float32, device=encoded.device)
         lanes = _lanes([rows for rows, _ in layers])
         self._layers = [rows.view(lanes) for rows, _ in layers]
-        self._pages = self._values.flatten(2).view(lanes)
+        self._pages = [
+            values.view(lanes).view(len(values), *rows.shape[1:])
+            for values, rows in zip(self._values.flatten(2), self._layers, strict=True)
+        ]
         records = encoded.unflatten(1, (len(layers), layout.encoded_bytes)).transpose(0, 1)
         payload, self._padding, scales = records.tensor_split(
             (layout.elements, layout.scales_at), dim=2
@@ -308,6 +324,6 @@ def _lanes(layers: Sequence[Any]) -> torch.dtype:
     wide = all(
         each % WORD == 0
         for rows in layers
-        for each in (rows.shape[1], rows.stride(0), rows.storage_offset())
+        for each in (rows.shape[-1], *rows.stride()[:-1], rows.storage_offset())
     )
     return torch.int64 if wide else torch.uint8

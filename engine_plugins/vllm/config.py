@@ -43,6 +43,13 @@ class Codec(StrEnum):
     INT8 = "int8"
 
 
+class Form(StrEnum):
+    """How blocks are cut into what the pool stores: so that engines with other ranks can read them, or by rank."""
+
+    CANONICAL = "canonical"
+    RANKS = "ranks"
+
+
 @dataclass(frozen=True, slots=True)
 class PluginConfig:
     """Settings of one engine. Times are in seconds, sizes in bytes.
@@ -53,6 +60,8 @@ class PluginConfig:
         different paths; None means the path or id that vLLM was given.
     epoch: part of the namespace. Give engines a new one when their weights change in place.
     codec: what is lost of blocks to make them smaller; engines share blocks with those of the same.
+    form: `ranks` is that of versions before the canonical one, for engines that are to share blocks with them.
+    layer_pieces: into how many pieces the layers of blocks are cut; 0: as many as there are pipeline stages.
     lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
     lookup_timeout_s: the longest that a lookup may hold the scheduler.
     request_timeout_s: deadline of the workers' requests (join, reserve, commit).
@@ -81,6 +90,8 @@ class PluginConfig:
     model: str | None = None
     epoch: str = "0"
     codec: Codec = Codec.NONE
+    form: Form = Form.CANONICAL
+    layer_pieces: int = 0
     lease_s: float = 10.0
     lookup_timeout_s: float = 0.05
     request_timeout_s: float = 1.0
@@ -117,6 +128,8 @@ class PluginConfig:
                 raise ConfigError(f"{_where(name)} must be at least 1 and at most {PULLS_MAX}")
         if self.sync_load_bytes < 0:
             raise ConfigError(f"{_where('sync_load_bytes')} must be at least 0")
+        if self.layer_pieces < 0:
+            raise ConfigError(f"{_where('layer_pieces')} must be at least 0")
         if self.min_load_blocks < 1:
             raise ConfigError(f"{_where('min_load_blocks')} must be at least 1")
         if not 0 < self.pin_share <= PIN_SHARE_MAX:

@@ -39,11 +39,10 @@ from vllm.version import __version__ as vllm_version
 from kvpool.client import Client
 from kvpool.engine_plugins.vllm import namespace
 from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout
-from kvpool.engine_plugins.vllm.config import Codec, LoadMode, PluginConfig
+from kvpool.engine_plugins.vllm.config import Form, LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.events import publisher
-from kvpool.engine_plugins.vllm.layout import HostPages, Pages, byte_rows
+from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, Pages
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
@@ -57,6 +56,7 @@ from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
+from kvpool.engine_plugins.vllm.stored import numbered, stored_groups
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind
@@ -211,64 +211,47 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         device = next(iter(kv_caches.values())).device
-        blocks = self._kv_cache_config.num_blocks
-        groups = [self._kv_cache_config.kv_cache_groups[rule.group] for rule in self._rules]
-        rows = [
-            [
-                (name, byte_rows(kv_caches[name], blocks))
-                for name in sorted(group.layer_names)
-                if name in kv_caches
-            ]
-            for group in groups
-        ]
-        if not all(rows):
-            raise ConfigError(
-                "a pipeline stage has no layer of some cache group: choose the stages so that each has layers of "
-                "every group, or serve this model without the connector"
-            )
         layers = self._vllm_config.compilation_config.static_forward_context
-        backends = {
-            name: layers[name].get_attn_backend().get_name() for group in rows for name, _ in group
-        }
-        codec = self._config.codec
-        heads: dict[str, HeadLayout] = {}
-        if codec is not Codec.NONE:
-            heads = {
-                name: head_layout(kv_caches[name], blocks, backend)
-                for name, backend in backends.items()
-            }
-
-        def stored_bytes(name: str, row: torch.Tensor) -> int:
-            return heads[name].encoded_bytes if heads else int(row.shape[1])
-
+        stored = stored_groups(
+            self._vllm_config,
+            self._kv_cache_config,
+            self._config,
+            self._rules,
+            kv_caches,
+            lambda name: layers[name].get_attn_backend().get_name(),
+        )
+        canonical = self._config.form is Form.CANONICAL
+        rank = self._vllm_config.parallel_config.rank
+        for rule, group in zip(self._rules, stored, strict=True):
+            if canonical and group.why:
+                logger.warning(
+                    "cache group %d is stored by rank, for engines of these ranks only: %s",
+                    rule.group,
+                    group.why,
+                )
         report = RankReport(
-            rank=self._vllm_config.parallel_config.rank,
+            rank=rank,
             device=device.type,
             layout=str(self._kv_cache_config.kv_cache_layout),
             isa=namespace.isa(device.type),
-            groups=[[(name, stored_bytes(name, row)) for name, row in group] for group in rows],
-            backends=backends,
+            groups=[group.layer_bytes() for group in stored],
+            backends={layer.name: layer.backend for group in stored for layer in group.layers()},
+            held=[group.held() for group in stored] if canonical else [],
         )
         on_host = device.type == "cpu"
         segments = None if on_host else PinnedSegments(device)
         counters = Counters()
 
-        def plain_pages(layers: Sequence[torch.Tensor]) -> Pages:
+        def plain_pages(rows: Sequence[torch.Tensor], step: int) -> Pages:
             if segments is None:
-                return HostPages([row.numpy() for row in layers])
-            return DevicePages(layers, segments)
+                return HostPages([each.numpy() for each in rows], step=step)
+            return DevicePages(rows, segments)
 
-        def make_pages() -> Sequence[Pages]:
-            if not heads:
-                return [plain_pages([row for _, row in group]) for group in rows]
+        def make_pages() -> Sequence[GroupPages]:
+            firsts = numbered(stored, self._config.form, rank)
             return [
-                CodecPages(
-                    [(row, heads[name]) for name, row in group],
-                    codec,
-                    lambda encoded: plain_pages([encoded]),
-                    counters.add,
-                )
-                for group in rows
+                group.pages(first, plain_pages, counters.add)
+                for group, first in zip(stored, firsts, strict=True)
             ]
 
         module = torch.get_device_module(device)
@@ -329,7 +312,15 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             return
         scheduler.use_device(common_life(self._reports.values()))
         if not scheduler.ready:
-            scheduler.set_namespace(self._record)
+            reports = self._sorted_reports()
+            scheduler.set_namespace(
+                self._record,
+                groups=[rule.group for rule in namespace.part_rules(self._rules, reports)],
+                rank_bytes=namespace.rank_bytes(self._rules, reports),
+            )
+
+    def _sorted_reports(self) -> list[RankReport]:
+        return [self._reports[rank] for rank in sorted(self._reports)]
 
     def _record(self, epoch: str) -> NamespaceRecord:
         versions = {"python": platform.python_version(), "vllm": vllm_version}
@@ -338,7 +329,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             self._config,
             self._rules,
-            [self._reports[rank] for rank in sorted(self._reports)],
+            self._sorted_reports(),
             seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
             versions=versions if self._by_version else {},
             hash_tokens=_hash_tokens(self._kv_cache_config),

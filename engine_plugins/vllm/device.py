@@ -161,7 +161,7 @@ class DevicePages:
 
     No copy is under way any more when `to_slots` or `from_slots` returns or raises.
 
-    layers: uint8 tensors of shape (blocks, bytes of a block in that layer). chunk_bytes: of staging memory,
+    layers: uint8 tensors of rows, as in `ShardRows`. chunk_bytes: of staging memory,
     where the strategy uses some. strategy: None for the best one.
     """
 

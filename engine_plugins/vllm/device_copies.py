@@ -12,9 +12,10 @@ gathered into the staging tensor by one more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,17 +28,18 @@ WORD = 8
 class Paged:
     """The layers of one group, as the strategies see them.
 
-    layers: tensors of shape (blocks, units of a block in that layer); spans: where each lies in a slot, in
+    layers: tensors of rows as in `ShardRows`, in units; spans: where each lies in a slot, in
     units. A unit is eight bytes where sizes allow it: indexing kernels move elements, however small.
     """
 
     def __init__(self, layers: Sequence[Any], chunk_bytes: int) -> None:
         import torch
 
-        sizes = [layer.shape[1] for layer in layers]
+        sizes = [math.prod(layer.shape[1:]) for layer in layers]
         wide = all(
-            size % WORD == 0 and layer.stride(0) % WORD == 0
-            for size, layer in zip(sizes, layers, strict=True)
+            length % WORD == 0
+            for layer in layers
+            for length in (layer.shape[-1], *map(layer.stride, range(len(layer.shape) - 1)))
         )
         self.unit = WORD if wide else 1
         self.dtype = torch.int64 if wide else torch.uint8
@@ -66,20 +68,60 @@ class Paged:
 
     @cached_property
     def places(self) -> Any:
-        """On the device, for each layer: its address, and in units its stride and its span's two ends."""
+        """On the device, for each stretch of each layer: a `Place`, as numbers."""
         import torch
 
-        rows = [
-            (layer.data_ptr(), layer.stride(0), start, stop)
-            for layer, (start, stop) in zip(self.layers, self.spans, strict=True)
+        return torch.tensor(self.stretches, dtype=torch.int64).to(self.device)
+
+    @cached_property
+    def stretches(self) -> list[Place]:
+        """All layers, in the order of a slot."""
+        unit_bytes = self.unit
+        return [
+            Place(
+                layer.data_ptr() + offset * unit_bytes, layer.stride(0), at, run, jump, count * run
+            )
+            for layer, (start, _) in zip(self.layers, self.spans, strict=True)
+            for at, (offset, count, jump, run) in _stretches(
+                start, layer.shape[1:], layer.stride()[1:]
+            )
         ]
-        return torch.tensor(rows, dtype=torch.int64).to(self.device)
+
+    def shaped(self, flat: Any, layer: Any) -> Any:
+        """Dense units as the rows of a layer are shaped: a view."""
+        return flat.unflatten(1, layer.shape[1:]) if len(layer.shape) > 2 else flat
 
     def index(self, numbers: Index) -> Any:
         """The same on the device. Copied when this returns: the numbers may go."""
         import torch
 
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self.device)
+
+
+class Place(NamedTuple):
+    """Units of a row of a layer that lie in a slot one after the other: pieces of `run`, `jump` from one to the next.
+
+    address: in the layer's first row. stride: from row to row. start: in a slot. units: all of them.
+    """
+
+    address: int
+    stride: int
+    start: int
+    run: int
+    jump: int
+    units: int
+
+
+def _stretches(
+    start: int, lengths: Sequence[int], strides: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+    """Where each stretch of a row begins in a slot, and its offset, pieces, jump and run: the last two axes."""
+    run = lengths[-1]
+    count, jump = (lengths[-2], strides[-2]) if len(lengths) > 1 else (1, run)
+    outer = [range(length) for length in lengths[:-2]]
+    for number, index in enumerate(product(*outer)):
+        offset = sum(at * stride for at, stride in zip(index, strides, strict=False))
+        yield start + number * count * run, (offset, count, jump, run)
 
 
 Copy = Callable[[Paged, Index, Any, Index], None]
@@ -94,7 +136,7 @@ def _store_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> Non
     for chunk in paged.chunks(len(blocks)):
         staging = paged.staging(len(blocks[chunk]))
         for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-            staging[:, start:stop] = layer[index[chunk]]
+            paged.shaped(staging[:, start:stop], layer)[...] = layer[index[chunk]]
         for device, host in _runs(paged, staging, segment, rows[chunk]):
             host.copy_(device, non_blocking=True)
 
@@ -106,7 +148,7 @@ def _load_staged(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None
         for device, host in _runs(paged, staging, segment, rows[chunk]):
             device.copy_(host, non_blocking=True)
         for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-            layer[index[chunk]] = staging[:, start:stop]
+            layer[index[chunk]] = paged.shaped(staging[:, start:stop], layer)
 
 
 def _runs(paged: Paged, staging: Any, segment: Any, rows: Index) -> Iterator[tuple[Any, Any]]:
@@ -137,7 +179,7 @@ def _load_near(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:
         staging = paged.staging(len(blocks[chunk]))
         torch.index_select(units, 0, source[chunk], out=staging)
         for layer, (start, stop) in zip(paged.layers, paged.spans, strict=True):
-            layer[index[chunk]] = staging[:, start:stop]
+            layer[index[chunk]] = paged.shaped(staging[:, start:stop], layer)
 
 
 class Strategy(NamedTuple):

@@ -1,6 +1,6 @@
 """A kernel that moves blocks between paged KV and the pool's segments by itself: a `Strategy`.
 
-One launch moves all blocks of all layers, whatever their sizes: pieces of a few KiB, as tensor parallelism
+One launch moves all blocks of all layers and shards, whatever their sizes: pieces of a few KiB, as tensor parallelism
 leaves them, go as fast as large ones. Few programs fill the bus; more would take multiprocessors away from
 the engine and bring nothing.
 
@@ -38,19 +38,21 @@ def _move(
     store: tl.constexpr,
     piece: tl.constexpr,
 ) -> None:
-    """Each program takes its share of (block, layer, piece of a layer), block by block.
+    """Each program takes its share of (block, stretch, piece of a stretch), block by block.
 
-    places: `Paged.places`. segment: rows of `row_units` units. pieces: of the largest layer.
+    places: `Paged.places`, of `layers` stretches. segment: rows of `row_units` units. pieces: of the largest stretch.
     """
     unit = tl.int64 if wide else tl.uint8
     for work in range(tl.program_id(0), count * layers * pieces, tl.num_programs(0)):
         at = (work % pieces) * piece + tl.arange(0, piece)
-        place = places + (work // pieces % layers) * 4
+        place = places + (work // pieces % layers) * 6
         block = work // pieces // layers
         start = tl.load(place + 2)
-        inside = at < tl.load(place + 3) - start
+        run = tl.load(place + 3)
+        inside = at < tl.load(place + 5)
         memory = tl.load(place).to(tl.pointer_type(unit))
-        device = memory + tl.load(blocks + block) * tl.load(place + 1) + at
+        device = memory + tl.load(blocks + block) * tl.load(place + 1)
+        device += at // run * tl.load(place + 4) + at % run
         host = segment + tl.load(rows + block) * row_units + start + at
         if store:
             tl.store(host, tl.load(device, mask=inside), mask=inside)
@@ -63,7 +65,7 @@ def _launch(paged: Paged, blocks: Index, segment: Any, rows: Index, *, store: bo
         return
     numbers = paged.index(np.concatenate([blocks, rows]))
     units = segment.view(paged.layers[0].dtype)
-    largest = max(stop - start for start, stop in paged.spans)
+    largest = max(place.units for place in paged.stretches)
     _move[(PROGRAMS,)](
         paged.places,
         numbers[: len(blocks)],
@@ -71,7 +73,7 @@ def _launch(paged: Paged, blocks: Index, segment: Any, rows: Index, *, store: bo
         units,
         units.stride(0),
         len(blocks),
-        len(paged.layers),
+        len(paged.stretches),
         triton.cdiv(largest, PIECE),
         wide=paged.unit == WORD,
         store=store,

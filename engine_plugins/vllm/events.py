@@ -8,11 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from kvpool.engine_plugins.vllm.plan import GroupRule
 
 log = logging.getLogger("kvpool.vllm")
 
@@ -63,11 +60,6 @@ def reachable(config: Any, rank: int, host: str | None) -> Publisher:
         found.replay.replace("//127.0.0.1:", f"//{at}:"),
         found.topic,
     )
-
-
-def part_groups(rules: Sequence[GroupRule], ranks: int) -> list[int]:
-    """The group, in the events' numbers, of each part: the scheduler's events stand for all ranks."""
-    return [rule.group for rule in rules] * ranks
 
 
 def _local(endpoint: str, rank: int) -> str | None:

@@ -1,13 +1,17 @@
 """Byte views of an engine's paged KV, and the copies between them and the pool's slots.
 
-A part is, for one block id, the bytes of that block in each of the group's layers, one layer after
-the other. Copies move many blocks a call: a call a block would take the interpreter lock back once
-a block, and beside one busy thread each time costs a switch interval.
+A part (`shards.py`) is, for one block id, its bytes in each of the layers, one layer after the other. Where a rank
+holds several parts of a block, its memory is seen as rows of one shard each, so that one copy moves them all. Copies
+move many blocks a call: a call a block would take the interpreter lock back once a block, and beside one busy thread
+each time costs a switch interval.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,21 +46,127 @@ class DeviceSlots(NamedTuple):
 
 
 class Pages(Protocol):
-    """The paged KV of one cache group on one rank."""
+    """The paged KV of some layers on one rank, in rows. nbytes: of one."""
 
     nbytes: int
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any) -> None:
-        """Copy the blocks `blocks` into the segment's `rows`; done when it returns.
+        """Copy the rows `blocks` of the pages into the segment's `rows`; done when it returns.
 
         ready: an event on the engine's stream to wait for, or None where there are no streams.
         """
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any) -> None:
-        """Copy the `rows` of the segment, or of device memory, into the blocks `blocks`; done when it returns.
+        """Copy the `rows` of the segment, or of device memory, into the rows `blocks`; done when it returns.
 
         ready: the same; behind it nothing of earlier steps touches the blocks.
         """
+
+
+@dataclass(frozen=True)
+class PartPages:
+    """Where a rank holds one part of a group's blocks: block b is row `b * across + along` of `pages`.
+
+    part: its number in the group, or in the namespace. Parts that lie in the same pages are copied together.
+    """
+
+    part: int
+    pages: Pages
+    across: int = 1
+    along: int = 0
+
+    def rows(self, blocks: Index) -> Index:
+        return blocks * self.across + self.along
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """What a rank holds of a cache group, for one thread's use.
+
+    turn, turns: which of the ranks that hold the same it is, and how many they are: they share out the writing.
+    """
+
+    parts: Sequence[PartPages]
+    turn: int = 0
+    turns: int = 1
+
+    def together(self) -> Iterator[tuple[Pages, list[PartPages]]]:
+        """The parts that lie in the same pages, and are of one size."""
+        for pages, parts in groupby(self.parts, key=lambda part: part.pages):
+            yield pages, list(parts)
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """A layer's memory as rows of one shard each, in bytes; they may overlap.
+
+    shape, strides: of the rows, which have as many dimensions as they have to; the last is dense. The first row
+    begins where the tensor does. across, along: shard s of block b is row `b * across + s * along`.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    across: int
+    along: int
+
+    def of(self, tensor: Any) -> Any:
+        """The rows of a torch tensor, over the same memory."""
+        import torch
+
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage(),
+            tensor.storage_offset() * tensor.element_size(),
+            self.shape,
+            self.strides,
+        )
+
+
+def shard_rows(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    item_bytes: int,
+    *,
+    blocks: int,
+    shards: int,
+    dense_heads: bool = False,
+) -> ShardRows:
+    """The rows of a layer whose heads are in `shards` shards: heads, then tokens, then content.
+
+    shape, strides: logical (blocks or kernel blocks, heads, tokens, content), in elements, of any physical order.
+    dense_heads: what a head has in a kernel block has to lie together, since its tokens cannot be told apart.
+    Raises `ValueError` where bytes would not be told apart.
+    """
+    per_block, rest = divmod(shape[0], blocks)
+    if rest or per_block == 0:
+        raise ValueError(f"{shape[0]} rows of KV, but {blocks} blocks")
+    heads, tokens, content = shape[1:]
+    block, head, token, item = strides
+    if item != 1 or heads % shards or (dense_heads and token != content):
+        raise ValueError(f"{heads} heads in {shards} shards, with strides {tuple(strides)}")
+    size = heads // shards
+    blocks_apart, shards_apart = block * per_block * item_bytes, head * size * item_bytes
+    step = math.gcd(blocks_apart, shards_apart) if shards > 1 else blocks_apart
+    across, along = blocks_apart // step, shards_apart // step if shards > 1 else 0
+    inner = [
+        (size, head * item_bytes),
+        (per_block, block * item_bytes),
+        (tokens, token * item_bytes),
+        (content * item_bytes, 1),
+    ]
+    lengths, apart = zip(*_merged(inner), strict=True)
+    count = (blocks - 1) * across + (shards - 1) * along + 1
+    return ShardRows((count, *lengths), (step, *apart), across, along)
+
+
+def _merged(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Axes (length, stride), with those as one that lie densely in one another."""
+    merged: list[tuple[int, int]] = []
+    for length, stride in axes:
+        if merged and merged[-1][1] == length * stride:
+            merged[-1] = merged[-1][0] * length, stride
+        elif length > 1 or stride == 1:
+            merged.append((length, stride))
+    return merged
 
 
 def byte_rows(tensor: Any, num_blocks: int) -> Any:
@@ -90,40 +200,52 @@ def byte_rows(tensor: Any, num_blocks: int) -> Any:
 class HostPages:
     """Paged KV in host memory. Used by one thread at a time: it owns the scratch memory.
 
-    layers: arrays of shape (blocks, bytes of a block in that layer).
+    layers: arrays of rows, (rows, bytes) or with more dimensions as in `ShardRows`.
+    step: from a block's row to that of the next.
     """
 
-    def __init__(self, layers: Sequence[Bytes], chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, layers: Sequence[Bytes], chunk_bytes: int = CHUNK_BYTES, *, step: int = 1
+    ) -> None:
         self._layers = list(layers)
-        self._spans = list(spans([layer.shape[1] for layer in layers]))
+        self._step = step
+        self._spans = list(spans([math.prod(layer.shape[1:]) for layer in layers]))
         self.nbytes = self._spans[-1][1]
         self._chunk_bytes = chunk_bytes
         self._scratch: Bytes = np.empty(0, np.uint8)
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
-        if (direct := straight_runs(blocks, rows)) is not None:
+        if (direct := straight_runs(blocks, rows, self._step)) is not None:
             for at, to, count in direct:
+                there = slice(to, to + count)
                 for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                    slots.table[to : to + count, start:stop] = layer[at : at + count]
+                    _shaped(slots.table[there, start:stop], layer)[...] = layer[
+                        self._run(at, count)
+                    ]
             return
         for chunk in self._chunks(len(blocks), self.nbytes):
             for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
                 piece = self._take(layer, blocks[chunk])
-                slots.table[rows[chunk], start:stop] = piece
+                slots.table[rows[chunk], start:stop] = piece.reshape(len(piece), -1)
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
         table = np.asarray(slots.table)  # device memory is the host's here, and a tensor
-        if (direct := straight_runs(rows, blocks)) is not None:
-            for at, to, count in direct:
+        if (direct := straight_runs(blocks, rows, self._step)) is not None:
+            for to, at, count in direct:
+                here = slice(at, at + count)
                 for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                    layer[to : to + count] = table[at : at + count, start:stop]
+                    layer[self._run(to, count)] = _shaped(table[here, start:stop], layer)
             return
         for chunk in self._chunks(len(blocks), table.shape[1]):
             whole = self._take(table, rows[chunk])
             for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                layer[blocks[chunk]] = whole[:, start:stop]
+                layer[blocks[chunk]] = _shaped(whole[:, start:stop], layer)
+
+    def _run(self, first: int, count: int) -> slice:
+        """The rows of so many blocks that follow one another."""
+        return slice(first, first + count * self._step, self._step)
 
     def _take(self, source: Bytes, index: Index) -> Bytes:
         """Rows of `source` in scratch memory that stays warm: fresh memory costs a page fault a
@@ -141,18 +263,24 @@ class HostPages:
         return chunks(count, row_bytes, self._chunk_bytes)
 
 
-def straight_runs(source: Index, target: Index) -> list[tuple[int, int, int]] | None:
-    """Runs (source, target, count) in which both go up one by one; None where they are short.
+def _shaped(flat: Bytes, layer: Bytes) -> Bytes:
+    """Dense bytes as the rows of a layer are shaped: a view."""
+    return flat.reshape(len(flat), *layer.shape[1:])
+
+
+def straight_runs(blocks: Index, rows: Index, step: int = 1) -> list[tuple[int, int, int]] | None:
+    """Runs (block's row, row, count) in which the first goes up by `step` and the second by one; None where they
+    are short.
 
     A run is copied straight across, once; anything else passes through scratch memory, twice.
     """
-    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
-    if (len(breaks) + 1) * RUN_BLOCKS_MIN > len(source):
+    breaks = np.flatnonzero((np.diff(blocks) != step) | (np.diff(rows) != 1)) + 1
+    if (len(breaks) + 1) * RUN_BLOCKS_MIN > len(blocks):
         return None
     starts = [0, *breaks.tolist()]
-    ends = [*starts[1:], len(source)]
+    ends = [*starts[1:], len(blocks)]
     return [
-        (int(source[start]), int(target[start]), end - start)
+        (int(blocks[start]), int(rows[start]), end - start)
         for start, end in zip(starts, ends, strict=True)
     ]
 

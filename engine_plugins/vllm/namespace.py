@@ -1,7 +1,9 @@
 """The facts that must agree for an engine's KV bytes to be exchangeable, and refusals if they cannot.
 
 The engine's block hashes name tokens (and LoRA, salt, images), never the model or its memory
-layout; the namespace adds the rest. Part number: `rank * stored groups + position of the group`.
+layout; the namespace adds the rest. What is stored is the same whatever the ranks (`shards.py`), so
+that the record has nothing of them; part numbers count the parts of one group after the other. In the
+form `ranks` of earlier versions, each rank has a part of each group, `rank * stored groups + group`.
 Takes vLLM's objects without importing vLLM, so that it is tested without it.
 """
 
@@ -12,12 +14,14 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
+from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 
@@ -31,6 +35,18 @@ SEEDED = {"xxhash_cbor": STABLE, "xxhash": STABLE_BY_VERSION}
 FULL_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec")
 WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
+FORM_VERSION = 2
+"""Changes with how parts are cut, and with the order of what is in them (`shards.py`)."""
+OF_RANKS = (
+    "num_kv_heads",
+    "max_tp_shards",
+    "num_head_slots",
+    "page_size_padded",
+    "block_stride_alignment",
+    "block_size",
+    "kv_cache_specs",
+)
+"""Fields of a group's spec that depend on the ranks or on kernels; their `Held` says what matters of them."""
 HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec")
 HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -73,7 +89,7 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
     for group_id in kv_cache_config.prefix_cacheable_group_ids:
         group = kv_cache_config.kv_cache_groups[group_id]
         spec = group.kv_cache_spec
-        inner = {type(one).__name__: one for one in _specs(spec)}
+        inner = {type(one).__name__: one for one in layer_specs(spec)}
         block_tokens = spec.block_size * (dcp if spec.dcp_sharded else 1)
         stride, rest = divmod(block_tokens, hash_tokens)
         if rest:
@@ -105,7 +121,7 @@ def check_codec(kv_cache_config: Any, rules: Sequence[GroupRule], codec: Codec) 
     if codec is Codec.NONE:
         return
     for rule in rules:
-        for spec in _specs(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec):
+        for spec in layer_specs(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec):
             kind = type(spec).__name__
             if kind not in HEAD_SPECS:
                 why = f"{kind} has no heads of K and V"
@@ -125,25 +141,94 @@ def check_codec(kv_cache_config: Any, rules: Sequence[GroupRule], codec: Codec) 
             )
 
 
-def _specs(spec: Any) -> list[Any]:
+def layer_specs(spec: Any) -> list[Any]:
     """The specs of a group: one, or one a layer where layers of one kind differ in size."""
     if type(spec).__name__ == UNIFORM_SPEC:
         return list(spec.kv_cache_specs.values())
     return [spec]
 
 
-def part_specs(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> tuple[PartSpec, ...]:
-    """Sizes and hit rules of all parts, by part number. `reports` are sorted by rank, complete."""
-    return tuple(
-        PartSpec(
-            nbytes=sum(nbytes for _, nbytes in layers),
-            kind=rule.kind,
-            window_blocks=rule.window_blocks,
-            stride=rule.stride,
+def first_parts(cuts: Sequence[Cut]) -> list[int]:
+    """The number of each group's first part."""
+    return [sum(cut.parts for cut in cuts[:group]) for group in range(len(cuts))]
+
+
+def part_rules(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> list[GroupRule]:
+    """The rule of the group that each part belongs to."""
+    if not reports[0].held:
+        return list(rules) * len(reports)
+    cuts = [held.cut for held in reports[0].held]
+    return [rule for rule, cut in zip(rules, cuts, strict=True) for _ in range(cut.parts)]
+
+
+def rank_bytes(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> int:
+    """The most bytes that a rank has of a block of the chain."""
+    return max(
+        sum(
+            sum(nbytes for _, nbytes in layers) // rule.stride
+            for rule, layers in zip(rules, report.groups, strict=True)
         )
         for report in reports
-        for rule, layers in zip(rules, report.groups, strict=True)
     )
+
+
+def part_specs(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> tuple[PartSpec, ...]:
+    """Sizes and hit rules of all parts, by part number. `reports` are sorted by rank, complete.
+
+    Raises `ConfigError` where the ranks do not agree.
+    """
+    if reports[0].held:
+        sizes = [
+            merged.parts[part]
+            for merged in map(_together, _by_group(reports))
+            for part in range(merged.cut.parts)
+        ]
+    else:
+        sizes = [
+            sum(nbytes for _, nbytes in layers) for report in reports for layers in report.groups
+        ]
+    return tuple(
+        PartSpec(
+            nbytes=nbytes, kind=rule.kind, window_blocks=rule.window_blocks, stride=rule.stride
+        )
+        for nbytes, rule in zip(sizes, part_rules(rules, reports), strict=True)
+    )
+
+
+def _by_group(reports: Sequence[RankReport]) -> list[tuple[Held, ...]]:
+    """What all ranks hold of each group."""
+    return list(zip(*(report.held for report in reports), strict=True))
+
+
+def _together(ranks: Sequence[Held]) -> Held:
+    """What the ranks hold of a group, as one. Raises `ConfigError` where they contradict each other, or lack a part."""
+    first = ranks[0]
+    for held in ranks:
+        if (held.kind, held.cut, held.facts) != (first.kind, first.cut, first.facts):
+            raise ConfigError(
+                f"the ranks of this engine hold their KV differently ({held.kind} {held.cut} {dict(held.facts)}, and "
+                f"{first.kind} {first.cut} {dict(first.facts)}): give all the same attention backend, device and "
+                "version of the plugin"
+            )
+    parts = _union([held.parts for held in ranks])
+    layers = _union([held.layers for held in ranks])
+    if len(parts) != first.cut.parts:
+        raise ConfigError(
+            f"of the {first.cut.parts} parts of a block the ranks of this engine hold {sorted(parts)}"
+        )
+    return replace(first, parts=parts, layers=layers)
+
+
+def _union(ranks: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    """What ranks say of the same things, by number. Raises `ConfigError` where they contradict each other."""
+    found: dict[int, Any] = {}
+    for mine in ranks:
+        for number, value in mine.items():
+            if found.setdefault(number, value) != value:
+                raise ConfigError(
+                    f"two ranks of this engine hold the same KV differently: {value}, and {found[number]}"
+                )
+    return found
 
 
 def record(
@@ -165,7 +250,6 @@ def record(
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, load = vllm_config.parallel_config, vllm_config.load_config
-    layers = [[report.groups, sorted(report.backends.items())] for report in reports]
     fields: dict[str, Any] = {
         "engine": "vllm",
         "model": config.model or model.model,
@@ -177,23 +261,11 @@ def record(
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_cache_dtype": str(cache.cache_dtype),
-        "block_tokens": cache.block_size,
         "hash_tokens": hash_tokens,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hashlib.sha256(seed.encode()).hexdigest()[:16],
         "versions": dict(versions),
-        "layout": sorted({report.layout for report in reports}),
         "device": sorted({report.device for report in reports}),
-        "isa": sorted({report.isa for report in reports}),
-        "groups": [
-            plain(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec) for rule in rules
-        ],
-        "layers": _digest(layers),
-        "tp": parallel.tensor_parallel_size,
-        "pp": parallel.pipeline_parallel_size,
-        "dcp": parallel.decode_context_parallel_size,
-        "pcp": parallel.prefill_context_parallel_size,
-        "ranks": len(reports),
         "speculative": _speculative(vllm_config.speculative_config),
         "tenant": config.tenant,
         "epoch": epoch,
@@ -201,7 +273,50 @@ def record(
     if config.codec is not Codec.NONE:
         # Without a codec there is no field: namespaces of before there were codecs stay the same.
         fields["codec"] = {"name": str(config.codec), "version": CODEC_VERSION}
+    specs = [plain(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec) for rule in rules]
+    groups = [_together(ranks) for ranks in _by_group(reports)]
+    if groups:
+        fields["form"] = FORM_VERSION
+        fields["groups"] = [
+            {**_group_facts(spec, group), "tokens": rule.stride * hash_tokens}
+            for rule, spec, group in zip(rules, specs, groups, strict=True)
+        ]
+        if any(group.kind is Kind.HALVES for group in groups):
+            fields["isa"] = sorted({report.isa for report in reports})
+    else:
+        fields["groups"] = specs
+    if not groups or any(group.kind is Kind.RANKS for group in groups):
+        fields |= _rank_facts(parallel, cache, reports)
     return NamespaceRecord(fields=fields, parts=part_specs(rules, reports))
+
+
+def _rank_facts(parallel: Any, cache: Any, reports: Sequence[RankReport]) -> dict[str, Any]:
+    """What has to agree where each rank has parts of its own."""
+    layers = [[report.groups, sorted(report.backends.items())] for report in reports]
+    return {
+        "block_tokens": cache.block_size,
+        "layout": sorted({report.layout for report in reports}),
+        "isa": sorted({report.isa for report in reports}),
+        "layers": _digest(layers),
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "dcp": parallel.decode_context_parallel_size,
+        "pcp": parallel.prefill_context_parallel_size,
+        "ranks": len(reports),
+    }
+
+
+def _group_facts(spec: dict[str, Any], held: Held) -> dict[str, Any]:
+    """What has to agree of a group's parts. spec: as the engine has it, on one of its ranks."""
+    return {
+        **{key: value for key, value in spec.items() if key not in OF_RANKS},
+        "kind": str(held.kind),
+        "pieces": held.cut.pieces,
+        "shards": held.cut.shards,
+        "classes": held.cut.classes,
+        "layers": _digest(held.layers),
+        **held.facts,
+    }
 
 
 def plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.engine_plugins.vllm.shards import Held
 from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind
 
 NULL_BLOCK = 0
@@ -124,6 +125,7 @@ class RankReport:
     """What one rank knows of the bytes of its paged KV.
 
     groups: for each stored group, its layers as (name, bytes a block).
+    held: for each of them, how the rank's share of it is cut into parts; empty where every rank has its own parts.
     backends: attention backend of each layer.
     life: of the daemon's spare device memory, if the rank is attached to it and computes on that very
         device; else 0. The one field that changes: then the rank reports anew.
@@ -136,6 +138,7 @@ class RankReport:
     groups: list[list[tuple[str, int]]]
     backends: dict[str, str]
     life: int = 0
+    held: list[Held] = field(default_factory=list)
 
 
 @dataclass

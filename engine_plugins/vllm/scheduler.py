@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
-from kvpool.engine_plugins.vllm.events import Publisher, part_groups
+from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.following import (
     Following,
     SaveReport,
@@ -189,6 +189,7 @@ class SchedulerHalf:
         self._namespace: Namespace | None = None
         self._life = 0
         self._rank_bytes = self._block_bytes = 0
+        self._part_groups: list[int] = []
         self._epoch = config.epoch
         self._generation = 0
         self._weights = -1
@@ -224,9 +225,19 @@ class SchedulerHalf:
         """Whether blocks may be looked up and saved: the namespace is known, and in our epoch."""
         return self.ready and not self._shut
 
-    def set_namespace(self, make_record: Callable[[str], NamespaceRecord]) -> None:
-        """Learn the namespace, as a function of its `epoch` field. Raises what `Client.open` raises."""
+    def set_namespace(
+        self,
+        make_record: Callable[[str], NamespaceRecord],
+        *,
+        groups: Sequence[int],
+        rank_bytes: int,
+    ) -> None:
+        """Learn the namespace, as a function of its `epoch` field. Raises what `Client.open` raises.
+
+        groups: vLLM's, of each part. rank_bytes: the most that a rank has of a block.
+        """
         self._make_record = make_record
+        self._part_groups, self._rank_bytes = list(groups), rank_bytes
         namespace = self._client.open(make_record(self._epoch))
         if self._epoch == self._config.epoch:
             self._shared = namespace
@@ -239,8 +250,6 @@ class SchedulerHalf:
         if self._pulls is not None:
             self._pulls.enter(namespace.record)
         self._shut = False
-        parts = namespace.parts[: len(self._engine.rules)]
-        self._rank_bytes = sum(part.nbytes // part.stride for part in parts)
         self._block_bytes = sum(part.nbytes // part.stride for part in namespace.parts)
         if self._engine.events is not None:
             self._tell_events(namespace, self._engine.events)
@@ -263,7 +272,7 @@ class SchedulerHalf:
 
     def _tell_events(self, namespace: Namespace, events: Publisher) -> None:
         """Have the daemon follow this engine's KV events. The client repeats that itself."""
-        groups = part_groups(self._engine.rules, self._engine.ranks)
+        groups = self._part_groups
         try:
             self._client.follow_events(
                 namespace, events.endpoint, replay=events.replay, topic=events.topic, groups=groups

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.layout import DeviceSlots, Pages
+from kvpool.engine_plugins.vllm.layout import DeviceSlots, GroupPages, Index
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
@@ -33,13 +34,14 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
 )
+from kvpool.engine_plugins.vllm.shards import my_turn
 from kvpool.engine_plugins.vllm.steps import StepTimer
 from kvpool.errors import KvpoolError, LeaseLost, StaleEpoch
-from kvpool.types import Namespace
+from kvpool.types import KEY_BYTES, Namespace
 from kvpool.wire.frame import NO_ROW
 
 if TYPE_CHECKING:
-    from kvpool.client import Client, Lease, Slots
+    from kvpool.client import Client, Lease
     from kvpool.client.device_memory import DeviceMemory
 
 
@@ -66,7 +68,7 @@ log = logging.getLogger("kvpool.vllm")
 class WorkerHalf:
     """One rank of one engine.
 
-    make_pages: gives the rank's stored groups for one thread's use; called once for each.
+    make_pages: gives what the rank holds of the stored groups, for one thread's use; called once for each.
     block_errors: whether block ids are a way to say which loads failed: the engine computes from the first of
         them on, with what is before it. Else requests are named, which it computes from their beginning, and
         there are no synchronous loads.
@@ -81,7 +83,7 @@ class WorkerHalf:
         self,
         client: Client,
         report: RankReport,
-        make_pages: Callable[[], Sequence[Pages]],
+        make_pages: Callable[[], Sequence[GroupPages]],
         *,
         block_errors: bool,
         record_ready: Callable[[], Any],
@@ -101,7 +103,6 @@ class WorkerHalf:
         self._save_pages = make_pages()
         self._block_errors = block_errors
         self._record_ready = record_ready
-        self._first_part = report.rank * len(self._pages)
         self._load_thread = _thread("kvpool-load", thread_setup)
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
@@ -234,7 +235,7 @@ class WorkerHalf:
     # --- on the load thread, or the engine's for synchronous loads ------------------------------
 
     def _load(
-        self, job: LoadJob, pages: Sequence[Pages], ready: Any, device: DeviceMemory | None
+        self, job: LoadJob, pages: Sequence[GroupPages], ready: Any, device: DeviceMemory | None
     ) -> bool:
         """Copy leased slots into the request's blocks. False: nothing of it may be used."""
         begun = time.monotonic()
@@ -247,14 +248,14 @@ class WorkerHalf:
         return True
 
     def _copy_in(
-        self, job: LoadJob, pages: Sequence[Pages], ready: Any, device: DeviceMemory | None
+        self, job: LoadJob, pages: Sequence[GroupPages], ready: Any, device: DeviceMemory | None
     ) -> None:
         """Copy all groups. Raises `LeaseLost` when any of the bytes may be stale.
 
         device: the daemon's memory that the rank was attached to when the load was begun.
         """
         wanted = [position for position, group in enumerate(job.groups) if group.block_ids]
-        parts = [self._first_part + each for each in wanted]
+        parts = [part.part for position in wanted for part in pages[position].parts]
         lease = self._client.join(job.token, parts=parts, device=device, verify=self._verify)
         if lease is None:
             raise LeaseLost("the lease or its device memory was lost, or the daemon is unreachable")
@@ -263,8 +264,7 @@ class WorkerHalf:
             if self._verify:
                 self._check_bytes(lease)
             for position in wanted:
-                slots = lease.slots[self._first_part + position]
-                self._copy_group(job.groups[position], slots, pages[position], ready)
+                self._copy_group(job.groups[position], lease, pages[position], ready)
             # The copies are complete here, on accelerators too; only now do the clock, and the life of
             # the device memory's owner, say whether the slots were still ours while they ran.
             lease.check()
@@ -287,29 +287,37 @@ class WorkerHalf:
         if any(map(len, wrong.values())):
             raise LeaseLost("some blocks in the pool's memory do not match their checksums")
 
-    def _copy_group(self, group: GroupLoad, slots: Slots, pages: Pages, ready: Any) -> None:
-        skip = group.first - slots.first // group.stride
-        some = slice(skip, skip + len(group.block_ids))
-        rows, blocks = slots.rows[some], np.asarray(group.block_ids, np.int64)
-        if skip < 0 or len(rows) != len(blocks):
-            raise LeaseLost("the lease does not cover the blocks that the engine needs")
-        near = 0
-        if slots.device_rows is None:
-            pages.from_slots(slots, rows, blocks, ready)
-        else:
-            device_rows = slots.device_rows[some]
-            there = device_rows != NO_ROW
-            near = int(there.sum())
-            on_device = DeviceSlots(slots.device_table, slots.nbytes)
-            pages.from_slots(on_device, device_rows[there], blocks[there], ready)
-            if near < len(rows):
-                pages.from_slots(slots, rows[~there], blocks[~there], ready)
-        self.counters.add(
-            loaded_blocks=len(rows),
-            loaded_bytes=len(rows) * pages.nbytes,
-            device_blocks=near,
-            device_bytes=near * pages.nbytes,
-        )
+    def _copy_group(self, group: GroupLoad, lease: Lease, held: GroupPages, ready: Any) -> None:
+        blocks = np.asarray(group.block_ids, np.int64)
+        for pages, parts in held.together():
+            far: list[tuple[Index, Index]] = []
+            near: list[tuple[Index, Index]] = []
+            for part in parts:
+                slots = lease.slots[part.part]
+                skip = group.first - slots.first // group.stride
+                some = slice(skip, skip + len(blocks))
+                rows, own = slots.rows[some], part.rows(blocks)
+                if skip < 0 or len(rows) != len(blocks):
+                    raise LeaseLost("the lease does not cover the blocks that the engine needs")
+                if slots.device_rows is None:
+                    far.append((rows, own))
+                    continue
+                device_rows = slots.device_rows[some]
+                there = device_rows != NO_ROW
+                near.append((device_rows[there], own[there]))
+                far.append((rows[~there], own[~there]))
+            if near:
+                on_device = DeviceSlots(slots.device_table, slots.nbytes)
+                pages.from_slots(on_device, *_joined(near), ready)
+            if sum(len(rows) for rows, _ in far):
+                pages.from_slots(slots, *_joined(far), ready)
+            on_it = sum(len(rows) for rows, _ in near)
+            self.counters.add(
+                loaded_blocks=len(blocks) * len(parts),
+                loaded_bytes=len(blocks) * len(parts) * pages.nbytes,
+                device_blocks=on_it,
+                device_bytes=on_it * pages.nbytes,
+            )
 
     # --- on the save thread ---------------------------------------------------------------------
 
@@ -342,21 +350,47 @@ class WorkerHalf:
         return saved, time.monotonic() - begun
 
     def _save_run(self, namespace: Namespace, save: GroupSave, ready: Any) -> int:
-        """Save one group's run of blocks. How many found no space."""
-        pages = self._save_pages[save.rule]
-        with self._client.reserve(
-            namespace,
-            save.keys,
-            part=self._first_part + save.rule,
-            parent=save.parent,
-        ) as reservation:
-            slots = reservation.slots
-            if len(reservation.missing):
-                blocks = np.asarray(save.block_ids, np.int64)[reservation.missing]
-                pages.to_slots(blocks, slots, slots.rows, ready)
-                stored = self._client.commit(reservation)
-                self.counters.add(saved_blocks=stored, saved_bytes=stored * pages.nbytes)
-            return reservation.refused
+        """Save this rank's part of one group's run of blocks. How many parts of blocks found no space."""
+        held = self._save_pages[save.rule]
+        mine = my_turn(save.keys[:KEY_BYTES], len(save.block_ids), held.turn, held.turns)
+        blocks = np.asarray(save.block_ids, np.int64)[mine]
+        if not len(blocks):
+            return 0
+        keys = save.keys[mine.start * KEY_BYTES : mine.stop * KEY_BYTES]
+        before = save.keys[: mine.start * KEY_BYTES][-KEY_BYTES:]
+        with ExitStack() as stack:
+            reservations = {
+                part.part: stack.enter_context(
+                    self._client.reserve(
+                        namespace, keys, part=part.part, parent=before or save.parent
+                    )
+                )
+                for part in held.parts
+            }
+            for pages, parts in held.together():
+                pairs = [
+                    (reserved.slots.rows, part.rows(blocks[reserved.missing]))
+                    for part in parts
+                    if len((reserved := reservations[part.part]).missing)
+                ]
+                if pairs:
+                    rows, own = _joined(pairs)
+                    slots = reservations[parts[0].part].slots
+                    pages.to_slots(own, slots, rows, ready)
+            for part in held.parts:
+                reservation = reservations[part.part]
+                if len(reservation.missing):
+                    stored = self._client.commit(reservation)
+                    self.counters.add(saved_blocks=stored, saved_bytes=stored * part.pages.nbytes)
+            return sum(reservation.refused for reservation in reservations.values())
+
+
+def _joined(pairs: Sequence[tuple[Index, Index]]) -> tuple[Index, Index]:
+    """Slots' rows and pages' rows of several parts, one part after the other."""
+    if len(pairs) == 1:
+        return pairs[0]
+    rows, own = zip(*pairs, strict=True)
+    return np.concatenate(rows), np.concatenate(own)
 
 
 def _thread(name: str, setup: Callable[[], None] | None) -> ThreadPoolExecutor:

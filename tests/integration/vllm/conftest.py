@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 os.environ.update(
@@ -47,6 +48,8 @@ with warnings.catch_warnings():
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = 32
+SHARDS = 2
+"""Parts of a block: the tiny models have two KV heads."""
 NEW = 40
 LENGTHS = (700, 333, 64)
 PATIENCE_S = 180.0
@@ -341,8 +344,9 @@ def fail_loads(
     def fail(job: Any, pages: Any, *rest: Any) -> None:
         tries.append((job, pages, *rest))
         for group, mine in zip(job.groups, pages, strict=True):
-            for layer in mine._layers:
-                layer[group.block_ids] = 0
+            for part in mine.parts:
+                for layer in part.pages._layers:
+                    layer[part.rows(np.asarray(group.block_ids, np.int64))] = 0
         raise error
 
     monkeypatch.setattr(engine.worker, "_copy_in", fail)

@@ -38,9 +38,10 @@ def asked(kit: Any) -> list[list[int]]:
 
 def paged(engine: Any, group: int = 0) -> list[torch.Tensor]:
     """The KV of the group's layers: (blocks, heads, K/V, anything), in whatever order inside."""
-    layers = engine.worker._save_pages[group]._layers
+    layers = engine.worker._save_pages[group].parts[0].pages._layers  # a row is a head's
     return [
-        rows.view(torch.bfloat16).view(len(rows), HEADS, 2, -1, SIZE).double() for rows, _ in layers
+        rows.view(torch.bfloat16).view(len(rows) // HEADS, HEADS, 2, -1, SIZE).double()
+        for rows, _ in layers
     ]
 
 
@@ -100,12 +101,12 @@ def test_what_is_loaded_is_near_what_was_computed(
         assert [output.cached for output in engine.generate(asked)] == [0, 0, 0]
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
-        assert daemon.counters().committed == before + blocks
-        (part,) = engine.connector._scheduler._namespace.parts
-        # Four layers: a byte an element, and a scale for K and V of each head.
-        assert part.nbytes == 4 * (HEADS * 2 * kit.BLOCK * SIZE + HEADS * 2 * 4)
-        assert engine.metric("saved_bytes") == blocks * part.nbytes
-        assert engine.metric("measured_blocks") == -(-blocks // 64)
+        assert daemon.counters().committed == before + kit.SHARDS * blocks
+        part, other = engine.connector._scheduler._namespace.parts
+        # Of one head in four layers: a byte an element, and a scale for K and V.
+        assert part.nbytes == other.nbytes == 4 * (2 * kit.BLOCK * SIZE + 2 * 4)
+        assert engine.metric("saved_bytes") == HEADS * blocks * part.nbytes
+        assert engine.metric("measured_blocks") == -(-HEADS * blocks // 64)
         mean = exposed("measured_error") / exposed("measured_blocks")
         assert MEAN_LOSS[codec][0] < mean < MEAN_LOSS[codec][1]
         assert engine.metric("nonfinite_blocks") == 0
@@ -118,8 +119,10 @@ def test_what_is_loaded_is_near_what_was_computed(
         hits = [kit.hit(len(each)) for each in asked]
         assert [output.cached for output in outputs] == hits
         engine.assert_nothing_held(daemon)
-        assert engine.metric("loaded_blocks") == len(filled) == sum(hits) // kit.BLOCK
-        assert engine.metric("loaded_bytes") == len(filled) * part.nbytes
+        assert (
+            engine.metric("loaded_blocks") == HEADS * len(filled) == HEADS * sum(hits) // kit.BLOCK
+        )
+        assert engine.metric("loaded_bytes") == HEADS * len(filled) * part.nbytes
         assert engine.metric("failed_loads") == 0
         loaded = cached(engine, filled)
         assert len(loaded) == len(filled)
@@ -161,7 +164,7 @@ def test_sliding_windows_are_quantised_too(
         outputs = engine.generate(asked)
         blocks = [len(each) // kit.BLOCK for each in asked]
         assert [output.cached for output in outputs] == [kit.BLOCK * each for each in blocks]
-        assert engine.metric("loaded_blocks") == sum(blocks) + len(asked) * 2 * 2
+        assert engine.metric("loaded_blocks") == kit.SHARDS * (sum(blocks) + len(asked) * 2 * 2)
         engine.assert_nothing_held(daemon)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.engine_plugins.vllm.layout import HostPages
@@ -145,8 +146,9 @@ def test_an_abort_after_a_failed_load_leaves_nothing_in_the_engines_cache(
     core = engine.llm.llm_engine
 
     def fail(job: Any, pages: Any, *_: Any) -> None:
-        for layer in pages[0]._layers:
-            layer[list(job.groups[0].block_ids)] = 0
+        for part in pages[0].parts:
+            for layer in part.pages._layers:
+                layer[part.rows(np.asarray(job.groups[0].block_ids, np.int64))] = 0
         if ends == "in the step that loads" and engine.mode == "sync" and not tried.is_set():
             # As the engine's own process does it during a step.
             engine.core.abort_requests([job.request_id])

@@ -30,9 +30,8 @@ def saved(
         engine.assert_nothing_held(daemon)
         parts = engine.connector._scheduler._namespace.parts
         assert sorted((part.kind, part.window_blocks) for part in parts) == [
-            (PartKind.FULL, 0),
-            (PartKind.WINDOW, 2),
-            (PartKind.WINDOW, 2),
+            *[(PartKind.FULL, 0)] * kit.SHARDS,
+            *[(PartKind.WINDOW, 2)] * (2 * kit.SHARDS),
         ]
     return expected
 
@@ -46,7 +45,7 @@ def test_a_fresh_engine_loads_windows_and_whole_prefixes(
         blocks = [len(each) // kit.BLOCK for each in asked]
         assert [output.cached for output in outputs] == [kit.BLOCK * each for each in blocks]
         # All blocks of the full group, and two of each of the two windows.
-        assert engine.metric("loaded_blocks") == sum(blocks) + len(asked) * 2 * 2
+        assert engine.metric("loaded_blocks") == kit.SHARDS * (sum(blocks) + len(asked) * 2 * 2)
         engine.assert_nothing_held(daemon)
 
 

@@ -29,13 +29,13 @@ def saved(
         assert engine.metric("pulls") == engine.metric("pull_wait_seconds") == 0
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
-        assert daemon.counters().committed == blocks
-        assert engine.metric("saved_blocks") == blocks
+        assert daemon.counters().committed == kit.SHARDS * blocks
+        assert engine.metric("saved_blocks") == kit.SHARDS * blocks
         # Again, from its own prefix cache: nothing is loaded, nothing is stored twice.
         again = engine.generate(asked)
         assert [output.tokens for output in again] == expected
         engine.assert_nothing_held(daemon)
-        assert daemon.counters().committed == blocks
+        assert daemon.counters().committed == kit.SHARDS * blocks
         assert daemon.counters().duplicates == 0
     return expected
 
@@ -61,10 +61,10 @@ def test_a_fresh_engine_loads_what_another_saved(
         blocks = sum(hits) // kit.BLOCK
         engine.assert_nothing_held(daemon)
         assert engine.metric("lookups") == engine.metric("loads") == len(asked)
-        assert engine.metric("loaded_blocks") == blocks
+        assert engine.metric("loaded_blocks") == kit.SHARDS * blocks
         assert engine.metric("failed_loads") == 0
-        part = engine.connector._scheduler._namespace.parts[0]
-        assert engine.metric("loaded_bytes") == blocks * part.nbytes
+        parts = engine.connector._scheduler._namespace.parts
+        assert engine.metric("loaded_bytes") == blocks * sum(part.nbytes for part in parts)
     assert daemon.counters().committed == before
 
 

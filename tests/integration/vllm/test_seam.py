@@ -150,16 +150,17 @@ def test_the_namespace_is_complete_and_loads_by_module_path(
     with kit.run_engine(llama, daemon, kv_connector_module_path=MODULE) as engine:
         fields = engine.connector._scheduler._namespace.record.fields
         assert fields["model"] == str(llama)
-        assert fields["layout"] == ["LBHNC"]
         assert fields["device"] == ["cpu"]
         assert fields["isa"] != [""]
         assert fields["hash_algorithm"] == "sha256"
         assert set(fields["versions"]) == {"python", "vllm"}
         assert fields["groups"][0]["type"] == "FullAttentionSpec"
-        assert fields["tp"] == fields["pp"] == fields["dcp"] == fields["pcp"] == 1
-        (part,) = engine.connector._scheduler._namespace.parts
-        # Four layers of K and V: two heads of 64, four bytes each.
-        assert part.nbytes == 4 * 2 * kit.BLOCK * 2 * 64 * 4
+        assert not {"tp", "pp", "dcp", "pcp", "ranks", "layout"} & fields.keys()
+        assert fields["groups"][0]["kind"] == "halves"
+        assert fields["groups"][0]["shards"] == 2
+        # Of one head, four layers of K and V: 64, four bytes each.
+        sizes = [part.nbytes for part in engine.connector._scheduler._namespace.parts]
+        assert sizes == [4 * kit.BLOCK * 2 * 64 * 4] * 2
 
 
 # --- memory

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.events import Publisher, part_groups, publisher
-from kvpool.engine_plugins.vllm.plan import GroupRule
+from kvpool.engine_plugins.vllm.events import Publisher, publisher
 
 
 def config(**settings: Any) -> Any:
@@ -76,8 +75,3 @@ def test_what_cannot_be_followed_is_told(
 ) -> None:
     assert publisher(config(endpoint=endpoint), rank) is None
     assert endpoint in caplog.text
-
-
-def test_events_stand_for_all_ranks() -> None:
-    rules = [GroupRule(0), GroupRule(3)]
-    assert part_groups(rules, 2) == [0, 3, 0, 3]

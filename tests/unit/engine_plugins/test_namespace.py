@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.config import PluginConfig
-from kvpool.engine_plugins.vllm.namespace import check_hashes, group_rules, plain, record
+from kvpool.engine_plugins.vllm.config import Form, PluginConfig
+from kvpool.engine_plugins.vllm.namespace import (
+    check_hashes,
+    first_parts,
+    group_rules,
+    part_rules,
+    part_specs,
+    plain,
+    rank_bytes,
+    record,
+)
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
+from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind, PartSpec
 
@@ -232,6 +242,123 @@ def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
 def test_a_model_may_be_named() -> None:
     one = digest(PluginConfig(model="m"), model_config__model="/here")
     assert one == digest(PluginConfig(model="m"), model_config__model="/there")
+
+
+def test_the_form_by_rank_is_that_of_before() -> None:
+    """The name that engines of the version before give it: they share it while both are there."""
+    reports = [replace(REPORT, rank=rank, device="cuda", isa="") for rank in range(2)]
+    found = record(
+        engine(parallel_config__tensor_parallel_size=2),
+        cache(FullAttentionSpec()),
+        PluginConfig(form=Form.RANKS),
+        [GroupRule(0)],
+        [replace(report, backends={"l0": "FLASH_ATTN"}) for report in reports],
+        seed="none",
+        versions={},
+        hash_tokens=32,
+        epoch="0",
+    )
+    assert found.digest().hex() == "939a57ea6bcc2844abfd4f12f9716992"
+    assert found.parts == (PartSpec(128),) * 2
+
+
+FOUR = Cut(shards=4)
+
+
+def held(ranks: int, kind: Kind = Kind.CONTENT, cut: Cut = FOUR, **facts: Any) -> list[RankReport]:
+    """Reports of ranks that share the shards of two layers."""
+    own = cut.parts // ranks
+    return [
+        RankReport(
+            rank,
+            "cuda",
+            f"layout {ranks}",
+            f"isa {ranks}",
+            [[("l0", 100), ("l1", 28)]],
+            {"l0": f"backend {ranks}"},
+            held=[
+                Held(
+                    kind,
+                    cut,
+                    dict.fromkeys(range(rank * own, (rank + 1) * own), 32),
+                    {0: [("l0", 4, 25), ("l1", 4, 7)]},
+                    facts,
+                )
+            ],
+        )
+        for rank in range(ranks)
+    ]
+
+
+def canonical(reports: list[RankReport], spec: Any = None, **changes: Any) -> Any:
+    return record(
+        engine(**changes),
+        cache(spec or FullAttentionSpec()),
+        PluginConfig(),
+        [GroupRule(0)],
+        reports,
+        seed="none",
+        versions={},
+        hash_tokens=32,
+        epoch="0",
+    )
+
+
+def test_engines_of_any_ranks_are_of_one_namespace() -> None:
+    found = [
+        canonical(
+            held(ranks),
+            FullAttentionSpec(num_kv_heads=4 // ranks),
+            parallel_config__tensor_parallel_size=ranks,
+        )
+        for ranks in (1, 2, 4)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0].parts == (PartSpec(32),) * 4
+    assert not {"tp", "pp", "dcp", "pcp", "ranks", "layout", "layers", "isa"} & set(found[0].fields)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"reports": held(2, Kind.LATENT)},
+        {"reports": held(2, cut=Cut(pieces=2, shards=2))},
+        {"reports": held(2, cut=Cut(shards=2, classes=2))},
+        {"reports": held(2, interleave=2)},
+        {"reports": [replace(one, device="xpu") for one in held(2)]},
+        {"spec": SlidingWindowSpec(64)},
+        {"cache_config__cache_dtype": "fp8"},
+    ],
+)
+def test_what_parts_are_made_of_has_to_agree(other: dict[str, Any]) -> None:
+    given = {"reports": held(2), **other}
+    reports = given.pop("reports")
+    assert canonical(reports, **given).digest() != canonical(held(2)).digest()
+
+
+def test_packed_keys_are_of_one_kind_of_cpu() -> None:
+    halves = [held(ranks, Kind.HALVES) for ranks in (1, 2)]
+    assert canonical(halves[0]).digest() != canonical(halves[1]).digest()
+    alike = [[replace(one, isa="vec") for one in reports] for reports in halves]
+    assert canonical(alike[0]).digest() == canonical(alike[1]).digest()
+
+
+def test_parts_by_rank_are_of_engines_of_these_ranks() -> None:
+    by_rank = held(2, Kind.RANKS, Cut(pieces=2))
+    assert canonical(by_rank).fields["tp"] == 1
+    other = canonical(by_rank, parallel_config__tensor_parallel_size=2)
+    assert other.digest() != canonical(by_rank).digest()
+
+
+def test_parts_of_groups_follow_one_another() -> None:
+    reports = [replace(one, held=one.held * 2, groups=one.groups * 2) for one in held(2)]
+    rules = [GroupRule(0), GroupRule(3, kind=PartKind.WINDOW, window_blocks=2)]
+    assert [rule.group for rule in part_rules(rules, reports)] == [0] * 4 + [3] * 4
+    assert first_parts([one.cut for one in reports[0].held]) == [0, 4]
+    assert (
+        part_specs(rules, reports) == (PartSpec(32),) * 4 + (PartSpec(32, PartKind.WINDOW, 2),) * 4
+    )
+    assert rank_bytes(rules, reports) == 256
 
 
 def test_parts_are_ranks_times_groups() -> None:

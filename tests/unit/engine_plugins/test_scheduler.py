@@ -86,7 +86,11 @@ class Harness:
         self.make: Callable[[str], NamespaceRecord] = lambda epoch: NamespaceRecord(
             {"epoch": epoch}, parts
         )
-        self.half.set_namespace(self.make)
+        self.half.set_namespace(
+            self.make,
+            groups=[rule.group for _ in range(ranks) for rule in rules],
+            rank_bytes=sum(PART_BYTES // rule.stride for rule in rules),
+        )
         self.ns = pool.open(self.make("0"))
         if threads is not None:
             threads.run()
@@ -1090,7 +1094,7 @@ def test_a_reset_before_the_namespace_is_known_sets_the_engine_apart(
     harness = Harness(pool, block_pool)
     harness.half._namespace = harness.half._make_record = None
     assert harness.half.reset()
-    harness.half.set_namespace(harness.make)
+    harness.half.set_namespace(harness.make, groups=[0], rank_bytes=PART_BYTES)
     opening = harness.half.plan_step({}, lambda _: [[]]).opening
     assert opening is not None
     assert opening.record == harness.make("local-1")

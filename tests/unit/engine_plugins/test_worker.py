@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.layout import HostPages
+from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, PartPages
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupSave,
@@ -51,7 +51,10 @@ class Rank:
         self.half = WorkerHalf(
             pool,
             RankReport(rank, "cpu", "L", "", [], {}),
-            lambda: [HostPages(self.full), HostPages(self.window)],
+            lambda: [
+                GroupPages([PartPages(2 * rank + group, HostPages(layers))])
+                for group, layers in enumerate((self.full, self.window))
+            ],
             block_errors=block_errors,
             record_ready=lambda: None,
             timer=timer,
@@ -169,7 +172,7 @@ def test_saves_tell_the_parent(pool: Any, stored: list[Rank]) -> None:
 def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], block_errors: bool) -> None:
     lease = leased(pool)
     reader = Rank(pool, block_errors=block_errors)
-    pages = reader.half._load_pages[1]
+    pages = reader.half._load_pages[1].parts[0].pages
     copy = pages.from_slots
 
     def slow(*arguments: Any) -> None:
@@ -253,7 +256,7 @@ def test_a_rank_reports_itself_when_asked(pool: Any) -> None:
 def test_a_broken_invariant_is_not_hidden(pool: Any, stored: list[Rank]) -> None:
     lease = leased(pool)
     worker = Rank(pool)
-    worker.half._load_pages[0].nbytes = 23
+    worker.half._load_pages[0].parts[0].pages.nbytes = 23
     worker.half.start_loads(load(lease.token))
     for future in worker.half._loads:
         assert future.exception(10) is not None
@@ -333,7 +336,7 @@ def test_device_memory_that_dies_under_a_load_fails_all_of_it(
 ) -> None:
     lease = near(pool)
     reader = Rank(pool, block_errors=block_errors, attachment=Hold(device, threads))
-    pages = reader.half._load_pages[1]
+    pages = reader.half._load_pages[1].parts[0].pages
     copy = pages.from_slots
 
     def die(*arguments: Any) -> None:
@@ -402,7 +405,7 @@ def test_device_memory_is_closed_behind_the_loads_that_read_it(
     lease = near(pool)
     reader = Rank(pool, attachment=Hold(device, threads))
     begun, go_on, seen = threading.Event(), threading.Event(), []
-    pages = reader.half._load_pages[1]
+    pages = reader.half._load_pages[1].parts[0].pages
     copy = pages.from_slots
 
     def slow(*arguments: Any) -> None:
