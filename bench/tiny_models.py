@@ -4,7 +4,7 @@ Plain default initialisation repeats one token whatever the KV holds, so it prov
 these standard deviations every token depends on the whole prompt, and zeroing the stored KV changes
 the output. Nothing is downloaded.
 
-Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma, mistral, chat)
+Usage: python bench/tiny_models.py KIND OUT_DIR      (KIND: llama, gemma, mistral, qwen-next, nemotron-h, chat)
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ def _model(kind: str) -> Any:
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
 
     torch.manual_seed(0)
@@ -62,7 +66,38 @@ def _model(kind: str) -> Any:
                 **common,
             )
         )
-    raise ValueError(f"no tiny model {kind!r}: llama, gemma, mistral or chat")
+    ends = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    if kind == "qwen-next":  # gated delta nets, and each fourth layer attends
+        linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        return Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                num_hidden_layers=4,
+                layer_types=["linear_attention"] * 3 + ["full_attention"],
+                head_dim=64,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=128,
+                shared_expert_intermediate_size=128,
+                **{**common, **linear, **ends, "num_key_value_heads": 4},
+            )
+        )
+    if kind == "nemotron-h":  # Mamba 2
+        return NemotronHForCausalLM(
+            NemotronHConfig(
+                layers_block_type=["mamba", "attention", "mlp", "mamba"],
+                mamba_num_heads=16,
+                mamba_head_dim=32,
+                n_groups=1,
+                ssm_state_size=16,
+                chunk_size=32,
+                head_dim=64,
+                **common,
+                **ends,
+            )
+        )
+    raise ValueError(f"no tiny model {kind!r}: see the usage")
 
 
 def make_half_8b(out: Path) -> Path:

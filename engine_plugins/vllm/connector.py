@@ -163,6 +163,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     sync_loads=self._block_errors and goes_back,
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
+                    answer_states=vllm_config.speculative_config is None,
                     stages=parallel.pipeline_parallel_size,
                     events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
                     record=engine_record(
@@ -360,7 +361,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
         return KvpoolMetadata(
-            self._scheduler.plan_step(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+            self._scheduler.plan_step(
+                scheduler_output.num_scheduled_tokens,
+                state.get_block_ids,
+                state.boundary_state_offloads,
+            )
         )
 
     def update_connector_output(self, connector_output: Any) -> None:

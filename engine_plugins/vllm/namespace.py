@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -34,6 +34,8 @@ SEEDED = {"xxhash_cbor": STABLE, "xxhash": STABLE_BY_VERSION}
 
 FULL_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec")
 WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
+STATE_SPECS = ("MambaSpec",)
+STATE_MODE = "align"
 UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
 FORM_VERSION = 2
 """Changes with how parts are cut, and with the order of what is in them (`shards.py`)."""
@@ -90,6 +92,9 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
         group = kv_cache_config.kv_cache_groups[group_id]
         spec = group.kv_cache_spec
         inner = {type(one).__name__: one for one in layer_specs(spec)}
+        states = not group.host_resident and all(name in STATE_SPECS for name in inner)
+        if states:
+            _check_states(group_id, inner.values())
         block_tokens = spec.block_size * (dcp if spec.dcp_sharded else 1)
         stride, rest = divmod(block_tokens, hash_tokens)
         if rest:
@@ -106,14 +111,27 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
             )
             blocks = max(1, -(-tokens // block_tokens))
             rules.append(GroupRule(group_id, stride, PartKind.WINDOW, blocks))
+        elif states:
+            rules.append(GroupRule(group_id, stride, PartKind.WINDOW, 1, state=True))
         else:
             raise ConfigError(
                 f"cache group {group_id} ({', '.join(sorted(inner))}) cannot be stored: kvpool supports full, MLA, "
-                "chunked and sliding-window attention. Serve this model without the connector"
+                "chunked and sliding-window attention, and states of linear attention. Serve this model without the connector"
             )
     if not rules:
         raise ConfigError("the model has no cache group whose blocks can be stored")
     return rules
+
+
+def _check_states(group_id: int, specs: Iterable[Any]) -> None:
+    """Raises `ConfigError` where the engine keeps no state: each step then overwrites the one of the step before it."""
+    for spec in specs:
+        if spec.mamba_cache_mode != STATE_MODE:
+            raise ConfigError(
+                f"cache group {group_id} holds states in mamba_cache_mode {spec.mamba_cache_mode}: the engine overwrites them "
+                "at each step, so that none can be stored. Serve the model with --enable-prefix-caching, which "
+                f"makes the mode {STATE_MODE}"
+            )
 
 
 def check_codec(kv_cache_config: Any, rules: Sequence[GroupRule], codec: Codec) -> None:

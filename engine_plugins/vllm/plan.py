@@ -24,12 +24,21 @@ QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
 
 @dataclass(frozen=True)
 class GroupRule:
-    """One cache group that is stored: its number in vLLM, its stride, and what a hit needs of it."""
+    """One cache group that is stored: its number in vLLM, its stride, and what a hit needs of it.
+
+    state: a block is the state of its layers after the block's last token, and stands for all tokens before it. The
+        engine writes few of them, and hands over those that it keeps (`Handover`); no other is saved.
+    """
 
     group: int
     stride: int = 1
     kind: PartKind = PartKind.FULL
     window_blocks: int = 0
+    state: bool = False
+
+
+Handover = tuple[int, int, int]
+"""A state that the engine keeps: vLLM group, block id, and the tokens that it stands for."""
 
 
 # --- scheduler to worker ------------------------------------------------------------------------
@@ -230,11 +239,13 @@ def plan_save(
 ) -> list[GroupSave]:
     """The saves of the chain indices `wanted` (ascending), one for each group and unbroken run.
 
-    Only blocks that the tables hold are saved.
+    Only blocks that the tables hold are saved, and no states: `plan_states`.
     """
     saves = []
     for run in runs(wanted):
         for position, rule in enumerate(rules):
+            if rule.state:
+                continue
             table = tables[rule.group]
             keys: list[bytes] = []
             ids: list[int] = []
@@ -250,6 +261,38 @@ def plan_save(
             if ids:
                 saves.append(GroupSave(position, b"".join(keys), ids, parent))
     return saves
+
+
+def plan_states(
+    rules: Sequence[GroupRule],
+    handed: Iterable[Handover],
+    block_hashes: Sequence[bytes],
+    hash_tokens: int,
+    end: int,
+) -> dict[int, list[GroupSave]]:
+    """The saves of states that the engine keeps, by the chain index of their last block, ascending.
+
+    end: chain index behind the last block whose state is saved. States within a block are left out: they have no key.
+    """
+    positions = {rule.group: at for at, rule in enumerate(rules) if rule.state}
+    saves: dict[int, list[GroupSave]] = {}
+    for group, block_id, tokens in sorted(handed, key=lambda each: each[2]):
+        position = positions.get(group)
+        blocks, inside = divmod(tokens, hash_tokens)
+        if position is None or inside or not 0 < blocks <= min(end, len(block_hashes)):
+            continue
+        stride = rules[position].stride
+        if blocks % stride or block_id == NULL_BLOCK:
+            continue
+        parent = block_key(block_hashes[blocks - stride - 1]) if blocks > stride else None
+        save = GroupSave(position, block_key(block_hashes[blocks - 1]), [block_id], parent)
+        saves.setdefault(blocks - 1, []).append(save)
+    return saves
+
+
+def state_name(key: bytes, rule: int) -> bytes:
+    """What `Offered` knows a state by, where the key alone means the blocks of other groups."""
+    return key + rule.to_bytes(2)
 
 
 def runs(indices: Iterable[int]) -> Iterator[list[int]]:

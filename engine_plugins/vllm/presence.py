@@ -42,7 +42,8 @@ def engine_record(
         return None
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     served = model.served_model_name or model.model
-    own_tokens = (blocks - 1) * hash_tokens // len(rules)  # one block is for nobody
+    # One block is for nobody. States take few.
+    own_tokens = (blocks - 1) * hash_tokens // max(1, sum(not rule.state for rule in rules))
     events = reachable(
         vllm_config.kv_events_config, parallel.data_parallel_index, urlsplit(config.url).hostname
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ from kvpool.engine_plugins.vllm.following import (
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
+    GroupSave,
+    Handover,
     LoadJob,
     Offered,
     Opening,
@@ -44,6 +46,8 @@ from kvpool.engine_plugins.vllm.plan import (
     pack,
     plan_load,
     plan_save,
+    plan_states,
+    state_name,
 )
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
@@ -145,6 +149,8 @@ class Engine:
 
     hash_tokens: tokens of a block of the chain. blocks: how many blocks the engine's cache has.
     sync_loads: whether failed synchronous loads can be reported, and lead to nothing else that is wrong.
+    answer_states: whether states that it hands over are right behind the prompt too: not where it drafts tokens, since
+        a state does not go back behind those that are rejected.
     events: of its own cache.
     stages: of its pipeline. record: what routers are told of it; None: nothing.
     """
@@ -156,6 +162,7 @@ class Engine:
     sync_loads: bool
     loads: bool = True
     saves: bool = True
+    answer_states: bool = True
     stages: int = 1
     events: Publisher | None = None
     record: EngineRecord | None = None
@@ -188,6 +195,7 @@ class SchedulerHalf:
         self._make_record: Callable[[str], NamespaceRecord] | None = None
         self._namespace: Namespace | None = None
         self._life = 0
+        self._states = [at for at, rule in enumerate(engine.rules) if rule.state]
         self._rank_bytes = self._block_bytes = 0
         self._part_groups: list[int] = []
         self._epoch = config.epoch
@@ -393,7 +401,9 @@ class SchedulerHalf:
     def _end(self, state: RequestState) -> int:
         """Chain index behind the last block that may be loaded."""
         request = state.request
-        end = min(request.num_tokens // self._engine.hash_tokens, len(request.block_hashes))
+        # The last token is computed in any case: on top of a state behind it, it would count twice.
+        tokens = request.num_tokens - bool(self._states)
+        end = min(tokens // self._engine.hash_tokens, len(request.block_hashes))
         return end if state.limit is None else min(end, state.limit)
 
     def _acquire(self, keys: bytes, trace: str) -> Lease | None:
@@ -514,7 +524,8 @@ class SchedulerHalf:
         )
         state.lookup = None
         state.saved = max(state.saved, end)
-        self._offered.add(map(block_key, request.block_hashes[start:end]), self._clock())
+        keys = [*map(block_key, request.block_hashes[start:end])]
+        self._offered.add([*keys, *self._state_names(keys[-1:])], self._clock())
         suspects: set[int] = set()
         if lookup.sync:
             (rule,) = self._engine.rules
@@ -527,18 +538,30 @@ class SchedulerHalf:
     # --- a step -------------------------------------------------------------------------------
 
     def plan_step(
-        self, scheduled: dict[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
+        self,
+        scheduled: dict[str, int],
+        table_of: Callable[[str], Sequence[Sequence[int]]],
+        handed: Mapping[str, Sequence[Handover]] | None = None,
     ) -> StepPlan:
-        """What the ranks are to do in this step. `scheduled`: tokens that it computes, by request."""
+        """What the ranks are to do in this step.
+
+        scheduled: tokens that it computes, by request. handed: the states that the engine keeps, which this step or
+        one before it completes; the engine changes them no more, and reuses their blocks if they are not pinned.
+        """
         # Whether the blocks of a synchronous load were there is known after the step. A rank saves nothing then if its
         # own were not, but does not know of the others', whose part it has computed with.
         doubtful = self._engine.ranks > 1 and any(job.sync for job in self._plan.loads)
         opened = self._namespace
         if opened is not None and self._weights < 0 and self._client.generation(opened) >= 0:
             self._open_on_ranks(opened)  # the daemon has answered since
+        saving = self._engine.saves and self._usable and not doubtful
+        for request_id, states in (handed or {}).items() if saving else ():
+            # Ahead of other blocks, which are of no use without them and can wait for pins.
+            if (state := self._requests.get(request_id)) is not None:
+                self._save_states(state, states)
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
-            if state is None or not self._engine.saves or not self._usable or doubtful:
+            if state is None or not saving:
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if whole > state.saved:
@@ -597,7 +620,7 @@ class SchedulerHalf:
         now = self._clock()
         hashes = state.request.block_hashes
         wanted: list[int] = []
-        room = self.pins.room() // len(self._engine.rules)
+        room = self.pins.room() // max(1, len(self._engine.rules) - len(self._states))
         index = state.saved
         while index < whole and len(wanted) < room:
             if not self._offered.holds(block_key(hashes[index]), now):
@@ -605,10 +628,32 @@ class SchedulerHalf:
             index += 1
         state.saved = index
         saves = plan_save(self._engine.rules, tables, hashes, wanted)
-        if not saves:
-            return
+        if saves:
+            self._pin(state, saves, [block_key(hashes[index]) for index in wanted], now)
+
+    def _save_states(self, state: RequestState, handed: Sequence[Handover]) -> None:
+        """Queue the states of a request that the engine hands over, if they fit: they are handed over once."""
+        now, hashes = self._clock(), state.request.block_hashes
+        tokens = self._engine.hash_tokens
+        end = len(hashes)
+        if not self._engine.answer_states:
+            end = state.request.num_prompt_tokens // tokens
+        for found in plan_states(self._engine.rules, handed, hashes, tokens, end).values():
+            fresh = {
+                name: save
+                for save in found
+                if not self._offered.holds(name := state_name(save.keys, save.rule), now)
+            }
+            if len(fresh) > self.pins.room():
+                self.counters.add(dropped_saves=1)
+            elif fresh:
+                self._pin(state, [*fresh.values()], [*fresh], now)
+
+    def _pin(
+        self, state: RequestState, saves: list[GroupSave], keys: list[bytes], now: float
+    ) -> None:
+        """Queue saves, and hold their blocks until all ranks have copied them. keys: to be known as offered."""
         blocks = sorted({block for save in saves for block in save.block_ids})
-        keys = [block_key(hashes[index]) for index in wanted]
         job = SaveJob(self._job(), state.request.request_id, self._generation, saves)
         self.pins.take(len(blocks))
         self._pool.touch([self._pool.blocks[block] for block in blocks])
@@ -675,7 +720,11 @@ class SchedulerHalf:
 
     def _forget(self, load: RunningLoad) -> None:
         """Offer the blocks of a failed load again once they are computed."""
-        self._offered.forget(map(block_key, load.state.request.block_hashes[load.start :]))
+        keys = [*map(block_key, load.state.request.block_hashes[load.start :])]
+        self._offered.forget([*keys, *self._state_names(keys)])
+
+    def _state_names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [state_name(key, at) for key in keys for at in self._states]
 
     def _unpin(self, blocks: list[int]) -> None:
         """Give blocks back, the chain's tail first: the engine evicts in that order."""

@@ -960,6 +960,25 @@ def test_a_window_with_a_stride_begins_at_a_block_of_the_chain() -> None:
     assert (first, [block.key for block in blocks]) == (6, [key(8), key(11)])
 
 
+def test_states_that_no_hit_ends_at_go_first() -> None:
+    """Twelve places: six blocks, states after three of them, and what is stored later."""
+    pool = Pool(slabs=3, parts=(PartSpec(1024), PartSpec(1024, PartKind.WINDOW, 1)))
+
+    def usable(blocks: int = 6) -> int:
+        return pool.node.leases.match(pool.namespace, (), split_keys(keys(range(blocks))))
+
+    pool.put(range(6))
+    pool.put([1, 3, 5], part=1)
+    assert [usable(n) for n in range(7)] == [0, 0, 2, 2, 4, 4, 6]
+    pool.node.leases.release(pool.holder, pool.lease(range(6)).token)
+    pool.put(range(20, 24))  # one more than there is room for
+    assert [usable(n) for n in (3, 5, 6)] == [2, 2, 6]
+    pool.put([24])
+    assert [usable(n) for n in (3, 5, 6)] == [0, 0, 6]
+    pool.put([25])
+    assert usable() == 0  # the state is there, and a block before it is not
+
+
 def test_a_scattered_acquire_takes_what_is_there() -> None:
     pool = Pool()
     pool.put([1, 3, 5])

@@ -43,8 +43,15 @@ class SlidingWindowSpec:
 
 @dataclass
 class MambaSpec:
+    mamba_cache_mode: str = "align"
     block_size: int = 32
     dcp_sharded: bool = False
+
+
+@dataclass
+class CrossAttentionSpec:
+    block_size: int = 32
+    dcp_sharded: bool = True
 
 
 @dataclass
@@ -116,6 +123,11 @@ def test_a_stride_is_counted_in_hashes() -> None:
     assert group_rules(cache(FullAttentionSpec()), 32, 2)[0].stride == 2
 
 
+def test_of_states_a_hit_needs_the_last() -> None:
+    rules = group_rules(cache(MambaSpec(), FullAttentionSpec(block_size=16)), 16, 1)
+    assert rules == [GroupRule(0, 2, PartKind.WINDOW, 1, state=True), GroupRule(1)]
+
+
 def test_layers_of_one_kind_in_one_group() -> None:
     uniform = UniformTypeKVCacheSpecs({"a": SlidingWindowSpec(64), "b": SlidingWindowSpec(100)})
     assert group_rules(cache(uniform), 32, 1)[0].window_blocks == 4
@@ -124,7 +136,12 @@ def test_layers_of_one_kind_in_one_group() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (cache(MambaSpec()), "MambaSpec"),
+        (cache(CrossAttentionSpec()), "CrossAttentionSpec"),
+        (cache(FullAttentionSpec(), MambaSpec("none")), "mode none.*--enable-prefix-caching"),
+        # Its block is the longest prompt; what is wrong with it is not the size.
+        (cache(MambaSpec("none", block_size=1000)), "overwrites"),
+        (cache(MambaSpec(), host_resident=True), "cannot be stored"),
+        (cache(UniformTypeKVCacheSpecs({"a": MambaSpec(), "b": FullAttentionSpec()})), "MambaSpec"),
         (cache(FullAttentionSpec(), host_resident=True), "cannot be stored"),
         (cache(FullAttentionSpec(block_size=48)), "multiple"),
         (cache(), "no cache group"),

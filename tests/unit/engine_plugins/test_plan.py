@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupRule,
+    GroupSave,
     Offered,
     PinBudget,
     Quiet,
@@ -18,13 +21,16 @@ from kvpool.engine_plugins.vllm.plan import (
     pack,
     plan_load,
     plan_save,
+    plan_states,
     runs,
+    state_name,
 )
 from kvpool.types import PartKind
 
 FULL = GroupRule(0)
 WINDOW = GroupRule(1, kind=PartKind.WINDOW, window_blocks=2)
 COARSE = GroupRule(0, stride=2)
+STATES = GroupRule(2, kind=PartKind.WINDOW, window_blocks=1, state=True)
 HASHES = [bytes([i]) * 32 for i in range(16)]
 
 
@@ -102,6 +108,59 @@ def test_a_coarser_group_saves_under_the_key_of_its_last_block() -> None:
     assert save.block_ids == [7, 8]
     (later,) = plan_save([COARSE], [[7, 8]], HASHES, [2, 3])
     assert later.parent == block_key(HASHES[1])
+
+
+def test_states_are_not_saved_by_their_place_in_the_table() -> None:
+    (save,) = plan_save([FULL, STATES], [[7, 8, 9], [], [4, 5, 6]], HASHES, [0, 1, 2])
+    assert save.rule == 0
+
+
+def test_a_state_is_saved_under_the_key_of_the_block_that_it_ends_with() -> None:
+    coarse = GroupRule(3, 2, PartKind.WINDOW, 1, state=True)
+    handed = [(2, 40, 32), (3, 41, 32), (2, 42, 8)]  # of 8 tokens a hash
+    assert plan_states([FULL, STATES, coarse], handed, HASHES, 8, 16) == {
+        0: [GroupSave(1, pack(HASHES[:1]), [42], None)],
+        3: [
+            GroupSave(1, pack(HASHES[3:4]), [40], block_key(HASHES[2])),
+            GroupSave(2, pack(HASHES[3:4]), [41], block_key(HASHES[1])),
+        ],
+    }
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 150)),
+        max_size=8,
+        unique_by=lambda each: (each[0], each[2]),
+    ),
+    st.integers(0, 20),
+    st.integers(1, 3),
+)
+def test_of_the_states_handed_over_those_with_a_key_are_saved(
+    handed: list[tuple[int, int, int]], end: int, stride: int
+) -> None:
+    rules = [FULL, GroupRule(1, stride, PartKind.WINDOW, 1, state=True), STATES]
+    strides = {1: stride, 2: 1}
+    expected = set()
+    for blocks in range(1, min(end, len(HASHES)) + 1):
+        for group, block_id, tokens in handed:
+            whole = group in strides and blocks % strides[group] == 0
+            if tokens == 8 * blocks and whole and block_id:
+                expected.add((blocks - 1, group, block_id))
+    found = plan_states(rules, handed, HASHES, 8, end)
+    assert list(found) == sorted(found)
+    for at, saves in found.items():
+        for save in saves:
+            assert save.keys == block_key(HASHES[at])
+            before = at - strides[save.rule]
+            assert save.parent == (block_key(HASHES[before]) if before >= 0 else None)
+    taken = {(at, save.rule, *save.block_ids) for at, saves in found.items() for save in saves}
+    assert taken == expected
+
+
+def test_a_state_has_a_name_of_its_own() -> None:
+    key = block_key(HASHES[1])
+    assert len({key, state_name(key, 0), state_name(key, 1), state_name(key, 300)}) == 4
 
 
 def test_runs() -> None:
