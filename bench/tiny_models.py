@@ -15,7 +15,7 @@ from typing import Any
 
 VOCABULARY = 512
 EMBEDDING_STD, ATTENTION_STD, OTHER_STD = 1.0, 0.10, 0.09
-MAX_POSITIONS = 8192
+MAX_POSITIONS, LONG_POSITIONS = 8192, 40960
 
 
 def make(kind: str, out: Path) -> Path:
@@ -67,15 +67,18 @@ def _model(kind: str) -> Any:
             )
         )
     ends = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    if kind == "qwen-next":  # gated delta nets, and each fourth layer attends
+    common["max_position_embeddings"] = LONG_POSITIONS
+    if (
+        kind == "qwen-next"
+    ):  # gated delta nets, whose states almost fill a block of the fourth layer's attention
         linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         return Qwen3NextForCausalLM(
             Qwen3NextConfig(
                 num_hidden_layers=4,
                 layer_types=["linear_attention"] * 3 + ["full_attention"],
                 head_dim=64,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
+                linear_num_key_heads=7,
+                linear_num_value_heads=7,
                 num_experts=2,
                 num_experts_per_tok=1,
                 moe_intermediate_size=128,

@@ -14,8 +14,8 @@ from kvpool.types import PartKind
 
 Oracle = Callable[..., list[list[int]]]
 
-BLOCK = 64  # vLLM makes blocks as large as a state
-LENGTHS = (700, 333, 130, 65)
+LENGTHS = (700, 390, 258, 129)
+BLOCKS = {"qwen-next": 128, "nemotron-h": 64}  # vLLM makes blocks as large as a state
 # The kernels of gated delta nets for CPUs know this type only.
 OPTIONS = {"qwen-next": {"dtype": "bfloat16"}, "nemotron-h": {}}
 STATE_GROUPS = {"qwen-next": 3, "nemotron-h": 2}
@@ -52,9 +52,15 @@ def asked(kit: Any) -> list[list[int]]:
     return kit.prompts(3, LENGTHS)
 
 
-def hits(asked: list[list[int]]) -> list[int]:
+@pytest.fixture(scope="module")
+def block(kind: str) -> int:
+    return BLOCKS[kind]
+
+
+@pytest.fixture(scope="module")
+def hits(asked: list[list[int]], block: int) -> list[int]:
     """The last token is computed, on top of the state before it."""
-    return [(len(each) - 1) // BLOCK * BLOCK for each in asked]
+    return [(len(each) - 1) // block * block for each in asked]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +71,7 @@ def saved(
     daemon: Any,
     oracle: Oracle,
     asked: list[list[int]],
+    block: int,
     options: dict[str, Any],
 ) -> list[list[int]]:
     expected = oracle(kind, asked, **options)
@@ -79,7 +86,7 @@ def saved(
             *[(PartKind.WINDOW, 1)] * states,
         ]
         # Of each prompt the state at its last whole block, and no other; and all blocks of the attention.
-        blocks = sum((len(each) + kit.NEW - 1) // BLOCK for each in asked)
+        blocks = sum((len(each) + kit.NEW - 1) // block for each in asked)
         assert engine.metric("saved_blocks") == blocks + states * len(asked)
     return expected
 
@@ -91,13 +98,15 @@ def test_a_fresh_engine_loads_the_last_state(
     daemon: Any,
     saved: list[list[int]],
     asked: list[list[int]],
+    hits: list[int],
+    block: int,
     options: dict[str, Any],
 ) -> None:
     with kit.run_engine(model, daemon, **options) as engine:
         outputs = engine.generate(asked)
-        assert [output.cached for output in outputs] == hits(asked)
+        assert [output.cached for output in outputs] == hits
         assert [output.tokens for output in outputs] == saved
-        blocks = sum(hits(asked)) // BLOCK
+        blocks = sum(hits) // block
         assert engine.metric("loaded_blocks") == blocks + STATE_GROUPS[kind] * len(asked)
         # What was loaded is not offered again.
         assert engine.metric("saved_blocks") == 0
@@ -138,11 +147,17 @@ def test_a_failed_load_is_recomputed(
 
 
 def test_a_shared_prefix_is_found_from_the_third_prompt_on(
-    kit: Any, model: Path, kind: str, daemon: Any, oracle: Oracle, options: dict[str, Any]
+    kit: Any,
+    model: Path,
+    kind: str,
+    daemon: Any,
+    oracle: Oracle,
+    block: int,
+    options: dict[str, Any],
 ) -> None:
     """The engine sees by its own cache where the second one parts from the first, and keeps the state there."""
-    system = kit.TINY.prompt(77, 5 * BLOCK + 7)
-    first, second, third, fourth = (system + kit.TINY.prompt(78 + i, 100) for i in range(4))
+    system = kit.TINY.prompt(77, 5 * block + 7)
+    first, second, third, fourth = (system + kit.TINY.prompt(78 + i, 2 * block) for i in range(4))
     expected = oracle(kind, [third, fourth], **options)
     with kit.run_engine(model, daemon, **options) as engine:
         assert engine.generate([first])[0].cached == 0
@@ -151,7 +166,7 @@ def test_a_shared_prefix_is_found_from_the_third_prompt_on(
     for each, tokens in zip((third, fourth), expected, strict=True):
         with kit.run_engine(model, daemon, **options) as engine:
             (output,) = engine.generate([each])
-            assert output.cached == 5 * BLOCK
+            assert output.cached == 5 * block
             assert output.tokens == tokens
 
 
