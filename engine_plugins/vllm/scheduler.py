@@ -53,7 +53,7 @@ from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.errors import InvalidRequest, KvpoolError, StaleEpoch
 from kvpool.prefill_cost import PrefillFit, StepWork
-from kvpool.types import EngineRecord, Namespace, NamespaceRecord, Recompute
+from kvpool.types import EngineRecord, Namespace, NamespaceRecord, PartKind, Recompute
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
@@ -73,6 +73,7 @@ class Lookup:
 
     preemptions: of the request when it was asked; a preempted request is looked up anew, since
         its own blocks may be in the pool by now.
+    known: chain index up to which the pool has all but states; None: it was not asked yet.
     """
 
     start: int
@@ -80,6 +81,7 @@ class Lookup:
     lease: Lease | None
     preemptions: int
     sync: bool = False
+    known: int | None = None
 
 
 @dataclass
@@ -196,6 +198,7 @@ class SchedulerHalf:
         self._namespace: Namespace | None = None
         self._life = 0
         self._states = [at for at, rule in enumerate(engine.rules) if rule.state]
+        self._whole_parts: list[int] = []
         self._rank_bytes = self._block_bytes = 0
         self._part_groups: list[int] = []
         self._epoch = config.epoch
@@ -258,7 +261,12 @@ class SchedulerHalf:
         if self._pulls is not None:
             self._pulls.enter(namespace.record)
         self._shut = False
-        self._block_bytes = sum(part.nbytes // part.stride for part in namespace.parts)
+        self._whole_parts = [
+            at for at, part in enumerate(namespace.parts) if part.kind is PartKind.FULL
+        ]
+        # A prefix needs few blocks of windows and states, however long it is.
+        longer = [namespace.parts[at] for at in self._whole_parts] or namespace.parts
+        self._block_bytes = sum(part.nbytes // part.stride for part in longer)
         if self._engine.events is not None:
             self._tell_events(namespace, self._engine.events)
         if self._engine.record is not None and self._presence is None:
@@ -334,6 +342,8 @@ class SchedulerHalf:
         lookup = self._current_lookup(state)
         if lookup is None:
             return None, False
+        if self._states:
+            self._keep_state(state, lookup)
         blocks = lookup.end - state.local
         lookup.sync = self._synchronous(blocks)
         if lookup.sync:
@@ -342,6 +352,33 @@ class SchedulerHalf:
         if lookup.lease is None or blocks < self._config.min_load_blocks:
             return 0, False
         return blocks * tokens, not lookup.sync
+
+    def _keep_state(self, state: RequestState, lookup: Lookup) -> None:
+        """Have the engine keep the state where the prompt parts from another one that the pool knows.
+
+        Whoever shares its beginning finds it there. The engine does so by itself where its own cache knows the other
+        prompt; what it is told here is as if that were so. It says anew what it found at each try to allocate.
+        """
+        end = self._end(state)
+        if lookup.known is None:
+            lookup.known = lookup.end
+            if lookup.end < end and self._engine.saves and not self._quiet.holds(self._clock()):
+                keys = pack(state.request.block_hashes[lookup.start : end])
+                lookup.known = lookup.start + self._match(keys, self._whole_parts)
+        request = state.request
+        if lookup.known > lookup.end:
+            request.shared_prefix_boundary = max(
+                request.shared_prefix_boundary, lookup.known * self._engine.hash_tokens
+            )
+
+    def _match(self, keys: bytes, parts: Sequence[int]) -> int:
+        """How many blocks the pool has of these parts: a hint. None if there are no such parts."""
+        assert self._namespace is not None
+        try:
+            return self._client.match(self._namespace, keys, parts=parts) if parts else 0
+        except KvpoolError:
+            self.counters.add(failed_lookups=1)
+            return 0
 
     def _is_loading(self, request: Any, local: int) -> bool:
         """Whether blocks of the engine's own hit are to be loaded by another request at the start of this step.

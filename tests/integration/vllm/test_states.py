@@ -14,7 +14,7 @@ from kvpool.types import PartKind
 
 Oracle = Callable[..., list[list[int]]]
 
-LENGTHS = (700, 390, 258, 129)
+LENGTHS = (700, 390, 256, 129)
 BLOCKS = {"qwen-next": 128, "nemotron-h": 64}  # vLLM makes blocks as large as a state
 # The kernels of gated delta nets for CPUs know this type only.
 OPTIONS = {"qwen-next": {"dtype": "bfloat16"}, "nemotron-h": {}}
@@ -146,6 +146,7 @@ def test_a_failed_load_is_recomputed(
         engine.assert_nothing_held(daemon)
 
 
+@pytest.mark.parametrize("where", ["by one engine", "by two"])
 def test_a_shared_prefix_is_found_from_the_third_prompt_on(
     kit: Any,
     model: Path,
@@ -154,20 +155,54 @@ def test_a_shared_prefix_is_found_from_the_third_prompt_on(
     oracle: Oracle,
     block: int,
     options: dict[str, Any],
+    where: str,
 ) -> None:
-    """The engine sees by its own cache where the second one parts from the first, and keeps the state there."""
-    system = kit.TINY.prompt(77, 5 * block + 7)
-    first, second, third, fourth = (system + kit.TINY.prompt(78 + i, 2 * block) for i in range(4))
-    expected = oracle(kind, [third, fourth], **options)
+    """The second one's state is kept where it parts from the first, as the engine's cache or the pool knows it."""
+    seed = 70 if where == "by two" else 80
+    system = kit.TINY.prompt(seed, 5 * block + 7)
+    first, second, third = (system + kit.TINY.prompt(seed + i, 2 * block) for i in range(1, 4))
+    expected = oracle(kind, [second, third], **options)
     with kit.run_engine(model, daemon, **options) as engine:
         assert engine.generate([first])[0].cached == 0
-        assert engine.generate([second])[0].cached == 0
+        if where == "by two":
+            engine.forget()
+        (output,) = engine.generate([second])
+        assert (output.cached, output.tokens) == (0, expected[0])
         engine.drain()
-    for each, tokens in zip((third, fourth), expected, strict=True):
-        with kit.run_engine(model, daemon, **options) as engine:
-            (output,) = engine.generate([each])
-            assert output.cached == 5 * block
-            assert output.tokens == tokens
+    with kit.run_engine(model, daemon, **options) as engine:
+        (output,) = engine.generate([third])
+        assert (output.cached, output.tokens) == (5 * block, expected[1])
+
+
+@pytest.mark.parametrize("kind", ["nemotron-h"], indirect=True)
+def test_preempted_requests_load_their_states(
+    kit: Any,
+    model: Path,
+    kind: str,
+    daemon: Any,
+    oracle: Oracle,
+    block: int,
+    options: dict[str, Any],
+) -> None:
+    """In float32 only: in bfloat16 an engine without a pool, too, says something else once requests were preempted."""
+    asked = [kit.TINY.prompt(60 + i, 2 * block + 3) for i in range(8)]
+    new = 2 * block
+    limits = {"max_model_len": 6 * block, "num_gpu_blocks_override": 50}
+    expected = oracle(kind, asked, new, **options)
+    with kit.run_engine(model, daemon, **limits, **options) as engine:
+        preempted = []
+        preempt = engine.scheduler._preempt_request
+
+        def count(*arguments: Any, **options: Any) -> None:
+            preempted.append(1)
+            preempt(*arguments, **options)
+
+        engine.scheduler._preempt_request = count
+        outputs = engine.generate(asked, new)
+        assert [output.tokens for output in outputs] == expected
+        assert preempted
+        assert engine.metric("loads") > 0
+        engine.assert_nothing_held(daemon)
 
 
 def test_states_that_are_overwritten_are_refused_at_start(

@@ -116,7 +116,7 @@ class FakePool:
         self.holds: dict[str, int] = {}
         self.writes: list[tuple[int, bytes]] = []
         self.parents: dict[tuple[int, bytes], bytes | None] = {}
-        self.acquires = 0
+        self.acquires = self.matches = 0
         self.away = False
         self.full = False
         self.outdated = False
@@ -229,6 +229,15 @@ class FakePool:
     def _has(self, ns: Namespace, part: int, key: bytes, device: FakeDevice | None = None) -> bool:
         name = (ns.digest, part, key)
         return name in self.rows or (device is not None and name in device.rows)
+
+    def match(self, ns: Namespace, keys: Any, *, parts: Sequence[int]) -> int:
+        """Of parts of kind full."""
+        assert parts
+        self.matches += 1
+        if self.away:
+            return 0
+        there = [all((ns.digest, part, key) in self.rows for part in parts) for key in _split(keys)]
+        return [*there, False].index(False)
 
     def _usable(self, ns: Namespace, keys: list[bytes], device: FakeDevice | None) -> int:
         def needed(part: int, end: int) -> list[int]:

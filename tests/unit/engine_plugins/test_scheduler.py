@@ -123,6 +123,7 @@ class Harness:
             num_prompt_tokens=blocks * TOKENS + extra_tokens,
             num_computed_tokens=0,
             num_preemptions=0,
+            shared_prefix_boundary=0,
             skip_reading_prefix_cache=False,
             kv_transfer_params=params,
             trace_headers=None,
@@ -965,6 +966,9 @@ def test_a_state_that_was_loaded_is_not_saved(hybrid: Harness) -> None:
     (load,) = plan.loads
     assert [group.block_ids for group in load.groups] == [[1, 2, 3, 4], [14]]
     assert state_saves(plan) == [(pack(request.block_hashes[5:6]), [16])]
+    # Another prompt parts from it where the pool has no state.
+    other = hybrid.step(hybrid.request("other", 2), 2 * TOKENS, both, [(1, 17, 2 * TOKENS)])
+    assert state_saves(other) == [(pack(request.block_hashes[1:2]), [17])]
 
 
 def test_a_state_of_a_failed_load_is_saved_when_it_was_computed(hybrid: Harness) -> None:
@@ -1017,6 +1021,52 @@ def test_no_state_is_saved_where_nothing_is(pool: Any, block_pool: Any, why: str
         plan = hybrid.step(request, 2 * TOKENS, [*tables(2), [0, 5]], [(1, 5, 2 * TOKENS)])
     assert plan.saves == []
     assert block_pool.pinned == 0
+
+
+def test_the_engine_keeps_the_state_where_the_pool_knows_another_prompt(hybrid: Harness) -> None:
+    request = hybrid.request("r", 8)
+    hybrid.store(request.block_hashes[:6])
+    hybrid.store(request.block_hashes[1:2], parts=[1])
+    for own in (0, 3 * TOKENS, 0, 7 * TOKENS):  # as the engine sets it before each try
+        request.shared_prefix_boundary = own
+        assert hybrid.half.matched_tokens(request, 0) == (2 * TOKENS, True)
+        assert request.shared_prefix_boundary == max(own, 6 * TOKENS)
+    assert hybrid.pool.matches == hybrid.pool.acquires == 1
+
+
+@pytest.mark.parametrize("why", ["all is found", "nothing is there", "reads only", "away"])
+def test_the_engine_is_told_nothing_where_there_is_no_such_prompt(
+    pool: Any, block_pool: Any, why: str
+) -> None:
+    hybrid = Harness(pool, block_pool, rules=STATES, saves=why != "reads only")
+    request = hybrid.request("r", 8)
+    if why != "nothing is there":
+        hybrid.store(request.block_hashes)
+    if why == "all is found":
+        hybrid.store(request.block_hashes[7:], parts=[1])
+    pool.away = why == "away"
+    hybrid.half.matched_tokens(request, 0)
+    assert request.shared_prefix_boundary == 0
+
+
+def test_a_refused_question_is_a_miss(hybrid: Harness) -> None:
+    def refuse(*arguments: Any, **options: Any) -> int:
+        raise LimitExceeded("too much")
+
+    hybrid.pool.match = refuse
+    request = hybrid.request("r", 4)
+    hybrid.store(request.block_hashes)
+    assert hybrid.half.matched_tokens(request, 0) == (0, False)
+    assert hybrid.half.counters.take()["failed_lookups"] == 1
+
+
+def test_a_daemon_that_hangs_is_not_asked_a_second_time(hybrid: Harness) -> None:
+    def slow(*arguments: Any, **options: Any) -> None:
+        hybrid.now += 0.05
+
+    hybrid.pool.acquire = slow
+    hybrid.half.matched_tokens(hybrid.request("r", 4), 0)
+    assert hybrid.pool.matches == 0
 
 
 def test_a_model_of_states_alone(pool: Any, block_pool: Any) -> None:
