@@ -216,7 +216,8 @@ class _Connection(ResponseHandler):
 class _Connector(aiohttp.TCPConnector):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._factory = partial(_Connection, loop=self._loop)
+        connection: type[ResponseHandler] = _Connection
+        self._factory = partial(connection, loop=self._loop)
 
 
 def open_session() -> aiohttp.ClientSession:
