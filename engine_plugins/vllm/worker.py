@@ -14,9 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +24,6 @@ from kvpool.engine_plugins.vllm.layout import DeviceSlots, GroupPages, Index
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
-    GroupSave,
     LoadJob,
     Opening,
     RankReport,
@@ -34,10 +31,10 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
 )
-from kvpool.engine_plugins.vllm.shards import my_turn
+from kvpool.engine_plugins.vllm.saves import Saved, Saves, joined
 from kvpool.engine_plugins.vllm.steps import StepTimer
-from kvpool.errors import KvpoolError, LeaseLost, StaleEpoch
-from kvpool.types import KEY_BYTES, Namespace
+from kvpool.errors import KvpoolError, LeaseLost
+from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW
 
 if TYPE_CHECKING:
@@ -52,14 +49,6 @@ class LoadResults:
     finished: set[str]
     failed_requests: set[str]
     failed_blocks: set[int]
-
-
-class Saved(Enum):
-    """The result of a save. OUTDATED: another engine has reset the namespace since it was opened."""
-
-    ALL = "all"
-    FAILED = "failed"
-    OUTDATED = "outdated"
 
 
 log = logging.getLogger("kvpool.vllm")
@@ -100,13 +89,12 @@ class WorkerHalf:
         self.report = replace(report, life=attachment.life) if attachment is not None else report
         self._pages = make_pages()
         self._load_pages = make_pages()
-        self._save_pages = make_pages()
         self._block_errors = block_errors
         self._record_ready = record_ready
         self._load_thread = _thread("kvpool-load", thread_setup)
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
-        self._saves: dict[Future[tuple[Saved, float]], SaveJob] = {}
+        self._saves: dict[Future[tuple[list[Saved], float]], Sequence[SaveJob]] = {}
         self._chores: list[Future[None]] = []
         self._generation = 0
         self._namespace: Namespace | None = None
@@ -115,6 +103,7 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._read: list[Lease] = []
         self.counters = counters or Counters()
+        self._stores = Saves(client, make_pages(), self.counters)
         self._timer = timer
         self._begun: Any = None
         self._passes: deque[tuple[int, Any, Any]] = deque()  # step, begin, end
@@ -157,8 +146,7 @@ class WorkerHalf:
             self._chores.append(self._save_thread.submit(self._open, plan.opening))
         if plan.saves and not self._unheard:
             ready = self._record_ready()
-            for job in plan.saves:
-                self._saves[self._save_thread.submit(self._save, job, ready)] = job
+            self._saves[self._save_thread.submit(self._save, plan.saves, ready)] = plan.saves
         else:
             for job in plan.saves:
                 self._done.saves[job.job] = 1
@@ -188,13 +176,15 @@ class WorkerHalf:
         while self._read:
             self._client.release(self._read.pop())
         for future in [future for future in self._saves if future.done()]:
-            job = self._saves.pop(future)
-            self._done.saves[job.job] = 1
-            saved, self._done.save_seconds[job.job] = future.result()
-            if saved is not Saved.ALL:
-                self._done.failed_saves.add(job.job)
-            if saved is Saved.OUTDATED:
-                self._done.outdated.add(job.generation)
+            jobs = self._saves.pop(future)
+            results, seconds = future.result()
+            for job, saved in zip(jobs, results, strict=True):
+                self._done.saves[job.job] = 1
+                self._done.save_seconds[job.job] = seconds
+                if saved is not Saved.ALL:
+                    self._done.failed_saves.add(job.job)
+                if saved is Saved.OUTDATED:
+                    self._done.outdated.add(job.generation)
         self._collect_passes()
         if self._attachment is not None:
             self._attend(self._attachment)
@@ -308,9 +298,9 @@ class WorkerHalf:
                 far.append((rows[~there], own[~there]))
             if near:
                 on_device = DeviceSlots(slots.device_table, slots.nbytes)
-                pages.from_slots(on_device, *_joined(near), ready)
+                pages.from_slots(on_device, *joined(near), ready)
             if sum(len(rows) for rows, _ in far):
-                pages.from_slots(slots, *_joined(far), ready)
+                pages.from_slots(slots, *joined(far), ready)
             on_it = sum(len(rows) for rows, _ in near)
             self.counters.add(
                 loaded_blocks=len(blocks) * len(parts),
@@ -331,66 +321,20 @@ class WorkerHalf:
         except KvpoolError:
             pass  # counted with each save
 
-    def _save(self, job: SaveJob, ready: Any) -> tuple[Saved, float]:
-        """Copy blocks into reserved slots and commit them; and how many seconds that took, once they were computed."""
-        saved = Saved.FAILED
+    def _save(self, jobs: Sequence[SaveJob], ready: Any) -> tuple[list[Saved], float]:
+        """Store a step's blocks; and how many seconds that took, once they were computed."""
         if ready is not None:
             ready.synchronize()
         begun = time.monotonic()
-        if self._namespace is not None and job.generation == self._generation:
-            try:
-                refused = [self._save_run(self._namespace, save, ready) for save in job.saves]
-                saved = Saved.FAILED if any(refused) else Saved.ALL
-            except StaleEpoch:
-                saved = Saved.OUTDATED
-            except KvpoolError:
-                pass  # counted below
-        if saved is not Saved.ALL:
-            self.counters.add(failed_saves=1)
-        return saved, time.monotonic() - begun
-
-    def _save_run(self, namespace: Namespace, save: GroupSave, ready: Any) -> int:
-        """Save this rank's part of one group's run of blocks. How many parts of blocks found no space."""
-        held = self._save_pages[save.rule]
-        mine = my_turn(save.keys[:KEY_BYTES], len(save.block_ids), held.turn, held.turns)
-        blocks = np.asarray(save.block_ids, np.int64)[mine]
-        if not len(blocks):
-            return 0
-        keys = save.keys[mine.start * KEY_BYTES : mine.stop * KEY_BYTES]
-        before = save.keys[: mine.start * KEY_BYTES][-KEY_BYTES:]
-        with ExitStack() as stack:
-            reservations = {
-                part.part: stack.enter_context(
-                    self._client.reserve(
-                        namespace, keys, part=part.part, parent=before or save.parent
-                    )
-                )
-                for part in held.parts
-            }
-            for pages, parts in held.together():
-                pairs = [
-                    (reserved.slots.rows, part.rows(blocks[reserved.missing]))
-                    for part in parts
-                    if len((reserved := reservations[part.part]).missing)
-                ]
-                if pairs:
-                    rows, own = _joined(pairs)
-                    slots = reservations[parts[0].part].slots
-                    pages.to_slots(own, slots, rows, ready)
-            for part in held.parts:
-                reservation = reservations[part.part]
-                if len(reservation.missing):
-                    stored = self._client.commit(reservation)
-                    self.counters.add(saved_blocks=stored, saved_bytes=stored * part.pages.nbytes)
-            return sum(reservation.refused for reservation in reservations.values())
-
-
-def _joined(pairs: Sequence[tuple[Index, Index]]) -> tuple[Index, Index]:
-    """Slots' rows and pages' rows of several parts, one part after the other."""
-    if len(pairs) == 1:
-        return pairs[0]
-    rows, own = zip(*pairs, strict=True)
-    return np.concatenate(rows), np.concatenate(own)
+        now = [job.generation == self._generation for job in jobs]
+        results = [Saved.FAILED] * len(jobs)
+        if self._namespace is not None and any(now):
+            some = [job for job, current in zip(jobs, now, strict=True) if current]
+            found = iter(self._stores.save(self._namespace, some, ready))
+            results = [next(found) if current else Saved.FAILED for current in now]
+        if failed := sum(result is not Saved.ALL for result in results):
+            self.counters.add(failed_saves=failed)
+        return results, time.monotonic() - begun
 
 
 def _thread(name: str, setup: Callable[[], None] | None) -> ThreadPoolExecutor:

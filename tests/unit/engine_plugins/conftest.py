@@ -29,6 +29,7 @@ from kvpool.errors import (
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import (
     KEY_BYTES,
+    NO_PARENT,
     EngineRecord,
     Namespace,
     NamespaceRecord,
@@ -105,6 +106,9 @@ class FakeReservation:
     def __exit__(self, *_: object) -> None:
         return None
 
+    def abort(self) -> None:
+        return None
+
 
 class FakePool:
     """The daemon and its client in one. `writes` logs every block part that was stored."""
@@ -116,6 +120,8 @@ class FakePool:
         self.holds: dict[str, int] = {}
         self.writes: list[tuple[int, bytes]] = []
         self.parents: dict[tuple[int, bytes], bytes | None] = {}
+        self.exchanges: list[tuple[tuple[int, ...], int]] = []
+        self.puts_parts = True
         self.acquires = self.matches = 0
         self.away = False
         self.full = False
@@ -319,6 +325,26 @@ class FakePool:
         for name, row in zip(names, rows, strict=True):
             self.rows[name] = row
         return FakeReservation(self, slots, missing, names)
+
+    def reserve_parts(
+        self, ns: Namespace, keys: Any, parts: Sequence[int], parents: Any
+    ) -> list[FakeReservation]:
+        split, before = _split(keys), _split(parents)
+        self.exchanges.append((tuple(parts), len(split)))
+        reserved = []
+        for part in parts:
+            try:
+                reserved.append(self.reserve(ns, keys, part=part))
+            except PoolFull:
+                nothing = FakeSlots(self.table, [], ns.parts[part].nbytes, 0)
+                reserved.append(FakeReservation(self, nothing, [], []))
+                reserved[-1].refused = len(split)
+            known = [None if parent == NO_PARENT else parent for parent in before]
+            self.parents.update(zip([(part, key) for key in split], known, strict=True))
+        return reserved
+
+    def commit_parts(self, reservations: Sequence[FakeReservation]) -> list[int]:
+        return [self.commit(reservation) for reservation in reservations]
 
     def commit(self, reservation: FakeReservation, checksums: bytes | None = None) -> int:
         self.writes += [(part, key) for _, part, key in reservation.names]
