@@ -45,10 +45,10 @@ def refused_by_queue(
     request: Request, queue: RequestQueue, limits: Limits, engines: int
 ) -> Rejection | None:
     """Rejection for a full queue. One tenant cannot fill it for the others."""
-    wait_s = queue.waiting_s(request) / engines
     waiting = len(queue)
     if waiting < limits.queue_max:
         return None
+    wait_s = queue.waiting_s(request) / engines
     if not set(queue.tenants) <= {request.tenant}:
         if queue.count(request.tenant) >= queue.share(request.tenant) * limits.queue_max:
             why = "the queue is full, and this tenant has its share of it"
@@ -70,6 +70,14 @@ def refused_by_decode(
     if best.fits:
         return Rejection(request, "tokens would come too slowly", best.cost, "tpot")
     return Rejection(request, "decode engines are full", best.cost, "decode_full")
+
+
+def in_time(context: DecisionContext, backlog_s: float, limits: Limits) -> bool:
+    """Whether its first token comes in time even if nothing of its prompt is cached. backlog_s: as below, or more."""
+    request, now = context.request, context.now
+    first = min(context.engines, key=lambda engine: engine.free_at)
+    latest_s = backlog_s + max(0.0, first.free_at - now) + context.prefill_s(first, 0)
+    return latest_s <= min(limits.ttft_s, request.deadline_s - now)
 
 
 def refused_by_time(context: DecisionContext, backlog_s: float, limits: Limits) -> Rejection | None:

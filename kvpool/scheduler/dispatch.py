@@ -42,7 +42,8 @@ class _Look:
 
     room: engines that may get an order. promised: when others are free, after the requests that wait for them.
     gaps: until when engines are free for others than the pending request; pending: when they will have computed
-    what goes there after that. kept: decode engines whose memory is kept. lacking: tokens that found no memory,
+    what goes there after that. kept: decode engines whose memory is kept. short: whether a request waits for memory.
+    lacking: tokens that found no memory,
     by kind of engine.
     """
 
@@ -51,6 +52,7 @@ class _Look:
     gaps: dict[str, float] = field(default_factory=dict)
     pending: dict[str, float] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
+    short: bool = False
     lacking: dict[str, int] = field(default_factory=dict)
     orders: list[Order] = field(default_factory=list)
     looks_at: float = math.inf
@@ -63,6 +65,10 @@ class Dispatch:
         self._state = state
         self.lacking: dict[str, int] = {}
         """Tokens that found no memory to decode in at the last pass, by kind of engine."""
+        self.exhausted = False
+        """Whether after the last pass no engine could get more, and nobody waited for memory: then neither a request
+        at the end of the queue nor the end of an answer leads to an order.
+        """
 
     def at_once(self, now: float) -> list[Order]:
         """Send every waiting request to the engine of its choice, free or not."""
@@ -90,15 +96,18 @@ class Dispatch:
         """
         state, settings = self._state, self._state.settings
         if not state.queue:
-            self.lacking = {}
+            self.lacking, self.exhausted = {}, False
             return [], math.inf
         # Decode-only engines compute requests that must be served whole; the others do not wait for them.
         engines = state.fleet.of(Role.PREFILL) or state.fleet.of(Role.DECODE)
         look = _Look({e.name for e in engines if self._may_have_room(e, now)})
         self.lacking = look.lacking
         for item in self._next(look, settings.look_ahead + len(engines)):
-            if not look.room and not item.request.whole:
-                continue
+            if not look.room:
+                if not state.queue.whole:
+                    break
+                if not item.request.whole:
+                    continue
             if item.running is not None:
                 if self._goes_on(item, look, now):
                     continue
@@ -115,6 +124,7 @@ class Dispatch:
                 context = state.decision_context(item.request, now, computing, item.match)
                 state.with_answer(context, decoders)
                 self._consider(item, context, decoders, look)
+        self.exhausted = not (look.room or look.short or state.queue.whole or state.answers.parked)
         busy = list(state.fleet.engines.values())
         return look.orders, min(look.looks_at, self._next_free_at(busy, now))
 
@@ -163,6 +173,7 @@ class Dispatch:
             choice = state.policy.choose(context)
         best = choice.best
         if best.cost == math.inf:
+            look.short = True
             return  # none of these may be paired with an engine that has the memory
         name = best.engine.name
         in_turn = name in look.room or Role.PREFILL not in best.engine.role
@@ -302,6 +313,7 @@ class Dispatch:
         elif state.answers.reservable(request, free):
             return engines, free
         self._keep(request, decoders, look.kept, item)
+        look.short = True
         if decoders:
             kind = decoders[0].kind
             look.lacking[kind] = look.lacking.get(kind, 0) + context_tokens(request)

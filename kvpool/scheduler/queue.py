@@ -88,6 +88,8 @@ class RequestQueue:
         self._keys: dict[int, _Entry] = {}
         self._numbers: dict[object, int] = {}
         self._next = 0
+        self.whole = 0
+        """How many of them one engine must serve whole. Read-only."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -109,20 +111,24 @@ class RequestQueue:
         """This tenant's share among the waiting tenants, as if it waited, too."""
         return self._charges.share(tenant, self._orders)
 
-    def add(self, item: Waiting) -> None:
-        """Equal ones keep the order in which they were added."""
+    def add(self, item: Waiting) -> bool:
+        """Equal ones keep the order in which they were added. Returns whether it is surely the last of several."""
         number = self._next
         self._next += 1
         request = item.request
         key = self._rule.key(item.size_s, request.arrived_s, begun=item.done > 0)
         entry = (-request.priority, key, number)
         among = request.among
-        insort(self._orders.setdefault(request.tenant, {}).setdefault(among, []), entry)
+        orders = self._orders.setdefault(request.tenant, {})
+        order = orders.setdefault(among, [])
+        insort(order, entry)
         self._items[number] = item
         self._keys[number] = entry
         self._numbers[request.ident] = number
+        self.whole += request.whole
         count, total_s = self._totals.get(among, (0, 0.0))
         self._totals[among] = count + 1, total_s + item.size_s
+        return len(self._orders) == len(orders) == 1 < len(order) and order[-1] is entry
 
     def get(self, ident: object) -> Waiting:
         """The entry of this request; a KeyError if it does not wait."""
@@ -141,6 +147,7 @@ class RequestQueue:
         tenant, among = item.request.tenant, item.request.among
         orders = self._orders[tenant]
         order = orders[among]
+        self.whole -= item.request.whole
         del order[bisect_left(order, entry)]
         if not order:
             del orders[among]

@@ -38,6 +38,7 @@ from random import Random
 
 from kvpool.scheduler.admission import (
     Limits,
+    in_time,
     no_engine,
     refused_by_decode,
     refused_by_queue,
@@ -140,9 +141,9 @@ class Scheduler:
         refused = self._refused(context, size_s)
         if refused is None:
             match = context.match
-            state.queue.add(Waiting(request, size_s, match=match, matched_at=now))
+            last = state.queue.add(Waiting(request, size_s, match=match, matched_at=now))
             self._deadlines.add(request)
-            self._news = True
+            self._news = self._news or request.whole or not (last and self._dispatch.exhausted)
         return refused
 
     def adopt(self, request: Request, begun: Begun, now: float) -> None:
@@ -176,18 +177,14 @@ class Scheduler:
 
     def poll(self, now: float) -> list[Order | DecodeOrder]:
         """The orders to send now."""
-        orders: list[Order | DecodeOrder] = []
-        if self._state.policy.sends_at_once:
-            orders += self._dispatch.decode_orders(now)
-            orders += self._dispatch.at_once(now)
-            return orders
         if not self._news and now < self._looks_at:
-            return orders
-        orders += self._dispatch.decode_orders(now)
-        prompts, self._looks_at = self._dispatch.orders(now)
+            return []
         self._news = False
-        orders += prompts
-        return orders
+        orders = self._dispatch.decode_orders(now)
+        if self._state.policy.sends_at_once:
+            return [*orders, *self._dispatch.at_once(now)]
+        prompts, self._looks_at = self._dispatch.orders(now)
+        return [*orders, *prompts]
 
     def wake_at(self) -> float:
         """When to poll again if nothing happens; infinite if nothing waits."""
@@ -272,12 +269,13 @@ class Scheduler:
     def finished(self, ident: Hashable) -> None:
         """The request has its last token: its reservation ends. Unknown requests are ignored."""
         self._deadlines.remove(ident)
-        if self._state.answers.end(ident) is not None:
+        if self._state.answers.end(ident) is not None and not self._dispatch.exhausted:
             self._news = True
 
     def abandoned(self, ident: Hashable, now: float) -> None:
         """The request has ended: its orders failed, or its client left. Unknown requests are ignored."""
-        self._state.queue.remove(ident)
+        if self._state.queue.remove(ident) is not None:
+            self._news = True  # an engine may have been promised to it
         self._void(self._state.orders.of(ident), now)
         self.finished(ident)
 
@@ -408,9 +406,11 @@ class Scheduler:
         refused = refused_by_decode(request, state.decoding(request), context, limits)
         if refused is not None or min(limits.ttft_s, request.deadline_s) == math.inf:
             return refused
-        backlog_s = 0.0
+        backlog_s, count = 0.0, len(context.engines)
         if not state.policy.sends_at_once:
-            backlog_s = state.queue.ahead_s(size_s, request) / len(context.engines)
+            if in_time(context, state.queue.waiting_s(request) / count, limits):
+                return None  # as nearly always, and much cheaper to see
+            backlog_s = state.queue.ahead_s(size_s, request) / count
         return refused_by_time(context, backlog_s, limits)
 
     def _prompt_is_done(self, order: Order, engine: Engine, saves: Saves | None) -> None:
@@ -427,6 +427,8 @@ class Scheduler:
 
     def _void(self, orders: Sequence[Sent], now: float) -> None:
         """Remove them: no more reports come."""
+        if not orders:
+            return
         for sent in orders:
             self._state.orders.take_back(sent, now, computed=False)
             gpu = sent.order.estimate.engine.gpu

@@ -56,7 +56,7 @@ class Request:
     many it is expected to generate, or the most it may. session: for session hashing.
     priority: higher ones of a tenant are served first. tenant: whose share of the engines it uses.
     deadline_s: after which its first token is useless, by the clock of `arrived_s`. kinds: of engines
-    that can serve it; None for all. engines: the names of those that can, if not all of these kinds can.
+    that can serve it; None for all. engines: the names of those that can, if not all of these kinds can; `among`: both.
     whole: one engine must do its prompt and its answer, in one order; any that decodes can. segments: whether
     its prompt may be computed in several orders.
     """
@@ -74,11 +74,10 @@ class Request:
     whole: bool = False
     segments: bool = True
     engines: frozenset[str] | None = None
+    among: Among = field(init=False, repr=False, compare=False)
 
-    @property
-    def among(self) -> Among:
-        """The group that can serve it."""
-        return Among(self.kinds, self.engines)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "among", Among(self.kinds, self.engines))
 
 
 @dataclass(slots=True)
