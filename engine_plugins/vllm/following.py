@@ -26,10 +26,14 @@ REPORT = {"report": True}
 
 
 class Following(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """follow_s: how long the prompt is waited for at most. source: name of the node where it is computed, if known."""
+    """follow_s: how long the prompt is waited for at most. source: name of the node where it is computed, if known.
+
+    computed: all of it is computed, and the rest is being saved: the wait is a short one, as for a pull.
+    """
 
     follow_s: Annotated[float, msgspec.Meta(gt=0, le=FOLLOW_S_MAX)]
     source: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    computed: bool = False
 
 
 class SaveReport(msgspec.Struct, frozen=True):

@@ -60,6 +60,11 @@ class Pull:
     answered: float | None = None
     dropped: bool = False
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether it waits for an engine that computes."""
+        return self.following is not None and not self.following.computed
+
 
 class Pulls:
     """Asks for pulls, a bounded number at a time. For the scheduling thread only.
@@ -145,8 +150,8 @@ class Pulls:
         """Wait a moment for any of these. For steps in which nothing else runs."""
         asked = [(pull, pull.future) for pull in pulls if pull.future is not None]
         if asked:
-            follows = all(pull.following is not None for pull, _ in asked)
-            seconds = FOLLOW_IDLE_S if follows else IDLE_S
+            long = all(pull.takes_long for pull, _ in asked)
+            seconds = FOLLOW_IDLE_S if long else IDLE_S
             wait([future for _, future in asked], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
@@ -157,7 +162,7 @@ class Pulls:
     def _ask(self, pull: Pull, now: float) -> None:
         """Hand a pull to a thread, if one is free and there is time left."""
         left = pull.begun + pull.wait_s - now
-        free = self._free if pull.following is None else self._free_to_follow
+        free = self._free_to_follow if pull.takes_long else self._free
         if pull.future is not None or left <= 0 or not free.acquire(blocking=False):
             return
         assert self._namespace is not None, "a namespace is entered before anything is looked up"

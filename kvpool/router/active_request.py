@@ -220,10 +220,14 @@ class ActiveRequest:
         call.follows = True
         self._answer(call, self._following(order.estimate.engine, follow_s))
 
-    def _following(self, computes: Engine, follow_s: float) -> bytes:
-        """The body for an engine that is to wait so long for the prompt's blocks from the one that computes them."""
-        params = {"kvpool": {"follow_s": follow_s, "source": computes.node}}
-        return with_field(self.body, "kv_transfer_params", params)
+    def _following(self, computes: Engine, follow_s: float, *, computed: bool = False) -> bytes:
+        """The body for an engine that is to wait so long for the prompt's blocks from the one that computes them, or
+        has.
+        """
+        hint: dict[str, object] = {"follow_s": follow_s, "source": computes.node}
+        if computed:
+            hint["computed"] = True
+        return with_field(self.body, "kv_transfer_params", {"kvpool": hint})
 
     def _decode_ordered(self, order: DecodeOrder) -> None:
         self.account.decode_ordered(order, self._clock())
@@ -238,7 +242,7 @@ class ActiveRequest:
         call = Call(spec, None, True, self._clock(), expected_s, order.estimate.tpot_s)
         raw = self.body.raw
         if order.wait_s > 0:
-            raw = self._following(order.computed_by, order.wait_s)
+            raw = self._following(order.computed_by, order.wait_s, computed=True)
         self._answer(call, raw)
 
     def _answer_directly(self, spec: EngineSpec) -> None:

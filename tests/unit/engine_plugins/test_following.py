@@ -28,6 +28,8 @@ PARAMS = {"kvpool": {"follow_s": 30.0, "source": "a"}}
         ({"kvpool": None}, None),
         ({"kvpool": {"follow_s": 2}}, Following(2.0)),
         (PARAMS, Following(30.0, "a")),
+        ({"kvpool": {"follow_s": 2, "source": "a", "computed": True}}, Following(2.0, "a", True)),
+        ({"kvpool": {"report": True}}, None),
         ({"kvpool": {"follow_s": FOLLOW_S_MAX}}, Following(FOLLOW_S_MAX)),
     ],
 )
@@ -108,6 +110,21 @@ def test_followers_keep_nobody_from_pulling(harness: Harness, threads: Any) -> N
     assert harness.half.matched_tokens(second, 0) == (None, False)
     threads.run()
     assert len(harness.pool.follows) == 2
+    assert harness.half.matched_tokens(second, 0) == (8 * TOKENS, True)
+
+
+def test_a_computed_prompt_is_not_kept_waiting_by_others_that_are_being_computed(
+    harness: Harness, threads: Any
+) -> None:
+    """It would be computed again, since its own wait is short."""
+    computed = {"kvpool": {"follow_s": 0.5, "source": "a", "computed": True}}
+    first = harness.request("r", 8, params=PARAMS)
+    second = harness.request("s", 8, first=20, params=computed)
+    for request in (first, second):
+        assert harness.half.matched_tokens(request, 0) == (None, False)
+    harness.store_elsewhere(second.block_hashes)
+    threads.run()
+    assert [source for _, source in harness.pool.follows] == ["a", "a"]
     assert harness.half.matched_tokens(second, 0) == (8 * TOKENS, True)
 
 

@@ -343,7 +343,7 @@ def test_who_decodes_waits_for_what_is_still_being_saved(wait_s: float) -> None:
         active.tell(order("p", whole=False))
         await active.run(Client())
         assert upstream.asked == ["p", "d"]
-        wait = {"kvpool": {"follow_s": wait_s, "source": "node-p"}}
+        wait = {"kvpool": {"follow_s": wait_s, "source": "node-p", "computed": True}}
         expected = {"kv_transfer_params": wait} if wait_s else {}
         assert upstream.bodies[1] == msgspec.json.decode(RAW) | expected
 
