@@ -18,10 +18,15 @@ was asked for, whose loads cost nothing.
 `pool_hit_vs_ideal`: hits over the whole trace at load 0.8 with 16 separate nodes, and events that reach the
 scheduler's index 50 ms late, beside an infinite cache.
 
+`--links`: half of the engines decode, and not all links are alike: two halves of the cluster with little between them,
+and one card that is slow. Prompts and answers are paired by labels and assumptions (`assumed`), or by what daemons
+have measured, as routers do (`measured`).
+
 Runs are spread over the cores (`KVPOOL_BENCH_JOBS=1` for one at a time). A decision is timed, before
 they begin: 64 engines, 1 M blocks, prompts of 12 k tokens in blocks of 16.
 
-    python bench/sim.py [--quick] [--json FILE] [--trace FILE] [--half 1|2] [--wide | --paper] [--plot PNG]
+    python bench/sim.py [--quick] [--json FILE] [--trace FILE] [--half 1|2] [--wide | --paper | --links]
+        [--plot PNG]
 """
 
 from __future__ import annotations
@@ -78,6 +83,12 @@ PAPER_TTFT_S = {
     "random": 19.65,
 }
 PAPER_FLOP_SHARE = 0.197
+
+LINK_BYTES_S = 25e9
+LINK_LOAD = 0.6
+LINK_REQUESTS = 1500
+SLOW_TIMES = 20.0
+"""How many times slower than others a slow link is."""
 
 RUNS = ProcessPoolExecutor(int(os.environ.get("KVPOOL_BENCH_JOBS", os.cpu_count() or 1)))
 """Runs are independent, and what they tell does not depend on the time that they take."""
@@ -243,6 +254,48 @@ def paper(report: Report, entries: list[Entry], shape: Shape) -> None:
         )
 
 
+def unequal_links(report: Report, entries: list[Entry], shape: Shape) -> None:
+    """Seconds to the first token and to the end, with measured links and with assumed ones."""
+    sides = [(f"prefill-{n}", f"decode-{n + 8}", n % 2) for n in range(8)]
+    nodes = [(name, half) for prefill, decode, half in sides for name in (prefill, decode)]
+    slow = LINK_BYTES_S / SLOW_TIMES
+    halves = {(s, t): slow for s, one in nodes for t, other in nodes if one != other}
+    card = {(s, "decode-8"): slow for s, _ in nodes if s != "decode-8"}
+    labels = {name: {"rack": str(half)} for name, half in nodes}
+    base = replace(shape, prefill=8, decode=8, pool_tokens=25_000_000, network_bytes_s=LINK_BYTES_S)
+    kinds = {
+        "alike": base,
+        "two halves": replace(base, slow=halves),
+        "two halves, labelled": replace(base, slow=halves, labels=labels),
+        "one slow card": replace(base, slow=card),
+    }
+    runs = [(kind, measured) for kind in kinds for measured in (False, True)]
+    todo = [
+        (entries[:LINK_REQUESTS], replace(kinds[kind], measured=measured), LINK_LOAD, OURS)
+        for kind, measured in runs
+    ]
+    found = dict(zip(runs, RUNS.map(task, todo), strict=True))
+    for (kind, measured), run in found.items():
+        report.row(
+            f"{kind}, {'measured' if measured else 'assumed'}",
+            load=LINK_LOAD,
+            ttft_mean=run["ttft_s"]["mean"],
+            ttft_p90=run["ttft_s"]["p90"],
+            tpot_mean_ms=1e3 * run["tpot_s"]["mean"],
+            tpot_p90_ms=1e3 * run["tpot_s"]["p90"],
+            cpu_s=run["cpu_s"],
+        )
+
+    def check(name: str, kind: str, at_most: float) -> None:
+        ours, theirs = (found[kind, measured]["tpot_s"]["mean"] for measured in (True, False))
+        report.check(name, ours / theirs, at_most=at_most)
+
+    check("alike_tpot_vs_assumed", "alike", 1.02)
+    check("two_halves_tpot_vs_assumed", "two halves", 0.5)
+    check("two_halves_tpot_vs_labels", "two halves, labelled", 1.0)
+    check("slow_card_tpot_vs_assumed", "one slow card", 0.95)
+
+
 def simulate_as(todo: tuple[list[Request], Shape, str]) -> dict[str, Any]:
     return simulate(*todo)
 
@@ -305,6 +358,7 @@ def main() -> None:
     parser.add_argument("--half", type=int, choices=(1, 2), default=2, help="of the trace")
     parser.add_argument("--wide", action="store_true", help="loads, links and noise as well")
     parser.add_argument("--paper", action="store_true", help="the figures of FAST'25 instead")
+    parser.add_argument("--links", action="store_true", help="unequal links instead")
     options = parser.parse_args()
     if not options.trace.is_file():
         raise SystemExit(f"there is no trace at {options.trace}; name one with --trace")
@@ -316,6 +370,10 @@ def main() -> None:
     if options.paper:
         with RUNS:
             paper(report, entries, shape)
+        raise SystemExit(report.finish())
+    if options.links:
+        with RUNS:
+            unequal_links(report, half, shape)
         raise SystemExit(report.finish())
     decisions(report, 200 if options.quick else 2000)
     with RUNS:

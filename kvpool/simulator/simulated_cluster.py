@@ -12,11 +12,12 @@ are cancelled, and blocks that decoding makes (a trace does not say which these 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvpool.errors import ConfigError
+from kvpool.placement.peers import Peers
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
@@ -39,6 +40,8 @@ ORDER_TOKEN_S = 1e-7
 LATENCY_S = {"dram": 0.0001, "ssd": 0.0005, "peer": 0.001}
 FOLLOWS_MAX = 64
 """Prompts that a node follows at a time, as daemons do."""
+TOLD_S = 5.0
+"""How often the scheduler is told what daemons have measured."""
 SOURCES_MAX = 4
 """From how many nodes one prompt's blocks are pulled, at most."""
 
@@ -52,7 +55,8 @@ class Shape:
     queued: they wait in the scheduler, as kvpool's do, whichever policy chooses their engine. pool_tokens: memory
     of all nodes that compute prompts, or may, together; ssd_tokens the same of their disks. shared: whether nodes
     can pull from each other. network_bytes_s: instead of the profile's. lag_s: from an event to the scheduler's
-    index. order_s: from the scheduler to an engine and back, each way, and more for each token that is sent. noise:
+    index. slow: bytes a second from one node to another, by their names, where that is less; labels: of nodes. measured: whether daemons
+    measure their pulls and the scheduler is told. order_s: from the scheduler to an engine and back, each way, and more for each token that is sent. noise:
     the standard deviation of the logarithm of a factor on estimated prefill times.
     """
 
@@ -70,6 +74,9 @@ class Shape:
     eviction: str = "a2q"
     shared: bool = True
     network_bytes_s: float = 0.0
+    slow: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    measured: bool = False
     step_tokens: int = 2048
     block_tokens: int = BLOCK_TOKENS
     lag_s: float = 0.05
@@ -129,6 +136,9 @@ class _Node:
     def __init__(self, name: str, number: int, shape: Shape, dram: int, ssd: int) -> None:
         self.name = name
         self.bit = 1 << number
+        self.incarnation = number.to_bytes(8)
+        self.labels = shape.labels.get(name, {})
+        self.peers = Peers(self.labels, Random(number))
         hardware = shape.speeds.hardware
         network = shape.network_bytes_s or hardware.network_bytes_s
         block = shape.block_tokens * shape.speeds.model.kv_bytes
@@ -163,7 +173,7 @@ class _Node:
 class _Load:
     """One source's part of what is loaded for a prompt: blocks `first` to `end` of its chain.
 
-    source: the other node, for pulls.
+    source, target: the other node and this one, for pulls.
     """
 
     first: int
@@ -172,6 +182,7 @@ class _Load:
     nbytes: int
     links: tuple[Link, ...]
     source: _Node | None = None
+    target: _Node | None = None
 
 
 class Simulation:
@@ -187,11 +198,12 @@ class Simulation:
         self._block_bytes = shape.block_tokens * shape.speeds.model.kv_bytes
         self._kind = self._estimates()
         self._nodes: dict[str, _Node] = {}
+        self._slow = {pair: Link(bytes_s) for pair, bytes_s in shape.slow.items()}
         self._by_bit: dict[int, _Node] = {}
         self._engines: dict[str, SimulatedEngine] = {}
         views = self._build()
         pulled_from = {holder: view.node for view in views for holder in view.tiers if shape.shared}
-        cluster = Cluster({KIND: self._kind}, pulled_from, Traffic())
+        self._cluster = cluster = Cluster({KIND: self._kind}, pulled_from, Traffic())
         policy = make_policy(shape.policy)
         self._decodes = shape.decode + shape.mixed > 0
         settings = replace(shape.settings, decodes=self._decodes)
@@ -214,6 +226,8 @@ class Simulation:
             self.timeline.at(request.arrived_s, self._arrive, request)
         if self._shape.flexible and self._requests:
             self.timeline.at(self._requests[0].arrived_s, self._rebalance)
+        if self._shape.measured and self._requests:
+            self.timeline.at(self._requests[0].arrived_s, self._tell_links)
         steps = 0
         while self.timeline.next_at < math.inf:
             self.timeline.step()
@@ -279,6 +293,7 @@ class Simulation:
                 gpu,
                 tiers,
                 shape.speeds.gpu_tokens,
+                labels=node.labels,
                 follows_max=FOLLOWS_MAX,
                 flexible=shape.flexible and role is not Role.BOTH,
             )
@@ -329,6 +344,24 @@ class Simulation:
         self.role_changes += self._scheduler.rebalance(now) is not None
         if self.finished < len(self._requests):
             self.timeline.at(now + REBALANCE_S, self._rebalance)
+
+    def _tell_links(self) -> None:
+        now = self.timeline.now
+        told = {name: ("", node.peers.links(now)) for name, node in self._nodes.items()}
+        self._cluster.links.told(told)
+        if self.finished < len(self._requests):
+            self.timeline.at(now + TOLD_S, self._tell_links)
+
+    def _between(self, source: _Node, target: _Node) -> list[Link]:
+        slow = self._slow.get((source.name, target.name))
+        return [source.out, target.into, *([] if slow is None else [slow])]
+
+    def _pulled(self, source: _Node, target: _Node, nbytes: int, began_at: float) -> None:
+        """The target's daemon has seen how long it took."""
+        peers, now = target.peers, self.timeline.now
+        if peers.get(source.incarnation) is None:
+            peers.met(source.incarnation, source.labels, place=(source.name, ""))
+        peers.finished(source.incarnation, nbytes, now - began_at, now)
 
     # What engines say, `EngineWorld`.
 
@@ -396,9 +429,14 @@ class Simulation:
         if decode.name == computed_by:
             target.decode(entry)
             return
-        links = (self._nodes[computed_by].out, self._nodes[decode.name].into)
+        source, node, now = self._nodes[computed_by], self._nodes[decode.name], self.timeline.now
         nbytes = request.tokens * self._shape.speeds.model.kv_bytes
-        self._network.start(nbytes, links, lambda: target.decode(entry))
+
+        def arrived() -> None:
+            self._pulled(source, node, nbytes, now)
+            target.decode(entry)
+
+        self._network.start(nbytes, self._between(source, node), arrived)
 
     def decoded(self, engine: SimulatedEngine, decode: Decode) -> None:
         outcome = self._outcomes[decode.ident]
@@ -431,10 +469,10 @@ class Simulation:
                 break
             source = self._least_busy(holders)
             nbytes = (end - first) * self._block_bytes
-            links = [source.out, node.into, node.host]
+            links = [*self._between(source, node), node.host]
             if any(key not in source.dram.held for key in keys[first:end]):
                 links.append(source.disk)
-            loads.append(_Load(first, end, "peer", nbytes, tuple(links), source))
+            loads.append(_Load(first, end, "peer", nbytes, tuple(links), source, node))
         return loads
 
     def _local(self, node: _Node, keys: Sequence[Hashable], first: int, end: int) -> _Load:
@@ -483,6 +521,8 @@ class Simulation:
 
         def done() -> None:
             self._kind.loads[load.kind].observe(load.nbytes, ahead, self.timeline.now - now)
+            if load.source is not None and load.target is not None:
+                self._pulled(load.source, load.target, load.nbytes, now)
             arrived(load)
 
         begins = now + LATENCY_S[load.kind]

@@ -273,3 +273,29 @@ def test_a_tier_never_has_more_than_its_capacity_and_copies_go_first(
         present.update(dict.fromkeys(new, copy))
         assert set(tier.held) == set(present)
         assert len(present) <= 8
+
+
+def test_measured_links_pair_engines_whose_links_are_fast() -> None:
+    """Two halves with little between them, which nobody is told. Where all links are alike it changes little."""
+    sides = [
+        *((f"prefill-{n}", n % 2) for n in range(2)),
+        *((f"decode-{n}", n % 2) for n in (2, 3)),
+    ]
+    between = {(s, t): 1e8 for s, one in sides for t, other in sides if one != other}
+    base = replace(SMALL, prefill=2, decode=2, network_bytes_s=25e9)
+    asked = requests(count=80, load=0.3)
+
+    def token_s(shape: Shape) -> float:
+        times = [o.tpot_s for o in run(shape, asked)[1] if o.tpot_s is not None]
+        return sum(times) / len(times)
+
+    assumed, measured, alike = (
+        token_s(shape)
+        for shape in (
+            replace(base, slow=between),
+            replace(base, slow=between, measured=True),
+            replace(base, measured=True),
+        )
+    )
+    assert measured < 0.5 * assumed
+    assert alike == pytest.approx(token_s(base), rel=0.1)
