@@ -47,42 +47,52 @@ def plan(
     network: Annotated[
         float, typer.Option(help="Link bandwidth in GB/s per node; 0: the profile's.")
     ] = 0.0,
+    router: Annotated[
+        str,
+        typer.Option(
+            help="Take engines' speeds as this router has measured them. The token: KVPOOL_ROUTER_TOKEN.",
+            metavar="URL",
+        ),
+    ] = "",
+    kind: Annotated[
+        str, typer.Option(help="With --router: which kind of engines, if there are several.")
+    ] = "",
     limit: Annotated[int, typer.Option(help="Number of requests to simulate.")] = 1000,
     seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
     json_path: Annotated[
         str | None, typer.Option("--json", help="Write all trials to this file.")
     ] = None,
-    plot: Annotated[
-        str | None,
-        typer.Option(help="Write a PNG of the sweeps to this file; needs the extra plots."),
-    ] = None,
 ) -> None:
     """Find how many engines of each role, and how large a pool, a workload needs.
 
-    Example: kvpool plan trace.jsonl --ttft 3 --tpot 0.1 --plot plan.png
+    Example: kvpool plan trace.jsonl --ttft 3 --tpot 0.1 --router http://10.0.0.2:8080
     """
+    from kvpool.cli.render.router_http import TOKEN, RouterHttp
     from kvpool.cli.render.text import make_console
+    from kvpool.config import secret_of
     from kvpool.planner.command import Room, requests_of, run, write
-    from kvpool.planner.plot import draw
+    from kvpool.planner.measured import as_assumed, as_measured
     from kvpool.planner.trials import Targets
     from kvpool.planner.workload import Workload
-    from kvpool.simulator.plot import require
     from kvpool.simulator.simulated_cluster import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
-    if plot is not None:
-        require()
     shape = Shape(
         Speeds(load_hardware(hardware), load_model(model)),
         network_bytes_s=network * 1e9,
         seed=seed,
     )
+    if router:
+        told = RouterHttp(router, secret_of(TOKEN) or "").ask("/engines")
+        shape, known = as_measured(told, kind, shape)
+    else:
+        known = as_assumed(shape, hardware, model)
+    console = make_console()
+    console.print(known, markup=False)
     targets = Targets(ttft, tpot, share)
     described = Workload(rate or 4.0, prompt, output, shared)
     requests = requests_of(trace, described, rate, shape, limit)
     room = Room(engines_max, dram_max * 1e9, ssd_max * 1e9)
-    found = run(requests, shape, targets, room, make_console())
+    found = run(requests, shape, targets, room, console)
     if json_path is not None:
         write(found, targets, json_path)
-    if plot is not None:
-        draw(found, targets, plot)

@@ -100,7 +100,6 @@ def _require_possible(services: Sequence[float], shape: Shape, targets: Targets)
 def show(found: Found, targets: Targets, console: Console) -> None:
     """Tables of what was tried, and what is recommended."""
     sweeps = (
-        ("prefill : decode", found.ratios, lambda p: f"{p.prefill} : {p.decode}"),
         ("DRAM a node", found.memory, lambda p: _size(p.dram_bytes)),
         ("SSD a node", found.disks, lambda p: _size(p.ssd_bytes)),
         ("network a node", found.bandwidths, lambda p: f"{_size(p.network_bytes_s)}/s"),
@@ -134,7 +133,6 @@ def document(found: Found, targets: Targets) -> dict[str, Any]:
     sweeps = {
         "aggregated": (found.aggregated,),
         "disaggregated": (found.disaggregated,),
-        "ratio": found.ratios,
         "dram": found.memory,
         "ssd": found.disks,
         "network": found.bandwidths,

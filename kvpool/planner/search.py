@@ -7,8 +7,7 @@ steps, since these say where the knee is. The order:
 2. Disaggregated: the fewest that compute prompts, when decoding takes nothing; then the fewest that
    decode behind them. Where no number of these is enough, one more that computes prompts, and again.
 3. The smaller of the two; of equals, the one that stays further below the targets.
-4. The ratios of prefill to decode with so many engines, for the curve.
-5. The least DRAM a node, then SSD for what does not fit in the most DRAM that a node may have, then the
+4. The least DRAM a node, then SSD for what does not fit in the most DRAM that a node may have, then the
    least bandwidth, with which the targets are met and the mean time to first token is at most
    `TOLERANCE` times what it is with all of it.
 """
@@ -26,7 +25,6 @@ STEPS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Shares of all that could be used of a tier: what is tried."""
 BANDWIDTHS = (1e9, 3e9, 6e9, 12e9, 25e9, 50e9, 100e9)
 """Bytes a second of a node: what is tried below what its hardware has."""
-RATIOS_MAX = 8
 GROW_MAX = 4
 """How often step 2 takes one more that computes prompts."""
 
@@ -54,14 +52,12 @@ class Limits:
 class Found:
     """aggregated, disaggregated: the smallest of either kind, None where none meets the targets.
 
-    best: the recommended one, with the memory, disks and bandwidth that it needs. ratios, memory, disks,
-    bandwidths: the trials of each sweep, in order.
+    best: the recommended one, with the memory, disks and bandwidth that it needs. memory, disks, bandwidths: the trials of each sweep, in order.
     """
 
     best: Trial
     aggregated: Trial | None
     disaggregated: Trial | None
-    ratios: tuple[Trial, ...]
     memory: tuple[Trial, ...]
     disks: tuple[Trial, ...]
     bandwidths: tuple[Trial, ...]
@@ -79,8 +75,6 @@ def search(run: Run, limits: Limits, targets: Targets, start: int = 1) -> Found:
             "longer times"
         )
     chosen = min(found, key=lambda trial: (trial.plan.engines, -trial.slack(targets)))
-    engines = chosen.plan.engines
-    ratios = [run(limits.plan(p, engines - p, 0)) for p in splits(engines)]
     best, memory, disks = _pool(run, limits, chosen)
     slower = [speed for speed in BANDWIDTHS if speed < limits.network_bytes_s]
     speeds = [*slower, limits.network_bytes_s]
@@ -90,7 +84,6 @@ def search(run: Run, limits: Limits, targets: Targets, start: int = 1) -> Found:
         best,
         aggregated,
         disaggregated,
-        tuple(ratios),
         tuple(memory),
         tuple(disks),
         tuple(bandwidths),
@@ -115,14 +108,6 @@ def smallest(enough: Callable[[int], bool], start: int, most: int) -> int | None
             at = min(most, at + step) if low else max(1, at - step)
             step *= 2
     return high if high <= most else None
-
-
-def splits(engines: int) -> list[int]:
-    """How many of these engines compute prompts, in the ratios that are tried."""
-    most = engines - 1
-    if most <= RATIOS_MAX:
-        return list(range(1, engines))
-    return [1 + round(i * (most - 1) / (RATIOS_MAX - 1)) for i in range(RATIOS_MAX)]
 
 
 def _disaggregated(run: Run, limits: Limits, start: int) -> Trial | None:

@@ -357,7 +357,10 @@ class Api:
     async def _engines(self, request: web.Request) -> web.StreamResponse:
         _operators_only(request)
         shown = await self._engine_rows()
-        return _json({**shown, "group": self._group.plain(), "knowledge": self._knowledge()})
+        knowledge = dict(self._knowledge())
+        if said := await self._group.ask_leader("kinds"):
+            knowledge["kinds"] = decode_json(said, dict[str, Any], "kinds of engines")
+        return _json({**shown, "group": self._group.plain(), "knowledge": knowledge})
 
     async def _engine_rows(self) -> dict[str, Any]:
         """With the loads that the router knows which schedules."""

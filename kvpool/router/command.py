@@ -46,7 +46,7 @@ from kvpool.router.health import Health
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
 from kvpool.router.model_tokenizer import ModelTokenizer
-from kvpool.router.observations import Observing
+from kvpool.router.observations import Observing, learned
 from kvpool.router.orders import Orders
 from kvpool.router.own_tokenizers import OwnTokenizers
 from kvpool.router.pool_view import PoolViews
@@ -239,7 +239,11 @@ class Router:
             self._roster,
             self._group,
             metrics,
-            knowledge=lambda: {**self._catalog.stats(), **self._prompts.stats()},
+            knowledge=lambda: {
+                **self._catalog.stats(),
+                **self._prompts.stats(),
+                "kinds": learned(cluster),
+            },
             started_at=int(time.time()),
             trust=self._listeners.trust,
             random=os.urandom,

@@ -151,15 +151,28 @@ class Observing:
             for name, kind in self._cluster.kinds.items()
         }
 
-    def stats(self) -> dict[str, Any]:
-        """Plain values: the same."""
-        return {
-            name: {
-                what: {"mean": error.mean, "bias": error.bias, "count": error.count}
-                for what, error in errors.items()
-            }
-            for name, errors in self.errors().items()
+
+def learned(cluster: Cluster) -> dict[str, Any]:
+    """What was learned of each kind of engines, in plain values: for planning. error: of estimates, relative."""
+    return {
+        name: {
+            "prefill": _plain(kind.prefill),
+            "decode": _plain(kind.decode),
+            "loads": {
+                tier: {"bytes_s": 1 / max(load.per_byte_s, 1e-15), "count": load.error.count}
+                for tier, load in kind.loads.items()
+            },
+            "step_tokens": kind.step_tokens,
+            "block_tokens": kind.block_tokens,
+            "block_bytes": kind.block_bytes,
         }
+        for name, kind in cluster.kinds.items()
+    }
+
+
+def _plain(fit: StepEstimate) -> dict[str, Any]:
+    error = fit.error
+    return {"coefficients": fit.coefficients, "count": error.count, "error": error.mean}
 
 
 def learn_step(

@@ -16,7 +16,7 @@ def service_s(
 ) -> float:
     """To compute a prompt of which so many blocks are cached, with an engine to itself."""
     fixed_s, token_s, attended_s = speeds.coefficients
-    weights_s = speeds.decode_coefficients[0] - fixed_s
+    weights_s = max(0.0, speeds.decode_coefficients[0] - fixed_s)
     start, seconds = min(cached * block_tokens, tokens - 1), 0.0
     while start < tokens:
         end = min(start + step_tokens, tokens)

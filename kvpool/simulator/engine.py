@@ -79,8 +79,8 @@ class SimulatedEngine:
         self._step_tokens = estimates.step_tokens
         self._block_tokens = estimates.block_tokens
         self._step_s, self._token_s, self._attended_s = speeds.coefficients
-        self._weights_s = speeds.decode_coefficients[0] - self._step_s
-        self._context_s = speeds.decode_coefficients[2]
+        decode_s, self._decoded_s, self._context_s = speeds.decode_coefficients
+        self._weights_s = max(0.0, decode_s - self._step_s)
         self._prefills: deque[Prefill] = deque()
         self._decodes: list[tuple[int, int, Decode]] = []  # a heap by `ends_at`
         self._waiting: deque[Decode] = deque()  # for memory, or for the next step
@@ -140,6 +140,7 @@ class SimulatedEngine:
         """Seconds of so many steps that only decode, with the requests that decode now."""
         batch = len(self._decodes)
         first_s = self._step_s + max(self._weights_s, batch * self._token_s)
+        first_s += batch * self._decoded_s
         context = steps * self._context + batch * steps * (steps - 1) / 2
         return steps * first_s + self._context_s * context
 
@@ -204,7 +205,7 @@ class SimulatedEngine:
     def _mixed_s(self, tokens: int, attended: float) -> float:
         """Seconds of one step with so many tokens of prompts, and whoever decodes."""
         arithmetic_s = (tokens + len(self._decodes)) * self._token_s + attended * self._attended_s
-        reading_s = self._context_s * self._context
+        reading_s = self._context_s * self._context + len(self._decodes) * self._decoded_s
         return self._step_s + max(arithmetic_s, self._weights_s) + reading_s
 
     def _end(self, version: int, seconds: float) -> None:

@@ -47,13 +47,20 @@ class Model:
     kv_bytes: int
 
 
+Coefficients = tuple[float, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """An engine: this model on this hardware. A roofline: a step takes what its arithmetic or its weights
-    take, whichever is more, and what reading the context of decoded requests takes."""
+    take, whichever is more, and what reading the context of decoded requests takes.
+
+    measured: instead, what a router has: `coefficients`, `decode_coefficients` and `gpu_tokens`.
+    """
 
     hardware: Hardware
     model: Model
+    measured: tuple[Coefficients, Coefficients, int] | None = None
 
     def __post_init__(self) -> None:
         if self.gpu_tokens < 1:
@@ -71,20 +78,26 @@ class Speeds:
     @property
     def gpu_tokens(self) -> int:
         """KV that fits beside the weights, a tenth of the memory left for other things."""
+        if self.measured is not None:
+            return self.measured[2]
         room = 0.9 * self.hardware.accelerators * self.hardware.memory_bytes
         return int((room - self.model.weight_bytes) / self.model.kv_bytes)
 
     @property
-    def coefficients(self) -> tuple[float, float, float]:
+    def coefficients(self) -> Coefficients:
         """Seconds a step, a computed token, and a token that one attends to."""
+        if self.measured is not None:
+            return self.measured[0]
         model = self.model
         a_token = 2 * model.parameters / self.flop_s
         attended = 4 * model.layers * model.width / self.flop_s
         return self.hardware.step_s, a_token, attended
 
     @property
-    def decode_coefficients(self) -> tuple[float, float, float]:
+    def decode_coefficients(self) -> Coefficients:
         """The same for steps that only decode, while these are bound by memory."""
+        if self.measured is not None:
+            return self.measured[1]
         bandwidth = self.memory_bytes_s
         fixed_s = self.hardware.step_s + self.model.weight_bytes / bandwidth
         return fixed_s, 0.0, self.model.kv_bytes / bandwidth

@@ -12,6 +12,7 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.explain import Accounts, dry_run
 from kvpool.router.group.messages import KindRow, Learned, Operated, Question, RequestRow
 from kvpool.router.group.rows import request_of
+from kvpool.router.observations import learned
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Role
@@ -41,6 +42,8 @@ class RouterQuestions:
         match question.what:
             case "engines":
                 found = self._roster.engines()
+            case "kinds":
+                found = learned(self._cluster)
             case "explain" if question.request is not None:
                 found = self._explain(question.request)
             case "account":

@@ -64,6 +64,13 @@ async def test_one_schedules_for_all(world: World) -> None:
         world.url = url
         steps = (await world.get(f"/explain/{ident}"))["steps"]
         assert [step["engine"] for step in steps if step["what"] == "order"] == [holder]
+    learned = []
+    for url, _ in routers:
+        world.url = url
+        learned.append((await world.get("/engines"))["knowledge"]["kinds"])
+    assert learned[0] == learned[1] == learned[2], "what was measured is told by whoever is asked"
+    (kind,) = {row["kind"] for row in (await world.get("/engines"))["engines"]}
+    assert learned[0][kind]["prefill"]["count"] > 0
 
 
 async def test_the_leader_dies_under_load(world: World) -> None:

@@ -1,7 +1,9 @@
 """`kvpool plan` on small workloads whose answers are known."""
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest
 from kvpool.planner.command import requests_of
+from kvpool.planner.measured import as_measured
 from kvpool.planner.workload import Workload, at_rate
 from kvpool.simulator.simulated_cluster import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
@@ -102,11 +105,75 @@ def test_what_cannot_be_is_said(arguments: list[str]) -> None:
         plan(*arguments)
 
 
-def test_a_plot_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="kvpool[plots] is not installed")
-    path = tmp_path / "plan.png"
-    plan("--limit", "8", "--plot", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
+def told(**more: Any) -> dict[str, Any]:
+    """What a router says of one kind of engines that are as fast as the profile has it, and load half as fast."""
+    speeds = SHAPE.speeds
+    kind: dict[str, Any] = {
+        "prefill": {"coefficients": list(speeds.coefficients), "count": 500, "error": 0.12},
+        "decode": {"coefficients": list(speeds.decode_coefficients), "count": 80, "error": 0.05},
+        "loads": {"peer": {"bytes_s": 1e9, "count": 9}, "ssd": {"bytes_s": 7.0, "count": 0}},
+        "step_tokens": 4096,
+        "block_tokens": 16,
+        "block_bytes": 16 * speeds.model.kv_bytes,
+        **more,
+    }
+    engines = [{"kind": "m@1", "capacity_tokens": tokens} for tokens in (1 << 20, 1 << 19)]
+    away = [{"kind": "m@1"}, {"kind": "other", "capacity_tokens": 1}]
+    return {"engines": [*engines, *away], "knowledge": {"kinds": {"m@1": kind}}}
+
+
+def test_speeds_are_taken_as_a_router_has_measured_them() -> None:
+    shape, said = as_measured(told(), "", SHAPE)
+    assert shape.speeds.coefficients == SHAPE.speeds.coefficients
+    assert shape.speeds.decode_coefficients == SHAPE.speeds.decode_coefficients
+    assert shape.speeds.gpu_tokens == 1 << 19
+    assert shape.speeds.hardware.network_bytes_s == 1e9
+    assert shape.speeds.hardware.ssd_bytes_s == SHAPE.speeds.hardware.ssd_bytes_s
+    assert shape.step_tokens == 4096
+    assert "500 steps of prompts, estimates 12% off; 80 answers, 5% off; of loads: peer." in said
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "said"),
+    [
+        ({}, "x", "the router has m@1"),
+        ({"prefill": {"count": 3}}, "", "has measured 3 steps of prompts of m@1: 64 are needed"),
+        ({"decode": {"count": 0}}, "m@1", "has measured 0 answers"),
+    ],
+)
+def test_a_router_that_has_measured_too_little_is_no_ground(
+    more: Any, kind: str, said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        as_measured(told(**more), kind, SHAPE)
+
+
+def test_slower_engines_as_measured_need_more_of_them(tmp_path: Path) -> None:
+    """Through the command, from a router that answers."""
+    a, b, c = SHAPE.speeds.coefficients
+    slow = {"prefill": {"coefficients": [3 * a, 3 * b, 3 * c], "count": 500, "error": 0.1}}
+    found = []
+    for document in (told(), told(**slow)):
+        body = json.dumps(document).encode()
+
+        class Answers(BaseHTTPRequestHandler):
+            def do_GET(self, body: bytes = body) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        with HTTPServer(("127.0.0.1", 0), Answers) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}"
+            best = planned(tmp_path / "plan.json", "--router", url, "--ttft", "8")["recommended"]
+            server.shutdown()
+        found.append(best["prefill"] + best["decode"] + best["mixed"])
+    assert found[1] > found[0]
+    assert "Speeds are assumed: llama-3-70b on a800x8" in plan("--limit", "8")
 
 
 def test_a_described_workload_is_as_described() -> None:

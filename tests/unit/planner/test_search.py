@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvpool.errors import InvalidRequest
-from kvpool.planner.search import RATIOS_MAX, TOLERANCE, Limits, search, smallest, splits
+from kvpool.planner.search import TOLERANCE, Limits, search, smallest
 from kvpool.planner.trials import Plan, Targets, Trial
 
 TARGETS = Targets(2.0, 0.05)
@@ -57,15 +57,6 @@ def test_the_smallest_is_found_in_few_steps(least: int, start: int, most: int) -
     assert len(asked) == len(set(asked))
     off = abs(least - max(1, min(start, most))) + 1
     assert len(asked) <= 2 * math.log2(off) + 4
-
-
-@given(st.integers(2, 200))
-def test_ratios_go_from_one_end_to_the_other(engines: int) -> None:
-    found = splits(engines)
-    assert found[0] == 1
-    assert found[-1] == engines - 1
-    assert found == sorted(set(found))
-    assert len(found) <= RATIOS_MAX
 
 
 @settings(max_examples=50, deadline=None)

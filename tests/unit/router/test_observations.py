@@ -8,7 +8,7 @@ import pytest
 from kvpool.router.calls import Call
 from kvpool.router.engines import spec_of
 from kvpool.router.hashing import HashSpec
-from kvpool.router.observations import Measured, Observing, assumed
+from kvpool.router.observations import Measured, Observing, assumed, learned
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.values import Engine, Estimate, Role
 
@@ -91,7 +91,10 @@ def test_what_is_loaded_teaches_how_fast_that_is():
         world.now += 0.5 + world.kind.prefill.prefill_s(16000, 16010, 1000)
         world.order(16000, 16010, sent_at, load_s=max(expected, 0.2), loaded=1000, pulled=1000)
     world.now += 1.0
-    assert world.observing.stats()["k"]["load_peer"]["count"] == 100
+    world.observing.errors()  # what is over is taught
+    kinds = learned(Cluster({"k": world.kind}, {}, Traffic()))
+    assert kinds["k"]["loads"]["peer"]["count"] == 100
+    assert kinds["k"]["prefill"]["coefficients"] == world.kind.prefill.coefficients
     assert world.kind.loads["peer"].seconds(1000 * 4096) == pytest.approx(0.5, rel=0.05)
     assert world.kind.prefill.error.count == 0
 
