@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+
+from kvpool.types import PARTS_MAX
 
 Bytes = NDArray[np.uint8]
 Index = NDArray[np.int64]
@@ -90,10 +93,18 @@ class GroupPages:
     turn: int = 0
     turns: int = 1
 
-    def together(self) -> Iterator[tuple[Pages, list[PartPages]]]:
-        """The parts that lie in the same pages, and are of one size."""
+    @property
+    def nbytes(self) -> int:
+        """Of a block in its largest part."""
+        return max(part.pages.nbytes for part in self.parts)
+
+    def together(self, most: int = PARTS_MAX) -> Iterator[tuple[Pages, list[PartPages]]]:
+        """The parts that lie in the same pages, and are of one size: about `most` at a time."""
         for pages, parts in groupby(self.parts, key=lambda part: part.pages):
-            yield pages, list(parts)
+            left = list(parts)
+            while left:
+                yield pages, left[: max(1, most)]
+                del left[: max(1, most)]
 
 
 @dataclass(frozen=True)
@@ -208,9 +219,9 @@ class HostPages:
         self, layers: Sequence[Bytes], chunk_bytes: int = CHUNK_BYTES, *, step: int = 1
     ) -> None:
         self._layers = list(layers)
+        self._bands = list(_bands(self._layers))
         self._step = step
-        self._spans = list(spans([math.prod(layer.shape[1:]) for layer in layers]))
-        self.nbytes = self._spans[-1][1]
+        self.nbytes = self._bands[-1].stop
         self._chunk_bytes = chunk_bytes
         self._scratch: Bytes = np.empty(0, np.uint8)
 
@@ -218,34 +229,31 @@ class HostPages:
         assert slots.nbytes == self.nbytes
         if (direct := straight_runs(blocks, rows, self._step)) is not None:
             for at, to, count in direct:
-                there = slice(to, to + count)
-                for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                    _shaped(slots.table[there, start:stop], layer)[...] = layer[
-                        self._run(at, count)
-                    ]
+                for band in self._bands:
+                    target = slots.table[to : to + count, band.start : band.stop]
+                    band.shaped(target)[...] = band.run(at, count, self._step)
             return
         for chunk in self._chunks(len(blocks), self.nbytes):
-            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                piece = self._take(layer, blocks[chunk])
-                slots.table[rows[chunk], start:stop] = piece.reshape(len(piece), -1)
+            for band in self._bands:
+                piece = self._take(band.rows, band.index(blocks[chunk]))
+                slots.table[rows[chunk], band.start : band.stop] = piece.reshape(
+                    len(blocks[chunk]), -1
+                )
 
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
         table = np.asarray(slots.table)  # device memory is the host's here, and a tensor
         if (direct := straight_runs(blocks, rows, self._step)) is not None:
             for to, at, count in direct:
-                here = slice(at, at + count)
-                for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                    layer[self._run(to, count)] = _shaped(table[here, start:stop], layer)
+                for band in self._bands:
+                    source = table[at : at + count, band.start : band.stop]
+                    band.run(to, count, self._step)[...] = band.shaped(source)
             return
         for chunk in self._chunks(len(blocks), table.shape[1]):
             whole = self._take(table, rows[chunk])
-            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                layer[blocks[chunk]] = _shaped(whole[:, start:stop], layer)
-
-    def _run(self, first: int, count: int) -> slice:
-        """The rows of so many blocks that follow one another."""
-        return slice(first, first + count * self._step, self._step)
+            for band in self._bands:
+                source = band.shaped(whole[:, band.start : band.stop])
+                band.rows[band.index(blocks[chunk])] = source.reshape(-1, *band.rows.shape[1:])
 
     def _take(self, source: Bytes, index: Index) -> Bytes:
         """Rows of `source` in scratch memory that stays warm: fresh memory costs a page fault a
@@ -263,9 +271,49 @@ class HostPages:
         return chunks(count, row_bytes, self._chunk_bytes)
 
 
-def _shaped(flat: Bytes, layer: Bytes) -> Bytes:
-    """Dense bytes as the rows of a layer are shaped: a view."""
-    return flat.reshape(len(flat), *layer.shape[1:])
+class _Band(NamedTuple):
+    """Layers that lie evenly apart in one stretch of memory: a copy of them all is one call.
+
+    rows: all of their rows. apart: the rows from a layer to the next. stack: (layers, rows of a layer, ...).
+    start, stop: their bytes in a slot.
+    """
+
+    rows: Bytes
+    apart: int
+    stack: Bytes
+    start: int
+    stop: int
+
+    def run(self, first: int, count: int, step: int) -> Bytes:
+        """The rows of so many blocks that follow one another: a view (blocks, layers, ...)."""
+        return self.stack[:, first : first + count * step : step].swapaxes(0, 1)
+
+    def shaped(self, flat: Bytes) -> Bytes:
+        """Dense bytes (blocks, bytes) as (blocks, layers, ...): a view."""
+        return flat.reshape(len(flat), len(self.stack), *self.rows.shape[1:])
+
+    def index(self, blocks: Index) -> Index:
+        """The blocks' rows in all layers, block by block."""
+        return (blocks[:, None] + self.apart * np.arange(len(self.stack))).reshape(-1)
+
+
+def _bands(layers: Sequence[Bytes]) -> Iterator[_Band]:
+    """Layers in their order, as many in one as possible."""
+    start = first = 0
+    while first < len(layers):
+        one = layers[first]
+        count, apart = 1, 0
+        for before, layer in pairwise(layers[first:]):
+            between, rest = divmod(layer.ctypes.data - before.ctypes.data, one.strides[0])
+            even = not rest and between > 0 and between == (apart or between)
+            if not even or (layer.shape, layer.strides) != (one.shape, one.strides):
+                break
+            count, apart = count + 1, between
+        stop = start + count * math.prod(one.shape[1:])
+        rows = as_strided(one, ((count - 1) * apart + len(one), *one.shape[1:]), one.strides)
+        stack = as_strided(one, (count, *one.shape), (apart * one.strides[0], *one.strides))
+        yield _Band(rows, apart, stack, start, stop)
+        first, start = first + count, stop
 
 
 def straight_runs(blocks: Index, rows: Index, step: int = 1) -> list[tuple[int, int, int]] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.layout import GroupPages, Index
+from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, GroupPages, Index
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupSave, SaveJob
 from kvpool.engine_plugins.vllm.shards import my_turn
@@ -110,18 +110,21 @@ class Saves:
         reservations = self._reserve(namespace, held, batch)
         try:
             of_part = dict(zip([part.part for part in held.parts], reservations, strict=True))
-            for pages, parts in held.together():
-                pairs = [
-                    (reserved.slots.rows, part.rows(blocks[reserved.missing]))
+            for pages, parts in held.together(CHUNK_BYTES // (len(blocks) * held.nbytes)):
+                missing = [
+                    (part, reserved)
                     for part in parts
                     if len((reserved := of_part[part.part]).missing)
                 ]
-                if pairs:
-                    rows, own = joined(pairs)
-                    pages.to_slots(own, of_part[parts[0].part].slots, rows, ready)
-            for part, stored in zip(held.parts, self._commit(reservations), strict=True):
-                if stored:
-                    self._counters.add(saved_blocks=stored, saved_bytes=stored * part.pages.nbytes)
+                if not missing:
+                    continue
+                rows, own = joined(
+                    [(it.slots.rows, part.rows(blocks[it.missing])) for part, it in missing]
+                )
+                pages.to_slots(own, missing[0][1].slots, rows, ready)
+                # Checksums are computed here: soon, while the processor's caches have the bytes.
+                stored = sum(self._commit([reservation for _, reservation in missing]))
+                self._counters.add(saved_blocks=stored, saved_bytes=stored * pages.nbytes)
         finally:
             for reservation in reservations:
                 reservation.abort()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,206 +14,18 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from kvpool.engine_plugins.vllm import namespace
-from kvpool.engine_plugins.vllm.config import Codec, Form, PluginConfig
-from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
-from kvpool.engine_plugins.vllm.layout import HostPages
-from kvpool.engine_plugins.vllm.plan import (
-    GroupLoad,
-    GroupRule,
-    GroupSave,
-    LoadJob,
-    Opening,
-    RankReport,
-    SaveJob,
-    StepPlan,
-)
-from kvpool.engine_plugins.vllm.stored import numbered, stored_groups
-from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.engine_plugins.vllm.config import Codec, Form
+from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.errors import ConfigError
-from kvpool.types import NamespaceRecord
-from tests.support.waiting import PATIENCE_S
+from tests.support.paged_ranks import ORDERS, Engine, PagedRanks
 
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 16
 KEYS = [bytes([1 + i]) * 16 for i in range(4)]
 WRITTEN, READ = [2, 3, 5, 1], [0, 4, 2, 3]
-ORDERS = {  # vLLM's names: layers, blocks, heads, tokens, content, outermost first
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
 
 
-@dataclass
-class FullAttentionSpec:
-    num_kv_heads: int
-    dcp_sharded: bool = True
-    num_head_slots: int | None = None
-    state_content_bytes: int | None = None
-    kv_quant_mode: int = 0
-    block_size: int = TOKENS
-
-
-class MLAAttentionSpec(FullAttentionSpec):
-    pass
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What an engine is made of. dtype of the KV: as wide as two bytes."""
-
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    layout: str = "LBHNC"
-    backend: str = "FLASH_ATTN"
-    kernel_blocks: int = 1
-    on_device: bool = False
-    codec: Codec = Codec.NONE
-    form: Form = Form.CANONICAL
-    pieces: int = 0
-    mla: bool = False
-    slots: int | None = None
-
-
-class Running:
-    """The ranks of an engine over paged KV of their own. kv: (layers, blocks, heads, tokens, content) of the model."""
-
-    def __init__(self, pool: Any, engine: Engine, kv: Any) -> None:
-        self.engine, self.pool = engine, pool
-        self.heads = kv.shape[2]
-        self.memory: list[Any] = []
-        self.groups = []
-        self.reports = []
-        self.halves = []
-        config = PluginConfig(codec=engine.codec, form=engine.form, layer_pieces=engine.pieces)
-        rules = [GroupRule(0)]
-        for rank in range(engine.tp * engine.pp):
-            views = self._paged(self._share(kv, rank), rank)
-            spec_type = MLAAttentionSpec if engine.mla else FullAttentionSpec
-            spec = spec_type(max(1, self.heads // engine.tp), num_head_slots=engine.slots)
-            cache = SimpleNamespace(
-                num_blocks=BLOCKS,
-                kv_cache_groups=[SimpleNamespace(layer_names=list(views), kv_cache_spec=spec)],
-            )
-            parallel = SimpleNamespace(
-                rank=rank,
-                tensor_parallel_size=engine.tp,
-                pipeline_parallel_size=engine.pp,
-                prefill_context_parallel_size=1,
-                decode_context_parallel_size=engine.dcp,
-                cp_kv_cache_interleave_size=1,
-            )
-            vllm = SimpleNamespace(
-                parallel_config=parallel,
-                model_config=SimpleNamespace(get_total_num_kv_heads=lambda: self.heads),
-            )
-            stored = stored_groups(vllm, cache, config, rules, views, lambda _: engine.backend)
-            self.groups.append(stored)
-            self.reports.append(
-                RankReport(
-                    rank,
-                    "cpu",
-                    engine.layout,
-                    "",
-                    [group.layer_bytes() for group in stored],
-                    {},
-                    held=[] if engine.form is Form.RANKS else [group.held() for group in stored],
-                )
-            )
-        parts = namespace.part_specs(rules, self.reports)
-        self.record = NamespaceRecord({"m": engine.codec}, parts)
-        for rank, stored in enumerate(self.groups):
-            self.halves.append(self._half(rank, stored, config))
-
-    def _half(self, rank: int, stored: Any, config: PluginConfig) -> WorkerHalf:
-        segments = PinnedSegments(torch.device("cpu"))
-
-        def make(rows: Any, step: int) -> Any:
-            if self.engine.on_device:
-                return DevicePages(rows, segments, 300)
-            return HostPages([each.numpy() for each in rows], 300, step=step)
-
-        firsts = numbered(stored, config.form, rank)
-        half = WorkerHalf(
-            self.pool,
-            self.reports[rank],
-            lambda: [
-                group.pages(first, make, lambda **_: None)
-                for group, first in zip(stored, firsts, strict=True)
-            ],
-            block_errors=False,
-            record_ready=lambda: None,
-        )
-        half.start_saves(StepPlan(opening=Opening(1, self.record, 0)))
-        return half
-
-    def _share(self, kv: Any, rank: int) -> Any:
-        """The KV of a rank's heads and layers."""
-        engine = self.engine
-        tensor_rank, stage = rank % engine.tp, rank // engine.tp
-        first = tensor_rank * self.heads // engine.tp
-        layers = LAYERS // engine.pp
-        return kv[stage * layers :][:layers, :, first : first + max(1, self.heads // engine.tp)]
-
-    def _paged(self, own: Any, rank: int) -> dict[str, Any]:
-        """The layers' tensors, logically (kernel blocks, heads, tokens, content), in the engine's layout."""
-        engine = self.engine
-        ratio = engine.kernel_blocks
-        layers, blocks, heads, tokens, content = own.shape
-        split = own.reshape(layers, blocks, heads, ratio, tokens // ratio, content)
-        split = split.permute(0, 1, 3, 2, 4, 5).reshape(
-            layers, blocks * ratio, heads, tokens // ratio, content
-        )
-        order = ORDERS[engine.layout]
-        memory = split.permute(order).contiguous()
-        self.memory.append(memory)
-        views = memory.permute([order.index(axis) for axis in range(5)])
-        first = rank // engine.tp * layers
-        return {f"model.layers.{first + each}.attn": views[each] for each in range(layers)}
-
-    def kv(self, rank: int) -> Any:
-        """Back from the memory of a rank: (layers, blocks, heads, tokens, content)."""
-        order = ORDERS[self.engine.layout]
-        split = self.memory[rank].permute([order.index(axis) for axis in range(5)])
-        ratio = self.engine.kernel_blocks
-        layers, rows, heads, tokens, content = split.shape
-        apart = split.reshape(layers, rows // ratio, ratio, heads, tokens, content)
-        return apart.permute(0, 1, 3, 2, 4, 5).reshape(
-            layers, rows // ratio, heads, ratio * tokens, content
-        )
-
-    def save(self) -> None:
-        save = GroupSave(0, b"".join(KEYS), WRITTEN, None)
-        for half in self.halves:
-            half.start_saves(StepPlan(saves=[SaveJob(1, "s", 1, [save])]))
-        self._ended("_saves")
-        for half in self.halves:
-            done = half.take_done()
-            assert done is not None
-            assert (done.saves, done.failed_saves) == ({1: 1}, set())
-
-    def load(self) -> None:
-        lease = self.pool.acquire(self.pool.open(self.record), b"".join(KEYS))
-        assert lease is not None
-        assert lease.blocks == len(KEYS)
-        groups = [GroupLoad(1, 0, READ)]
-        for half in self.halves:
-            half.start_loads(StepPlan(loads=[LoadJob(2, "r", lease.token, False, groups)]))
-        self._ended("_loads")
-        for half in self.halves:
-            assert half.take_loads().failed_requests == set()
-
-    def _ended(self, name: str) -> None:
-        for half in self.halves:
-            for future in getattr(half, name):
-                future.result(PATIENCE_S)
-
-    def close(self) -> None:
-        for half in self.halves:
-            half.close()
+def running(pool: Any, engine: Engine, kv: Any) -> PagedRanks:
+    return PagedRanks(pool, engine, kv, chunk_bytes=300)
 
 
 def model_kv(heads: int, seed: int = 0) -> Any:
@@ -244,12 +55,12 @@ def canonical(kv: Any, shards: int, pieces: int = 1) -> dict[tuple[int, bytes], 
 
 def assert_read(pool: Any, engine: Engine, kv: Any) -> None:
     """An engine whose cache is empty reads what is stored, and writes nothing again."""
-    reader = Running(pool, engine, torch.zeros_like(kv))
-    reader.load()
+    reader = running(pool, engine, torch.zeros_like(kv))
+    reader.load(KEYS, READ)
     for rank in range(engine.tp * engine.pp):
         wanted = torch.zeros_like(kv)
         wanted[:, READ] = kv[:, WRITTEN]
-        assert torch.equal(reader.kv(rank), reader._share(wanted, rank))
+        assert torch.equal(reader.kv(rank), reader.share(wanted, rank))
     reader.close()
 
 
@@ -262,9 +73,9 @@ def test_what_is_stored_depends_on_neither_ranks_nor_layout(
 ) -> None:
     kv = model_kv(heads)
     engine = Engine(tp=tp, layout=layout, on_device=on_device)
-    writer = Running(pool, engine, kv)
+    writer = running(pool, engine, kv)
     assert [group.why for group in writer.groups[0]] == [""]
-    writer.save()
+    writer.save(KEYS, WRITTEN)
     expected = canonical(kv, shards)
     nbytes = len(next(iter(expected.values())))
     assert stored_parts(pool, nbytes) == expected
@@ -279,8 +90,8 @@ def test_every_number_of_ranks_reads_what_every_other_wrote(
     pool: Any, writer: int, reader: int
 ) -> None:
     kv = model_kv(8)
-    wrote = Running(pool, Engine(tp=writer), kv)
-    wrote.save()
+    wrote = running(pool, Engine(tp=writer), kv)
+    wrote.save(KEYS, WRITTEN)
     wrote.close()
     assert_read(pool, Engine(tp=reader, layout="LBNHC"), kv)
 
@@ -289,8 +100,8 @@ def test_every_number_of_ranks_reads_what_every_other_wrote(
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_kernel_blocks_do_not_show(pool: Any, kernel_blocks: int, layout: str) -> None:
     kv = model_kv(4)
-    wrote = Running(pool, Engine(tp=2, layout=layout, kernel_blocks=kernel_blocks), kv)
-    wrote.save()
+    wrote = running(pool, Engine(tp=2, layout=layout, kernel_blocks=kernel_blocks), kv)
+    wrote.save(KEYS, WRITTEN)
     wrote.close()
     assert stored_parts(pool, len(canonical(kv, 4)[0, KEYS[0]])) == canonical(kv, 4)
     assert_read(pool, Engine(layout=layout, kernel_blocks=kernel_blocks), kv)
@@ -298,12 +109,12 @@ def test_kernel_blocks_do_not_show(pool: Any, kernel_blocks: int, layout: str) -
 
 def test_packed_keys_stay_whole(pool: Any) -> None:
     kv = model_kv(2)
-    wrote = Running(pool, Engine(backend="CPU_ATTN"), kv)
+    wrote = running(pool, Engine(backend="CPU_ATTN"), kv)
     assert wrote.reports[0].held[0].facts == {"kernel_tokens": [TOKENS]}
-    wrote.save()
+    wrote.save(KEYS, WRITTEN)
     wrote.close()
     assert_read(pool, Engine(tp=2, backend="CPU_ATTN"), kv)
-    tokens_first = Running(pool, Engine(tp=1, backend="CPU_ATTN", layout="LBNHC"), kv)
+    tokens_first = running(pool, Engine(tp=1, backend="CPU_ATTN", layout="LBNHC"), kv)
     assert "strides" in tokens_first.groups[0][0].why
     tokens_first.close()
 
@@ -314,8 +125,8 @@ def test_ranks_with_the_same_kv_write_it_once_and_share_the_work(
     pool: Any, heads: int, mla: bool, tp: int
 ) -> None:
     kv = model_kv(heads)
-    wrote = Running(pool, Engine(tp=tp, mla=mla), kv)
-    wrote.save()
+    wrote = running(pool, Engine(tp=tp, mla=mla), kv)
+    wrote.save(KEYS, WRITTEN)
     writers = [half.counters.take().get("saved_blocks", 0) for half in wrote.halves]
     assert sum(writers) == heads * len(KEYS)
     assert max(writers) == max(1, len(KEYS) * heads // tp)
@@ -327,8 +138,8 @@ def test_ranks_with_the_same_kv_write_it_once_and_share_the_work(
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_stages_are_pieces_of_layers(pool: Any, pieces: int) -> None:
     kv = model_kv(2)
-    wrote = Running(pool, Engine(pp=2, tp=2, pieces=pieces), kv)
-    wrote.save()
+    wrote = running(pool, Engine(pp=2, tp=2, pieces=pieces), kv)
+    wrote.save(KEYS, WRITTEN)
     wrote.close()
     expected = canonical(kv, 2, pieces)
     assert stored_parts(pool, len(expected[0, KEYS[0]])) == expected
@@ -337,9 +148,9 @@ def test_stages_are_pieces_of_layers(pool: Any, pieces: int) -> None:
 
 def test_stages_that_cannot_share_the_pieces_are_refused(pool: Any) -> None:
     with pytest.raises(ConfigError, match="2 pipeline stages cannot share"):
-        Running(pool, Engine(pp=2, pieces=3), model_kv(2))
+        running(pool, Engine(pp=2, pieces=3), model_kv(2))
     with pytest.raises(ConfigError, match=r"has 2 layers .* 4 pieces"):
-        Running(pool, Engine(pp=2, pieces=8), model_kv(2))
+        running(pool, Engine(pp=2, pieces=8), model_kv(2))
 
 
 @pytest.mark.parametrize(
@@ -352,10 +163,10 @@ def test_stages_that_cannot_share_the_pieces_are_refused(pool: Any) -> None:
 )
 def test_what_is_not_known_is_stored_by_rank(pool: Any, engine: Engine, why: str) -> None:
     kv = model_kv(2)
-    wrote = Running(pool, engine, kv)
+    wrote = running(pool, engine, kv)
     assert why in wrote.groups[0][0].why
     assert len(wrote.record.parts) == engine.tp
-    wrote.save()
+    wrote.save(KEYS, WRITTEN)
     wrote.close()
     assert_read(pool, engine, kv)
 
@@ -363,8 +174,8 @@ def test_what_is_not_known_is_stored_by_rank(pool: Any, engine: Engine, why: str
 def test_the_form_of_before_is_as_it_was(pool: Any) -> None:
     """Part `rank * groups + group`, of all the rank's layers by name, as they are in memory."""
     kv = model_kv(4)
-    wrote = Running(pool, Engine(tp=2, layout="LBNHC", form=Form.RANKS), kv)
-    wrote.save()
+    wrote = running(pool, Engine(tp=2, layout="LBNHC", form=Form.RANKS), kv)
+    wrote.save(KEYS, WRITTEN)
     wrote.close()
     memory = kv.permute(0, 1, 3, 2, 4)
     expected = {
@@ -386,15 +197,15 @@ def test_encoded_parts_are_the_same_for_all_too(pool: Any, codec: Codec, writer:
     kv = model_kv(4)
     found = []
     for each in (writer, Engine(tp=2, layout="BLNHC")):
-        wrote = Running(type(pool)(), replace(each, codec=codec), kv)
-        wrote.save()
+        wrote = running(type(pool)(), replace(each, codec=codec), kv)
+        wrote.save(KEYS, WRITTEN)
         wrote.close()
         found.append(stored_parts(wrote.pool, wrote.record.parts[0].nbytes))
         # A byte an element, and a scale for K and V of each head, beside them.
         assert wrote.record.parts[0].nbytes == LAYERS * (TOKENS * CONTENT + 2 * 4)
     assert found[0] == found[1]
-    reader = Running(wrote.pool, Engine(tp=4, codec=codec), torch.zeros_like(kv))
-    reader.load()
+    reader = running(wrote.pool, Engine(tp=4, codec=codec), torch.zeros_like(kv))
+    reader.load(KEYS, READ)
     for rank in range(4):
         lost = reader.kv(rank)[:, READ].float() - kv[:, WRITTEN, rank : rank + 1].float()
         assert lost.abs().max() < 0.2
@@ -403,7 +214,7 @@ def test_encoded_parts_are_the_same_for_all_too(pool: Any, codec: Codec, writer:
 
 def test_ranks_that_disagree_are_refused(pool: Any) -> None:
     kv = model_kv(2)
-    one, other = Running(pool, Engine(tp=2), kv), Running(pool, Engine(tp=2, backend="O"), kv)
+    one, other = running(pool, Engine(tp=2), kv), running(pool, Engine(tp=2, backend="O"), kv)
     with pytest.raises(ConfigError, match="hold their KV differently"):
         namespace.part_specs([GroupRule(0)], [one.reports[0], other.reports[1]])
     longer = replace(one.reports[0].held[0], parts={1: 1})
@@ -413,5 +224,5 @@ def test_ranks_that_disagree_are_refused(pool: Any) -> None:
         )
     with pytest.raises(ConfigError, match=r"of the 2 parts .* hold \[0\]"):
         namespace.part_specs([GroupRule(0)], one.reports[:1])
-    for running in (one, other):
-        running.close()
+    for each in (one, other):
+        each.close()
