@@ -271,7 +271,8 @@ class HostPages:
         return chunks(count, row_bytes, self._chunk_bytes)
 
 
-class _Band(NamedTuple):
+@dataclass(frozen=True)
+class _Band:
     """Layers that lie evenly apart in one stretch of memory: a copy of them all is one call.
 
     rows: all of their rows. apart: the rows from a layer to the next. stack: (layers, rows of a layer, ...).
