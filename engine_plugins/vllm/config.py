@@ -74,8 +74,9 @@ class PluginConfig:
     min_load_blocks: shorter hits are not worth a load.
     pin_share: the share of the engine's blocks that saves may pin at a time, at most 0.1.
     resave_s: a block that was offered to the pool is not offered again for so long.
+    save_generated: whether blocks with generated tokens are saved; else those of prompts only.
     prefill_tokens_per_s: how fast the engine computes prompts; 0: measured, with what depends on their
-        length. What computing brings sooner than disks or other nodes is not waited for.
+        length. What computing brings sooner than memory, disks or other nodes is not loaded or waited for.
     url: of the engine's HTTP server as routers reach it, `http://HOST:PORT`; None: they are not told of it.
     engine_role: what they use it for: `both`, `prefill` or `decode`.
     verify_loads: compare blocks with their checksums before they are loaded; wrong ones are computed.
@@ -103,6 +104,7 @@ class PluginConfig:
     min_load_blocks: int = 1
     pin_share: float = PIN_SHARE_MAX
     resave_s: float = 60.0
+    save_generated: bool = True
     prefill_tokens_per_s: float = 0.0
     attach_device: bool = True
     url: str | None = None

@@ -38,6 +38,7 @@ from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client
 from kvpool.engine_plugins.vllm import namespace
+from kvpool.engine_plugins.vllm.ahead import Ahead
 from kvpool.engine_plugins.vllm.attachment import Attachment
 from kvpool.engine_plugins.vllm.config import Form, LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
@@ -50,6 +51,7 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
     common_life,
+    common_weights,
 )
 from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
@@ -57,6 +59,7 @@ from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
 from kvpool.engine_plugins.vllm.stored import numbered, stored_groups
+from kvpool.engine_plugins.vllm.weights import Loaded
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind
@@ -176,7 +179,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     ),
                 ),
                 pulls=self._make_pulls() if transfer.is_kv_consumer else None,
-                new_epoch=lambda: uuid.uuid4().hex,
+                ahead=Ahead(
+                    self._make_client(self._config.request_timeout_s), self._config.lease_s
+                ),
+                new_weights=lambda: uuid.uuid4().hex,
             )
 
     def _make_client(self, timeout_s: float, connections_max: int = 16) -> Client:
@@ -230,6 +236,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     rule.group,
                     group.why,
                 )
+        # Target and draft, wherever they have layers with KV.
+        loaded = Loaded(each for each in layers.values() if isinstance(each, torch.nn.Module))
         report = RankReport(
             rank=rank,
             device=device.type,
@@ -238,9 +246,19 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             groups=[group.layer_bytes() for group in stored],
             backends={layer.name: layer.backend for group in stored for layer in group.layers()},
             held=[group.held() for group in stored] if canonical else [],
+            weights=loaded.digest(),
         )
         on_host = device.type == "cpu"
-        segments = None if on_host else PinnedSegments(device)
+        module = torch.get_device_module(device)
+
+        def thread_setup() -> None:
+            if not on_host:
+                module.set_device(device)
+
+        segments = None
+        if not on_host:
+            pinning = ThreadPoolExecutor(1, "kvpool-pin", initializer=thread_setup)
+            segments = PinnedSegments(device, pinning)
         counters = Counters()
 
         def plain_pages(rows: Sequence[torch.Tensor], step: int) -> Pages:
@@ -255,7 +273,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 for group, first in zip(stored, firsts, strict=True)
             ]
 
-        module = torch.get_device_module(device)
         parallel = self._vllm_config.parallel_config
         # Ranks of one pipeline stage run in step: one of them measures for all.
         first = parallel.rank % (parallel.world_size // parallel.pipeline_parallel_size) == 0
@@ -267,12 +284,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             event.record()
             return event
 
-        def thread_setup() -> None:
-            if not on_host:
-                module.set_device(device)
-
-        # Mapping the segment takes longer than any load: do it before the first one.
-        self._client.warm()
+        # Mapping the segment takes longer than any load, and registering it with the driver longer still: both begin
+        # before the first one.
+        self._client.warm(None if segments is None else segments.begin)
         attachment = None
         if self._config.attach_device and self._kv_transfer_config.is_kv_consumer:
             thread = ThreadPoolExecutor(1, "kvpool-attach", initializer=thread_setup)
@@ -290,6 +304,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             timer=None if not first else HostTimer() if on_host else DeviceTimer(module),
             attachment=attachment,
             verify=self._config.verify_loads,
+            weights=loaded.digest,
+            pinned=lambda: segments is None or segments.ready,
         )
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:
@@ -312,18 +328,21 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if len(self._reports) < ranks:
             return
         scheduler.use_device(common_life(self._reports.values()))
+        scheduler.use_memory(pinned=all(report.pinned for report in self._reports.values()))
+        everyone = self._sorted_reports()
         if not scheduler.ready:
-            reports = self._sorted_reports()
             scheduler.set_namespace(
                 self._record,
-                groups=[rule.group for rule in namespace.part_rules(self._rules, reports)],
-                rank_bytes=namespace.rank_bytes(self._rules, reports),
+                common_weights(everyone, 0) or "",
+                groups=[rule.group for rule in namespace.part_rules(self._rules, everyone)],
+                rank_bytes=namespace.rank_bytes(self._rules, everyone),
             )
+        scheduler.use_weights(common_weights(everyone, scheduler.last_reset))
 
     def _sorted_reports(self) -> list[RankReport]:
         return [self._reports[rank] for rank in sorted(self._reports)]
 
-    def _record(self, epoch: str) -> NamespaceRecord:
+    def _record(self, weights: str) -> NamespaceRecord:
         versions = {"python": platform.python_version(), "vllm": vllm_version}
         return namespace.record(
             self._vllm_config,
@@ -334,7 +353,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
             versions=versions if self._by_version else {},
             hash_tokens=_hash_tokens(self._kv_cache_config),
-            epoch=epoch,
+            weights=weights,
         )
 
     # --- scheduler --------------------------------------------------------------------------------
@@ -394,6 +413,19 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.pins.pinned > 0
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """vLLM 0.33 asks: whether it may unmap the KV caches, between the next two calls."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The KV caches are unmapped next. vLLM has ended all transfers; nothing of them is registered anywhere."""
+        if self._worker is not None:
+            self._worker.settle()
+
+    def restore_kv_caches(self) -> None:
+        """They are mapped again, at the same addresses."""
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.device_copies import STAGED, Copy, Paged, Strategy
+from kvpool.engine_plugins.vllm.device_copies import PIN_SLICE, STAGED, Copy, Paged, Strategy
 from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, Index, SlotTable
 from kvpool.errors import SegmentError
 from kvpool.memory.device_stream import finished_stream
+
+log = logging.getLogger("kvpool.vllm")
 
 
 class _Mapping:
@@ -27,7 +31,9 @@ class _Mapping:
 
     def __init__(self, whole: np.ndarray, gone: Callable[[Any], None]) -> None:
         self.whole = weakref.ref(whole, gone)
-        self.address, self.nbytes = whole.ctypes.data, whole.nbytes
+        self.slices: list[int] = []  # addresses of those that are registered
+        self.registering: Future[None] | None = None
+        self.given_up = False
         self.users = 0
         self._tensors: dict[tuple[int, ...], Any] = {}
 
@@ -46,14 +52,17 @@ class _Mapping:
 class PinnedSegments:
     """The pool's segments as torch tensors, registered with the CUDA driver as a whole at first sight.
 
-    Shared by a worker's threads. Registering costs a walk over every page, so a segment stays registered. A
+    Shared by a worker's threads. Registering costs a walk over every page, tens of milliseconds a gigabyte: it goes
+    slice by slice, in a thread if one is given, and until it has ended nothing is copied. A segment stays registered. A
     daemon that was restarted has another one, often at the very address of the old one: that is given up when
     the last copy in it has ended, since its memory is not free before. Nothing here keeps a segment mapped: when
     the client lets go of a dead daemon's, it is unregistered just before it is unmapped.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, thread: Executor | None = None) -> None:
         self._device = device
+        self._thread = thread
+        self._refused = False  # that it was is logged
         self._register = device.type == "cuda"
         # Reentrant: a segment may be let go of by any line of any thread, this one's included.
         self._lock = threading.RLock()
@@ -61,16 +70,28 @@ class PinnedSegments:
 
     def tensor(self, table: np.ndarray) -> Any:
         """The rows of `table` as a tensor, as long as the table lives and no other segment is used. Raises
-        `SegmentError`.
+        `SegmentError`, also while the segment is being registered.
         """
         with self._lock:
-            return self._of(table).tensor(table)
+            return self._registered(table).tensor(table)
+
+    def begin(self, table: np.ndarray) -> None:
+        """Have the segment of this table registered, if it is not. Raises `SegmentError` only without a thread."""
+        with self._lock:
+            self._of(table)
+
+    @property
+    def ready(self) -> bool:
+        """Whether copies may use the newest segment."""
+        with self._lock:
+            newest = self._mappings[-1].registering if self._mappings else None
+            return newest is None or newest.done()
 
     @contextmanager
     def using(self, table: np.ndarray) -> Iterator[Any]:
         """The same, for certain until the end of the block: what was begun in it must have ended."""
         with self._lock:
-            mapping = self._of(table)
+            mapping = self._registered(table)
             mapping.users += 1
         try:
             yield mapping.tensor(table)
@@ -79,15 +100,28 @@ class PinnedSegments:
                 mapping.users -= 1
                 self._give_up_old()
 
+    def _registered(self, table: np.ndarray) -> _Mapping:
+        mapping = self._of(table)
+        if mapping.registering is not None:
+            if not mapping.registering.done():
+                raise SegmentError("the pool's segment is still being registered with the driver")
+            if mapping.registering.exception() is not None:
+                self._mappings.remove(mapping)  # the next one tries again
+            mapping.registering.result()
+        return mapping
+
     def _of(self, table: np.ndarray) -> _Mapping:
         # A view's base is the array of the whole: numpy keeps no chains of views.
         whole = table.base if isinstance(table.base, np.ndarray) else table
         for mapping in self._mappings:
             if mapping.whole() is whole:
                 return mapping
-        if self._register:
-            self._pin(whole)
-        self._mappings.append(_Mapping(whole, self._gone))
+        mapping = _Mapping(whole, self._gone)
+        if self._register and self._thread is None:
+            self._pin_all(mapping, whole)
+        elif self._register and self._thread is not None:
+            mapping.registering = self._thread.submit(self._pin_all, mapping, whole)
+        self._mappings.append(mapping)
         self._give_up_old()
         return self._mappings[-1]
 
@@ -103,15 +137,41 @@ class PinnedSegments:
                 self._give_up(mapping)
 
     def _give_up(self, mapping: _Mapping) -> None:
+        mapping.given_up = True
         if mapping in self._mappings:
             self._mappings.remove(mapping)
-            self._unpin(mapping.address, mapping.nbytes)
+        self._unpin_all(mapping)
+
+    def _unpin_all(self, mapping: _Mapping) -> None:
+        while mapping.slices:
+            self._unpin(mapping.slices.pop())
+
+    def _pin_all(self, mapping: _Mapping, whole: np.ndarray) -> None:
+        """Slice by slice: the driver lets nobody else of the process in during each."""
+        address = whole.ctypes.data
+        end = address + whole.nbytes
+        try:
+            while address < end and not mapping.given_up:
+                size = min(end, address - address % PIN_SLICE + PIN_SLICE) - address
+                self._pin(address, size)
+                with self._lock:
+                    mapping.slices.append(address)
+                address += size
+        except SegmentError as error:
+            mapping.given_up = True
+            if not self._refused:
+                self._refused = True
+                log.warning("the pool is not used until this is mended: %s", error)
+            raise
+        finally:
+            with self._lock:
+                if mapping.given_up:
+                    self._unpin_all(mapping)
 
     @staticmethod
-    def _pin(whole: np.ndarray) -> None:
+    def _pin(address: int, size: int) -> None:
         import torch
 
-        address, size = whole.ctypes.data, whole.nbytes
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if code:
             _forget_error()
@@ -120,19 +180,20 @@ class PinnedSegments:
                 f"(cudaHostRegister: {code}): raise the limit on locked memory (ulimit -l)"
             )
 
-    def _unpin(self, address: int, nbytes: int) -> None:
+    def _unpin(self, address: int) -> None:
         import torch
 
-        if self._register:
-            # Maybe in a thread that has used no device yet, and must not begin with another one.
-            with torch.cuda.device(self._device):
-                torch.cuda.cudart().cudaHostUnregister(address)
+        # Maybe in a thread that has used no device yet, and must not begin with another one.
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
     def close(self) -> None:
-        """Unregister everything. Call before the client unmaps its segments."""
+        """Unregister everything. Call before the client unmaps its segments. Waits for a slice that is registered."""
         with self._lock:
             for mapping in list(self._mappings):
                 self._give_up(mapping)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _forget_error() -> None:

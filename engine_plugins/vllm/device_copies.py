@@ -23,6 +23,8 @@ import numpy as np
 from kvpool.engine_plugins.vllm.layout import Index, chunks, spans
 
 WORD = 8
+PIN_SLICE = 1 << 30
+"""The pool's memory is registered with the driver in slices, which end at multiples of so many bytes."""
 
 
 class Paged:
@@ -165,9 +167,19 @@ def _runs(paged: Paged, staging: Any, segment: Any, rows: Index) -> Iterator[tup
     for at, end in pairwise(edges):
         row = int(rows[at])
         if gaps:
-            yield staged[at], segment[row, : paged.nbytes]
+            yield from _pieces(staged[at], segment[row, : paged.nbytes])
         else:
-            yield staged[at:end], segment[row : row + end - at]
+            host = segment[row : row + end - at]
+            yield from _pieces(staged[at:end].view(-1), host.view(-1))
+
+
+def _pieces(device: Any, host: Any) -> Iterator[tuple[Any, Any]]:
+    """Cut where slices meet: the driver refuses a copy of memory that was registered in two."""
+    address, size, at = host.data_ptr(), host.numel(), 0
+    while at < size:
+        end = min(size, at + PIN_SLICE - (address + at) % PIN_SLICE)
+        yield device[at:end], host[at:end]
+        at = end
 
 
 def _load_near(paged: Paged, blocks: Index, segment: Any, rows: Index) -> None:

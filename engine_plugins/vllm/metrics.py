@@ -19,6 +19,7 @@ COUNTERS = {
     "pull_wait_seconds": "Time that pulls took, or were waited for",
     "prefill_tokens": "Tokens of the steps by which the engine's prefill speed is measured",
     "prefill_seconds": "Time of these steps' forward passes",
+    "declined_blocks": "Blocks that lookups found and that were computed, which was quicker than loading so few",
     "loads": "Loads that ended well, counted on every rank",
     "loaded_blocks": "Parts of blocks loaded from the pool: one a block, cache group and shard of KV heads, on every rank that loads it",
     "loaded_bytes": "Bytes loaded from the pool",
@@ -33,9 +34,10 @@ COUNTERS = {
     "measured_error": "Relative RMS errors of the measured parts, summed",
     "nonfinite_blocks": "Parts that were to be measured and hold infinities or NaNs",
     "dropped_saves": "Blocks not saved because saves may pin only a share of the engine's blocks",
-    "resets": "Resets that began a new epoch, or entered the one that another engine's began",
-    "failed_resets": "Resets after which the engine shares no blocks, or leaves the pool alone",
-    "shut_out": "Times that another engine's reset ended this engine's epoch",
+    "resets": "Resets, after which the engine looks which weights it has",
+    "new_weights": "Those of the resets after which it had other weights than at its start, or unknown ones",
+    "failed_resets": "Resets while the engine held blocks: it leaves the pool alone until another one",
+    "shut_out": "Times that the epoch of this engine's namespace was ended from outside",
 }
 
 

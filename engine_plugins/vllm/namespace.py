@@ -16,12 +16,12 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
+from kvpool.engine_plugins.vllm.weights import stored
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 
@@ -259,10 +259,11 @@ def record(
     seed: str,
     versions: Mapping[str, str],
     hash_tokens: int,
-    epoch: str,
+    weights: str,
 ) -> NamespaceRecord:
     """The namespace of an engine.
 
+    weights: which it has instead of those that it began with; empty: these.
     seed: what the engine's hash chain starts from.
     versions: Python's and the engine's where the hash depends on them, else empty.
     """
@@ -271,8 +272,8 @@ def record(
     fields: dict[str, Any] = {
         "engine": "vllm",
         "model": config.model or model.model,
-        "revision": model.revision,
-        "weights": _weights(model, load),
+        "revision": None if weights else _revision(model),
+        "weights": weights or _weights(model, load),
         "config": _digest(
             model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version")
         ),
@@ -286,7 +287,7 @@ def record(
         "device": sorted({report.device for report in reports}),
         "speculative": _speculative(vllm_config.speculative_config),
         "tenant": config.tenant,
-        "epoch": epoch,
+        "epoch": config.epoch,
     }
     if config.codec is not Codec.NONE:
         # Without a codec there is no field: namespaces of before there were codecs stay the same.
@@ -388,11 +389,12 @@ def _weights(model: Any, load: Any) -> Any:
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format == "dummy":
         return {"dummy": model.seed}
-    folder = Path(model.model)
-    if not folder.is_dir():
-        return None
-    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt")]
-    return [[path.name, path.stat().st_size] for path in sorted(files)]
+    return stored(model.model)
+
+
+def _revision(model: Any) -> str | None:
+    """The commit of what was loaded from a hub: a branch, or none, may mean another one tomorrow."""
+    return getattr(model.hf_config, "_commit_hash", None) or model.revision
 
 
 def _speculative(speculative: Any) -> Any:

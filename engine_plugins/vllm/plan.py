@@ -7,6 +7,7 @@ A cache group whose blocks hold `stride` times as many tokens has its own, coars
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class StepPlan:
     acknowledged: failed synchronous loads that the scheduler has heard of.
     want_report: the scheduler does not know the ranks' layouts yet.
     measured: number of the step, if it is to be told how long its forward pass takes; else 0.
+    reset: the ranks are to report which weights they have since the reset of this number; 0: they need not.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -124,6 +126,7 @@ class StepPlan:
     acknowledged: list[int] = field(default_factory=list)
     want_report: bool = False
     measured: int = 0
+    reset: int = 0
 
 
 # --- worker to scheduler ------------------------------------------------------------------------
@@ -137,7 +140,12 @@ class RankReport:
     held: for each of them, how the rank's share of it is cut into parts; empty where every rank has its own parts.
     backends: attention backend of each layer.
     life: of the daemon's spare device memory, if the rank is attached to it and computes on that very
-        device; else 0. The one field that changes: then the rank reports anew.
+        device; else 0.
+    weights: a digest of the rank's weights as they were at the start, or after a reset; empty: they cannot be seen.
+    reset: number of that reset; 0: the start.
+    pinned: whether its device may read the pool's memory: it is registered with the driver, which takes a while.
+
+    The last four change: then the rank reports anew.
     """
 
     rank: int
@@ -148,6 +156,9 @@ class RankReport:
     backends: dict[str, str]
     life: int = 0
     held: list[Held] = field(default_factory=list)
+    weights: str = ""
+    reset: int = 0
+    pinned: bool = True
 
 
 @dataclass
@@ -159,6 +170,7 @@ class StepDone:
     outdated: generations in which saves were refused, since another engine has reset the namespace.
     steps: measured step → seconds of its forward pass, and how many pipeline stages these are of.
     save_seconds: ended save → its seconds, of the slowest rank.
+    load_seconds: synchronous load → how long it took on the slowest rank.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
@@ -169,6 +181,7 @@ class StepDone:
     reports: list[RankReport] = field(default_factory=list)
     steps: dict[int, tuple[float, int]] = field(default_factory=dict)
     save_seconds: dict[int, float] = field(default_factory=dict, compare=False)
+    load_seconds: dict[int, float] = field(default_factory=dict, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.saves or self.reports or self.steps)
@@ -184,6 +197,8 @@ class StepDone:
             self.save_seconds[job] = max(self.save_seconds.get(job, 0.0), seconds)
         self.outdated |= other.outdated
         self.reports = self.reports + other.reports
+        for job, seconds in other.load_seconds.items():
+            self.load_seconds[job] = max(seconds, self.load_seconds.get(job, 0.0))
         for step, (seconds, stages) in other.steps.items():
             mine_s, mine_stages = self.steps.get(step, (0.0, 0))
             self.steps[step] = mine_s + seconds, mine_stages + stages
@@ -196,6 +211,17 @@ def common_life(reports: Iterable[RankReport]) -> int:
     """The life of the device memory that every rank reads by itself; 0: there is no such."""
     lives = {report.life for report in reports}
     return lives.pop() if len(lives) == 1 else 0
+
+
+def common_weights(reports: Sequence[RankReport], reset: int) -> str | None:
+    """A digest of the whole engine's weights since that reset; empty: some cannot be seen; None: not all ranks said it.
+
+    reports: of all ranks, by rank.
+    """
+    if any(report.reset != reset for report in reports):
+        return None
+    each = [report.weights for report in reports]
+    return hashlib.sha256("\n".join(each).encode()).hexdigest()[:32] if all(each) else ""
 
 
 def block_key(block_hash: bytes) -> bytes:

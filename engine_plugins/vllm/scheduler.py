@@ -7,8 +7,10 @@ workers copy them; a lookup that waits for allocation longer than half its lease
 a request ends, its lease is released: when all ranks ended the load, when the request ends before
 one, or when the engine computes it after all.
 
-The namespace's epoch stands for the engine's weights. A reset advances both; when another
-engine's reset has advanced the namespace, this one is fenced out until its own.
+The namespace names the engine's weights. At a reset they may be about to change, and the pool is left alone
+until the ranks have looked at them in the first step after it: with the weights of its start the engine is in the
+namespace of its start, with others in one that is named by them. Whoever ends the namespace's epoch for all
+(`Client.reset`) fences the engine out until its own reset.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Literal
 
+from kvpool.engine_plugins.vllm.adapters import Adapters
+from kvpool.engine_plugins.vllm.ahead import PARTS_AT_ONCE, SLICE_BLOCKS, Ahead
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.following import (
@@ -28,6 +34,7 @@ from kvpool.engine_plugins.vllm.following import (
     following,
     wants_report,
 )
+from kvpool.engine_plugins.vllm.load_cost import LoadCost
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
@@ -51,9 +58,16 @@ from kvpool.engine_plugins.vllm.plan import (
 )
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
-from kvpool.errors import InvalidRequest, KvpoolError, StaleEpoch
+from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.prefill_cost import PrefillFit, StepWork
-from kvpool.types import EngineRecord, Namespace, NamespaceRecord, PartKind, Recompute
+from kvpool.types import (
+    KEY_BYTES,
+    EngineRecord,
+    Namespace,
+    NamespaceRecord,
+    PartKind,
+    Recompute,
+)
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
@@ -64,6 +78,8 @@ STEPS_MAX = 64
 """How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
+AHEAD_TIMES = 2
+"""How many times the workers' deadline a lookup of very many blocks may take, with those before it in its thread."""
 TRACEPARENT = "traceparent"
 
 
@@ -74,20 +90,48 @@ class Lookup:
     preemptions: of the request when it was asked; a preempted request is looked up anew, since
         its own blocks may be in the pool by now.
     known: chain index up to which the pool has all but states; None: it was not asked yet.
+    keys: packed, of all blocks that were asked for, if they were very many.
+    declined: it is computed, which was counted.
     """
 
     start: int
     end: int
     lease: Lease | None
     preemptions: int
+    keys: bytes = b""
     sync: bool = False
     known: int | None = None
+    declined: bool = False
+
+
+@dataclass
+class Asking:
+    """A lookup of very many blocks: [start, end) of the chain.
+
+    keys: of those before `at`, packed. lease: the answer, once all keys are there; False: the daemon refused.
+    begun: when the question was put.
+    before, pull: what had been found when a pull, this one, was waited for.
+    """
+
+    start: int
+    end: int
+    keys: bytearray = field(default_factory=bytearray)
+    at: int = -1
+    before: Lookup | None = None
+    pull: Pull | None = None
+    lease: Future[Lease | Literal[False] | None] | None = None
+    begun: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.at < 0:
+            self.at = self.start
 
 
 @dataclass
 class RequestState:
     """The scheduler half's state of one live request.
 
+    asking: the lookup is under way, since it is one of very many blocks.
     pull: other nodes are asked for blocks missing in the lookup. pulled: preemptions when they were; a
         request waits for them once, and once more each time it starts again.
     limit: chain index from which nothing is loaded any more, because a load from there failed.
@@ -97,10 +141,12 @@ class RequestState:
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
     reports: whether its answer says what was saved.
     trace: the W3C `traceparent` that the engine got with it, or empty.
+    adapter: what its LoRA adapter contains; empty: it has none; None: not known, so its blocks are not shared.
     """
 
     request: Any
     lookup: Lookup | None = None
+    asking: Asking | None = None
     pull: Pull | None = None
     pulled: int = -1
     limit: int | None = None
@@ -109,11 +155,23 @@ class RequestState:
     saved: int = 0
     reports: bool = False
     trace: str = ""
+    adapter: bytes | None = b""
+    _derived: list[bytes] = field(default_factory=list)
+
+    def hashes(self, end: int) -> list[bytes]:
+        """Of the chain, at least to that index: the engine's, or with an adapter, of these and what it contains."""
+        theirs: list[bytes] = self.request.block_hashes
+        if not self.adapter:
+            return theirs
+        del self._derived[len(theirs) :]
+        for each in theirs[len(self._derived) : end]:
+            self._derived.append(blake2b(each, key=self.adapter, digest_size=KEY_BYTES).digest())
+        return self._derived
 
 
 @dataclass
 class RunningLoad:
-    """start: chain index of its first block.
+    """start: chain index of its first block. blocks: how many. begun: when it was ordered.
 
     suspects: of a synchronous load: the engine's blocks that hold what they should if the load succeeds, and
     anything if it fails: those that are loaded, and those that the request computes in the same step.
@@ -125,6 +183,9 @@ class RunningLoad:
     sync: bool
     ranks_left: int
     suspects: set[int]
+    blocks: int
+    begun: float
+    failed: bool = False
 
 
 @dataclass
@@ -175,7 +236,8 @@ class SchedulerHalf:
 
     client: its time-out is the longest that a lookup may take.
     pulls: None where blocks of other nodes are not asked for.
-    new_epoch: names an epoch that nobody else uses.
+    ahead: asks for very many blocks; None: they are asked for as others are.
+    new_weights: names weights that cannot be seen, as nobody else does.
     """
 
     def __init__(
@@ -185,29 +247,33 @@ class SchedulerHalf:
         engine: Engine,
         *,
         pulls: Pulls | None,
-        new_epoch: Callable[[], str],
+        new_weights: Callable[[], str],
+        ahead: Ahead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._config = config
         self._engine = engine
         self._pulls = pulls
-        self._new_epoch = new_epoch
+        self._new_weights = new_weights
+        self._ahead = ahead
         self._clock = clock
         self._make_record: Callable[[str], NamespaceRecord] | None = None
+        self._first_weights = ""
         self._namespace: Namespace | None = None
         self._life = 0
         self._states = [at for at, rule in enumerate(engine.rules) if rule.state]
         self._whole_parts: list[int] = []
         self._rank_bytes = self._block_bytes = 0
         self._part_groups: list[int] = []
-        self._epoch = config.epoch
         self._generation = 0
         self._weights = -1
-        self._shared: Namespace | None = None  # the one that other engines use too
-        self._resets_owed = 0
+        self._reset = 0  # its number
+        self._unsure = False  # which weights there are since then
         self._shut = False
+        self._pinned = True
         self._quiet = Quiet()
+        self._adapters = Adapters()
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._next_job = 0
@@ -217,6 +283,7 @@ class SchedulerHalf:
         self._steps: OrderedDict[int, RunningStep] = OrderedDict()
         self._last_step = 0
         self._prefill = PrefillFit()
+        self._load_costs = {True: LoadCost(), False: LoadCost()}  # of synchronous loads, and others
         self._ended: list[Lease] = []
         self._save_times = SaveTimes()
         self._presence: Presence | None = None
@@ -233,26 +300,48 @@ class SchedulerHalf:
 
     @property
     def _usable(self) -> bool:
-        """Whether blocks may be looked up and saved: the namespace is known, and in our epoch."""
-        return self.ready and not self._shut
+        """Whether blocks may be looked up and saved: the namespace is known, with its weights and epoch ours, and
+        the ranks may copy.
+        """
+        return self.ready and self._pinned and not self._shut and not self._unsure
 
     def set_namespace(
         self,
         make_record: Callable[[str], NamespaceRecord],
+        weights: str,
         *,
         groups: Sequence[int],
         rank_bytes: int,
     ) -> None:
-        """Learn the namespace, as a function of its `epoch` field. Raises what `Client.open` raises.
+        """Learn the namespace. Raises what `Client.open` raises.
 
-        groups: vLLM's, of each part. rank_bytes: the most that a rank has of a block.
+        make_record: the namespace with weights of that name; with an empty one, with those that the engine began with.
+        weights: the digest of these (`plan.common_weights`). groups: vLLM's, of each part. rank_bytes: the most that a
+        rank has of a block.
         """
-        self._make_record = make_record
+        self._make_record, self._first_weights = make_record, weights
         self._part_groups, self._rank_bytes = list(groups), rank_bytes
-        namespace = self._client.open(make_record(self._epoch))
-        if self._epoch == self._config.epoch:
-            self._shared = namespace
-        self._enter(namespace)
+        self._enter(self._client.open(make_record("")))
+
+    def use_weights(self, weights: str | None) -> None:
+        """Learn the weights since the last reset, if they were asked for: a digest, or empty: they cannot be seen."""
+        if not self._unsure or weights is None or self._make_record is None:
+            return
+        name = "" if weights == self._first_weights else weights
+        if not weights:
+            name = self._new_weights()
+            log.warning(
+                "this engine's weights cannot be compared with those before its reset: it shares no more blocks with other "
+                "engines until it is restarted"
+            )
+        self._unsure = False
+        self.counters.add(new_weights=bool(name))
+        self._enter(self._client.open(self._make_record(name)))
+
+    @property
+    def last_reset(self) -> int:
+        """Number of the last reset; 0: there was none."""
+        return self._reset
 
     def _enter(self, namespace: Namespace) -> None:
         """Use a namespace in the epoch that it was just opened in, on all ranks."""
@@ -306,6 +395,10 @@ class SchedulerHalf:
         """From now on all ranks read the daemon's device memory of this life by themselves; 0: not all, or none."""
         self._life = life
 
+    def use_memory(self, *, pinned: bool) -> None:
+        """Whether all ranks may copy from and to the pool's memory from now on."""
+        self._pinned = pinned
+
     def bind_pool(self, block_pool: Any) -> None:
         """The engine's own block pool, in which saves pin their blocks."""
         self._pool = block_pool
@@ -313,7 +406,7 @@ class SchedulerHalf:
     # --- lookups ------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = state = RequestState(request)
+        state = self._state(request)
         state.trace = (request.trace_headers or {}).get(TRACEPARENT, "")
         state.reports = wants_report(request.kv_transfer_params)
         try:
@@ -332,9 +425,15 @@ class SchedulerHalf:
         None: blocks may come from other nodes; the engine asks again at its next step. It also does
         so while it cannot allocate; only the first time costs.
         """
+        if self._unsure and self._make_record is not None and not self._shut:
+            # The engine is about to compute, so the weights are in place again. It asks again, with the answer.
+            self._plan.reset = self._reset
+            return (None, False) if self._engine.loads else (0, False)
         if not self._engine.loads or not self._usable or request.skip_reading_prefix_cache:
             return 0, False
         state = self._state(request)
+        if state.adapter is None:
+            return 0, False
         tokens = self._engine.hash_tokens
         if self._is_loading(request, local_tokens // tokens):
             return None, False
@@ -351,6 +450,11 @@ class SchedulerHalf:
             blocks = min(blocks, (request.num_tokens - 1) // tokens - state.local)
         if lookup.lease is None or blocks < self._config.min_load_blocks:
             return 0, False
+        if self._computes_sooner(state.local, blocks, sync=lookup.sync):
+            if not lookup.declined:
+                lookup.declined = True
+                self.counters.add(declined_blocks=blocks)
+            return 0, False
         return blocks * tokens, not lookup.sync
 
     def _keep_state(self, state: RequestState, lookup: Lookup) -> None:
@@ -363,7 +467,7 @@ class SchedulerHalf:
         if lookup.known is None:
             lookup.known = lookup.end
             if lookup.end < end and self._engine.saves and not self._quiet.holds(self._clock()):
-                keys = pack(state.request.block_hashes[lookup.start : end])
+                keys = pack(state.hashes(end)[lookup.start : end])
                 lookup.known = lookup.start + self._match(keys, self._whole_parts)
         request = state.request
         if lookup.known > lookup.end:
@@ -380,6 +484,12 @@ class SchedulerHalf:
             self.counters.add(failed_lookups=1)
             return 0
 
+    def _computes_sooner(self, start: int, blocks: int, *, sync: bool) -> bool:
+        """Whether a request would wait longer for so few blocks than the engine takes to compute them."""
+        load_s = self._load_costs[sync].seconds(blocks, self._clock())
+        price = None if load_s is None else self._recompute(start, start + blocks)
+        return load_s is not None and price is not None and price.seconds(0, blocks) < load_s
+
     def _is_loading(self, request: Any, local: int) -> bool:
         """Whether blocks of the engine's own hit are to be loaded by another request at the start of this step.
 
@@ -388,10 +498,11 @@ class SchedulerHalf:
         """
         for job in self._plan.loads:
             load = self._loads[job.job]
-            if job.sync and local > load.start:
-                hashes = load.state.request.block_hashes
-                if hashes[load.start] == request.block_hashes[load.start]:
-                    return True
+            if not job.sync or local <= load.start:
+                continue
+            at = load.start
+            if load.state.hashes(at + 1)[at] == self._state(request).hashes(at + 1)[at]:
+                return True
         return False
 
     def _synchronous(self, blocks: int) -> bool:
@@ -404,13 +515,17 @@ class SchedulerHalf:
     def _current_lookup(self, state: RequestState) -> Lookup | None:
         """The cached answer where it still holds for the engine's present hit, else a new one.
 
-        None while other nodes are asked for more.
+        None while the pool is asked for very many blocks, or other nodes for more.
         """
+        if state.asking is not None and not self._answered(state, state.asking):
+            return None
         lookup = state.lookup
         if lookup is None or not self._holds(state, lookup):
             self._drop_lookup(state)
-            lookup = state.lookup = self._look_up(state)
-            self._ask_others(state, lookup)
+            self._look_up(state)
+            if state.lookup is None:
+                return None
+            lookup = state.lookup
         if state.pull is None:
             return lookup
         return self._after_pull(state, state.pull, lookup)
@@ -424,22 +539,69 @@ class SchedulerHalf:
             return False  # the ranks could not read all of it any more
         return lookup.lease.deadline - self._clock() >= self._config.lease_s / 2
 
-    def _look_up(self, state: RequestState) -> Lookup:
-        """Lease what the node has beyond the engine's own hit."""
+    def _look_up(self, state: RequestState) -> None:
+        """Lease what the node has beyond the engine's own hit, or begin to."""
         start, end = state.local, self._end(state)
         lease = None
         if end - start >= self._config.min_load_blocks and not self._quiet.holds(self._clock()):
             self.counters.add(lookups=1)
-            lease = self._acquire(pack(state.request.block_hashes[start:end]), state.trace)
+            assert self._namespace is not None
+            parts = len(self._namespace.parts)
+            if self._ahead is not None and (end - start) * parts > PARTS_AT_ONCE:
+                state.asking = Asking(start, end)
+                self._answered(state, state.asking)
+                return
+            lease = self._acquire(pack(state.hashes(end)[start:end]), state.trace)
+        self._found(state, start, lease)
+
+    def _found(
+        self, state: RequestState, start: int, lease: Lease | None, keys: bytes = b""
+    ) -> None:
+        """A first answer, which other nodes may have more than."""
         blocks = 0 if lease is None else lease.blocks
         self.counters.add(hit_blocks=blocks)
-        return Lookup(start, start + blocks, lease, self._preemptions(state))
+        state.lookup = Lookup(start, start + blocks, lease, self._preemptions(state), keys)
+        self._ask_others(state, state.lookup)
+
+    def _answered(self, state: RequestState, asking: Asking) -> bool:
+        """Go on with a lookup of very many blocks: a slice of their keys, or a look whether the answer has come."""
+        assert self._ahead is not None and self._namespace is not None  # noqa: PT018  (both are needed to ask)
+        if asking.lease is None:
+            end = min(asking.at + SLICE_BLOCKS, asking.end)
+            asking.keys += pack(state.hashes(end)[asking.at : end])
+            asking.at = end
+            if end < asking.end:
+                return False
+            keys = bytes(asking.keys)
+            life, trace = self._life, state.trace
+            asking.lease = self._ahead.submit(self._namespace, keys, life, trace)
+            asking.begun = self._clock()
+            return False
+        waited_s = self._clock() - asking.begun
+        late = waited_s >= AHEAD_TIMES * self._config.request_timeout_s
+        if not asking.lease.done() and not late:
+            return False
+        state.asking = None
+        lease = None
+        if asking.lease.done():
+            lease = asking.lease.result()
+        else:
+            asking.lease.add_done_callback(self._release_late)
+            asking.lease.cancel()
+        self._quiet.note(self._clock(), failed=late and not lease)
+        self.counters.add(failed_lookups=lease is False)
+        lease = lease or None
+        if asking.before is None or asking.pull is None:
+            self._found(state, asking.start, lease, bytes(asking.keys))
+        else:
+            self._gain(state, asking.before, lease, asking.pull)
+        return True
 
     def _end(self, state: RequestState) -> int:
         """Chain index behind the last block that may be loaded."""
         request = state.request
         # The last token is computed in any case: on top of a state behind it, it would count twice.
-        tokens = request.num_tokens - bool(self._states)
+        tokens = int(request.num_tokens) - bool(self._states)
         end = min(tokens // self._engine.hash_tokens, len(request.block_hashes))
         return end if state.limit is None else min(end, state.limit)
 
@@ -476,7 +638,7 @@ class SchedulerHalf:
         if worth - lookup.end < self._config.min_load_blocks or self._quiet.holds(self._clock()):
             return
         end = self._end(state)
-        keys = pack(state.request.block_hashes[lookup.start : end])
+        keys = lookup.keys or pack(state.hashes(end)[lookup.start : end])
         price = self._recompute(lookup.start, end)
         followed = state.following if state.pulled < 0 else None
         state.pull = self._pulls.begin(lookup.start, keys, price, self._life, followed, state.trace)
@@ -498,33 +660,36 @@ class SchedulerHalf:
             return None
         state.pull = None
         blocks = self._pulls.blocks(pull)
-        before = lookup.end
+        lease = None
         # One that is late may have brought a part.
-        if blocks is None or pull.start + blocks > before:
-            lookup = self._look_again(state, lookup)
-        gained = lookup.end - before
+        if blocks is None or pull.start + blocks > lookup.end:
+            end = self._end(state)
+            if lookup.keys:
+                asking = Asking(lookup.start, end, bytearray(lookup.keys), end, lookup, pull)
+                state.asking = asking
+                return None
+            lease = self._acquire(pack(state.hashes(end)[lookup.start : end]), state.trace)
+        return self._gain(state, lookup, lease, pull)
+
+    def _gain(self, state: RequestState, before: Lookup, lease: Lease | None, pull: Pull) -> Lookup:
+        """A lookup of more than before, or that one if there is not."""
+        assert self._pulls is not None
+        lookup = before
+        if lease is not None and before.start + lease.blocks <= before.end:
+            self._client.release(lease)
+        elif lease is not None:
+            self._drop_lookup(state)
+            end = before.start + lease.blocks
+            lookup = Lookup(before.start, end, lease, self._preemptions(state), before.keys)
+            state.lookup = lookup
+        gained = lookup.end - before.end
         self.counters.add(
-            late_pulls=blocks is None,
+            late_pulls=self._pulls.blocks(pull) is None,
             pulled_blocks=gained,
             hit_blocks=gained,
             pull_wait_seconds=self._pulls.note(pull, gained),
         )
         return lookup
-
-    def _look_again(self, state: RequestState, before: Lookup) -> Lookup:
-        """A lookup of more than before, or that one if there is not."""
-        keys = pack(state.request.block_hashes[before.start : self._end(state)])
-        lease = self._acquire(keys, state.trace)
-        if lease is None:
-            return before
-        if before.start + lease.blocks <= before.end:
-            self._client.release(lease)
-            return before
-        self._drop_lookup(state)
-        state.lookup = Lookup(
-            before.start, before.start + lease.blocks, lease, self._preemptions(state)
-        )
-        return state.lookup
 
     @staticmethod
     def _drop_pull(state: RequestState) -> None:
@@ -536,9 +701,17 @@ class SchedulerHalf:
         return int(state.request.num_preemptions)
 
     def _drop_lookup(self, state: RequestState) -> None:
+        asking, state.asking = state.asking, None
+        if asking is not None and asking.lease is not None:
+            asking.lease.add_done_callback(self._release_late)
         lookup, state.lookup = state.lookup, None
         if lookup is not None and lookup.lease is not None:
             self._client.release(lookup.lease)
+
+    def _release_late(self, answer: Future[Lease | Literal[False] | None]) -> None:
+        """The answer to a question that nobody asks any more; in a thread of `Ahead`."""
+        if not answer.cancelled() and (lease := answer.result()):
+            self._client.release(lease)
 
     # --- loads --------------------------------------------------------------------------------
 
@@ -561,14 +734,21 @@ class SchedulerHalf:
         )
         state.lookup = None
         state.saved = max(state.saved, end)
-        keys = [*map(block_key, request.block_hashes[start:end])]
+        keys = [*map(block_key, state.hashes(end)[start:end])]
         self._offered.add([*keys, *self._state_names(keys[-1:])], self._clock())
         suspects: set[int] = set()
         if lookup.sync:
             (rule,) = self._engine.rules
             suspects.update(tables[rule.group][start // rule.stride :])
         self._loads[job.job] = RunningLoad(
-            state, lookup.lease, start, lookup.sync, self._engine.ranks, suspects
+            state,
+            lookup.lease,
+            start,
+            lookup.sync,
+            self._engine.ranks,
+            suspects,
+            end - start,
+            self._clock(),
         )
         self._plan.loads.append(job)
 
@@ -594,11 +774,14 @@ class SchedulerHalf:
         saving = self._engine.saves and self._usable and not doubtful
         for request_id, states in (handed or {}).items() if saving else ():
             # Ahead of other blocks, which are of no use without them and can wait for pins.
-            if (state := self._requests.get(request_id)) is not None:
+            state = self._requests.get(request_id)
+            if state is not None and state.adapter is not None:
                 self._save_states(state, states)
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
             if state is None or not saving:
+                continue
+            if state.adapter is None:
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if whole > state.saved:
@@ -618,7 +801,7 @@ class SchedulerHalf:
         These are steps that compute more of prompts than of answers: the time of the others is spent on
         reading weights and KV, whatever the number of tokens.
         """
-        if self._config.prefill_tokens_per_s or self._pulls is None:
+        if self._config.prefill_tokens_per_s or not self._engine.loads:
             return 0
         prompts = deepest = 0
         attended = 0.0
@@ -646,6 +829,8 @@ class SchedulerHalf:
 
         Hashes exist for known tokens only, so drafts that may be rejected are never counted.
         """
+        if not self._config.save_generated:
+            computed_tokens = min(computed_tokens, state.request.num_prompt_tokens)
         return min(computed_tokens // self._engine.hash_tokens, len(state.request.block_hashes))
 
     def _save(self, state: RequestState, tables: Sequence[Sequence[int]], whole: int) -> None:
@@ -655,7 +840,7 @@ class SchedulerHalf:
         anyhow; only what is left at its end is dropped.
         """
         now = self._clock()
-        hashes = state.request.block_hashes
+        hashes = state.hashes(whole)
         wanted: list[int] = []
         room = self.pins.room() // max(1, len(self._engine.rules) - len(self._states))
         index = state.saved
@@ -670,7 +855,7 @@ class SchedulerHalf:
 
     def _save_states(self, state: RequestState, handed: Sequence[Handover]) -> None:
         """Queue the states of a request that the engine hands over, if they fit: they are handed over once."""
-        now, hashes = self._clock(), state.request.block_hashes
+        now, hashes = self._clock(), state.hashes(len(state.request.block_hashes))
         tokens = self._engine.hash_tokens
         end = len(hashes)
         if not self._engine.answer_states:
@@ -705,6 +890,7 @@ class SchedulerHalf:
             limit = load.state.limit
             load.state.limit = load.start if limit is None else min(limit, load.start)
             load.state.saved = min(load.state.saved, load.start)
+            load.failed = True
             self._forget(load)
             if load.sync:
                 # The engine computes them again for the requests that are left, but has had them in its cache since
@@ -718,8 +904,8 @@ class SchedulerHalf:
             self._shut = True
             self.counters.add(shut_out=1)
             log.warning(
-                "another engine has reset this engine's namespace: it can neither load nor store blocks until it is "
-                "reset too, or restarted with the same weights"
+                "the epoch of this engine's namespace was ended from outside: it can neither load nor store blocks until "
+                "it is reset (reset_prefix_cache with reset_connector) or restarted"
             )
         for job, ranks in done.loads.items():
             load = self._loads[job]
@@ -727,6 +913,7 @@ class SchedulerHalf:
             if load.ranks_left == 0:
                 del self._loads[job]
                 self._ended.append(load.lease)
+                self._learn_load(load, done.load_seconds.get(job, 0.0))
         for job, ranks in done.saves.items():
             save = self._saves[job]
             save.ranks_left -= ranks
@@ -737,6 +924,14 @@ class SchedulerHalf:
                 self._save_times.learn(len(save.keys), done.save_seconds[job])
         for number, (seconds, stages) in done.steps.items():
             self._learn_speed(number, seconds, stages)
+
+    def _learn_load(self, load: RunningLoad, seconds: float) -> None:
+        """A load ended. seconds: of its copies, if it was synchronous; for others the request has waited all the time."""
+        if load.failed:
+            return
+        now = self._clock()
+        cost = self._load_costs[load.sync]
+        cost.observe(load.blocks, seconds if load.sync else now - load.begun, now)
 
     def _learn_speed(self, number: int, seconds: float, stages: int) -> None:
         """Some of a step's pipeline stages took so long: a prompt goes through one after the other."""
@@ -757,7 +952,8 @@ class SchedulerHalf:
 
     def _forget(self, load: RunningLoad) -> None:
         """Offer the blocks of a failed load again once they are computed."""
-        keys = [*map(block_key, load.state.request.block_hashes[load.start :])]
+        end = len(load.state.request.block_hashes)
+        keys = [*map(block_key, load.state.hashes(end)[load.start : end])]
         self._offered.forget([*keys, *self._state_names(keys)])
 
     def _state_names(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -783,7 +979,7 @@ class SchedulerHalf:
             return None
         self._drop_lookup(state)
         self._drop_pull(state)
-        if not self._engine.saves or not self._usable:
+        if not self._engine.saves or not self._usable or state.adapter is None:
             return SaveReport(0, 0, None) if state.reports else None
         whole = self._whole(state, request.num_computed_tokens)
         if completed and whole > state.saved:
@@ -792,8 +988,8 @@ class SchedulerHalf:
             self.counters.add(dropped_saves=whole - state.saved)
         prompt = request.num_prompt_tokens // self._engine.hash_tokens
         if completed:  # otherwise who follows may wait for another engine, which goes on with it
-            self._tell_dropped(request.block_hashes[state.saved : prompt])
-        return self._report(request.block_hashes[:prompt]) if state.reports else None
+            self._tell_dropped(state.hashes(prompt)[state.saved : prompt])
+        return self._report(state.hashes(prompt)[:prompt]) if state.reports else None
 
     def _tell_dropped(self, hashes: Iterable[bytes]) -> None:
         """Who follows a prompt does not wait for these any more. Without any, nothing happens."""
@@ -819,10 +1015,10 @@ class SchedulerHalf:
         )
 
     def reset(self) -> bool:
-        """Forget all that was saved so far: the engine's KV means something else from now on.
+        """The engine's weights may be others from now on, and all that it held is gone.
 
         False while the engine holds KV of before, in running requests, loads or saves: none of it
-        may reach the new epoch, so the pool is left alone until a reset finds none.
+        may be saved beside new KV, so the pool is left alone until a reset finds none.
         """
         self._offered.clear()
         for state in self._requests.values():
@@ -839,44 +1035,10 @@ class SchedulerHalf:
                 "no requests running"
             )
             return False
-        self._begin_epoch()
+        self._reset += 1
+        self._unsure, self._shut = True, False
+        self.counters.add(resets=1)
         return True
-
-    def _begin_epoch(self) -> None:
-        """Go on in the namespace's next epoch, or in one of our own where the cluster cannot say."""
-        self._epoch = self._new_epoch()
-        if self._make_record is None:
-            return  # nothing was opened yet; what others have reset by then is not known
-        self._resets_owed += 1
-        shut = False
-        try:
-            if self._shared is None:
-                self._shared = self._client.open(self._make_record(self._config.epoch))
-            namespace = self._shared
-            while self._resets_owed:
-                shut = self._behind(namespace)
-                self._resets_owed -= 1
-        except KvpoolError as error:
-            self.counters.add(failed_resets=1)
-            log.warning(
-                "the namespace could not be reset, so this engine does not use the pool until a reset succeeds: %s",
-                error,
-            )
-            namespace = self._client.open(self._make_record(self._epoch))
-        else:
-            self._epoch = self._config.epoch
-            self.counters.add(resets=1)
-        self._enter(namespace)
-        self._shut = shut
-
-    def _behind(self, namespace: Namespace) -> bool:
-        """Count one change of our weights; whether those of other engines have changed more often."""
-        try:
-            self._client.reset(namespace)
-        except StaleEpoch as error:
-            log.warning("this engine does not use the pool: %s", error)
-            return True
-        return False
 
     def close(self) -> None:
         """Release every lease. Loads that run fail or end by their deadline."""
@@ -890,11 +1052,14 @@ class SchedulerHalf:
             self._drop_lookup(state)
         if self._pulls is not None:
             self._pulls.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
+            state.adapter = self._adapters.content(request.lora_request)
         return state
 
     def _job(self) -> int:

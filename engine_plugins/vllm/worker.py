@@ -66,6 +66,8 @@ class WorkerHalf:
     timer: for forward passes; None where another rank of the pipeline stage measures them.
     attachment: to the daemon's device memory, taken over; None where blocks are not read there.
     verify: compare slots in the segment with their checksums before they are copied.
+    weights: a digest of the rank's weights as they are.
+    pinned: whether the pool's memory may be copied from and to.
     """
 
     def __init__(
@@ -81,15 +83,20 @@ class WorkerHalf:
         timer: StepTimer | None = None,
         attachment: Attachment | None = None,
         verify: bool = False,
+        weights: Callable[[], str] = str,
+        pinned: Callable[[], bool] = lambda: True,
     ) -> None:
         self._verify = verify
         self._unverified = False  # that it cannot be was logged
         self._client = client
         self._attachment = attachment
-        self.report = replace(report, life=attachment.life) if attachment is not None else report
+        life = 0 if attachment is None else attachment.life
+        self.report = replace(report, life=life, pinned=pinned())
         self._pages = make_pages()
         self._load_pages = make_pages()
         self._block_errors = block_errors
+        self._weights = weights
+        self._pinned = pinned
         self._record_ready = record_ready
         self._load_thread = _thread("kvpool-load", thread_setup)
         self._save_thread = _thread("kvpool-save", thread_setup)
@@ -112,6 +119,10 @@ class WorkerHalf:
 
     def begin_step(self, plan: StepPlan) -> None:
         """The forward pass begins, unless there are synchronous loads before it."""
+        if plan.reset > self.report.reset:
+            # Here, since nothing changes weights during a step.
+            self.report = replace(self.report, weights=self._weights(), reset=plan.reset)
+            self._done.reports = [self.report]
         self._begun = self._timer.mark() if self._timer is not None and plan.measured else None
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -123,7 +134,10 @@ class WorkerHalf:
                 future = self._load_thread.submit(self._load, job, self._load_pages, ready, device)
                 self._loads[future] = job
                 continue
-            if not self._load(job, self._pages, ready, device):
+            begun = time.monotonic()
+            loaded = self._load(job, self._pages, ready, device)
+            self._done.load_seconds[job.job] = time.monotonic() - begun
+            if not loaded:
                 self._unheard.add(job.job)
                 self._failed_blocks |= job.block_ids()
                 self._done.failed_loads.add(job.job)
@@ -188,6 +202,9 @@ class WorkerHalf:
         self._collect_passes()
         if self._attachment is not None:
             self._attend(self._attachment)
+        if (pinned := self._pinned()) != self.report.pinned:
+            self.report = replace(self.report, pinned=pinned)
+            self._done.reports = [self.report]
         while self._chores and self._chores[0].done():
             self._chores.pop(0).result()
         if not self._done:
@@ -214,6 +231,11 @@ class WorkerHalf:
         if attachment.life != self.report.life:
             self.report = replace(self.report, life=attachment.life)
             self._done.reports = [self.report]
+
+    def settle(self) -> None:
+        """Wait until no copy is under way or queued any more; each has a deadline."""
+        for thread in (self._load_thread, self._save_thread):
+            thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Wait for copies that run (each has a deadline), drop those that wait, stop the threads."""

@@ -274,8 +274,14 @@ def run_engine(
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_module_path=options.pop("kv_connector_module_path", None),
-            # The default is for schedulers that have a core: a busy machine would make a miss of every lookup.
-            kv_connector_extra_config={"socket": path, "lookup_timeout_s": 5.0, **(extra or {})},
+            kv_connector_extra_config={
+                "socket": path,
+                # The default is for schedulers that have a core: a busy machine would make a miss of every lookup.
+                "lookup_timeout_s": 5.0,
+                # Tiny models compute short prompts sooner than they load them, sometimes.
+                "prefill_tokens_per_s": 1e-3,
+                **(extra or {}),
+            },
         )
     defaults = {
         # Which tokens are computed together depends on hits and on when loads arrive, and the last bits of the KV on

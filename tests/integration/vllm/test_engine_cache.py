@@ -76,14 +76,14 @@ def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
             ever |= set(has)
             kit.until(lambda: in_engines(b, ever) == has, "b knows what was loaded")
 
-            # New weights: a new epoch, in which the engine begins with nothing.
+            # A reset empties it.
             assert engine.llm.reset_prefix_cache(reset_connector=True)
-            kit.until(lambda: in_engines(b, ever) == {}, "nothing is in the new epoch")
+            kit.until(lambda: in_engines(b, ever) == {}, "nothing is in the cache")
             engine.generate(prompts[1:])
             engine.drain()
             has = cached(engine)
             ever |= set(has)
-            kit.until(lambda: in_engines(b, ever) == has, "b knows what there is in the new epoch")
+            kit.until(lambda: in_engines(b, ever) == has, "b knows what there is after the reset")
 
         kit.until(lambda: in_engines(b, ever) == {}, "the engine has ended")
         assert a.client.stats().tenants["default"].engines.followed == []

@@ -210,21 +210,17 @@ def test_an_abort_before_allocation_releases_the_lease(
     kit.until(lambda: daemon.leases() == 0, "the lease is released")
 
 
-def test_a_reset_hides_what_was_saved(
-    engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
+def test_a_reset_keeps_what_was_saved_while_the_weights_are_the_same(
+    kit: Any, engine: Any, asked: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """Last, since the engine's blocks of before are gone."""
     engine.drain()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
-    committed = daemon.counters().committed
     outputs = engine.generate(asked)
     assert [output.tokens for output in outputs] == expected
-    assert [output.cached for output in outputs] == [0, 0, 0]
-    engine.forget()
-    assert daemon.counters().committed > committed
-    outputs = engine.generate(asked)
-    assert [output.tokens for output in outputs] == expected
-    assert all(output.cached for output in outputs)
+    for each, output in zip(asked, outputs, strict=True):
+        assert output.cached >= kit.hit(
+            len(each)
+        )  # an asynchronous load may bring the last block too
 
 
 @pytest.mark.parametrize("mode", ["auto", "sync"])

@@ -72,7 +72,8 @@ def test_an_engine_learns_how_fast_it_computes(
         observe(fit, work, seconds)
 
     monkeypatch.setattr(PrefillFit, "observe", listen)
-    with kit.run_daemon(tmp_path) as daemon, kit.run_engine(llama, daemon) as engine:
+    measured = {"prefill_tokens_per_s": 0}
+    with kit.run_daemon(tmp_path) as daemon, kit.run_engine(llama, daemon, measured) as engine:
         half = engine.connector._scheduler
         assert half._recompute(0, 1) is None
         begun = time.perf_counter()

@@ -132,7 +132,6 @@ class FakePool:
         self.prices: list[Recompute | None] = []
         self.follows: list[tuple[float, str]] = []
         self.given_up: list[bytes] = []
-        self.resets: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
         self.generations: dict[bytes, int] = {}
@@ -171,16 +170,6 @@ class FakePool:
     def dropped(self, ns: Namespace, keys: bytes) -> None:
         assert self.opened
         self.given_up += [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-
-    def reset(self, ns: Namespace) -> None:
-        if self.away:
-            raise ClusterUnavailable("the fake cluster is away")
-        self.resets.append(ns.digest)
-        mine = self.generations[ns.digest] = self.generations[ns.digest] + 1
-        self.present[ns.digest] = max(mine, self.present[ns.digest])
-        if mine < self.present[ns.digest]:
-            raise StaleEpoch("others have changed their weights more often")
-        self.rows = {name: row for name, row in self.rows.items() if name[0] != ns.digest}
 
     def stats(self) -> NodeStats:
         return node_stats(sources=bool(self.others))

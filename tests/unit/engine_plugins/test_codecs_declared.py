@@ -133,7 +133,7 @@ def made(codec: Codec) -> NamespaceRecord:
         seed="none",
         versions={},
         hash_tokens=32,
-        epoch="0",
+        weights="",
     )
 
 

@@ -196,7 +196,7 @@ def digest(
     config: PluginConfig | None = None,
     report: RankReport = REPORT,
     seed: str = "none",
-    epoch: str = "0",
+    weights: str = "",
     versions: dict[str, str] | None = None,
     spec: Any = None,
     **changes: Any,
@@ -210,7 +210,7 @@ def digest(
         seed=seed,
         versions=versions or {},
         hash_tokens=32,
-        epoch=epoch,
+        weights=weights,
     ).digest()
 
 
@@ -240,7 +240,8 @@ def test_equal_facts_are_one_namespace() -> None:
             )
         },
         {"seed": "1"},
-        {"epoch": "1"},
+        {"config": PluginConfig(epoch="1")},
+        {"weights": "other"},
         {"versions": {"python": "3.12"}},
         {"spec": FullAttentionSpec(num_kv_heads=4)},
         {"config": PluginConfig(tenant="t")},
@@ -254,6 +255,25 @@ def test_equal_facts_are_one_namespace() -> None:
 )
 def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
     assert digest(**other) != digest()
+
+
+def test_a_hubs_revision_is_the_commit_that_was_loaded() -> None:
+    """Not the branch, which may be another commit tomorrow, nor its absence."""
+
+    def loaded(commit: str, revision: str | None) -> bytes:
+        config = SimpleNamespace(to_dict=lambda: {"layers": 2}, _commit_hash=commit)
+        return digest(model_config__hf_config=config, model_config__revision=revision)
+
+    assert loaded("c1", None) == loaded("c1", "main") == loaded("c1", "c1") != loaded("c2", None)
+
+
+def test_changed_weights_are_named_by_themselves() -> None:
+    """However the engines began."""
+    first, second = (
+        digest(weights="w", model_config__revision=each) for each in ("one", "another")
+    )
+    assert first == second
+    assert digest(weights="v") != first
 
 
 def test_a_model_may_be_named() -> None:
@@ -273,7 +293,7 @@ def test_the_form_by_rank_is_that_of_before() -> None:
         seed="none",
         versions={},
         hash_tokens=32,
-        epoch="0",
+        weights="",
     )
     assert found.digest().hex() == "939a57ea6bcc2844abfd4f12f9716992"
     assert found.parts == (PartSpec(128),) * 2
@@ -317,7 +337,7 @@ def canonical(reports: list[RankReport], spec: Any = None, **changes: Any) -> An
         seed="none",
         versions={},
         hash_tokens=32,
-        epoch="0",
+        weights="",
     )
 
 
@@ -393,7 +413,7 @@ def test_parts_are_ranks_times_groups() -> None:
         seed="",
         versions={},
         hash_tokens=32,
-        epoch="0",
+        weights="",
     )
     assert made.parts == (PartSpec(10), PartSpec(11, PartKind.WINDOW, 2)) * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.engine_plugins.vllm import scheduler
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.following import SaveReport
-from kvpool.engine_plugins.vllm.plan import GroupRule, Opening, StepDone, StepPlan, block_key, pack
+from kvpool.engine_plugins.vllm.plan import (
+    GroupRule,
+    Opening,
+    RankReport,
+    StepDone,
+    StepPlan,
+    block_key,
+    common_weights,
+    pack,
+)
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import STEPS_MAX, Engine, SchedulerHalf
 from kvpool.errors import LimitExceeded
@@ -45,6 +56,7 @@ class Harness:
         **extra: Any,
     ) -> None:
         self.pool, self.block_pool = pool, block_pool
+        self.ahead: Any = None
         self.now = 100.0
         pool.clock = lambda: self.now
         rules = list(rules)
@@ -65,7 +77,7 @@ class Harness:
             for _ in range(ranks)
             for rule in rules
         )
-        epochs = iter(range(1, 99))
+        unseen = iter(range(1, 99))
         config = PluginConfig.from_extra(extra)
         pulls = None
         if threads is not None:
@@ -82,19 +94,20 @@ class Harness:
             config,
             engine,
             pulls=pulls,
-            new_epoch=lambda: f"local-{next(epochs)}",
+            new_weights=lambda: f"unseen-{next(unseen)}",
             clock=lambda: self.now,
         )
         self.half.bind_pool(block_pool)
-        self.make: Callable[[str], NamespaceRecord] = lambda epoch: NamespaceRecord(
-            {"epoch": epoch}, parts
+        self.make: Callable[[str], NamespaceRecord] = lambda weights: NamespaceRecord(
+            {"weights": weights or "as started"}, parts
         )
         self.half.set_namespace(
             self.make,
+            "first",
             groups=[rule.group for _ in range(ranks) for rule in rules],
             rank_bytes=sum(PART_BYTES // rule.stride for rule in rules),
         )
-        self.ns = pool.open(self.make("0"))
+        self.ns = pool.open(self.make(""))
         if threads is not None:
             threads.run()
 
@@ -115,6 +128,7 @@ class Harness:
         extra_tokens: int = 1,
         first: int = 0,
         params: dict[str, Any] | None = None,
+        adapter: Any = None,
     ) -> Any:
         request = SimpleNamespace(
             request_id=name,
@@ -127,9 +141,15 @@ class Harness:
             skip_reading_prefix_cache=False,
             kv_transfer_params=params,
             trace_headers=None,
+            lora_request=adapter,
         )
         self.half.on_new_request(request)
         return request
+
+    def reset(self, weights: str = "first") -> None:
+        """Reset, and have the ranks say which weights they have."""
+        assert self.half.reset()
+        self.half.use_weights(weights)
 
     def step(
         self,
@@ -454,7 +474,7 @@ def test_the_result_of_a_pull_that_nobody_wants_any_more_is_dropped(
 def test_a_request_asks_anew_after_a_reset(clustered: Harness, threads: Any) -> None:
     request = clustered.request("r", 8)
     assert clustered.half.matched_tokens(request, 0) == (None, False)
-    assert clustered.half.reset()
+    clustered.reset()
     assert clustered.half.matched_tokens(request, 0) == (None, False)
     threads.run()
     assert clustered.half.matched_tokens(request, 0) == (0, False)
@@ -834,7 +854,7 @@ def test_blocks_are_saved_as_they_are_completed(harness: Harness) -> None:
     request = harness.request("r", 4)
     first = harness.step(request, 2 * TOKENS + 3, tables(5))
     assert first.saves[0].saves[0].keys == pack(request.block_hashes[:2])
-    assert first.opening == Opening(1, harness.make("0"), 0)
+    assert first.opening == Opening(1, harness.make(""), 0)
     second = harness.step(request, 1, tables(5))
     assert second.opening is None
     assert first.saves[0].generation == second.saves[0].generation == 1
@@ -1204,6 +1224,164 @@ def test_an_engine_that_saves_nothing_says_so(pool: Any, block_pool: Any) -> Non
     )
 
 
+# --- lookups of very many blocks
+
+
+class AheadByHand:
+    """`Ahead` with a thread that does nothing until it is told to."""
+
+    def __init__(self, pool: Any, threads: Any) -> None:
+        self.pool, self.threads = pool, threads
+        self.refuses = False
+
+    def submit(self, ns: Any, keys: bytes, life: int, trace: str) -> Any:
+        return self.threads.submit(self._acquire, ns, keys, life)
+
+    def _acquire(self, ns: Any, keys: bytes, life: int) -> Any:
+        return False if self.refuses else self.pool.acquire(ns, keys, life=life)
+
+    def close(self) -> None:
+        self.threads.run()
+
+
+@pytest.fixture
+def slow(pool: Any, block_pool: Any, threads: Any, monkeypatch: pytest.MonkeyPatch) -> Harness:
+    """One that asks for more than four blocks ahead."""
+    monkeypatch.setattr(scheduler, "SLICE_BLOCKS", 4)
+    monkeypatch.setattr(scheduler, "PARTS_AT_ONCE", 4)
+    harness = Harness(pool, block_pool, load_mode="async")
+    harness.ahead = AheadByHand(pool, threads)
+    harness.half._ahead = harness.ahead
+    return harness
+
+
+def test_very_many_blocks_are_asked_for_in_slices_beside_the_steps(slow: Harness) -> None:
+    request = slow.request("r", 10)
+    slow.store(request.block_hashes[:9])
+    packed = []
+    for _ in range(6):
+        assert slow.half.matched_tokens(request, 0) == (None, False)
+        asking = slow.half._requests["r"].asking
+        packed.append(len(asking.keys) // 16)
+        assert slow.pool.acquires == 0
+    assert packed == [4, 8, 10, 10, 10, 10]
+    assert bytes(asking.keys) == pack(request.block_hashes)
+    slow.ahead.threads.run()
+    assert slow.half.matched_tokens(request, 0) == (9 * TOKENS, True)
+    assert slow.half.matched_tokens(request, 0) == (9 * TOKENS, True)
+    assert slow.pool.acquires == 1
+    counted = slow.half.counters.take()
+    assert (counted["lookups"], counted["hit_blocks"]) == (1, 9)
+    # Few are asked for on the spot.
+    few = slow.request("few", 4)
+    assert slow.half.matched_tokens(few, 0) == (4 * TOKENS, True)
+
+
+@pytest.mark.parametrize("how", ["aborted", "reset", "preempted"])
+@pytest.mark.parametrize("asked", [1, 2, 9])
+def test_an_answer_that_nobody_needs_any_more_is_released(
+    slow: Harness, how: str, asked: int
+) -> None:
+    request = slow.request("r", 10)
+    slow.store(request.block_hashes)
+    for _ in range(asked):
+        slow.half.matched_tokens(request, 0)
+    if how == "aborted":
+        slow.half.request_finished(request, tables(10), completed=False)
+    elif how == "reset":
+        assert slow.half.reset()
+    else:
+        slow.half.allocated(request, tables(10), 0)
+    slow.ahead.threads.run()
+    assert not slow.pool.leases
+
+
+@pytest.mark.parametrize("why", ["refused", "late"])
+def test_a_request_waits_for_no_answer_without_end(slow: Harness, why: str) -> None:
+    request = slow.request("r", 10)
+    slow.store(request.block_hashes)
+    while not slow.ahead.threads.waiting:
+        assert slow.half.matched_tokens(request, 0) == (None, False)
+    if why == "late":
+        slow.now += 2.0
+    else:
+        slow.ahead.refuses = True
+        slow.ahead.threads.run()
+    assert slow.half.matched_tokens(request, 0) == (0, False)
+    assert slow.half.counters.take().get("failed_lookups", 0) == (why == "refused")
+    slow.ahead.threads.run()
+    assert not slow.pool.leases
+    # After a late one nothing is asked for a while.
+    other = slow.half.matched_tokens(slow.request("other", 10), 0)
+    assert other == ((0, False) if why == "late" else (None, False))
+
+
+def test_what_a_pull_brings_to_very_many_blocks_is_asked_for_ahead_too(
+    clustered: Harness, threads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "SLICE_BLOCKS", 4)
+    monkeypatch.setattr(scheduler, "PARTS_AT_ONCE", 4)
+    ahead: Any = AheadByHand(clustered.pool, type(threads)())
+    clustered.half._ahead = ahead
+    request = clustered.request("r", 10)
+    clustered.store(request.block_hashes[:3])
+    clustered.store_elsewhere(request.block_hashes)
+    found: tuple[int | None, bool] = (None, False)
+    for _ in range(20):
+        found = clustered.half.matched_tokens(request, 0)
+        threads.run()
+        ahead.threads.run()
+    assert found == (10 * TOKENS, True)
+    assert clustered.pool.acquires == 2
+    assert len(clustered.pool.leases) == 1
+    counted = clustered.half.counters.take()
+    assert (counted["hit_blocks"], counted["pulled_blocks"], counted["pulls"]) == (10, 7, 1)
+
+
+# --- what is quicker to compute
+
+
+def load(harness: Harness, name: str, blocks: int, seconds: float, *, failed: bool = False) -> Any:
+    """A request whose blocks are loaded in that time."""
+    request = harness.request(name, blocks)
+    assert harness.half.matched_tokens(request, 0) == (blocks * TOKENS, True)
+    harness.half.allocated(request, tables(blocks), blocks * TOKENS)
+    plan = harness.half.plan_step({}, lambda _: [[]])
+    harness.now += seconds
+    harness.end(plan, failed=failed)
+    harness.half.request_finished(request, tables(blocks), completed=True)
+    return request
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_ordered(pool: Any, block_pool: Any) -> None:
+    """A load takes 1 s and 0.1 s a block, computing 0.2 s a block: equal at ten blocks."""
+    harness = Harness(pool, block_pool, load_mode="async", prefill_tokens_per_s=TOKENS / 0.2)
+    harness.store(hashes(20))
+    load(harness, "failed", 20, 9.0, failed=True)
+    for number, blocks in enumerate((12, 20, 16)):
+        load(harness, f"r{number}", blocks, 1 + 0.1 * blocks)
+    short = harness.request("short", 9)
+    for _ in range(3):
+        assert harness.half.matched_tokens(short, 0) == (0, False)
+    assert harness.half.counters.take()["declined_blocks"] == 9
+    harness.half.allocated(short, tables(9), 0)
+    assert harness.half.matched_tokens(harness.request("long", 11), 0) == (11 * TOKENS, True)
+    # It is measured again after a while.
+    harness.now += 31
+    assert harness.half.matched_tokens(harness.request("later", 9), 0) == (9 * TOKENS, True)
+
+
+def test_generated_blocks_are_saved_by_choice(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, save_generated=False)
+    request = harness.request("r", 2)
+    request.block_hashes = hashes(6)
+    (save,) = harness.step(request, 5 * TOKENS, tables(6)).saves[0].saves
+    assert save.keys == pack(hashes(2))
+    harness.half.request_finished(request, tables(6), completed=True)
+    assert "dropped_saves" not in harness.half.counters.take()
+    assert harness.half.plan_step({}, lambda _: [[]]).saves == []
+
+
 # --- preemption and reset
 
 
@@ -1232,47 +1410,83 @@ def hashes(blocks: int) -> list[bytes]:
     return [bytes([i]) * 32 for i in range(blocks)]
 
 
-def test_a_reset_begins_an_epoch_on_all_ranks(idle: Harness) -> None:
+def test_a_reset_with_the_same_weights_keeps_everything(idle: Harness) -> None:
+    """As when an engine sleeps."""
     request = idle.request("r", 4)
     assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
     assert idle.half.reset()
     assert not idle.pool.leases
-    assert idle.pool.resets == [idle.ns.digest]
-    assert idle.half.has_work()
+    assert idle.half.matched_tokens(request, 0) == (None, False)
+    plan = idle.half.plan_step({}, lambda _: [[]])
+    assert plan.reset == 1
+    idle.half.use_weights(None)  # not all ranks have said it
+    assert idle.half.matched_tokens(request, 0) == (None, False)
+    idle.half.use_weights("first")
+    assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+    assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(2, idle.make(""), 0)
+    counted = idle.half.counters.take()
+    assert counted["resets"] == 1
+    assert "new_weights" not in counted
+
+
+def test_new_weights_lead_to_another_namespace_and_old_ones_back(idle: Harness) -> None:
+    request = idle.request("r", 4)
+    idle.reset("second")
     assert idle.half.matched_tokens(request, 0) == (0, False)
     plan = idle.step(request, 4 * TOKENS, tables(4))
-    assert plan.opening == Opening(2, idle.make("0"), 1)
+    assert plan.opening == Opening(2, idle.make("second"), 0)
     assert [save.generation for save in plan.saves] == [2]
     idle.end(plan)
     assert not idle.half.has_work()
-    assert idle.half.counters.take()["resets"] == 1
-
-
-def test_a_reset_that_the_cluster_does_not_hear_of_sets_the_engine_apart(idle: Harness) -> None:
-    idle.pool.away = True
-    assert idle.half.reset()
-    idle.pool.away = False
-    request = idle.request("r", 4)
-    assert idle.half.matched_tokens(request, 0) == (0, False)
-    plan = idle.step(request, 4 * TOKENS, tables(4))
-    assert plan.opening == Opening(2, idle.make("local-1"), 0)
-    idle.end(plan)
-    assert idle.half.counters.take()["failed_resets"] == 1
-    # The next one leads back, and makes up for the one that nobody heard of.
-    assert idle.half.reset()
-    assert idle.pool.resets == [idle.ns.digest] * 2
-    assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(3, idle.make("0"), 2)
-
-
-def test_an_engine_whose_weights_are_behind_stays_out(idle: Harness) -> None:
-    request = idle.request("r", 4)
-    idle.pool.present[idle.ns.digest] = 2  # others have had two changes of weights
-    assert idle.half.reset()
-    assert idle.half.matched_tokens(request, 0) == (0, False)
-    assert not idle.step(request, 4 * TOKENS, tables(4)).saves
-    assert idle.half.reset()
+    assert idle.half.counters.take()["new_weights"] == 1
+    # Whoever has the same finds what there is of them.
+    idle.ns = idle.pool.open(idle.make("second"))
     idle.store(hashes(4))
+    idle.reset("second")
     assert idle.half.matched_tokens(idle.request("s", 4), 0) == (4 * TOKENS, True)
+    idle.reset("first")
+    assert idle.half.matched_tokens(idle.request("t", 4), 0) == (4 * TOKENS, True)
+    assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(4, idle.make(""), 0)
+
+
+def test_weights_that_cannot_be_seen_are_shared_with_nobody(
+    idle: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("unseen-1", "unseen-2"):
+        idle.reset("")
+        opening = idle.half.plan_step({}, lambda _: [[]]).opening
+        assert opening is not None
+        assert opening.record == idle.make(name)
+    assert len(caplog.records) == 2
+
+
+def test_nothing_is_asked_while_nothing_is_to_be_computed(idle: Harness) -> None:
+    """A step without requests may be one of an engine that sleeps, with its weights unmapped."""
+    assert idle.half.reset()
+    assert not idle.half.has_work()
+    assert idle.half.plan_step({}, lambda _: [[]]).reset == 0
+
+
+def test_an_answer_to_an_earlier_question_is_none(idle: Harness) -> None:
+    assert idle.half.reset()
+    assert idle.half.reset()
+    reports = [RankReport(0, "cpu", "L", "", [], {}, weights="w", reset=at) for at in range(3)]
+    assert idle.half.last_reset == 2
+    assert [common_weights([one], 2) is None for one in reports] == [True, True, False]
+    assert common_weights(reports[1:], 2) is None
+
+
+def test_an_engine_that_only_saves_asks_too(pool: Any, block_pool: Any) -> None:
+    harness = Harness(pool, block_pool, loads=False)
+    harness.half.plan_step({}, lambda _: [[]])
+    assert harness.half.reset()
+    request = harness.request("r", 4)
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    plan = harness.step(request, 2 * TOKENS, tables(4))
+    assert (plan.reset, plan.saves) == (1, [])
+    harness.half.use_weights("second")
+    (save,) = harness.step(request, 2 * TOKENS, tables(4)).saves[0].saves
+    assert save.keys == pack(request.block_hashes)
 
 
 def test_ranks_open_the_namespace_when_its_weights_are_known(pool: Any, block_pool: Any) -> None:
@@ -1283,20 +1497,22 @@ def test_ranks_open_the_namespace_when_its_weights_are_known(pool: Any, block_po
     assert first.weights == -1
     assert harness.half.plan_step({}, lambda _: [[]]).opening is None
     pool.silent = False
-    assert harness.half.plan_step({}, lambda _: [[]]).opening == Opening(2, harness.make("0"), 0)
+    assert harness.half.plan_step({}, lambda _: [[]]).opening == Opening(2, harness.make(""), 0)
     assert harness.half.plan_step({}, lambda _: [[]]).opening is None
 
 
-def test_a_reset_before_the_namespace_is_known_sets_the_engine_apart(
-    pool: Any, block_pool: Any
-) -> None:
+def test_a_reset_before_the_namespace_is_known_counts(pool: Any, block_pool: Any) -> None:
     harness = Harness(pool, block_pool)
     harness.half._namespace = harness.half._make_record = None
     assert harness.half.reset()
-    harness.half.set_namespace(harness.make, groups=[0], rank_bytes=PART_BYTES)
+    request = harness.request("r", 4)
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    harness.half.set_namespace(harness.make, "first", groups=[0], rank_bytes=PART_BYTES)
+    assert harness.half.matched_tokens(request, 0) == (None, False)
+    harness.half.use_weights("second")
     opening = harness.half.plan_step({}, lambda _: [[]]).opening
     assert opening is not None
-    assert opening.record == harness.make("local-1")
+    assert opening.record == harness.make("second")
 
 
 @pytest.mark.parametrize("why", ["loads", "saves", "runs"])
@@ -1314,7 +1530,6 @@ def test_a_reset_with_old_blocks_in_the_engine_leaves_the_pool_alone(
     else:
         idle.block_pool.touch(idle.block_pool.blocks[1:3])
     assert not idle.half.reset()
-    assert idle.pool.resets == []
     other = idle.request("other", 4)
     assert idle.half.matched_tokens(other, 0) == (0, False)
     assert idle.step(other, 4 * TOKENS, tables(4)).saves == []
@@ -1323,8 +1538,7 @@ def test_a_reset_with_old_blocks_in_the_engine_leaves_the_pool_alone(
     if why == "runs":
         idle.block_pool.free_blocks(idle.block_pool.blocks[1:3])
     other.num_computed_tokens = 0
-    assert idle.half.reset()
-    assert idle.pool.resets == [idle.ns.digest]
+    idle.reset("second")
     assert idle.step(other, 4 * TOKENS, tables(4)).saves != []
 
 
@@ -1342,10 +1556,67 @@ def test_an_engine_shut_out_by_another_leaves_the_pool_alone_until_its_own_reset
     assert idle.step(request, 4 * TOKENS, tables(4)).saves == []
     assert idle.half.counters.take()["shut_out"] == 1
     assert len(caplog.records) == 1
-    assert idle.half.reset()
+    idle.reset()
     again = idle.request("again", 4)
     idle.store(again.block_hashes)
     assert idle.half.matched_tokens(again, 0) == (4 * TOKENS, True)
+
+
+def test_nothing_is_asked_for_while_ranks_may_not_copy(idle: Harness) -> None:
+    request = idle.request("r", 4)
+    idle.half.use_memory(pinned=False)
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    assert idle.step(request, 2 * TOKENS, tables(4)).saves == []
+    assert not idle.pool.leases
+    idle.half.use_memory(pinned=True)
+    assert idle.half.matched_tokens(idle.request("s", 4), 0) == (4 * TOKENS, True)
+
+
+# --- adapters
+
+
+def keys_in(packed: bytes) -> list[bytes]:
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
+
+
+def adapter_of(folder: Path, number: int, content: bytes) -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.bin").write_bytes(content)
+    (folder / "adapter_config.json").write_text("{}")
+    return SimpleNamespace(lora_int_id=number, lora_name="a", lora_path=str(folder))
+
+
+def test_blocks_of_an_adapter_are_named_by_its_content(harness: Harness, tmp_path: Path) -> None:
+    """Name, path and the engine's hashes are the same."""
+    first = adapter_of(tmp_path / "a", 1, b"one")
+    saved = harness.request("r", 4, adapter=first)
+    plan = harness.step(saved, 4 * TOKENS, tables(4))
+    (save,) = plan.saves[0].saves
+    assert save.keys != pack(saved.block_hashes)
+    assert len(set(keys_in(save.keys)) - set(keys_in(pack(saved.block_hashes)))) == 4
+    harness.pool.commit(harness.pool.reserve(harness.ns, save.keys))
+    harness.end(plan)
+    found = (4 * TOKENS, True)
+    assert harness.half.matched_tokens(harness.request("same", 4, adapter=first), 0) == found
+    assert harness.half.matched_tokens(harness.request("none", 4), 0) == (0, False)
+    second = adapter_of(tmp_path / "a", 2, b"two")
+    other = harness.request("other", 4, adapter=second)
+    assert harness.half.matched_tokens(other, 0) == (0, False)
+    # Loaded again with the first content.
+    third = adapter_of(tmp_path / "a", 3, b"one")
+    assert harness.half.matched_tokens(harness.request("again", 4, adapter=third), 0) == found
+
+
+def test_blocks_of_an_unknown_adapter_are_not_shared(harness: Harness, tmp_path: Path) -> None:
+    adapter = adapter_of(tmp_path / "a", 1, b"one")
+    adapter.lora_path = str(tmp_path / "not here")
+    request = harness.request("r", 4, adapter=adapter)
+    harness.store(request.block_hashes)
+    assert harness.half.matched_tokens(request, 0) == (0, False)
+    assert harness.step(request, 4 * TOKENS, tables(4)).saves == []
+    harness.half.request_finished(request, tables(4), completed=True)
+    assert "dropped_saves" not in harness.half.counters.take()
+    assert not harness.half.has_work()
 
 
 # --- the engine's own cache
@@ -1359,14 +1630,12 @@ def test_the_daemon_is_told_where_the_engines_events_are(pool: Any, block_pool: 
     harness = Harness(pool, block_pool, rules=rules, ranks=2, events=EVENTS)
     told = (EVENTS.endpoint, EVENTS.replay, EVENTS.topic, [0, 2, 0, 2])
     assert pool.followed == [(harness.ns.digest, *told)]
-    # Where the cluster does not answer, the engine goes on in a namespace of its own.
-    pool.away = True
-    assert harness.half.reset()
-    pool.away = False
-    assert harness.half.reset()
-    assert pool.followed[1:] == [(harness.ns.digest, *told)]
+    harness.reset("second")
+    assert pool.followed[1:] == [(pool.open(harness.make("second")).digest, *told)]
+    harness.reset("first")
+    assert pool.followed[2:] == [(harness.ns.digest, *told)]
     harness.half.close()
-    assert pool.followed[2:] == [(harness.ns.digest, "", "", "", [0, 2, 0, 2])]
+    assert pool.followed[3:] == [(harness.ns.digest, "", "", "", [0, 2, 0, 2])]
 
 
 def test_an_engine_that_is_not_followed_serves_all_the_same(

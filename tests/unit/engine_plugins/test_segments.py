@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is in the vLLM environment only")
 
+from kvpool.engine_plugins.vllm import device, device_copies
 from kvpool.engine_plugins.vllm.device import PinnedSegments
 from kvpool.errors import SegmentError
 
@@ -19,18 +20,18 @@ from kvpool.errors import SegmentError
 class Driver(PinnedSegments):
     """With a driver that keeps a list."""
 
-    def __init__(self) -> None:
-        super().__init__(SimpleNamespace(type="cuda"))
+    def __init__(self, thread: Any = None) -> None:
+        super().__init__(SimpleNamespace(type="cuda"), thread)
         self.registered: list[tuple[int, int]] = []
         self.refuses = False
 
-    def _pin(self, whole: Any) -> None:  # type: ignore[override]
+    def _pin(self, address: int, size: int) -> None:  # type: ignore[override]
         if self.refuses:
             raise SegmentError("refused")
-        self.registered.append((whole.ctypes.data, whole.nbytes))
+        self.registered.append((address, size))
 
-    def _unpin(self, address: int, nbytes: int) -> None:
-        self.registered.remove((address, nbytes))
+    def _unpin(self, address: int) -> None:
+        self.registered.remove(next(each for each in self.registered if each[0] == address))
 
 
 def segment(size: int = 1 << 16) -> np.ndarray:
@@ -70,17 +71,18 @@ def mapped_again(old: np.ndarray) -> np.ndarray:
 def test_another_segment_at_the_same_address_is_another_one(driver: Driver) -> None:
     memory = segment()
     old, new = mapped_again(memory), mapped_again(memory)
-    asked: list[Any] = []
+    asked: list[int] = []
     pin = driver._pin
 
-    def asks(whole: Any) -> Any:
-        asked.append(whole)
-        return pin(whole)
+    def asks(address: int, size: int) -> None:
+        asked.append(address)
+        pin(address, size)
 
-    driver._pin = asks
+    driver._pin = asks  # type: ignore[method-assign]
+    driver.tensor(rows(old, 4096))
     driver.tensor(rows(old, 4096))
     driver.tensor(rows(new, 4096))
-    assert [one is two for one, two in zip(asked, [old, new], strict=True)] == [True, True]
+    assert asked == [memory.ctypes.data] * 2
     assert len(driver.registered) == 1
 
 
@@ -121,3 +123,88 @@ def test_what_the_driver_refuses_is_tried_again(driver: Driver) -> None:
     driver.refuses = False
     driver.tensor(table)
     assert len(driver.registered) == 1
+
+
+# --- slice by slice, in a thread
+
+SLICE = 1 << 14
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch, threads: Any) -> Driver:
+    monkeypatch.setattr(device, "PIN_SLICE", SLICE)
+    return Driver(threads)
+
+
+def test_it_is_registered_in_slices_beside_the_engine(sliced: Driver, threads: Any) -> None:
+    whole = segment(5 * SLICE + 100)
+    sliced.begin(rows(whole, 4096))
+    assert not sliced.ready
+    with pytest.raises(SegmentError, match="being registered"), sliced.using(rows(whole, 4096)):
+        pass
+    threads.run()
+    assert sliced.ready
+    with sliced.using(rows(whole, 4096)) as tensor:
+        assert tensor.data_ptr() == whole.ctypes.data
+    start = whole.ctypes.data
+    ends = [address + size for address, size in sliced.registered]
+    assert [address for address, _ in sliced.registered] == [start, *ends[:-1]]
+    assert ends[-1] == start + whole.nbytes
+    assert all(end % SLICE == 0 for end in ends[:-1])
+    sliced.close()
+    assert sliced.registered == []
+
+
+def test_what_is_refused_in_the_middle_is_given_back_and_tried_again(
+    sliced: Driver, threads: Any
+) -> None:
+    whole = segment(4 * SLICE)
+    table = rows(whole, 4096)
+    pin = sliced._pin
+    left = [1, 1]
+
+    def refuses_the_third(address: int, size: int) -> None:
+        if not left:
+            raise SegmentError("refused")
+        left.pop()
+        pin(address, size)
+
+    sliced._pin = refuses_the_third  # type: ignore[method-assign]
+    sliced.begin(table)
+    threads.run()
+    assert sliced.registered == []
+    with pytest.raises(SegmentError, match="refused"):
+        sliced.tensor(table)
+    sliced._pin = pin  # type: ignore[method-assign]
+    with pytest.raises(SegmentError, match="being registered"):
+        sliced.tensor(table)
+    threads.run()
+    sliced.tensor(table)
+
+
+def test_a_segment_that_is_replaced_while_it_is_registered_is_given_up(
+    sliced: Driver, threads: Any
+) -> None:
+    old, new = segment(4 * SLICE), segment(2 * SLICE)
+    sliced.begin(rows(old, 4096))
+    sliced.begin(rows(new, 4096))
+    threads.run()
+    sliced.tensor(rows(new, 4096))
+    assert sum(size for _, size in sliced.registered) == new.nbytes
+
+
+def test_copies_are_cut_where_slices_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses others, which only a GPU shows."""
+    import torch
+
+    monkeypatch.setattr(device_copies, "PIN_SLICE", SLICE)
+    host = torch.from_numpy(segment(3 * SLICE))
+    staged = torch.arange(len(host)).to(torch.uint8)
+    pieces = list(device_copies._pieces(staged[100:-7], host[100:-7]))
+    assert sum(len(piece) for _, piece in pieces) == len(host) - 107
+    for one, piece in pieces:
+        assert len(one) == len(piece)
+        first, last = piece.data_ptr(), piece.data_ptr() + len(piece) - 1
+        assert first // SLICE == last // SLICE
+        piece.copy_(one)
+    assert torch.equal(host[100:-7], staged[100:-7])

@@ -46,6 +46,8 @@ class Rank:
         verify: bool = False,
     ) -> None:
         random = np.random.default_rng(seed)
+        self.weights = "first"
+        self.pinned = True
         self.full = [random.integers(0, 256, (BLOCKS, size), np.uint8) for size in (16, 8)]
         self.window = [random.integers(0, 256, (BLOCKS, 8), np.uint8)]
         self.half = WorkerHalf(
@@ -60,6 +62,8 @@ class Rank:
             timer=timer,
             attachment=attachment,
             verify=verify,
+            weights=lambda: self.weights,
+            pinned=lambda: self.pinned,
         )
         self.step(StepPlan(opening=Opening(1, RECORD, 0)))
 
@@ -515,3 +519,49 @@ def test_seconds_of_pipeline_stages_add_up() -> None:
     done.merge(StepDone(saves={7: 1}))
     assert done.steps == {1: (0.75, 2), 2: (1.0, 1), 3: (4.0, 1)}
     assert done
+
+
+def test_a_rank_looks_at_its_weights_once_a_reset(pool: Any) -> None:
+    rank = Rank(pool)
+    rank.half.take_done()
+    rank.weights = "second"
+    rank.half.begin_step(StepPlan())
+    assert rank.half.take_done() is None
+    for _ in range(2):  # steps that overlap ask twice
+        rank.half.begin_step(StepPlan(reset=3))
+        rank.weights = "third"
+    done = rank.half.take_done()
+    assert done is not None
+    (report,) = done.reports
+    assert (report.weights, report.reset) == ("second", 3)
+    assert rank.half.take_done() is None
+
+
+def test_it_settles_when_its_copies_have_ended(pool: Any) -> None:
+    """As before the engine's memory is unmapped."""
+    rank = Rank(pool)
+    held, settled = threading.Event(), threading.Event()
+    copy = rank.half._save_thread.submit(held.wait, PATIENCE_S)
+
+    def settle() -> None:
+        rank.half.settle()
+        assert copy.done()
+        settled.set()
+
+    waiter = threading.Thread(target=settle)
+    waiter.start()
+    assert not settled.is_set()
+    held.set()
+    waiter.join(PATIENCE_S)
+    assert settled.is_set()
+
+
+def test_a_rank_reports_when_its_device_may_not_read_the_pools_memory(pool: Any) -> None:
+    rank = Rank(pool)
+    rank.half.take_done()
+    for pinned in (False, True):
+        rank.pinned = pinned
+        done = rank.half.take_done()
+        assert done is not None
+        assert [report.pinned for report in done.reports] == [pinned]
+        assert rank.half.take_done() is None

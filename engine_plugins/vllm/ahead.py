@@ -1,0 +1,45 @@
+"""Lookups of very many blocks, beside the engine's steps: the scheduler's thread only packs a slice of keys a step."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal
+
+from kvpool.errors import KvpoolError
+from kvpool.types import Namespace
+
+if TYPE_CHECKING:
+    from kvpool.client import Client, Lease
+
+PARTS_AT_ONCE = 5000
+"""Of how many parts of blocks a lookup asks on the spot: a few milliseconds."""
+SLICE_BLOCKS = 8192
+"""How many keys are packed at a time: about a millisecond."""
+
+
+class Ahead:
+    """client: for its thread only; it may wait longer than the scheduling thread's. lease_s: of the leases."""
+
+    def __init__(self, client: Client, lease_s: float) -> None:
+        self._client = client
+        self._lease_s = lease_s
+        self._thread = ThreadPoolExecutor(1, "kvpool-lookup")
+
+    def submit(
+        self, ns: Namespace, keys: bytes, life: int, trace: str
+    ) -> Future[Lease | Literal[False] | None]:
+        """The lease on what there is of them. False: the daemon refused. One after the other."""
+        return self._thread.submit(self._acquire, ns, keys, life, trace)
+
+    def _acquire(
+        self, ns: Namespace, keys: bytes, life: int, trace: str
+    ) -> Lease | Literal[False] | None:
+        try:
+            return self._client.acquire(ns, keys, lease_s=self._lease_s, life=life, trace=trace)
+        except KvpoolError:
+            return False
+
+    def close(self) -> None:
+        """Waits for the lookup that is under way."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._client.close()

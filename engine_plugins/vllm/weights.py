@@ -1,0 +1,199 @@
+"""Which weights an engine has: those in its memory to the last bit, those of a checkpoint by samples.
+
+What is in memory depends on how ranks share a model, so it tells whether weights have changed, and which engines
+of one shape have changed to the same. A checkpoint's files are the same for engines of all shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+WORD = 8
+ROW_WORDS = 4096
+PIECES_MAX = 2048
+"""From how many places of a checkpoint bytes are read: where each takes a millisecond, two seconds."""
+PIECE_BYTES = 4096
+PROBED_INPUTS, PROBES_MAX = 8, 512
+HEADER_BYTES_MAX = 100_000_000
+SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def models_with(layers: Iterable[Module]) -> list[Module]:
+    """The whole models, target and draft, that such layers are in.
+
+    A KV connector is given layers only. A module does not know what it is in, so all modules of the process are looked
+    through, which takes a fraction of a second: call it once.
+    """
+    from torch.nn import Module
+
+    parents: dict[int, list[Module]] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Module):
+            for child in one.children():
+                parents.setdefault(id(child), []).append(one)
+    roots: dict[int, Module] = {}
+    known: set[int] = set()
+    ahead = list(layers)
+    while ahead:
+        one = ahead.pop()
+        if id(one) in known:
+            continue
+        known.add(id(one))
+        above = parents.get(id(one), [])
+        ahead += above
+        if not above:
+            roots[id(one)] = one
+    return list(roots.values())
+
+
+class Loaded:
+    """The weights of one rank. For the engine's thread, between its forward passes."""
+
+    def __init__(self, layers: Iterable[Module]) -> None:
+        self._models = models_with(layers)
+
+    def digest(self) -> str:
+        """Of all bytes of all parameters, and of what else a checkpoint sets; empty if some cannot be seen.
+
+        Reads the weights twice, on their device, and moves little. Linear layers whose kernels keep the weights in a
+        form of their own, as vLLM's do on CPUs, are known by what they compute, to within its rounding.
+        """
+        import torch
+
+        total = hashlib.sha256()
+        sums: list[Tensor] = []
+        seen = 0
+        for model in self._models:
+            for name, tensor in _tensors(model):
+                if tensor.is_meta or not tensor.numel():
+                    return ""
+                seen += 1
+                total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                sums += _sums(tensor)
+        if not seen:
+            return ""
+        for device in sorted({str(each.device) for each in sums}):
+            together = torch.cat([each for each in sums if str(each.device) == device])
+            total.update(together.cpu().numpy().tobytes())
+        return total.hexdigest()[:32]
+
+
+def _tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that are saved with them: others are what an engine works with."""
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            hidden = not parameter.numel() and hasattr(module, "input_size_per_partition")
+            tensor = _computed(module, parameter) if hidden else parameter
+            yield from _inner(f"{prefix}.{name}", tensor)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield from _inner(f"{prefix}.{name}", buffer)
+
+
+def _computed(layer: Any, parameter: Tensor) -> Tensor:
+    """What a linear layer makes of vectors that have few inputs each, so that no change drowns in their sum."""
+    import torch
+
+    inputs = layer.input_size_per_partition
+    rows = min(-(-inputs // PROBED_INPUTS), PROBES_MAX)
+    probes = torch.zeros(rows, inputs, dtype=parameter.dtype, device=parameter.device)
+    each = torch.arange(inputs)
+    probes[each % rows, each] = 1 - 2 * (each // rows % 2).to(parameter.dtype)
+    with torch.inference_mode():
+        computed: Tensor = layer.quant_method.apply(layer, probes)
+    return computed
+
+
+def _inner(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that have the bytes, where quantisation has wrapped several into one."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _inner(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor.detach()
+
+
+def _sums(tensor: Tensor) -> list[Tensor]:
+    """Sums of a tensor's words by row and by column of a table that they fill in their order.
+
+    Any one change is another sum, and so is an exchange of two words, or of two rows.
+    """
+    import torch
+
+    flat = _in_memory(tensor)
+    whole = len(flat) // WORD
+    words = [flat[: whole * WORD].view(torch.int64)] if flat.storage_offset() % WORD == 0 else []
+    rest = flat[whole * WORD :] if words else flat
+    found = [rest.to(torch.int64)] if len(rest) < ROW_WORDS else []
+    if not found:
+        words.append(rest.to(torch.int64))
+    for every in words:
+        rows = len(every) // ROW_WORDS
+        table, last = every[: rows * ROW_WORDS].view(rows, ROW_WORDS), every[rows * ROW_WORDS :]
+        found.append(last)
+        if rows:
+            found += [table.sum(0), table.sum(1)]
+    return found
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Its bytes in the order in which they lie, without a copy where they lie together."""
+    import torch
+
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).contiguous().view(-1)
+    return flat.view(torch.uint8)
+
+
+def stored(path: str) -> Any:
+    """What tells the weights of a checkpoint from others: names, sizes, and some bytes of each tensor; None: no files."""
+    place = Path(path)
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        files = sorted(each for each in place.iterdir() if each.suffix in SUFFIXES)
+    else:
+        return None
+    pieces = max(1, PIECES_MAX // max(1, len(files)))
+    return [[file.name, file.stat().st_size, _sampled(file, pieces)] for file in files]
+
+
+def _sampled(path: Path, pieces: int) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        header, places = _header(file, size) if path.suffix == ".safetensors" else (b"", [])
+        if size <= pieces * PIECE_BYTES:
+            places = list(range(0, size, PIECE_BYTES))
+        places = places or [size * i // pieces for i in range(pieces)]
+        total.update(header)
+        for at in places[:: -(-len(places) // pieces)]:
+            file.seek(at)
+            total.update(file.read(PIECE_BYTES))
+    return total.hexdigest()[:32]
+
+
+def _header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
+    """A safetensors file's list of tensors, and where the middle of each is."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(size, HEADER_BYTES_MAX):
+        return b"", []
+    header = file.read(length)
+    try:
+        tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
+        offsets = [each["data_offsets"] for each in tensors]
+        # A row or so before the middle, so that small tensors are read from their beginning.
+        return header, [
+            8 + length + max(start, (start + end - PIECE_BYTES) // 2) for start, end in offsets
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return b"", []

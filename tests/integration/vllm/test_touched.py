@@ -1,0 +1,157 @@
+"""What the plugin touches of vLLM beyond its connector interface: each is there, in an engine that runs.
+
+The same list, with what it is for, is the table "Beyond the interface" in docs/vllm.md. A change of vLLM fails here by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVEventsConfig, SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+TOUCHED = {
+    "Request": "request_id block_hashes num_tokens num_prompt_tokens num_computed_tokens num_preemptions status "
+    "skip_reading_prefix_cache kv_transfer_params trace_headers lora_request",
+    "RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED",
+    "LoRARequest": "lora_int_id lora_name lora_path",
+    "BlockPool": "blocks touch free_blocks evict_blocks get_num_free_blocks",
+    "SchedulerOutput": "num_scheduled_tokens kv_connector_block_state",
+    "KVConnectorBlockState": "get_block_ids",
+    "KVConnectorOutput": "kv_connector_worker_meta",
+    "KVConnectorTransferResults": "finished_recving failed_recving",
+    "KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout hash_block_size prefix_cacheable_group_ids",
+    "KVCacheGroupSpec": "layer_names kv_cache_spec host_resident",
+    "VllmConfig": "max_concurrent_batches use_v2_model_runner compilation_config model_config cache_config load_config "
+    "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config",
+    "CompilationConfig": "static_forward_context",
+    "ModelConfig": "model revision dtype quantization seed hf_config served_model_name max_model_len",
+    "CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
+    "LoadConfig": "load_format",
+    "ParallelConfig": "rank world_size tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
+    "prefill_context_parallel_size data_parallel_index",
+    "SchedulerConfig": "max_num_batched_tokens",
+    "SpeculativeConfig": "method model num_speculative_tokens",
+    "KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint topic",
+    "Attention": "get_attn_backend",
+    "LinearBase": "input_size_per_partition quant_method",
+    "kv_cache_utils": "DEFAULT_NONE_HASH_SEED resolve_none_hash_seed",
+    "kv_cache_interface": "FullAttentionSpec MLAAttentionSpec ChunkedLocalAttentionSpec SlidingWindowSpec "
+    "SlidingWindowMLASpec UniformTypeKVCacheSpecs",
+    "FullAttentionSpec": "block_size dcp_sharded dtype kv_quant_mode num_head_slots state_content_bytes head_size "
+    "head_size_v",
+    "SlidingWindowSpec": "sliding_window extra_retained_tokens",
+    "CacheHitSource": "HOST",
+}
+
+
+@pytest.fixture(scope="module")
+def living(kit: Any, llama: Path, daemon: Any) -> Any:
+    """Of each name, one that an engine uses, or the class where it uses none."""
+    seen: dict[str, Any] = {
+        "RequestStatus": RequestStatus,
+        "LoRARequest": LoRARequest,
+        "KVConnectorBlockState": KVConnectorBlockState,
+        "KVConnectorTransferResults": KVConnectorTransferResults(),
+        "SpeculativeConfig": SpeculativeConfig,
+        "KVEventsConfig": KVEventsConfig(),
+        "kv_cache_utils": kv_cache_utils,
+        "kv_cache_interface": kv_cache_interface,
+        "SlidingWindowSpec": kv_cache_interface.SlidingWindowSpec,
+        "CacheHitSource": CacheHitSource,
+    }
+    with kit.run_engine(llama, daemon) as engine:
+        connector = engine.connector
+        for name, hook in (
+            ("Request", "on_new_request"),
+            ("SchedulerOutput", "build_connector_meta"),
+            ("KVConnectorOutput", "update_connector_output"),
+        ):
+            setattr(connector, hook, spy(seen, name, getattr(connector, hook)))
+        engine.generate(kit.prompts(51, (100,)), 2)
+        engine.drain()
+        config = engine.llm.llm_engine.vllm_config
+        layers = list(config.compilation_config.static_forward_context.values())
+        cache = connector._kv_cache_config
+        (group,) = cache.kv_cache_groups
+        (model,) = connector_models(layers)
+        linear = next(one for one in model.modules() if isinstance(one, LinearBase))
+        seen |= {
+            "BlockPool": engine.pool,
+            "KVCacheConfig": cache,
+            "KVCacheGroupSpec": group,
+            "FullAttentionSpec": group.kv_cache_spec,
+            "VllmConfig": config,
+            "CompilationConfig": config.compilation_config,
+            "ModelConfig": config.model_config,
+            "CacheConfig": config.cache_config,
+            "LoadConfig": config.load_config,
+            "ParallelConfig": config.parallel_config,
+            "SchedulerConfig": config.scheduler_config,
+            "Attention": layers[0],
+            "LinearBase": linear,
+        }
+        yield seen
+
+
+def spy(seen: dict[str, Any], name: str, hook: Any) -> Any:
+    """The hook, which keeps the first that it is given."""
+
+    def call(given: Any) -> Any:
+        seen.setdefault(name, given)
+        return hook(given)
+
+    return call
+
+
+def connector_models(layers: list[Any]) -> list[Any]:
+    from kvpool.engine_plugins.vllm.weights import models_with
+
+    return models_with(layers)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(owner, name) for owner, names in TOUCHED.items() for name in names.split()]
+)
+def test_it_is_there(living: dict[str, Any], owner: str, name: str) -> None:
+    one = living[owner]
+    fields = (
+        {each.name for each in dataclasses.fields(one)}
+        if isinstance(one, type) and dataclasses.is_dataclass(one)
+        else set()
+    )
+    known = hasattr(one, name) or name in fields or name in getattr(one, "__struct_fields__", ())
+    assert known, f"vLLM's {owner} has no {name} any more"
+
+
+def test_the_backend_of_a_layer_has_a_name(living: dict[str, Any]) -> None:
+    assert living["Attention"].get_attn_backend().get_name() == "CPU_ATTN"
+
+
+def test_a_linear_layer_computes_by_its_method(living: dict[str, Any]) -> None:
+    """The one call into vLLM's model, where weights are hidden."""
+    import torch
+
+    layer = living["LinearBase"]
+    probe = torch.zeros(2, layer.input_size_per_partition, dtype=torch.float32)
+    with torch.inference_mode():
+        assert layer.quant_method.apply(layer, probe).shape[0] == 2
+
+
+def test_the_manual_has_this_list() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs/vllm.md").read_text()
+    table = text.partition("## Beyond the interface")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.MULTILINE)
+    listed = {owner: set(re.findall(r"`(\w+)`", names)) for owner, names in rows}
+    assert listed == {owner: set(names.split()) for owner, names in TOUCHED.items()}

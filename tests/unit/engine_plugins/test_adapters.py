@@ -1,0 +1,67 @@
+"""What adapters contain, while files come, change and go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.engine_plugins.vllm.adapters import KNOWN_MAX, Adapters
+
+
+def adapter(folder: Path, number: int = 1, weights: bytes = b"w", config: str = "{}") -> Any:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.bin").write_bytes(weights)
+    (folder / "adapter_config.json").write_text(config)
+    return SimpleNamespace(lora_int_id=number, lora_name="name", lora_path=str(folder))
+
+
+def test_content_is_what_counts(tmp_path: Path) -> None:
+    known = Adapters()
+    assert known.content(None) == b""
+    one = known.content(adapter(tmp_path / "a"))
+    assert one
+    assert known.content(adapter(tmp_path / "b", 2)) == one
+    assert known.content(adapter(tmp_path / "c", 3, weights=b"x")) not in (one, None)
+    assert known.content(adapter(tmp_path / "d", 4, config='{"r": 8}')) not in (one, None)
+
+
+def test_files_that_change_under_a_loaded_adapter_make_it_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = Adapters()
+    first = adapter(tmp_path / "a")
+    before = known.content(first)
+    second = adapter(tmp_path / "a", 2, weights=b"x")
+    os.utime(tmp_path / "a/adapter_model.bin", ns=(1, 1))
+    assert known.content(first) is None
+    assert "load it again" in caplog.text
+    assert known.content(second) not in (before, None)
+
+
+@pytest.mark.parametrize("missing", ["adapter_model.bin", "adapter_config.json", ""])
+def test_without_files_nothing_is_known(
+    tmp_path: Path, missing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = adapter(tmp_path / "a")
+    if missing:
+        (tmp_path / "a" / missing).unlink()
+    else:
+        one.lora_path = str(tmp_path / "b")
+    known = Adapters()
+    assert known.content(one) is None
+    assert "adapter name" in caplog.text
+    adapter(tmp_path / "a")
+    assert bool(known.content(one)) == bool(missing)
+
+
+def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
+    known = Adapters()
+    adapter(tmp_path / "a")
+    for number in range(1, KNOWN_MAX + 3):
+        one = SimpleNamespace(lora_int_id=number, lora_name="n", lora_path=str(tmp_path / "a"))
+        assert known.content(one)
+    assert len(known._known) == KNOWN_MAX

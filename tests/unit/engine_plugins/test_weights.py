@@ -1,0 +1,180 @@
+"""Which weights there are: of modules in memory, and of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.engine_plugins.vllm import weights
+from kvpool.engine_plugins.vllm.weights import Loaded, stored
+
+# --- files
+
+
+def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+    header, at = {}, 0
+    for name, each in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(each)], "data_offsets": [at, at + len(each)]}
+        at += len(each)
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
+
+
+def test_a_copy_is_the_same_and_other_bytes_are_not(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    tensors = {"x": bytes(1000), "y": bytes(range(256))}
+    for folder in ("a", "b"):
+        safetensors(tmp_path / folder / "model.safetensors", tensors)
+    (tmp_path / "a" / "README.md").write_text("not weights")
+    assert stored(str(tmp_path / "a")) == stored(str(tmp_path / "b"))
+    safetensors(tmp_path / "b/model.safetensors", {**tensors, "y": bytes(256)})
+    assert stored(str(tmp_path / "a")) != stored(str(tmp_path / "b"))
+    assert stored(str(tmp_path / "a/model.safetensors")) == stored(str(tmp_path / "a"))
+
+
+def test_of_a_large_file_each_tensor_is_looked_at(tmp_path: Path) -> None:
+    size = 2 * weights.PIECES_MAX * weights.PIECE_BYTES // 4
+    tensors = {str(i): bytes([i]) * size for i in range(4)}
+    path = tmp_path / "m.safetensors"
+    safetensors(path, tensors)
+    before = stored(str(path))
+    for name in tensors:
+        safetensors(path, {**tensors, name: bytes([9]) * size})
+        assert stored(str(path)) != before, name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 20,
+        (9).to_bytes(8, "little") + b'{"a": [1]}',
+        (4).to_bytes(8, "little") + b"null",
+    ],
+)
+def test_what_is_no_safetensors_file_is_bytes(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    before = stored(str(path))
+    path.write_bytes(content + b"1")
+    assert stored(str(path)) != before
+
+
+def test_a_hub_id_has_no_files() -> None:
+    assert stored("org/model-that-is-no-folder") is None
+
+
+# --- memory
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is in the vLLM environment only")
+
+
+def model_of(torch: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(300, 64),
+        torch.nn.Sequential(torch.nn.Linear(64, 700), torch.nn.LayerNorm(700)),
+        torch.nn.Linear(700, 33, dtype=torch.bfloat16),
+    )
+
+
+def test_the_whole_model_is_found_from_a_layer(torch: Any) -> None:
+    model, other = model_of(torch), model_of(torch)
+    assert weights.models_with([model[1][0]]) == [model]
+    assert weights.models_with([model[1][0], model[2], other[0]]) in (
+        [model, other],
+        [other, model],
+    )
+
+
+def test_every_single_element_counts(torch: Any) -> None:
+    model = model_of(torch)
+    loaded = Loaded([model[0]])
+    before = loaded.digest()
+    assert before == loaded.digest()
+    same = model_of(torch)
+    assert before == Loaded([same[0]]).digest()
+    seen = {before}
+    tensors = list(model.parameters())
+    for tensor in tensors:
+        flat = tensor.data.view(-1)
+        for at in (0, len(flat) // 2, len(flat) - 1):
+            was = flat[at].clone()
+            flat[at] = was + 1
+            seen.add(loaded.digest())
+            flat[at] = was
+    assert len(seen) == 1 + 3 * len(tensors)
+    assert loaded.digest() == before
+
+
+def test_an_exchange_counts(torch: Any) -> None:
+    model = model_of(torch)
+    loaded = Loaded([model[0]])
+    before = loaded.digest()
+    rows = model[1][0].weight.data
+    rows[[3, 500]] = rows[[500, 3]]
+    assert loaded.digest() != before
+
+
+def test_strides_and_odd_sizes_are_read_right(torch: Any) -> None:
+    model = torch.nn.Module()
+    model.layer = torch.nn.Module()
+    wide = torch.arange(5 * 7 * 3, dtype=torch.uint8).view(5, 7, 3)
+    model.layer.register_buffer("odd", wide.permute(2, 0, 1)[1:, ::2])
+    loaded = Loaded([model.layer])
+    before = loaded.digest()
+    for at in range(wide.numel()):
+        flat = wide.view(-1)
+        flat[at] += 1
+        inside = at % 3 >= 1 and at // 21 % 2 == 0
+        assert (loaded.digest() != before) == inside, at
+        flat[at] -= 1
+
+
+def test_only_what_is_saved_with_a_model_counts(torch: Any) -> None:
+    model = model_of(torch)
+    model[1].register_buffer("scale", torch.ones(()))
+    model[1].register_buffer("work", torch.ones(4), persistent=False)
+    loaded = Loaded([model[0]])
+    before = loaded.digest()
+    model[1].work += 1
+    assert loaded.digest() == before
+    model[1].scale += 1
+    assert loaded.digest() != before
+
+
+def test_a_layer_that_hides_its_weights_is_known_by_what_it_computes(torch: Any) -> None:
+    class Packed(torch.nn.Module):
+        input_size_per_partition = 96
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [torch.randn(40, 96)]
+            self.weight = torch.nn.Parameter(torch.empty(0))
+            self.quant_method = self
+
+        def apply(self, layer: Any, probes: Any) -> Any:
+            return probes @ self.hidden[0].T
+
+    model = torch.nn.Sequential(Packed(), torch.nn.Linear(4, 4))
+    loaded = Loaded([model[1]])
+    before = loaded.digest()
+    assert before == loaded.digest()
+    for at in (0, 50, 95):
+        model[0].hidden[0][7, at] += 1e-3
+        assert loaded.digest() != before
+        before = loaded.digest()
+
+
+def test_weights_that_cannot_be_seen_have_no_digest(torch: Any) -> None:
+    model = model_of(torch)
+    model[1][0].weight = torch.nn.Parameter(torch.empty(0))
+    assert Loaded([model[0]]).digest() == ""
+    assert Loaded([]).digest() == ""
