@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
 RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
-PARTS_SINCE = 9  # protocol of the first daemons that reserve several parts at once
+DROPPED_SINCE = PARTS_SINCE = 9  # protocol of the first daemons that know these messages
 _PAGE = 4096
 
 
@@ -692,7 +692,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None:
+                if number is not None and connection.daemon.protocol >= DROPPED_SINCE:
                     connection.tell(client_wire.Dropped(number, packed))
         except Unavailable:
             pass  # and who follows has a limit
