@@ -302,17 +302,21 @@ class Api:
 
     async def _body(self, request: web.Request) -> bytes:
         """Raises `BadRequest` for one that is too large, for which there is no room, or that does not arrive."""
-        most = self._config.body_bytes_max
-        too_large = BadRequest(413, f"the body has more than {most} bytes")
+        most, content = self._config.body_bytes_max, request.content
         if (request.content_length or 0) > most:
-            raise too_large
+            raise _too_large(most)
         try:
             with self._serving.reading():
+                if content.is_eof():  # it came with its head
+                    if len(whole := content.read_nowait()) > most:
+                        raise _too_large(most)
+                    request[HELD].add(len(whole))
+                    return whole
                 async with asyncio.timeout(self._config.client_stall_s):
                     body = bytearray()
-                    while piece := await request.content.readany():
+                    while piece := await content.readany():
                         if len(body) + len(piece) > most:
-                            raise too_large
+                            raise _too_large(most)
                         request[HELD].add(len(piece))
                         body += piece
                     return bytes(body)
@@ -418,6 +422,10 @@ class Api:
 
 class _Weight(msgspec.Struct, forbid_unknown_fields=True):
     weight: float
+
+
+def _too_large(most: int) -> BadRequest:
+    return BadRequest(413, f"the body has more than {most} bytes")
 
 
 def _hang_up(request: web.Request) -> None:

@@ -61,7 +61,9 @@ class Ordering(Protocol):
     """Where requests get their orders from. The outcome of everything but `submit` comes as news."""
 
     async def submit(self, recipient: Recipient) -> Rejection | None:
-        """Ask for orders for its request, until `remove`; or why none will come."""
+        """Ask for orders for its request, until `remove`; or why none will come. Raises `TimeoutError` at its deadline:
+        another router may be asked, and may not answer.
+        """
 
     def remove(self, request: Request) -> None:
         """Finished or not: unneeded orders may still be under way. Unknown requests are ignored."""
@@ -214,17 +216,16 @@ class Orders:
         self._count(order, recipient, now)
 
     def _wake(self, wake_at: float, now: float) -> None:
-        if wake_at != self._alarm_at or self._alarm is None:
+        """To ring too early costs less than to set the alarm anew after each request."""
+        if wake_at < self._alarm_at:
             if self._alarm is not None:
                 self._alarm.cancel()
-                self._alarm = None
             self._alarm_at = wake_at
-            if wake_at < math.inf:
-                loop = asyncio.get_running_loop()
-                self._alarm = loop.call_later(max(wake_at - now, 0.0), self._ring)
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(max(wake_at - now, 0.0), self._ring)
 
     def _ring(self) -> None:
-        self._alarm = None
+        self._alarm, self._alarm_at = None, math.inf
         self._poll()
 
     def _count(self, order: Order | DecodeOrder, recipient: Recipient, now: float) -> None:

@@ -213,7 +213,7 @@ class Serving:
         )
         try:
             try:
-                rejection = None if direct is not None else await self._submit(active, deadline)
+                rejection = None if direct is not None else await self._submit(active)
                 if rejection is not None:
                     if rejection.code != "too_long":
                         raise self._rejected(rejection, account)
@@ -235,11 +235,10 @@ class Serving:
         except ClientGone:
             return "client_left"
 
-    async def _submit(self, active: ActiveRequest, deadline: float) -> Rejection | None:
-        """Raises `DeadlinePassed`: another router may be asked, and may not answer."""
+    async def _submit(self, active: ActiveRequest) -> Rejection | None:
+        """Raises `DeadlinePassed`."""
         try:
-            async with asyncio.timeout_at(deadline):
-                return await self._orders.submit(active)
+            return await self._orders.submit(active)
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before it was accepted") from None
 

@@ -116,7 +116,8 @@ class GroupOrders:
         entry = _Entry(recipient, leader, accepted)
         self._entries[recipient.request.ident] = entry
         leader.send(Submit(self._row(recipient)))
-        return await accepted
+        async with asyncio.timeout(recipient.request.deadline_s - self._clock()):
+            return await accepted
 
     def remove(self, request: Request) -> None:
         entry = self._entries.pop(request.ident, None)
