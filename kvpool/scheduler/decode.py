@@ -277,7 +277,10 @@ class Handover:
     def _from_afar(self, engine: Engine, prefill_s: float) -> tuple[float, float]:
         """The least rank and cost of all, as if none were on the same node: an upper bound."""
         best: tuple[float, float] = (math.inf, math.inf)
-        for rank, least, base in self._at_best(engine, prefill_s):
+        promising = self._at_best(engine, prefill_s)
+        if not self._cluster.links.differ:
+            return promising[0][:2] if promising else best
+        for rank, least, base in promising:
             if (rank, least) >= best:
                 break
             cost = base.tokens_s + self._handover_s(base, engine, prefill_s)

@@ -27,13 +27,8 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Fields are only ever added at the end, with defaults."""
 
 
-class LinkRow(msgspec.Struct, array_like=True, frozen=True):
-    """`scheduler.links.Link`."""
-
-    latency_s: Finite
-    byte_s: Finite
-    known: Name
-    age_s: Finite | None
+LinkRow = tuple[Finite, Finite, Name, Finite | None]
+"""`scheduler.links.Link`."""
 
 
 class EstimateRow(msgspec.Struct, array_like=True, frozen=True):

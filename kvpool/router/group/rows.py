@@ -110,7 +110,7 @@ def estimate_row(estimate: Estimate) -> EstimateRow:
         finite(estimate.prefill_s, "prefill_s"),
         finite(estimate.cost, "cost"),
         estimate.pending,
-        link_row(estimate.link),
+        estimate.link,
     )
 
 
@@ -140,7 +140,7 @@ def decode_row(estimate: DecodeEstimate) -> DecodeRow:
         finite(estimate.handover_s, "handover_s"),
         estimate.fits,
         finite(estimate.cost, "cost"),
-        link_row(estimate.link),
+        estimate.link,
     )
 
 
@@ -152,14 +152,9 @@ def decode_estimate_of(row: DecodeRow, engine_of: EngineOf) -> DecodeEstimate:
     )
 
 
-def link_row(link: Link | None) -> LinkRow | None:
-    """As a message carries it."""
-    return None if link is None else LinkRow(*link)
-
-
 def link_of(row: LinkRow | None) -> Link | None:
     """Of another router."""
-    return None if row is None else Link(row.latency_s, row.byte_s, row.known, row.age_s)
+    return None if row is None else Link(*row)
 
 
 def order_row(order: Order) -> OrderRow:
