@@ -42,11 +42,8 @@ def as_measured(told: Mapping[str, Any], kind: str, shape: Shape) -> tuple[Shape
                 "plan with --hardware and --model"
             )
     speeds = shape.speeds
-    links = {
-        _LINKS[tier]: load["bytes_s"]
-        for tier, load in found["loads"].items()
-        if tier in _LINKS and load["count"]
-    }
+    loads = found["loads"]
+    links = {_LINKS[tier]: bytes_s for tier, bytes_s in loads.items() if tier in _LINKS}
     measured = replace(
         speeds,
         hardware=replace(speeds.hardware, **links),
@@ -60,7 +57,7 @@ def as_measured(told: Mapping[str, Any], kind: str, shape: Shape) -> tuple[Shape
     said = (
         f"Speeds of {kind} as the router has measured them: {prefill['count']} steps of prompts, estimates "
         f"{prefill['error']:.0%} off; {decode['count']} answers, {decode['error']:.0%} off; "
-        f"of loads: {', '.join(sorted(t for t, each in found['loads'].items() if each['count'])) or 'none'}."
+        f"of loads: {', '.join(sorted(loads)) or 'none'}."
     )
     return replace(shape, speeds=measured, step_tokens=found["step_tokens"]), said
 

@@ -153,15 +153,21 @@ class Observing:
 
 
 def learned(cluster: Cluster) -> dict[str, Any]:
-    """What was learned of each kind of engines, in plain values: for planning. error: of estimates, relative."""
+    """What was learned of each kind of engines, in plain values: for planning.
+
+    error: of estimates, relative. loads: bytes a second by tier, of those that were measured, here or by daemons.
+    """
+    pulls = {} if cluster.links.bytes_s is None else {"peer": cluster.links.bytes_s}
     return {
         name: {
             "prefill": _plain(kind.prefill),
             "decode": _plain(kind.decode),
             "loads": {
-                tier: {"bytes_s": 1 / max(load.per_byte_s, 1e-15), "count": load.error.count}
+                tier: 1 / load.per_byte_s
                 for tier, load in kind.loads.items()
-            },
+                if load.learned and load.per_byte_s
+            }
+            | pulls,
             "step_tokens": kind.step_tokens,
             "block_tokens": kind.block_tokens,
             "block_bytes": kind.block_bytes,

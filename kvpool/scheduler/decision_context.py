@@ -194,7 +194,9 @@ class DecisionContext:
             )
         if waiting and pools and pool.coming > max(pool.reach, have):
             pulled = pool.coming - have
-            pull_s = kind.loads["peer"].seconds(pulled * kind.block_bytes) + load_s
+            # From wherever it is computed, which is not known here.
+            link = self.cluster.links.fastest(engine.node, kind.loads["peer"])
+            pull_s = link.seconds(pulled * kind.block_bytes) + load_s
             later_s = max(0.0, pool.ready_at - now) + pull_s
             starts_s = max(waits, later_s)
             prefill_s = self.prefill_s(engine, pool.coming)

@@ -26,6 +26,7 @@ from kvpool.scheduler.estimates import LoadEstimate
 
 KNOWN_MAX = 1 << 16
 """Pairs of nodes whose link is cached; then the cache is cleared."""
+ASSUMED_MAX = 64
 _WHERE = {
     Distance.HOST: "on one machine",
     Distance.RACK: "in one rack",
@@ -82,6 +83,7 @@ class Links:
     def __init__(self) -> None:
         self.differ = False
         self._labels: Mapping[str, Mapping[str, str]] = {}
+        self._told: Mapping[str, tuple[str, Sequence[LinkRecord]]] = {}
         self._nodes: dict[str, _Node] = {}
         self._common: dict[Distance, Link] = {}
         self._times = 0.0  # how many times as long as assumed pulls take; 0: nothing was measured
@@ -94,8 +96,11 @@ class Links:
         self._labels = labels
         self._look()
 
-    def told(self, nodes: Mapping[str, tuple[str, Iterable[LinkRecord]]]) -> None:
+    def told(self, nodes: Mapping[str, tuple[str, Sequence[LinkRecord]]]) -> None:
         """What all nodes have measured now, with their hosts: instead of what was told before."""
+        if nodes == self._told:
+            return
+        self._told = nodes
         self._nodes = {name: _Node(name, *each) for name, each in nodes.items()}
         seen: defaultdict[Distance, list[Link]] = defaultdict(list)
         for node in self._nodes.values():
@@ -155,6 +160,11 @@ class Links:
             self._known["", target] = found
         return found
 
+    @property
+    def bytes_s(self) -> float | None:
+        """Of usual pulls; None: no daemon has measured any."""
+        return 1 / median(link.byte_s for link in self._common.values()) if self._common else None
+
     def _at(self, distance: Distance, node: _Node | None) -> Link:
         """To a node from others at a distance, as measured."""
         link = None if node is None else node.near.get(distance)
@@ -169,7 +179,8 @@ class Links:
         if found is None:
             times = PRIORS[Distance.UNKNOWN].bytes_s / PRIORS[distance].bytes_s
             known = "learned by this router, of all pulls" if usual.learned else "assumed"
-            self._assumed.clear()  # what it was before is of no use
+            if len(self._assumed) >= ASSUMED_MAX:
+                self._assumed.clear()  # most are of estimates that are no more
             self._assumed[key] = found = Link(usual.latency_s, usual.per_byte_s * times, known)
         return found
 

@@ -111,7 +111,7 @@ def told(**more: Any) -> dict[str, Any]:
     kind: dict[str, Any] = {
         "prefill": {"coefficients": list(speeds.coefficients), "count": 500, "error": 0.12},
         "decode": {"coefficients": list(speeds.decode_coefficients), "count": 80, "error": 0.05},
-        "loads": {"peer": {"bytes_s": 1e9, "count": 9}, "ssd": {"bytes_s": 7.0, "count": 0}},
+        "loads": {"peer": 1e9},
         "step_tokens": 4096,
         "block_tokens": 16,
         "block_bytes": 16 * speeds.model.kv_bytes,

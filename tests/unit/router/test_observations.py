@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpool.placement.records import LinkRecord
 from kvpool.router.calls import Call
 from kvpool.router.engines import spec_of
 from kvpool.router.hashing import HashSpec
@@ -92,9 +93,12 @@ def test_what_is_loaded_teaches_how_fast_that_is():
         world.order(16000, 16010, sent_at, load_s=max(expected, 0.2), loaded=1000, pulled=1000)
     world.now += 1.0
     world.observing.errors()  # what is over is taught
-    kinds = learned(Cluster({"k": world.kind}, {}, Traffic()))
-    assert kinds["k"]["loads"]["peer"]["count"] == 100
+    cluster = Cluster({"k": world.kind}, {}, Traffic())
+    kinds = learned(cluster)
+    assert kinds["k"]["loads"] == {"peer": pytest.approx(1000 * 4096 / 0.5, rel=0.05)}
     assert kinds["k"]["prefill"]["coefficients"] == world.kind.prefill.coefficients
+    cluster.links.told({"a": ("", [LinkRecord("rack", 0.001, 7e9, 32.0, 1)])})
+    assert learned(cluster)["k"]["loads"] == {"peer": pytest.approx(7e9)}, "daemons know better"
     assert world.kind.loads["peer"].seconds(1000 * 4096) == pytest.approx(0.5, rel=0.05)
     assert world.kind.prefill.error.count == 0
 
