@@ -54,7 +54,8 @@ class Form(StrEnum):
 class PluginConfig:
     """Settings of one engine. Times are in seconds, sizes in bytes.
 
-    socket: the daemon's unix socket; None means `KVPOOL_SOCKET`, else the default path.
+    socket: the daemon's unix socket, in which `{rank}` stands for the rank's number, where ranks of one machine have
+        daemons of their own; None means `KVPOOL_SOCKET`, else the default path.
     tenant, token: who the engine is to the pool.
     model: name of the model in the namespace, for engines that hold the same weights under
         different paths; None means the path or id that vLLM was given.

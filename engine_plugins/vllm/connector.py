@@ -52,6 +52,7 @@ from kvpool.engine_plugins.vllm.plan import (
     StepPlan,
     common_life,
     common_weights,
+    several_nodes,
 )
 from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
@@ -186,8 +187,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _make_client(self, timeout_s: float, connections_max: int = 16) -> Client:
+        # Where the scheduler is, rank 0 is too.
+        rank = (
+            0 if self._role == KVConnectorRole.SCHEDULER else self._vllm_config.parallel_config.rank
+        )
+        socket = self._config.socket
         return Client(
-            self._config.socket,
+            socket and socket.replace("{rank}", str(rank)),
             tenant=self._config.tenant,
             token=self._config.token,
             instance=str(self._kv_transfer_config.engine_id),
@@ -247,6 +253,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             backends={layer.name: layer.backend for group in stored for layer in group.layers()},
             held=[group.held() for group in stored] if canonical else [],
             weights=loaded.digest(),
+            place=f"{platform.node()}:{self._client.socket_path}",
         )
         on_host = device.type == "cpu"
         module = torch.get_device_module(device)
@@ -336,6 +343,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 common_weights(everyone, 0) or "",
                 groups=[rule.group for rule in namespace.part_rules(self._rules, everyone)],
                 rank_bytes=namespace.rank_bytes(self._rules, everyone),
+                several_nodes=several_nodes(everyone),
             )
         scheduler.use_weights(common_weights(everyone, scheduler.last_reset))
 

@@ -12,13 +12,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.shards import Held
-from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind
+from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind, Recompute
 
 NULL_BLOCK = 0
+"""vLLM's block id for "not there": blocks that slid out of a window."""
+
 SAVE_WEIGHT = 0.2
 """Of a save in the average of all of its size."""
-"""vLLM's block id for "not there": blocks that slid out of a window."""
 
 QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
 
@@ -59,16 +61,36 @@ class GroupLoad:
 
 @dataclass
 class LoadJob:
-    """Fill a request's blocks from leased slots. `groups` is aligned with the engine's rules."""
+    """Fill a request's blocks from leased slots. `groups` is aligned with the engine's rules.
+
+    token: of the lease that all ranks share. lookup: where each has its own, the lookup by which it got it.
+    """
 
     job: int
     request_id: str
     token: str
     sync: bool
     groups: list[GroupLoad]
+    lookup: int = 0
 
     def block_ids(self) -> set[int]:
         return {block for group in self.groups for block in group.block_ids}
+
+
+@dataclass
+class LookupJob:
+    """Lease what this rank reads of a prompt's blocks, at its own node's daemon (`rank_lookups.py`).
+
+    keys: packed. wait_s: how long to wait for blocks of other nodes; following: how long while they are computed.
+    """
+
+    job: int
+    keys: bytes
+    lease_s: float
+    wait_s: float
+    recompute: Recompute | None
+    following: Following | None
+    trace: str
 
 
 @dataclass
@@ -118,6 +140,7 @@ class StepPlan:
     want_report: the scheduler does not know the ranks' layouts yet.
     measured: number of the step, if it is to be told how long its forward pass takes; else 0.
     reset: the ranks are to report which weights they have since the reset of this number; 0: they need not.
+    lookups: of ranks that lease by themselves. released: those whose leases are given back.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -127,6 +150,8 @@ class StepPlan:
     want_report: bool = False
     measured: int = 0
     reset: int = 0
+    lookups: list[LookupJob] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
 
 
 # --- worker to scheduler ------------------------------------------------------------------------
@@ -139,6 +164,7 @@ class RankReport:
     groups: for each stored group, its layers as (name, bytes a block).
     held: for each of them, how the rank's share of it is cut into parts; empty where every rank has its own parts.
     backends: attention backend of each layer.
+    place: the machine and the socket of the rank's daemon.
     life: of the daemon's spare device memory, if the rank is attached to it and computes on that very
         device; else 0.
     weights: a digest of the rank's weights as they were at the start, or after a reset; empty: they cannot be seen.
@@ -159,6 +185,7 @@ class RankReport:
     weights: str = ""
     reset: int = 0
     pinned: bool = True
+    place: str = ""
 
 
 @dataclass
@@ -171,6 +198,7 @@ class StepDone:
     steps: measured step → seconds of its forward pass, and how many pipeline stages these are of.
     save_seconds: ended save → its seconds, of the slowest rank.
     load_seconds: synchronous load → how long it took on the slowest rank.
+    lookups: job → how many blocks each of some ranks has.
     """
 
     loads: dict[int, int] = field(default_factory=dict)
@@ -182,9 +210,10 @@ class StepDone:
     steps: dict[int, tuple[float, int]] = field(default_factory=dict)
     save_seconds: dict[int, float] = field(default_factory=dict, compare=False)
     load_seconds: dict[int, float] = field(default_factory=dict, compare=False)
+    lookups: dict[int, list[int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.saves or self.reports or self.steps)
+        return bool(self.loads or self.saves or self.reports or self.steps or self.lookups)
 
     def merge(self, other: StepDone) -> None:
         """Add another rank's report to this one."""
@@ -199,6 +228,8 @@ class StepDone:
         self.reports = self.reports + other.reports
         for job, seconds in other.load_seconds.items():
             self.load_seconds[job] = max(seconds, self.load_seconds.get(job, 0.0))
+        for job, blocks in other.lookups.items():
+            self.lookups[job] = self.lookups.get(job, []) + blocks
         for step, (seconds, stages) in other.steps.items():
             mine_s, mine_stages = self.steps.get(step, (0.0, 0))
             self.steps[step] = mine_s + seconds, mine_stages + stages
@@ -222,6 +253,11 @@ def common_weights(reports: Sequence[RankReport], reset: int) -> str | None:
         return None
     each = [report.weights for report in reports]
     return hashlib.sha256("\n".join(each).encode()).hexdigest()[:32] if all(each) else ""
+
+
+def several_nodes(reports: Iterable[RankReport]) -> bool:
+    """Whether the ranks do not all use one daemon."""
+    return len({report.place for report in reports}) > 1
 
 
 def block_key(block_hash: bytes) -> bytes:

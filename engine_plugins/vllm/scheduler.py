@@ -58,6 +58,7 @@ from kvpool.engine_plugins.vllm.plan import (
 )
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
+from kvpool.engine_plugins.vllm.rank_lookups import Question, RankLease, RankLookups
 from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.prefill_cost import PrefillFit, StepWork
 from kvpool.types import (
@@ -96,7 +97,7 @@ class Lookup:
 
     start: int
     end: int
-    lease: Lease | None
+    lease: Lease | RankLease | None
     preemptions: int
     keys: bytes = b""
     sync: bool = False
@@ -137,6 +138,7 @@ class RequestState:
     limit: chain index from which nothing is loaded any more, because a load from there failed.
         An engine asks again after a failed load; without this it would fail forever.
     following: the prompt is being computed elsewhere. Once: a preempted request's missing blocks are pulled.
+    asked: what its ranks are asked for, where each leases by itself.
     local: chain index up to which the engine itself had blocks at the last lookup.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
     reports: whether its answer says what was saved.
@@ -151,6 +153,7 @@ class RequestState:
     pulled: int = -1
     limit: int | None = None
     following: Following | None = None
+    asked: Question | None = None
     local: int = 0
     saved: int = 0
     reports: bool = False
@@ -178,7 +181,7 @@ class RunningLoad:
     """
 
     state: RequestState
-    lease: Lease
+    lease: Lease | RankLease
     start: int
     sync: bool
     ranks_left: int
@@ -284,8 +287,9 @@ class SchedulerHalf:
         self._last_step = 0
         self._prefill = PrefillFit()
         self._load_costs = {True: LoadCost(), False: LoadCost()}  # of synchronous loads, and others
-        self._ended: list[Lease] = []
+        self._ended: list[Lease | RankLease] = []
         self._save_times = SaveTimes()
+        self._by_rank: RankLookups | None = None
         self._presence: Presence | None = None
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
         self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
@@ -312,13 +316,24 @@ class SchedulerHalf:
         *,
         groups: Sequence[int],
         rank_bytes: int,
+        several_nodes: bool = False,
     ) -> None:
         """Learn the namespace. Raises what `Client.open` raises.
 
         make_record: the namespace with weights of that name; with an empty one, with those that the engine began with.
         weights: the digest of these (`plan.common_weights`). groups: vLLM's, of each part. rank_bytes: the most that a
-        rank has of a block.
+        rank has of a block. several_nodes: not all ranks reach this one's daemon.
         """
+        if several_nodes:
+            self._by_rank = RankLookups(
+                self._engine.ranks,
+                windows=any(rule.kind is not PartKind.FULL for rule in self._engine.rules),
+                lease_s=self._config.lease_s,
+                wait_s=self._config.pull_wait_s,
+                answer_s=self._config.request_timeout_s,
+                next_job=self._job,
+                clock=self._clock,
+            )
         self._make_record, self._first_weights = make_record, weights
         self._part_groups, self._rank_bytes = list(groups), rank_bytes
         self._enter(self._client.open(make_record("")))
@@ -517,6 +532,8 @@ class SchedulerHalf:
 
         None while the pool is asked for very many blocks, or other nodes for more.
         """
+        if self._by_rank is not None:
+            return self._look_up_by_rank(self._by_rank, state)
         if state.asking is not None and not self._answered(state, state.asking):
             return None
         lookup = state.lookup
@@ -596,6 +613,41 @@ class SchedulerHalf:
         else:
             self._gain(state, asking.before, lease, asking.pull)
         return True
+
+    def _look_up_by_rank(self, ranks: RankLookups, state: RequestState) -> Lookup | None:
+        """The same where each rank leases at its own daemon; None while they are asked."""
+        lookup = state.lookup
+        if lookup is not None and self._holds(state, lookup):
+            return lookup
+        self._drop_lookup(state)
+        start, end = state.local, self._end(state)
+        lease = None
+        if state.asked is None and end - start >= self._config.min_load_blocks:
+            self.counters.add(lookups=1)
+            following, state.following = state.following, None
+            state.asked = ranks.ask(
+                start,
+                pack(state.hashes(end)[start:end]),
+                self._recompute(start, end),
+                following,
+                state.trace,
+            )
+        if state.asked is not None:
+            if not ranks.ended(state.asked):
+                return None
+            start = state.asked.start
+            lease, state.asked = ranks.lease(state.asked), None
+        blocks = 0 if lease is None else lease.blocks
+        self.counters.add(hit_blocks=blocks)
+        state.lookup = Lookup(start, start + blocks, lease, self._preemptions(state))
+        return state.lookup
+
+    def _release(self, lease: Lease | RankLease) -> None:
+        if isinstance(lease, RankLease):
+            assert self._by_rank is not None
+            self._by_rank.release(lease)
+        else:
+            self._client.release(lease)
 
     def _end(self, state: RequestState) -> int:
         """Chain index behind the last block that may be loaded."""
@@ -691,8 +743,10 @@ class SchedulerHalf:
         )
         return lookup
 
-    @staticmethod
-    def _drop_pull(state: RequestState) -> None:
+    def _drop_pull(self, state: RequestState) -> None:
+        if state.asked is not None and self._by_rank is not None:
+            self._by_rank.drop(state.asked)
+            state.asked = None
         if state.pull is not None:
             state.pull.dropped = True
             state.pull = None
@@ -706,7 +760,7 @@ class SchedulerHalf:
             asking.lease.add_done_callback(self._release_late)
         lookup, state.lookup = state.lookup, None
         if lookup is not None and lookup.lease is not None:
-            self._client.release(lookup.lease)
+            self._release(lookup.lease)
 
     def _release_late(self, answer: Future[Lease | Literal[False] | None]) -> None:
         """The answer to a question that nobody asks any more; in a thread of `Ahead`."""
@@ -731,6 +785,7 @@ class SchedulerHalf:
             token=lookup.lease.token,
             sync=lookup.sync,
             groups=plan_load(self._engine.rules, tables, lookup.start, start, end),
+            lookup=lookup.lease.job if isinstance(lookup.lease, RankLease) else 0,
         )
         state.lookup = None
         state.saved = max(state.saved, end)
@@ -791,6 +846,8 @@ class SchedulerHalf:
             waiting = [state.pull for state in self._requests.values() if state.pull is not None]
             self._pulls.wait(waiting)
         plan, self._plan = self._plan, StepPlan()
+        if self._by_rank is not None:
+            plan.lookups, plan.released = self._by_rank.take()
         plan.want_report = not self.ready
         plan.measured = self._measure(scheduled)
         return plan
@@ -907,6 +964,8 @@ class SchedulerHalf:
                 "the epoch of this engine's namespace was ended from outside: it can neither load nor store blocks until "
                 "it is reset (reset_prefix_cache with reset_connector) or restarted"
             )
+        if self._by_rank is not None:
+            self._by_rank.note(done.lookups)
         for job, ranks in done.loads.items():
             load = self._loads[job]
             load.ranks_left -= ranks
@@ -948,7 +1007,7 @@ class SchedulerHalf:
     def _release_ended(self) -> None:
         """Give back leases of ended loads: a step later, when no first token waits for it."""
         while self._ended:
-            self._client.release(self._ended.pop())
+            self._release(self._ended.pop())
 
     def _forget(self, load: RunningLoad) -> None:
         """Offer the blocks of a failed load again once they are computed."""
@@ -1011,7 +1070,12 @@ class SchedulerHalf:
     def has_work(self) -> bool:
         """Whether steps are needed without requests, so that leases and pins are given back."""
         return bool(
-            self._saves or self._loads or self._ended or self._plan.saves or self._plan.opening
+            self._saves
+            or self._loads
+            or self._ended
+            or self._plan.saves
+            or self._plan.opening
+            or (self._by_rank is not None and self._by_rank.has_work)
         )
 
     def reset(self) -> bool:

@@ -25,6 +25,7 @@ from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     LoadJob,
+    LookupJob,
     Opening,
     RankReport,
     SaveJob,
@@ -52,6 +53,9 @@ class LoadResults:
 
 
 log = logging.getLogger("kvpool.vllm")
+
+LOOKUPS_MAX = 8
+"""Lookups of a rank at a time: others wait their turn, and count it as waiting for blocks."""
 
 
 class WorkerHalf:
@@ -102,7 +106,13 @@ class WorkerHalf:
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
         self._saves: dict[Future[tuple[list[Saved], float]], Sequence[SaveJob]] = {}
+        self._lookup_threads: ThreadPoolExecutor | None = None
+        self._thread_setup = thread_setup
+        self._lookups: dict[Future[Lease | None], LookupJob] = {}
+        self._leases: dict[int, Lease] = {}  # by the lookup
+        self._unwanted: set[int] = set()  # lookups that were given back before they had ended
         self._chores: list[Future[None]] = []
+        self._opening: Future[None] | None = None
         self._generation = 0
         self._namespace: Namespace | None = None
         self._unheard: set[int] = set()
@@ -129,7 +139,12 @@ class WorkerHalf:
         """Start the step's loads; synchronous ones have ended when this returns."""
         ready = self._record_ready() if plan.loads else None
         device = None if self._attachment is None else self._attachment.memory
-        for job in plan.loads:
+        self._start_lookups(plan, device)
+        for each in plan.loads:
+            job = each
+            if each.lookup:
+                own = self._leases.get(each.lookup)
+                job = replace(each, token="" if own is None else own.token)
             if not job.sync:
                 future = self._load_thread.submit(self._load, job, self._load_pages, ready, device)
                 self._loads[future] = job
@@ -145,6 +160,25 @@ class WorkerHalf:
         if any(job.sync for job in plan.loads):
             self.begin_step(plan)
 
+    def _start_lookups(self, plan: StepPlan, device: DeviceMemory | None) -> None:
+        if plan.opening is not None:
+            # Ahead of the step's saves, which are begun later, in the same thread.
+            self._opening = self._save_thread.submit(self._open, plan.opening)
+            self._chores.append(self._opening)
+        for number in plan.released:
+            lease = self._leases.pop(number, None)
+            if lease is not None:
+                self._client.release(lease)
+            elif any(job.job == number for job in self._lookups.values()):
+                self._unwanted.add(number)
+        if plan.lookups and self._lookup_threads is None:
+            self._lookup_threads = _threads("kvpool-lookup", LOOKUPS_MAX, self._thread_setup)
+        for job in plan.lookups:
+            assert self._lookup_threads is not None
+            self._lookups[
+                self._lookup_threads.submit(self._look_up, job, device, self._opening)
+            ] = job
+
     def start_saves(self, plan: StepPlan) -> None:
         """Start the step's saves, after its forward pass was submitted.
 
@@ -156,8 +190,6 @@ class WorkerHalf:
             self._begun = None
         if plan.want_report:
             self._done.reports = [self.report]
-        if plan.opening is not None:
-            self._chores.append(self._save_thread.submit(self._open, plan.opening))
         if plan.saves and not self._unheard:
             ready = self._record_ready()
             self._saves[self._save_thread.submit(self._save, plan.saves, ready)] = plan.saves
@@ -200,6 +232,7 @@ class WorkerHalf:
                 if saved is Saved.OUTDATED:
                     self._done.outdated.add(job.generation)
         self._collect_passes()
+        self._collect_lookups()
         if self._attachment is not None:
             self._attend(self._attachment)
         if (pinned := self._pinned()) != self.report.pinned:
@@ -211,6 +244,17 @@ class WorkerHalf:
             return None
         done, self._done = self._done, StepDone()
         return done
+
+    def _collect_lookups(self) -> None:
+        for future in [future for future in self._lookups if future.done()]:
+            job = self._lookups.pop(future)
+            lease = future.result()
+            self._done.lookups[job.job] = [0 if lease is None else lease.blocks]
+            if lease is not None and job.job in self._unwanted:
+                self._client.release(lease)
+            elif lease is not None:
+                self._leases[job.job] = lease
+            self._unwanted.discard(job.job)
 
     def _collect_passes(self) -> None:
         """Forward passes that have ended, in their order."""
@@ -239,8 +283,11 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Wait for copies that run (each has a deadline), drop those that wait, stop the threads."""
-        for thread in (self._load_thread, self._save_thread):
-            thread.shutdown(wait=True, cancel_futures=True)
+        for thread in (self._load_thread, self._save_thread, self._lookup_threads):
+            if thread is not None:
+                thread.shutdown(wait=True, cancel_futures=True)
+        for lease in self._leases.values():
+            self._client.release(lease)
         if self._attachment is not None:
             self._attachment.close()
 
@@ -331,6 +378,42 @@ class WorkerHalf:
                 device_bytes=on_it * pages.nbytes,
             )
 
+    # --- on the threads for lookups -------------------------------------------------------------
+
+    def _look_up(
+        self, job: LookupJob, device: DeviceMemory | None, opening: Future[None] | None
+    ) -> Lease | None:
+        """Lease what the rank reads of these blocks. None: nothing, or the daemon does not answer."""
+        if opening is not None:
+            opening.result()  # has a deadline
+        namespace = self._namespace
+        if namespace is None:
+            return None
+        parts = [part.part for group in self._pages for part in group.parts]
+        try:
+            if job.following is not None:
+                self._client.follow(
+                    namespace,
+                    job.keys,
+                    wait_s=job.following.follow_s,
+                    source=job.following.source,
+                    parts=parts,
+                    trace=job.trace,
+                )
+            return self._client.acquire(
+                namespace,
+                job.keys,
+                parts=parts,
+                lease_s=job.lease_s,
+                wait_s=job.wait_s,
+                recompute=job.recompute,
+                device=device,
+                trace=job.trace,
+            )
+        except KvpoolError:
+            self.counters.add(failed_lookups=1)
+            return None
+
     # --- on the save thread ---------------------------------------------------------------------
 
     def _open(self, opening: Opening) -> None:
@@ -360,4 +443,8 @@ class WorkerHalf:
 
 
 def _thread(name: str, setup: Callable[[], None] | None) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=setup)
+    return _threads(name, 1, setup)
+
+
+def _threads(name: str, most: int, setup: Callable[[], None] | None) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=most, thread_name_prefix=name, initializer=setup)

@@ -153,7 +153,7 @@ class PagedRanks:
             block_errors=False,
             record_ready=lambda: None,
         )
-        half.start_saves(StepPlan(opening=Opening(1, self.record, 0)))
+        half.start_loads(StepPlan(opening=Opening(1, self.record, 0)))
         return half
 
     def share(self, kv: Any, rank: int) -> Any:

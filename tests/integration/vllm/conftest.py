@@ -226,10 +226,14 @@ class Engine:
 
         return get_kv_transfer_group()._worker
 
-    def generate(self, asked: list[list[int]], new: int = NEW) -> list[Output]:
+    def generate(
+        self, asked: list[list[int]], new: int = NEW, params: dict[str, Any] | None = None
+    ) -> list[Output]:
+        """params: the requests' `kv_transfer_params`."""
+        extra = {"kv_transfer_params": params} if params else None
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=each) for each in asked],
-            SamplingParams(max_tokens=new, temperature=0, ignore_eos=True),
+            SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, extra_args=extra),
             use_tqdm=False,
         )
         return [Output(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]

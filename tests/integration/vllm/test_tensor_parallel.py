@@ -52,3 +52,28 @@ def test_one_rank_and_two_read_what_the_other_wrote(
                     engine.forget()
                     with kit.zeroed_store(engine):
                         assert [each.tokens for each in engine.generate(asked, NEW)] != expected
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_prefill_and_decode_of_other_ranks(
+    kit: Any, llama: Path, tmp_path: Path, prefill: int
+) -> None:
+    """On two nodes: blocks are pulled, and followed, by an engine of another number of ranks."""
+    pulled, followed = kit.prompts(8, [700, 500])
+    ranks = {1: {}, 2: TWO}
+    with kit.run_cluster(tmp_path, 2) as (a, b):
+        with kit.run_engine(llama, a, **ranks[prefill]) as engine:
+            outputs = engine.generate([pulled, followed], NEW)
+            expected = [output.tokens for output in outputs]
+            engine.drain()
+            kit.until(a.settled, "the cluster knows the blocks of a")
+        extra = {"pull_wait_s": 30.0}
+        with kit.run_engine(llama, b, extra, **ranks[3 - prefill]) as engine:
+            (output,) = engine.generate([pulled], NEW)
+            assert (output.tokens, output.cached) == (expected[0], kit.hit(len(pulled)))
+            hint = {"kvpool": {"follow_s": 30.0, "source": "a"}}
+            (output,) = engine.generate([followed], NEW, hint)
+            assert (output.tokens, output.cached) == (expected[1], kit.hit(len(followed)))
+            assert engine.metric("follows") == 1
+            assert engine.metric("failed_loads") == 0
+            engine.assert_nothing_held(b)

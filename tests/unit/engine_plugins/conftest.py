@@ -234,7 +234,15 @@ class FakePool:
         there = [all((ns.digest, part, key) in self.rows for part in parts) for key in _split(keys)]
         return [*there, False].index(False)
 
-    def _usable(self, ns: Namespace, keys: list[bytes], device: FakeDevice | None) -> int:
+    def _usable(
+        self,
+        ns: Namespace,
+        keys: list[bytes],
+        device: FakeDevice | None,
+        parts: Sequence[int] | None = None,
+    ) -> int:
+        chosen = parts or range(len(ns.parts))
+
         def needed(part: int, end: int) -> list[int]:
             spec = ns.parts[part]
             own = list(range(spec.stride - 1, end, spec.stride))
@@ -243,21 +251,31 @@ class FakePool:
         for end in range(len(keys), 0, -1):
             if all(end % spec.stride == 0 for spec in ns.parts) and all(
                 self._has(ns, part, keys[index], device)
-                for part in range(len(ns.parts))
+                for part in chosen
                 for index in needed(part, end)
             ):
                 return end
         return 0
 
-    def acquire(self, ns: Namespace, keys: Any, *, life: int = 0, **_: Any) -> FakeLease | None:
+    def acquire(
+        self,
+        ns: Namespace,
+        keys: Any,
+        *,
+        life: int = 0,
+        parts: Sequence[int] | None = None,
+        **_: Any,
+    ) -> FakeLease | None:
         self.acquires += 1
         split = _split(keys)
         device = self._direct(life)
-        blocks = 0 if self.away else self._usable(ns, split, device)
+        blocks = 0 if self.away else self._usable(ns, split, device, parts)
         if not blocks:
             return None
         slots, near = {}, False
         for part, spec in enumerate(ns.parts):
+            if parts and part not in parts:
+                continue
             own = list(range(spec.stride - 1, blocks, spec.stride))
             if spec.kind is PartKind.WINDOW:
                 own = own[-spec.window_blocks :]
