@@ -34,6 +34,7 @@ from typing import Any
 from engines import (
     ANSWER_S,
     BLOCK_TOKENS,
+    PARTS,
     ROOT,
     Answer,
     ApiServer,
@@ -179,9 +180,16 @@ def cold_local_pool(
     for each, computed, cached in zip(prompts, cold, local, strict=True):
         before = counter(b.socket, "pulled_blocks"), read_from_disk(a.socket)
         pool = measure(last.url, each, NEW_TOKENS)
-        crossed = counter(b.socket, "pulled_blocks") - before[0]
+        crossed = (counter(b.socket, "pulled_blocks") - before[0]) // PARTS
         rows.append(
-            Row(len(each), computed, cached, pool, crossed, read_from_disk(a.socket) - before[1])
+            Row(
+                len(each),
+                computed,
+                cached,
+                pool,
+                crossed,
+                (read_from_disk(a.socket) - before[1]) // PARTS,
+            )
         )
     return rows
 

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from engines import (
     BLOCK_TOKENS,
+    PARTS,
     Answer,
     Broken,
     EngineProcess,
@@ -150,7 +151,7 @@ def resume(report: Report, a: Daemon, prefill: EngineProcess, decode: EngineProc
     with Client(a.socket, connect=True) as client:
 
         def committed() -> int:
-            return int(client.stats().counters.committed)
+            return int(client.stats().counters.committed) // PARTS
 
         before = committed()
         prefill.begin(asked, NEW_TOKENS)

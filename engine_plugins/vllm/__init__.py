@@ -9,7 +9,10 @@ torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
     worker.py      worker half: copies between the paged KV and the pool's slots
     attachment.py  a rank's hold on the daemon's spare device memory
     events.py      where the engine tells of its own cache, for the daemon
+    rank_lookups.py  lookups of engines whose ranks are on several nodes
     plan.py        messages between the halves; which blocks to load, save and pin (pure)
+    shards.py      how blocks are cut into parts, whatever the ranks (pure)
+    stored.py      what one rank stores of vLLM's layers
     layout.py      byte views of the paged KV, gather and scatter on the host
     device.py      the same through a side stream, for accelerators; device_copies.py, device_kernel.py: how
     namespace.py   what must agree for bytes to be exchangeable; refusals at start-up

@@ -637,6 +637,10 @@ class SchedulerHalf:
                 return None
             start = state.asked.start
             lease, state.asked = ranks.lease(state.asked), None
+            if lease is not None and start > state.local:
+                # The engine has evicted blocks of its own hit meanwhile: what was asked does not cover the range.
+                ranks.release(lease)
+                lease = None
         blocks = 0 if lease is None else lease.blocks
         self.counters.add(hit_blocks=blocks)
         state.lookup = Lookup(start, start + blocks, lease, self._preemptions(state))

@@ -191,7 +191,10 @@ def test_one_node(machine: Machine, kit: Any) -> None:
     whole = (first["usage"]["prompt_tokens"] - 1) // BLOCK_TOKENS
     assert whole > 2
     with Client(host.socket, connect=True) as client:
-        kit.until(lambda: client.stats().counters.committed >= whole, "the prompt is in the pool")
+        kit.until(
+            lambda: client.stats().counters.committed >= kit.SHARDS * whole,
+            "the prompt is in the pool",
+        )
     assert re.search(r"^put +\d+ blocks stored", host.run(STATUS), re.MULTILINE)
     machine.empty_cache()
     assert json.loads(host.run(ASK_AGAIN))["choices"][0]["text"]

@@ -5,6 +5,7 @@ Whoever runs these without a GPU sees which bytes go where, not how streams over
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import subprocess
@@ -23,8 +24,8 @@ from kvpool.engine_plugins.vllm.device import (  # noqa: E402
     PinnedSegments,
     strategy_for,
 )
-from kvpool.engine_plugins.vllm.device_copies import STAGED, Strategy  # noqa: E402
-from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages  # noqa: E402
+from kvpool.engine_plugins.vllm.device_copies import STAGED, Paged, Strategy  # noqa: E402
+from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages, shard_rows  # noqa: E402
 from kvpool.errors import SegmentError  # noqa: E402
 from kvpool.storage.device import DeviceSegment  # noqa: E402
 
@@ -145,6 +146,72 @@ def test_layers_with_gaps_between_blocks(way: tuple[Strategy, Any]) -> None:
     content[[0, 1]] = content[blocks]
     assert np.array_equal(whole.cpu().numpy(), content)
     segments.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kernel_blocks", [1, 2])
+@pytest.mark.parametrize("content", [32, 24])
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_shards_of_heads_in_any_layout(
+    way: tuple[Strategy, Any],
+    order: tuple[int, ...],
+    shards: int,
+    kernel_blocks: int,
+    content: int,
+    chunk_bytes: int,
+) -> None:
+    """Heads, then tokens, then content, whatever the order in memory: `order` of (blocks, heads, tokens, content)."""
+    strategy, on = way
+    heads, tokens = 4, 6
+    random = np.random.default_rng(6)
+    shape = (BLOCKS * kernel_blocks, heads, tokens // kernel_blocks, content)
+    kv = [random.integers(0, 256, shape, np.uint8) for _ in range(2)]
+    memory = [torch.from_numpy(each.transpose(order).copy()).to(on) for each in kv]
+    layers = [each.permute([order.index(axis) for axis in range(4)]) for each in memory]
+    rows = shard_rows(layers[0].shape, layers[0].stride(), 1, blocks=BLOCKS, shards=shards)
+    per_shard = heads // shards
+    slots = Slots(np.zeros((ROWS, 2 * per_shard * tokens * content), np.uint8), 0)
+    slots.nbytes = slots.table.shape[1]
+    blocks, places = np.array([3, 11, 0]), np.array([19, 2, 3])
+    segments = PinnedSegments(on)
+    pages = DevicePages([rows.of(layer) for layer in layers], segments, chunk_bytes, strategy)
+    for shard in range(shards):
+        own = slice(shard * per_shard, (shard + 1) * per_shard)
+        pages.to_slots(blocks * rows.across + shard * rows.along, slots, places)
+        apart = [each.reshape(BLOCKS, kernel_blocks, *shape[1:]) for each in kv]
+        wanted = [each[blocks][:, :, own].swapaxes(1, 2).reshape(len(blocks), -1) for each in apart]
+        assert np.array_equal(slots.table[places], np.concatenate(wanted, axis=1))
+
+        target = blocks + 1 - 12 * (blocks == 11)
+        pages.from_slots(slots, places, target * rows.across + shard * rows.along)
+        for layer, each in zip(layers, kv, strict=True):
+            found = each.reshape(BLOCKS, kernel_blocks, *shape[1:])
+            found[target, :, own] = found[blocks, :, own]
+            assert np.array_equal(layer.cpu().numpy(), each)
+    segments.close()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_stretches_are_what_a_kernel_is_to_move(wide: bool) -> None:
+    """By their addresses, as the kernel follows them."""
+    unit = 8 if wide else 1
+    memory = torch.arange(3 * 4 * 5 * 2 * unit, dtype=torch.int16).to(torch.uint8)
+    whole = memory.view(3, 4, 5, 2 * unit)  # rows, tokens, heads, content
+    layer = whole[:, :, 1:4].permute(0, 2, 1, 3)
+    paged = Paged([memory.view(3, -1)[:, : 2 * unit], layer], 100)
+    assert paged.unit == unit
+    for row in range(3):
+        slot = np.zeros(paged.nbytes, np.uint8)
+        for place in paged.stretches:
+            for at in range(place.units):
+                address = place.address + unit * (
+                    row * place.stride + at // place.run * place.jump + at % place.run
+                )
+                to = unit * (place.start + at)
+                slot[to : to + unit] = np.frombuffer(ctypes.string_at(address, unit), np.uint8)
+        expected = [memory.view(3, -1)[row, : 2 * unit], layer[row].reshape(-1)]
+        assert np.array_equal(slot, torch.cat(expected).numpy())
 
 
 @needs_gpu

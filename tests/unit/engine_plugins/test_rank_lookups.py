@@ -25,6 +25,7 @@ from kvpool.engine_plugins.vllm.plan import (
 )
 from kvpool.engine_plugins.vllm.rank_lookups import ROUNDS_MAX, RankLookups
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.errors import ProtocolError
 from kvpool.types import KEY_BYTES, NamespaceRecord, PartSpec
 from tests.support.waiting import PATIENCE_S
 
@@ -250,6 +251,21 @@ def test_what_is_given_back_before_it_came_is_not_kept(ranks: list[Rank]) -> Non
     rank.half.take_done()
     assert rank.pool.leases == {}
     assert rank.half._leases == {}
+
+
+def test_a_daemon_of_another_version_is_a_counted_miss(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ProtocolError("the daemon speaks another protocol")
+
+    rank = ranks[1]
+    monkeypatch.setattr(rank.pool, "acquire", refuse)
+    rank.step(lookup())
+    done = rank.half.take_done()
+    assert done is not None
+    assert done.lookups == {7: [0]}
+    assert rank.half.counters.take()["failed_lookups"] == 1
 
 
 def test_a_rank_that_has_nothing_says_so(ranks: list[Rank]) -> None:

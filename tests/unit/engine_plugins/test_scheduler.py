@@ -53,6 +53,7 @@ class Harness:
         blocks: int | None = None,
         threads: Any = None,
         events: Publisher | None = None,
+        several_nodes: bool = False,
         **extra: Any,
     ) -> None:
         self.pool, self.block_pool = pool, block_pool
@@ -106,6 +107,7 @@ class Harness:
             "first",
             groups=[rule.group for _ in range(ranks) for rule in rules],
             rank_bytes=sum(PART_BYTES // rule.stride for rule in rules),
+            several_nodes=several_nodes,
         )
         self.ns = pool.open(self.make(""))
         if threads is not None:
@@ -185,6 +187,73 @@ def harness(pool: Any, block_pool: Any) -> Harness:
 
 def tables(blocks: int, first: int = 1) -> list[list[int]]:
     return [list(range(first, first + blocks))]
+
+
+# --- lookups of ranks at several nodes
+
+
+@pytest.fixture
+def spread(pool: Any, block_pool: Any) -> Harness:
+    return Harness(pool, block_pool, ranks=2, several_nodes=True, load_mode="async")
+
+
+def test_ranks_are_asked_and_each_loads_by_its_own_lease(spread: Harness) -> None:
+    request = spread.request("r", 4)
+    assert spread.half.matched_tokens(request, 0) == (None, False)
+    assert spread.half.matched_tokens(request, 0) == (None, False)
+    (lookup,) = spread.half.plan_step({}, lambda _: [[]]).lookups
+    assert lookup.keys == pack(request.block_hashes)
+    spread.half.step_done(StepDone(lookups={lookup.job: [4]}))
+    assert spread.half.matched_tokens(request, 0) == (None, False)
+    spread.half.step_done(StepDone(lookups={lookup.job: [3]}))
+    assert spread.half.matched_tokens(request, 0) == (3 * TOKENS, True)
+    assert spread.pool.acquires == 0, "the scheduler's own daemon is not asked"
+    spread.half.allocated(request, tables(4), 3 * TOKENS)
+    plan = spread.half.plan_step({}, lambda _: [[]])
+    (load,) = plan.loads
+    assert (load.lookup, load.token) == (lookup.job, "")
+    assert plan.released == []
+    spread.end(plan, ranks=2)
+    assert spread.half.has_work()
+    assert spread.half.plan_step({}, lambda _: [[]]).released == [lookup.job]
+    assert not spread.half.has_work()
+
+
+@pytest.mark.parametrize("answers", [[0, 4], [4]])
+def test_a_rank_without_the_blocks_is_a_miss(spread: Harness, answers: list[int]) -> None:
+    request = spread.request("r", 4)
+    spread.half.matched_tokens(request, 0)
+    (lookup,) = spread.half.plan_step({}, lambda _: [[]]).lookups
+    spread.half.step_done(StepDone(lookups={lookup.job: answers}))
+    spread.now += 60
+    assert spread.half.matched_tokens(request, 0) == (0, False)
+    assert spread.half.matched_tokens(request, 0) == (0, False)
+    assert spread.half.plan_step({}, lambda _: [[]]).released == [lookup.job]
+
+
+def test_what_ranks_lease_is_given_back_when_its_request_ends(spread: Harness) -> None:
+    asked, leased = spread.request("a", 4), spread.request("b", 4)
+    for request in (asked, leased):
+        spread.half.matched_tokens(request, 0)
+    lookups = spread.half.plan_step({}, lambda _: [[]]).lookups
+    spread.half.step_done(StepDone(lookups={lookups[1].job: [4, 4]}))
+    assert spread.half.matched_tokens(leased, 0) == (4 * TOKENS, True)
+    for request in (asked, leased):
+        spread.half.request_finished(request, [[]], completed=False)
+    released = spread.half.plan_step({}, lambda _: [[]]).released
+    assert sorted(released) == [lookup.job for lookup in lookups]
+
+
+def test_blocks_that_the_engine_evicts_while_ranks_are_asked(spread: Harness) -> None:
+    request = spread.request("r", 4)
+    spread.half.matched_tokens(request, 2 * TOKENS)
+    (lookup,) = spread.half.plan_step({}, lambda _: [[]]).lookups
+    assert lookup.keys == pack(request.block_hashes[2:])
+    spread.half.step_done(StepDone(lookups={lookup.job: [2, 2]}))
+    assert spread.half.matched_tokens(request, 0) == (0, False)
+    assert spread.half.plan_step({}, lambda _: [[]]).released == [lookup.job]
+    # Asked for again, from the beginning.
+    assert spread.half.matched_tokens(request, 0) == (None, False)
 
 
 # --- lookups
