@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -226,3 +227,45 @@ def test_ranks_that_disagree_are_refused(pool: Any) -> None:
         namespace.part_specs([GroupRule(0)], one.reports[:1])
     for each in (one, other):
         each.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM and torch warn of their own deprecations
+@pytest.mark.parametrize(("heads", "mla"), [(8, False), (2, False), (1, True)])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_the_shards_of_a_layer_are_vllms_canonical_page(
+    pool: Any, heads: int, mla: bool, tp: int
+) -> None:
+    """As vLLM's own offloading derives it from each rank's page, where heads come before tokens."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    kv = model_kv(heads)
+    wrote = running(pool, Engine(tp=tp, mla=mla), kv)
+    wrote.save(KEYS, WRITTEN)
+    wrote.close()
+    found = stored_parts(pool, wrote.record.parts[0].nbytes)
+    spec = (MLAAttentionSpec if mla else FullAttentionSpec)(
+        block_size=TOKENS,
+        num_kv_heads=max(1, heads // tp),
+        head_size=CONTENT if mla else CONTENT // 2,
+        dtype=torch.bfloat16,
+    )
+    part_bytes = len(found[0, KEYS[0]]) // LAYERS
+    for layer, (key, block) in itertools.product(range(LAYERS), zip(KEYS, WRITTEN, strict=True)):
+        own = slice(layer * part_bytes, (layer + 1) * part_bytes)
+        page = b"".join(found[shard, key][own] for shard in range(len(wrote.record.parts)))
+        expected = bytearray(len(page))
+        for rank in range(tp):
+            context = canonical_mapping._RankContext(tp, 1, 1, 1, heads, rank)
+            tensor = wrote.memory[rank][layer]
+            mapping = canonical_mapping._layer_mapping(spec, tensor, BLOCKS, context)
+            assert mapping is not None
+            assert mapping.canonical_page_size_bytes == len(page)
+            local = tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+            for run in mapping.runs:
+                for each in range(run.num_fragments):
+                    start = run.local_offset + each * run.local_stride
+                    to = run.canonical_offset + each * run.canonical_stride
+                    expected[to : to + run.fragment_size] = local[start:][: run.fragment_size]
+        assert page == bytes(expected)
