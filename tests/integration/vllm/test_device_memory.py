@@ -137,13 +137,14 @@ def a_daemon_that_dies_under_a_load(
     half, copied = engine.worker, []
     memory = half._attachment.memory
 
-    def kill_first(group: Any, slots: Any, pages: Any, ready: Any) -> None:
+    def kill_first(group: Any, lease: Any, held: Any, ready: Any) -> None:
         if not copied:
             daemon.kill()
             kit.until(lambda: not memory.alive, "the death of the device process is known")
-            slots.device_table[:] = 0x5A
+            for slots in lease.slots.values():
+                slots.device_table[:] = 0x5A
         copied.append(1)
-        type(half)._copy_group(half, group, slots, pages, ready)
+        type(half)._copy_group(half, group, lease, held, ready)
 
     with monkeypatch.context() as patch:
         patch.setattr(half, "_copy_group", kill_first)

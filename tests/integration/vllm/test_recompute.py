@@ -47,7 +47,7 @@ def test_what_an_engine_computes_sooner_is_not_pulled(
             assert engine.metric("pulls") == 1
             assert engine.metric("pulled_blocks") == engine.metric("late_pulls") == 0
             assert engine.metric("prefill_tokens") == 0, "it was told"
-            assert remote(b).declined == whole
+            assert remote(b).declined == kit.SHARDS * whole
             engine.drain()
         assert b.client.evict(tier="dram") > 0
         slow = {**PATIENT, "prefill_tokens_per_s": SLOW}
@@ -56,7 +56,7 @@ def test_what_an_engine_computes_sooner_is_not_pulled(
             assert [output.tokens for output in outputs] == expected
             assert [output.cached for output in outputs] == [hit]
             assert engine.metric("pulled_blocks") == whole
-            assert remote(b).declined == whole
+            assert remote(b).declined == kit.SHARDS * whole
             engine.assert_nothing_held(b)
 
 

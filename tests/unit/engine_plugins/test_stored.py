@@ -193,6 +193,19 @@ def test_the_form_of_before_is_as_it_was(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.FP8])
+def test_encoded_halves_are_the_same_for_all_ranks(pool: Any, codec: Codec) -> None:
+    kv = model_kv(4)
+    found = []
+    for tp in (1, 2, 4):
+        engine = Engine(tp=tp, backend="CPU_ATTN", kernel_blocks=2, codec=codec)
+        wrote = running(type(pool)(), engine, kv)
+        wrote.save(KEYS, WRITTEN)
+        wrote.close()
+        found.append(stored_parts(wrote.pool, wrote.record.parts[0].nbytes))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.FP8])
 @pytest.mark.parametrize("writer", [Engine(tp=1), Engine(tp=4, layout="LBNHC")])
 def test_encoded_parts_are_the_same_for_all_too(pool: Any, codec: Codec, writer: Engine) -> None:
     kv = model_kv(4)
