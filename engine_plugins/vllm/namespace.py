@@ -16,9 +16,10 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, PluginConfig
+from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, Form, PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.engine_plugins.vllm.weights import stored
@@ -289,6 +290,8 @@ def record(
         "tenant": config.tenant,
         "epoch": config.epoch,
     }
+    if config.form is Form.RANKS and not weights:
+        fields |= {"revision": model.revision, "weights": _weights_before(model, load)}
     if config.codec is not Codec.NONE:
         # Without a codec there is no field: namespaces of before there were codecs stay the same.
         fields["codec"] = {"name": str(config.codec), "version": CODEC_VERSION}
@@ -390,6 +393,17 @@ def _weights(model: Any, load: Any) -> Any:
     if load_format == "dummy":
         return {"dummy": model.seed}
     return stored(model.model)
+
+
+def _weights_before(model: Any, load: Any) -> Any:
+    """As versions before told them apart: by the names and sizes of files."""
+    if str(getattr(load.load_format, "value", load.load_format)) == "dummy":
+        return {"dummy": model.seed}
+    folder = Path(model.model)
+    if not folder.is_dir():
+        return None
+    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt")]
+    return [[path.name, path.stat().st_size] for path in sorted(files)]
 
 
 def _revision(model: Any) -> str | None:

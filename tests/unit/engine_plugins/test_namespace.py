@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,13 +282,23 @@ def test_a_model_may_be_named() -> None:
     assert one == digest(PluginConfig(model="m"), model_config__model="/there")
 
 
-def test_the_form_by_rank_is_that_of_before() -> None:
+@pytest.mark.parametrize(
+    ("files", "digest"),
+    [(None, "939a57ea6bcc2844abfd4f12f9716992"), (b"12345", "0479f2b77ee4ae7b115455720f1674c8")],
+)
+def test_the_form_by_rank_is_that_of_before(
+    tmp_path: Path, files: bytes | None, digest: str
+) -> None:
     """The name that engines of the version before give it: they share it while both are there."""
     reports = [replace(REPORT, rank=rank, device="cuda", isa="") for rank in range(2)]
+    path = "tiny"
+    if files is not None:
+        (tmp_path / "model.safetensors").write_bytes(files)
+        path = str(tmp_path)
     found = record(
-        engine(parallel_config__tensor_parallel_size=2),
+        engine(parallel_config__tensor_parallel_size=2, model_config__model=path),
         cache(FullAttentionSpec()),
-        PluginConfig(form=Form.RANKS),
+        PluginConfig(form=Form.RANKS, model="tiny"),
         [GroupRule(0)],
         [replace(report, backends={"l0": "FLASH_ATTN"}) for report in reports],
         seed="none",
@@ -295,7 +306,7 @@ def test_the_form_by_rank_is_that_of_before() -> None:
         hash_tokens=32,
         weights="",
     )
-    assert found.digest().hex() == "939a57ea6bcc2844abfd4f12f9716992"
+    assert found.digest().hex() == digest
     assert found.parts == (PartSpec(128),) * 2
 
 
