@@ -36,7 +36,7 @@ COUNTERS = {
     "dropped_saves": "Blocks not saved because saves may pin only a share of the engine's blocks",
     "resets": "Resets, after which the engine looks which weights it has",
     "new_weights": "Those of the resets after which it had other weights than at its start, or unknown ones",
-    "failed_resets": "Resets while the engine held blocks: it leaves the pool alone until another one",
+    "failed_resets": "Resets while the engine held blocks, or whose namespace was refused: it leaves the pool alone",
     "shut_out": "Times that the epoch of this engine's namespace was ended from outside",
 }
 

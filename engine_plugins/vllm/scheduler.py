@@ -81,6 +81,8 @@ OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
 AHEAD_TIMES = 2
 """How many times the workers' deadline a lookup of very many blocks may take, with those before it in its thread."""
+CHANGED_TTL_S = 3600.0
+"""Blocks of weights that were changed in place are dropped when they were not used for so long: more sets follow."""
 TRACEPARENT = "traceparent"
 
 
@@ -351,7 +353,14 @@ class SchedulerHalf:
             )
         self._unsure = False
         self.counters.add(new_weights=bool(name))
-        self._enter(self._client.open(self._make_record(name)))
+        try:
+            ttl_s = CHANGED_TTL_S if name else 0.0
+            self._enter(self._client.open(self._make_record(name), ttl_s=ttl_s))
+        except KvpoolError as error:
+            # Refused, for example since the tenant has too many namespaces open.
+            self._shut = True
+            self.counters.add(failed_resets=1)
+            log.warning("this engine does not use the pool until it is reset again: %s", error)
 
     @property
     def last_reset(self) -> int:

@@ -26,7 +26,11 @@ def eagle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     tensors = load_file(llama / "model.safetensors")
     first = "model.layers.0."
-    layer = {"layers.0." + n[len(first) :]: t for n, t in tensors.items() if n.startswith(first)}
+    layer = {
+        "layers.0." + name[len(first) :]: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(first) and "input_layernorm" not in name
+    }
     hidden = config["hidden_size"]
     fc = torch.cat([torch.eye(hidden), torch.eye(hidden)], 1).to(torch.bfloat16)
     save_file({**layer, "fc.weight": fc}, folder / "model.safetensors", metadata={"format": "pt"})

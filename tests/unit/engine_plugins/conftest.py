@@ -133,6 +133,7 @@ class FakePool:
         self.follows: list[tuple[float, str]] = []
         self.given_up: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
+        self.ttls: dict[bytes, float] = {}  # by namespace, of the last opening
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
         self.generations: dict[bytes, int] = {}
         self.silent = False
@@ -143,8 +144,11 @@ class FakePool:
         self.clock: Callable[[], float] = time.monotonic
         self._tokens = itertools.count()
 
-    def open(self, record: NamespaceRecord, *, generation: int = -1) -> Namespace:
+    def open(
+        self, record: NamespaceRecord, *, generation: int = -1, ttl_s: float = 0.0
+    ) -> Namespace:
         self.opened.append(record)
+        self.ttls[record.digest()] = ttl_s
         ns = Namespace(record, record.digest())
         present = self.present.setdefault(ns.digest, 0)
         self.generations[ns.digest] = present if generation < 0 else generation

@@ -1508,6 +1508,8 @@ def test_new_weights_lead_to_another_namespace_and_old_ones_back(idle: Harness) 
     idle.end(plan)
     assert not idle.half.has_work()
     assert idle.half.counters.take()["new_weights"] == 1
+    assert idle.pool.ttls[idle.ns.digest] == 0
+    assert idle.pool.ttls[idle.make("second").digest()] > 0
     # Whoever has the same finds what there is of them.
     idle.ns = idle.pool.open(idle.make("second"))
     idle.store(hashes(4))
@@ -1527,6 +1529,23 @@ def test_weights_that_cannot_be_seen_are_shared_with_nobody(
         assert opening is not None
         assert opening.record == idle.make(name)
     assert len(caplog.records) == 2
+
+
+def test_a_namespace_that_is_refused_leaves_the_engine_without_a_pool(
+    idle: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LimitExceeded("too many namespaces")
+
+    monkeypatch.setattr(idle.pool, "open", refuse)
+    idle.reset("second")
+    request = idle.request("r", 4)
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    assert idle.step(request, 4 * TOKENS, tables(4)).saves == []
+    assert idle.half.counters.take()["failed_resets"] == 1
+    monkeypatch.undo()
+    idle.reset("first")
+    assert idle.half.matched_tokens(idle.request("s", 4), 0) == (4 * TOKENS, True)
 
 
 def test_nothing_is_asked_while_nothing_is_to_be_computed(idle: Harness) -> None:
