@@ -353,8 +353,8 @@ def plan_states(
 
 
 def state_name(key: bytes, rule: int) -> bytes:
-    """What `Offered` knows a state by, where the key alone means the blocks of other groups."""
-    return key + rule.to_bytes(2)
+    """What `Offered` knows a state by, where the key alone means the blocks of other groups. It ends in the key."""
+    return rule.to_bytes(2) + key
 
 
 def runs(indices: Iterable[int]) -> Iterator[list[int]]:

@@ -938,6 +938,7 @@ class SchedulerHalf:
             }
             if len(fresh) > self.pins.room():
                 self.counters.add(dropped_saves=1)
+                self._tell_dropped(fresh)
             elif fresh:
                 self._pin(state, [*fresh.values()], [*fresh], now)
 

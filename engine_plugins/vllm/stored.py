@@ -16,7 +16,7 @@ from kvpool.engine_plugins.vllm.layout import (
     byte_rows,
     shard_rows,
 )
-from kvpool.engine_plugins.vllm.namespace import first_parts
+from kvpool.engine_plugins.vllm.namespace import STATE_SPECS, first_parts
 from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.engine_plugins.vllm.shards import (
     CONTENT_BACKENDS,
@@ -50,6 +50,8 @@ class Layer:
 
     @property
     def kind(self) -> Kind:
+        if type(self.spec).__name__ in STATE_SPECS:
+            return Kind.RANKS  # its parts are cut at other places than heads
         if "MLA" in type(self.spec).__name__ and self.tensor.shape[1] == 1:
             return Kind.LATENT
         plain = (

@@ -19,6 +19,8 @@ BLOCKS = {"qwen-next": 128, "nemotron-h": 64}  # vLLM makes blocks as large as a
 # The kernels of gated delta nets for CPUs know this type only.
 OPTIONS = {"qwen-next": {"dtype": "bfloat16"}, "nemotron-h": {}}
 STATE_GROUPS = {"qwen-next": 3, "nemotron-h": 2}
+SHARDS = {"qwen-next": 4, "nemotron-h": 2}
+"""Parts of a block of attention: one for each KV head. A state is one part of each rank."""
 
 
 @pytest.fixture(scope="module", params=list(OPTIONS))
@@ -82,12 +84,12 @@ def saved(
         parts = engine.connector._scheduler._namespace.parts
         states = STATE_GROUPS[kind]
         assert sorted((part.kind, part.window_blocks) for part in parts) == [
-            (PartKind.FULL, 0),
+            *[(PartKind.FULL, 0)] * SHARDS[kind],
             *[(PartKind.WINDOW, 1)] * states,
         ]
         # Of each prompt the state at its last whole block, and no other; and all blocks of the attention.
         blocks = sum((len(each) + kit.NEW - 1) // block for each in asked)
-        assert engine.metric("saved_blocks") == blocks + states * len(asked)
+        assert engine.metric("saved_blocks") == SHARDS[kind] * blocks + states * len(asked)
     return expected
 
 
@@ -107,7 +109,9 @@ def test_a_fresh_engine_loads_the_last_state(
         assert [output.cached for output in outputs] == hits
         assert [output.tokens for output in outputs] == saved
         blocks = sum(hits) // block
-        assert engine.metric("loaded_blocks") == blocks + STATE_GROUPS[kind] * len(asked)
+        assert engine.metric("loaded_blocks") == SHARDS[kind] * blocks + STATE_GROUPS[kind] * len(
+            asked
+        )
         # What was loaded is not offered again.
         assert engine.metric("saved_blocks") == 0
         engine.assert_nothing_held(daemon)

@@ -160,7 +160,9 @@ def test_of_the_states_handed_over_those_with_a_key_are_saved(
 
 def test_a_state_has_a_name_of_its_own() -> None:
     key = block_key(HASHES[1])
-    assert len({key, state_name(key, 0), state_name(key, 1), state_name(key, 300)}) == 4
+    names = [state_name(key, rule) for rule in (0, 1, 300)]
+    assert len({key, *names}) == 4
+    assert pack(names) == 3 * key
 
 
 def test_runs() -> None:

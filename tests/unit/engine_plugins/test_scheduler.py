@@ -1029,7 +1029,9 @@ def test_a_state_is_saved_though_the_key_was_offered_for_other_groups(hybrid: Ha
 def test_a_state_that_the_pool_refused_is_offered_again(hybrid: Harness) -> None:
     both = [*tables(2), [0, 20]]
     hand = [(1, 20, 2 * TOKENS)]
-    hybrid.end(hybrid.step(hybrid.request("one", 2), 2 * TOKENS, both, hand), failed=True)
+    one = hybrid.request("one", 2)
+    hybrid.end(hybrid.step(one, 2 * TOKENS, both, hand), failed=True)
+    assert set(hybrid.pool.given_up) == set(map(block_key, one.block_hashes))
     assert state_saves(hybrid.step(hybrid.request("two", 2), 2 * TOKENS, both, hand)) != []
 
 
@@ -1083,6 +1085,7 @@ def test_states_go_first_and_what_has_no_room_is_counted(pool: Any, block_pool: 
     ]
     assert block_pool.pinned == 2
     assert hybrid.half.counters.take()["dropped_saves"] == 1
+    assert pool.given_up == [block_key(request.block_hashes[5])]
     hybrid.end(plan)
     # Blocks of attention wait for pins, while the request runs.
     assert hybrid.step(request, 0, both).saves[0].saves[0].block_ids == [1, 2]
