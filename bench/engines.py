@@ -508,11 +508,11 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-def wait_for_blocks(socket_path: str, committed: int) -> None:
-    """Wait until the daemon has committed so many blocks of the tiny model since it started."""
+def wait_for_blocks(socket_path: str, committed: int, parts: int = PARTS) -> None:
+    """Wait until the daemon has committed so many blocks since it started. parts: of each; those of the tiny model."""
     wait_for_stats(
         socket_path,
-        lambda stats: stats.counters.committed >= PARTS * committed,
+        lambda stats: stats.counters.committed >= parts * committed,
         f"the pool did not get {committed} blocks",
     )
 

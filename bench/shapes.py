@@ -11,9 +11,13 @@ together, and spread ones. The check is on CPU time, of this process and the dae
 
 `mla`: what four ranks with the same KV take in the pool, in copies.
 
-    python bench/shapes.py [--quick] [--json FILE] [--only any|equal|mla]
+`states`: what is stored of a model with linear attention, in real vLLM, against the states of all its blocks.
 
-Needs torch: without it, it runs itself in the vLLM environment.
+`lookups`: how long the lookup of a million tokens holds an engine's scheduler.
+
+    python bench/shapes.py [--quick] [--json FILE] [--only any|equal|mla|states|lookups]
+
+Needs vLLM: without it, it runs itself in the vLLM environment.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import REPO, Daemon, Report, daemon, in_turns, median, parse_arguments
+from shapes_lookups import lookups
+from shapes_states import hybrid
 
 from kvpool.client import Client
 
@@ -41,11 +47,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
-    if importlib.util.find_spec("torch") is None:
+    if importlib.util.find_spec("vllm") is None:
         python = str(REPO / ".venv-vllm" / "bin" / "python")
         os.execv(python, [python, *sys.argv])
     report, arguments = parse_arguments(__doc__ or "")
-    parts = {"any": any_reads_any, "equal": equal_ranks, "mla": one_copy}
+    parts = {"any": any_reads_any, "equal": equal_ranks, "mla": one_copy, "states": hybrid}
     with (
         tempfile.TemporaryDirectory() as folder,
         daemon(Path(folder), "shapes", "512MiB") as running,
@@ -54,6 +60,8 @@ def main() -> int:
         for name, part in parts.items():
             if arguments.only in name:
                 part(report, client, running)
+    if arguments.only in "lookups":
+        lookups(report)
     return report.finish()
 
 

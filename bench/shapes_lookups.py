@@ -1,18 +1,13 @@
-"""How long does the lookup of a very long prompt hold an engine's scheduler?
+"""Part of `shapes.py`: how long does the lookup of a very long prompt hold an engine's scheduler?
 
 A real daemon has all blocks of the prompt, and the plugin's scheduler half asks for them as vLLM has it do: once a step until
 it answers. The longest of these calls counts, as every call holds all requests up. Beside it: the whole, from the first
 call to the answer, and the same lookup asked for at once, in one call.
-
-    .venv/bin/python bench/lookups.py [--quick] [--json FILE]
-
-Check: lookup_1m_tokens_block_ms.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,9 +15,9 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from engines import daemon
-from harness import parse_arguments
 
 from kvpool.client import Client
 from kvpool.engine_plugins.vllm.ahead import Ahead
@@ -30,6 +25,9 @@ from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, pack
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.types import NamespaceRecord, PartSpec
+
+if TYPE_CHECKING:
+    from harness import Report
 
 BLOCK_TOKENS = 16
 PART_BYTES = 64
@@ -116,14 +114,8 @@ def _look_up(half: SchedulerHalf, name: str, hashes: list[bytes]) -> tuple[float
     return longest, now - begun
 
 
-def main() -> int:
-    report, _ = parse_arguments(__doc__ or "")
+def lookups(report: Report) -> None:
     rounds = 3 if report.quick else 9
     for tokens, ranks in ((128_000, 1), (128_000, 8), (1_000_000, 1)):
         report.row(f"{tokens} tokens, {ranks} ranks", **lookup_block_ms(tokens, ranks, rounds))
     report.check("lookup_1m_tokens_block_ms", report.rows[-1]["block"], at_most=BOUND_MS)
-    return report.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

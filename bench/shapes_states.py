@@ -1,49 +1,29 @@
-"""How much less is stored of a model with linear attention than the states of all its blocks?
+"""Part of `shapes.py`: how much less is stored of a model with linear attention than the states of all its blocks?
 
 A tiny model of gated delta nets, of which each fourth layer attends, in real vLLM on the CPU; one prompt of 32,768 tokens.
 
 `kept`: vLLM as it is by default, with steps of 8,192 tokens. `all`: with steps of one block and each block's state kept.
 `loaded`: a fresh engine with the first one's prompt; its tokens must be the same.
-
-    python bench/shapes_hybrid.py [--quick] [--json FILE]
-
-Needs vLLM: without it, it runs itself in the vLLM environment.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines import ENVIRONMENT, kvpool_transfer, tiny_model
-from harness import REPO, Daemon, Report, daemon, parse_arguments
 from tiny_models import prompt
 
 from kvpool.client import Client
 
+if TYPE_CHECKING:
+    from harness import Daemon, Report
+
 TOKENS, NEW_TOKENS = 32768, 8
 BLOCK, STEP = 128, 8192
 KV_BYTES = 384 << 20
-
-
-def main() -> int:
-    if importlib.util.find_spec("vllm") is None:
-        python = str(REPO / ".venv-vllm" / "bin" / "python")
-        os.execv(python, [python, *sys.argv])
-    report, _ = parse_arguments(__doc__ or "")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        daemon(Path(folder), "shapes", "512MiB") as running,
-        Client(running.socket, instance="shapes", timeout_s=30.0) as client,
-    ):
-        hybrid(report, client, running)
-    return report.finish()
 
 
 def hybrid(report: Report, client: Client, running: Daemon) -> None:
@@ -109,7 +89,3 @@ def engine(running: Daemon, step: int, **options: Any) -> Iterator[Any]:
     finally:
         core.shutdown()
         cleanup_dist_env_and_memory()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
