@@ -35,12 +35,13 @@ def _move(
     layers: tl.tensor,
     pieces: tl.tensor,
     wide: tl.constexpr,
+    dense: tl.constexpr,
     store: tl.constexpr,
     piece: tl.constexpr,
 ) -> None:
     """Each program takes its share of (block, stretch, piece of a stretch), block by block.
 
-    places: `Paged.places`, of `layers` stretches. segment: rows of `row_units` units. pieces: of the largest stretch.
+    places: `Paged.places`, of `layers` stretches; dense: each is one run. segment: rows of `row_units` units. pieces: of the largest stretch.
     """
     unit = tl.int64 if wide else tl.uint8
     for work in range(tl.program_id(0), count * layers * pieces, tl.num_programs(0)):
@@ -48,11 +49,14 @@ def _move(
         place = places + (work // pieces % layers) * 6
         block = work // pieces // layers
         start = tl.load(place + 2)
-        run = tl.load(place + 3)
         inside = at < tl.load(place + 5)
         memory = tl.load(place).to(tl.pointer_type(unit))
         device = memory + tl.load(blocks + block) * tl.load(place + 1)
-        device += at // run * tl.load(place + 4) + at % run
+        if dense:  # divisions take longer than copies on the device
+            device += at
+        else:
+            run = tl.load(place + 3)
+            device += at // run * tl.load(place + 4) + at % run
         host = segment + tl.load(rows + block) * row_units + start + at
         if store:
             tl.store(host, tl.load(device, mask=inside), mask=inside)
@@ -76,6 +80,7 @@ def _launch(paged: Paged, blocks: Index, segment: Any, rows: Index, *, store: bo
         len(paged.stretches),
         triton.cdiv(largest, PIECE),
         wide=paged.unit == WORD,
+        dense=all(place.units == place.run for place in paged.stretches),
         store=store,
         piece=PIECE,
     )
