@@ -39,6 +39,9 @@ class Ahead:
         except KvpoolError:
             return False
 
+    def close_namespace(self, ns: Namespace) -> None:
+        self._thread.submit(self._client.close_namespace, ns)
+
     def close(self) -> None:
         """Waits for the lookup that is under way."""
         self._thread.shutdown(wait=True, cancel_futures=True)

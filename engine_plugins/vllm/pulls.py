@@ -96,7 +96,7 @@ class Pulls:
 
     def enter(self, record: NamespaceRecord) -> None:
         """Open the namespace, in its present epoch, for all pulls that begin later."""
-        self._namespace = self._threads.submit(self._open, record)
+        self._namespace = self._threads.submit(self._open, record, self._namespace)
 
     def begin(
         self,
@@ -171,8 +171,13 @@ class Pulls:
 
     # --- on a thread of the pool ----------------------------------------------------------------
 
-    def _open(self, record: NamespaceRecord) -> Namespace:
+    def _open(self, record: NamespaceRecord, before: Future[Namespace] | None) -> Namespace:
         namespace = self._client.open(record)
+        # What still pulls into it opens it again.
+        if before is not None and before.done() and before.exception() is None:
+            left = before.result()
+            if left.digest != namespace.digest:
+                self._client.close_namespace(left)
         self._alone()  # now, rather than while the first request waits
         return namespace
 

@@ -369,7 +369,11 @@ class SchedulerHalf:
 
     def _enter(self, namespace: Namespace) -> None:
         """Use a namespace in the epoch that it was just opened in, on all ranks."""
-        self._namespace = namespace
+        left, self._namespace = self._namespace, namespace
+        if left is not None and left.digest != namespace.digest:
+            self._client.close_namespace(left)
+            if self._ahead is not None:
+                self._ahead.close_namespace(left)
         self._open_on_ranks(namespace)
         if self._pulls is not None:
             self._pulls.enter(namespace.record)

@@ -418,11 +418,14 @@ class WorkerHalf:
 
     def _open(self, opening: Opening) -> None:
         """Enter the namespace with the scheduler's weights. Where that fails, so does every save."""
-        self._generation, self._namespace = opening.generation, None
+        left, self._namespace = self._namespace, None
+        self._generation = opening.generation
         if opening.weights < 0:
             return
         try:
             self._namespace = self._client.open(opening.record, generation=opening.weights)
+            if left is not None and left.digest != self._namespace.digest:
+                self._client.close_namespace(left)
         except KvpoolError:
             pass  # counted with each save
 

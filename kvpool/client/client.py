@@ -63,7 +63,9 @@ if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
 RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
-DROPPED_SINCE = PARTS_SINCE = 9  # protocol of the first daemons that know these messages
+CLOSE_SINCE = DROPPED_SINCE = PARTS_SINCE = (
+    9  # protocol of the first daemons that know these messages
+)
 _PAGE = 4096
 
 
@@ -696,6 +698,21 @@ class Client:
                     connection.tell(client_wire.Dropped(number, packed))
         except Unavailable:
             pass  # and who follows has a limit
+
+    def close_namespace(self, ns: Namespace) -> None:
+        """This client does not use the namespace any more: one that holds nothing may make room for others.
+
+        It may be opened again. A hint: skipped while all connections are busy; an unreachable daemon is no error. The
+        daemon keeps what is in it.
+        """
+        self._namespaces.generations.pop(ns.digest, None)
+        try:
+            with self._connections.request(0.0) as connection:
+                number = connection.daemon.numbers.pop(ns.digest, None)
+                if number is not None and connection.daemon.protocol >= CLOSE_SINCE:
+                    connection.tell(client_wire.CloseNamespace(number))
+        except Unavailable:
+            pass  # it does not count any more once this client has ended
 
     def reset(self, ns: Namespace) -> None:
         """This engine's weights are new: blocks stored under the namespace before are no longer found.

@@ -33,6 +33,7 @@ type  message          direction             answer
 54    Engines          client → daemon       Bytes: a JSON array
 58    Prefixes         client → daemon       Bytes: a JSON object
 87    Dropped          client → daemon       Done, or none
+88    CloseNamespace   client → daemon       Done, or none
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
 132   CommitParts      client → daemon       CommittedParts
@@ -418,6 +419,12 @@ class Dropped(Message, tag=87):
     keys: bytes
 
 
+class CloseNamespace(Message, tag=88):
+    """This client does not use the namespace any more; for it alone, it need not be kept while it is empty."""
+
+    ns: int
+
+
 class AnnounceEngine(Message, tag=53):
     """This client's engine accepts requests: announce it to all nodes, as long as its process lives.
 
@@ -473,6 +480,7 @@ ClientMessage = (
     | FollowEvents
     | Follow
     | Dropped
+    | CloseNamespace
     | AnnounceEngine
     | Engines
     | Prefixes

@@ -463,3 +463,20 @@ def test_any_shapes(client, data):
     assert client.remove(ns, gone) == len(model.keys() & set(gone))
     assert client.get(ns, pool) == [None if key in gone else model.get(key) for key in pool]
     client.remove(ns, pool)
+
+
+def test_namespaces_that_are_closed_make_room_for_others(start_one):
+    """More than a tenant may have, as of an engine whose weights change all day."""
+    with start_one("--memory", "32MiB") as daemon, daemon.client(connect=True) as client:
+        for number in range(1100):
+            ns = client.open(NamespaceRecord({"weights": number}, (PartSpec(64),)))
+            client.close_namespace(ns)
+        # One that was closed may be used as before.
+        assert client.put(ns, bytes(16), bytes(64)) == 1
+        assert client.match(ns, bytes(16)) == 1
+        others = iter(range(1100, 2200))
+        with pytest.raises(LimitExceeded):
+            all(
+                client.open(NamespaceRecord({"weights": other}, (PartSpec(64),)))
+                for other in others
+            )

@@ -62,6 +62,7 @@ METHODS = {
         "commit",
         "commit_parts",
         "contains",
+        "close_namespace",
         "dropped",
         "engines",
         "follow",

@@ -100,6 +100,10 @@ class Namespaces:
         users.intersection_update(namespace.tenant.holders.values())
         users.add(holder)
 
+    def closed(self, holder: Holder, namespace: NamespaceState) -> None:
+        """A client does not use it any more."""
+        self._users.get((namespace.tenant.name, namespace.base), set()).discard(holder)
+
     def in_use(self, tenant: Tenant, base: bytes) -> bool:
         """Whether a client has a namespace open, or it has slots here."""
         self._ledger.settle()

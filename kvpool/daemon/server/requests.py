@@ -142,6 +142,7 @@ class ClientRequests:
             client_wire.FollowEvents: self._follow_events,
             client_wire.Follow: self._follow,
             client_wire.Dropped: self._dropped,
+            client_wire.CloseNamespace: self._close_namespace,
             client_wire.AnnounceEngine: self._announce_engine,
             client_wire.Engines: self._describe_engines,
             client_wire.Prefixes: self._prefixes,
@@ -569,6 +570,11 @@ class ClientRequests:
         waiters.drop(namespace.directory_digest, split_keys(m.keys), self._clock())
         loop = asyncio.get_running_loop()
         loop.call_later(2 * DROPPED_S, lambda: waiters.forget_dropped(self._clock()))
+        return frame.Done()
+
+    def _close_namespace(self, holder: Holder, m: client_wire.CloseNamespace) -> frame.Done:
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        self._node.namespaces.closed(holder, namespace)
         return frame.Done()
 
     def _follow_events(self, holder: Holder, m: client_wire.FollowEvents) -> frame.Done:

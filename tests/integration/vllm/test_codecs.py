@@ -38,7 +38,7 @@ def asked(kit: Any) -> list[list[int]]:
 
 def paged(engine: Any, group: int = 0) -> list[torch.Tensor]:
     """The KV of the group's layers: (blocks, heads, K/V, anything), in whatever order inside."""
-    layers = engine.worker._save_pages[group].parts[0].pages._layers  # a row is a head's
+    layers = engine.worker._pages[group].parts[0].pages._layers  # a row is a head's
     return [
         rows.view(torch.bfloat16).view(len(rows) // HEADS, HEADS, 2, -1, SIZE).double()
         for rows, _ in layers

@@ -72,6 +72,20 @@ def test_what_a_living_client_has_open_stays(make_pool) -> None:
     pool.open(base(1), PARTS)
 
 
+def test_what_its_client_has_closed_goes(make_pool) -> None:
+    pool = make_pool(namespaces_per_tenant=1)
+    namespaces = pool.node.namespaces
+    other = pool.node.holders.add("red", "client")
+    for client in (pool.holder, other):
+        namespaces.opened(client, pool.namespace)
+    namespaces.closed(pool.holder, pool.namespace)
+    with pytest.raises(LimitExceeded):
+        pool.open(base(1), PARTS)  # the other has it open still
+    namespaces.closed(other, pool.namespace)
+    namespaces.closed(other, pool.namespace)
+    pool.open(base(1), PARTS)
+
+
 def test_a_quota_and_whoever_else_needs_it_keep_it(make_pool) -> None:
     pool = make_pool(namespaces_per_tenant=1)
     with pytest.raises(LimitExceeded):

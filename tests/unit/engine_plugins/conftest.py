@@ -133,6 +133,7 @@ class FakePool:
         self.follows: list[tuple[float, str]] = []
         self.given_up: list[bytes] = []
         self.opened: list[NamespaceRecord] = []
+        self.closed: list[bytes] = []
         self.ttls: dict[bytes, float] = {}  # by namespace, of the last opening
         self.present: dict[bytes, int] = {}  # generations of weights, by namespace
         self.generations: dict[bytes, int] = {}
@@ -153,6 +154,9 @@ class FakePool:
         present = self.present.setdefault(ns.digest, 0)
         self.generations[ns.digest] = present if generation < 0 else generation
         return ns
+
+    def close_namespace(self, ns: Namespace) -> None:
+        self.closed.append(ns.digest)
 
     def generation(self, ns: Namespace) -> int:
         return -1 if self.silent else self.generations[ns.digest]

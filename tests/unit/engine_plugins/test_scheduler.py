@@ -1511,6 +1511,7 @@ def test_new_weights_lead_to_another_namespace_and_old_ones_back(idle: Harness) 
     idle.end(plan)
     assert not idle.half.has_work()
     assert idle.half.counters.take()["new_weights"] == 1
+    assert idle.pool.closed == [idle.ns.digest]
     assert idle.pool.ttls[idle.ns.digest] == 0
     assert idle.pool.ttls[idle.make("second").digest()] > 0
     # Whoever has the same finds what there is of them.
