@@ -150,7 +150,7 @@ def until_idle(engine: Any) -> dict[str, list[int]]:
     return said
 
 
-@pytest.mark.parametrize("copies", ["_copy_in", "_save_run"])
+@pytest.mark.parametrize("copies", ["_copy_in", "_save"])
 def test_a_request_is_aborted_in_the_middle_of_its_copies(
     kit: Any, llama: Path, tmp_path: Path, oracle: Oracle, copies: str
 ) -> None:
@@ -194,7 +194,7 @@ def test_no_request_is_preempted_in_the_middle_of_its_saves(
         kit.run_daemon(tmp_path) as daemon,
         kit.run_engine(llama, daemon, **options) as engine,
     ):
-        held = Held(engine.worker, "_save_run")
+        held = Held(engine.worker, "_save")
         preempted = []
         preempt = engine.scheduler._preempt_request
 
