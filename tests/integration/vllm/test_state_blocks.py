@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -26,8 +28,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.layout import HostPages
 from kvpool.engine_plugins.vllm.namespace import group_rules
 from kvpool.engine_plugins.vllm.plan import plan_states, state_name
+from kvpool.engine_plugins.vllm.shards import Kind
+from kvpool.engine_plugins.vllm.stored import stored_groups
 from kvpool.types import PartKind
 
 BLOCK, BLOCKS, STATES = 8, 64, 3
@@ -189,6 +195,49 @@ def test_what_is_handed_over_is_the_state_of_its_key_until_it_is_copied(
             for at, rule in enumerate(world.rules):
                 if rule.state:
                     assert world.saved[state_name(key, at)] == tuple(tokens[: last * BLOCK])
+
+
+def test_a_state_is_one_part_of_each_rank_without_the_padding() -> None:
+    spec = MambaSpec(
+        block_size=BLOCK,
+        shapes=((3, 8), (2, 4, 4)),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=256,
+        mamba_cache_mode="align",
+    )
+    content = 3 * 8 * 2 + 2 * 4 * 4 * 4
+    config = KVCacheConfig(5, [], [KVCacheGroupSpec(["one", "two"], spec)])
+    backing = torch.arange(2 * 5 * 256).to(torch.int8)
+    tensors = {
+        name: backing.as_strided((5, 1, 1, content), (256, content, content, 1), at * 5 * 256)
+        for at, name in enumerate(["one", "two"])
+    }
+    parallel = SimpleNamespace(
+        rank=1,
+        tensor_parallel_size=2,
+        prefill_context_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        cp_kv_cache_interleave_size=1,
+    )
+    engine = SimpleNamespace(
+        parallel_config=parallel,
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+    )
+    rules = group_rules(config, BLOCK, 1)
+    (group,) = stored_groups(
+        engine, config, PluginConfig.from_extra({}), rules, tensors, lambda _: "MAMBA2_ATTN"
+    )
+    assert (group.kind, group.share.cut.parts) == (Kind.RANKS, 2)
+    assert group.held().parts == {1: 2 * content}
+    (part,) = group.pages(0, lambda rows, step: HostPages([r.numpy() for r in rows]), print).parts
+    assert part.part == 1
+    table = np.zeros((3, 2 * content), np.uint8)
+    slots = SimpleNamespace(table=table, nbytes=2 * content)
+    part.pages.to_slots(np.array([4, 2]), slots, np.array([0, 2]), None)
+    for row, block in ((0, 4), (2, 2)):
+        expected = [tensors[name][block].contiguous().view(torch.uint8) for name in tensors]
+        assert table[row].tobytes() == torch.cat([e.flatten() for e in expected]).numpy().tobytes()
 
 
 def test_the_rules_of_its_groups() -> None:
