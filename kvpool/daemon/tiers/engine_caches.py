@@ -6,8 +6,8 @@ plugin named, and the key behind 8 bytes is known once a client has requested or
 had it already. So a block is announced as soon as both have arrived, the event and the key, in any order.
 
 A block is here if any engine of its namespace has it, and it is a hint: nothing is leased or read by it. With
-several ranks, the scheduler's events stand for all of them: a group of the engine's cache is that group's
-part on each rank. An engine with weights of another epoch is ignored.
+several ranks, the scheduler's events stand for all of them: a group of the engine's cache is all parts of
+that group. An engine with weights of another epoch is ignored.
 
 Except for the notes of requests (`saw`), all is done by one task, a few hundred blocks at a time. Event loop
 only.
