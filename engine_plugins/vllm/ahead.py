@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 from kvpool.errors import KvpoolError
-from kvpool.types import Namespace
+from kvpool.types import Namespace, NamespaceRecord
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
@@ -24,6 +24,23 @@ class Ahead:
         self._client = client
         self._lease_s = lease_s
         self._thread = ThreadPoolExecutor(1, "kvpool-lookup")
+        self._entered = False
+
+    def enter(self, record: NamespaceRecord, generation: int) -> None:
+        """Look up in this namespace from now on, with the generation of weights that the engine has it with; -1: it is not
+        known yet, and nothing is found.
+        """
+        self._thread.submit(self._enter, record, generation)
+
+    def _enter(self, record: NamespaceRecord, generation: int) -> None:
+        self._entered = False
+        if generation < 0:
+            return
+        try:
+            self._client.open(record, generation=generation)
+        except KvpoolError:
+            return
+        self._entered = True
 
     def submit(
         self, ns: Namespace, keys: bytes, life: int, trace: str
@@ -34,6 +51,8 @@ class Ahead:
     def _acquire(
         self, ns: Namespace, keys: bytes, life: int, trace: str
     ) -> Lease | Literal[False] | None:
+        if not self._entered:
+            return False
         try:
             return self._client.acquire(ns, keys, lease_s=self._lease_s, life=life, trace=trace)
         except KvpoolError:

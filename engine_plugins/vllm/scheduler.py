@@ -418,6 +418,8 @@ class SchedulerHalf:
         self._generation += 1
         self._weights = self._client.generation(namespace)
         self._plan.opening = Opening(self._generation, namespace.record, self._weights)
+        if self._ahead is not None:
+            self._ahead.enter(namespace.record, self._weights)
 
     def use_device(self, life: int) -> None:
         """From now on all ranks read the daemon's device memory of this life by themselves; 0: not all, or none."""

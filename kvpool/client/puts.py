@@ -116,21 +116,25 @@ class Reservations:
         replicas: int,
     ) -> list[int]:
         """How many blocks of each are new; -1 for those that the daemon does not know."""
-        for reservation in reservations:
-            reservation._settled = True
         if any(connection.daemon is not reservation._daemon for reservation in reservations):
+            for reservation in reservations:
+                reservation._settled = True
             raise UnknownReservation(
                 "the daemon that granted these slots has ended; put the blocks again"
             )
         tickets = [reservation._ticket for reservation in reservations]
         message = client_wire.CommitParts(tickets, checksums, replicas)
         try:
-            return list(connection.ask(message, self._connections.timeout_s).stored)
+            stored = list(connection.ask(message, self._connections.timeout_s).stored)
         except Unavailable:
             # They may have been committed or not: the abort that follows settles it.
-            for ticket in tickets:
-                self._connections.abandon(connection.daemon.incarnation, ticket)
+            for reservation in reservations:
+                reservation._settled = True
+                self._connections.abandon(connection.daemon.incarnation, reservation._ticket)
             raise
+        for reservation in reservations:
+            reservation._settled = True
+        return stored
 
     def commit(
         self, connection: Connection, reservation: Reservation, checksums: bytes, replicas: int

@@ -127,3 +127,18 @@ def test_daemons_that_are_too_old_are_not_asked(client: Client, ns: Namespace) -
         assert not client.puts_parts
         with pytest.raises(InvalidRequest, match="too old"):
             client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+
+
+def test_what_the_daemon_refuses_to_commit_can_be_given_back(
+    client: OperatorClient, ns: Namespace
+) -> None:
+    before = client.stats().counters.aborted
+    reservations = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
+    with (
+        patch("kvpool.client.client.row_checksums", lambda *_: b"too short"),
+        pytest.raises(InvalidRequest, match="bytes of checksums"),
+    ):
+        client.commit_parts(reservations)
+    for reservation in reservations:
+        reservation.abort()
+    assert client.stats().counters.aborted - before == 3 * len(KEYS)

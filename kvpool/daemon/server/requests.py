@@ -274,7 +274,7 @@ class ClientRequests:
     def _commit_parts(
         self, holder: Holder, m: client_wire.CommitParts
     ) -> client_wire.CommittedParts:
-        """Each by itself: what another request has settled, or does not fit, is told and keeps none of the others."""
+        """Each by itself, in order: one that was settled before is told, and keeps none of the others."""
         if len(m.tickets) != len(m.checksums):
             raise InvalidRequest(
                 f"{len(m.tickets)} tickets with {len(m.checksums)} checksums: one each is required"

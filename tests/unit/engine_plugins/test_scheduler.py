@@ -1305,6 +1305,10 @@ class AheadByHand:
     def __init__(self, pool: Any, threads: Any) -> None:
         self.pool, self.threads = pool, threads
         self.refuses = False
+        self.entered: list[tuple[NamespaceRecord, int]] = []
+
+    def enter(self, record: NamespaceRecord, generation: int) -> None:
+        self.entered.append((record, generation))
 
     def submit(self, ns: Any, keys: bytes, life: int, trace: str) -> Any:
         return self.threads.submit(self._acquire, ns, keys, life)
