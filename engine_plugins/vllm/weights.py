@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,12 +18,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+log = logging.getLogger("kvpool.vllm")
+
 WORD = 8
 ROW_WORDS = 4096
 PIECES_MAX = 2048
 """From how many places of a checkpoint bytes are read: where each takes a millisecond, two seconds."""
 PIECE_BYTES = 4096
 PROBED_INPUTS, PROBES_MAX = 8, 512
+OPTIONAL = ("zp", "zero", "g_idx")
+"""In names of integer parameters that kernels leave empty if a checkpoint has none: zero points, orders of groups."""
 HEADER_BYTES_MAX = 100_000_000
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
@@ -91,12 +96,31 @@ def _tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and buffers that are saved with them: others are what an engine works with."""
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            hidden = not parameter.numel() and hasattr(module, "input_size_per_partition")
-            tensor = _computed(module, parameter) if hidden else parameter
-            yield from _inner(f"{prefix}.{name}", tensor)
+            tensor: Tensor | None = parameter
+            if not parameter.numel():
+                tensor = _instead(module, name, parameter)
+            if tensor is not None:
+                yield from _inner(f"{prefix}.{name}", tensor)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield from _inner(f"{prefix}.{name}", buffer)
+
+
+def _instead(layer: Any, name: str, parameter: Tensor) -> Tensor | None:
+    """What tells of an empty parameter: what its layer computes, or None if there is nothing to tell.
+
+    The parameter itself, empty as it is, if its weights are out of sight.
+    """
+    if not parameter.is_floating_point():
+        others = any(other.numel() for other in layer.parameters(recurse=False))
+        return None if others and any(part in name for part in OPTIONAL) else parameter
+    if name != "weight" or not hasattr(layer, "cpu_linear"):
+        return parameter
+    try:
+        return _computed(layer, parameter)
+    except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
+        log.warning("weights of a %s cannot be seen: %r", type(layer).__name__, error)
+        return parameter
 
 
 def _computed(layer: Any, parameter: Tensor) -> Tensor:

@@ -150,7 +150,9 @@ def test_only_what_is_saved_with_a_model_counts(torch: Any) -> None:
     assert loaded.digest() != before
 
 
-def test_a_layer_that_hides_its_weights_is_known_by_what_it_computes(torch: Any) -> None:
+def packed(torch: Any) -> Any:
+    """A linear layer as vLLM leaves it on CPUs."""
+
     class Packed(torch.nn.Module):
         input_size_per_partition = 96
 
@@ -159,11 +161,16 @@ def test_a_layer_that_hides_its_weights_is_known_by_what_it_computes(torch: Any)
             self.hidden = [torch.randn(40, 96)]
             self.weight = torch.nn.Parameter(torch.empty(0))
             self.quant_method = self
+            self.cpu_linear = lambda x, _weight, _bias: x @ self.hidden[0].T
 
         def apply(self, layer: Any, probes: Any) -> Any:
-            return probes @ self.hidden[0].T
+            return layer.cpu_linear(probes, layer.weight, None)
 
-    model = torch.nn.Sequential(Packed(), torch.nn.Linear(4, 4))
+    return Packed()
+
+
+def test_a_layer_that_hides_its_weights_is_known_by_what_it_computes(torch: Any) -> None:
+    model = torch.nn.Sequential(packed(torch), torch.nn.Linear(4, 4))
     loaded = Loaded([model[1]])
     before = loaded.digest()
     assert before == loaded.digest()
@@ -178,3 +185,41 @@ def test_weights_that_cannot_be_seen_have_no_digest(torch: Any) -> None:
     model[1][0].weight = torch.nn.Parameter(torch.empty(0))
     assert Loaded([model[0]]).digest() == ""
     assert Loaded([]).digest() == ""
+
+
+def test_a_layer_that_cannot_compute_has_no_digest(
+    torch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As what MLA leaves of `kv_b_proj` on CPUs with AMX, and a kernel that takes no such vectors."""
+    layer = packed(torch)
+    model = torch.nn.Sequential(layer)
+    del layer.cpu_linear
+    assert Loaded([model]).digest() == ""
+    layer.cpu_linear = torch.nn.functional.linear
+    assert Loaded([model]).digest() == ""
+    assert "cannot be seen" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["w_zp", "qzeros", "weight_zero_point", "g_idx"])
+def test_empty_zero_points_are_none(torch: Any, name: str) -> None:
+    """As Marlin leaves them for weights of four bits."""
+
+    def empty(dtype: Any) -> Any:
+        return torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+
+    layer = packed(torch)
+    model = torch.nn.Sequential(layer)
+    layer.weight = None
+    layer.register_parameter(name, empty(torch.int32))
+    assert Loaded([model]).digest() == "", "there is nothing else"
+    words = torch.zeros(8, 128, dtype=torch.int32)
+    layer.qweight = torch.nn.Parameter(words, requires_grad=False)
+    before = Loaded([model]).digest()
+    assert before
+    words[3, 4] = 1
+    assert Loaded([model]).digest() not in (before, "")
+    # Weights that a kernel has elsewhere, of which scales are left.
+    layer.packed = empty(torch.int32)
+    assert Loaded([model]).digest() == ""
+    layer.packed = empty(torch.float32)
+    assert Loaded([model]).digest() == ""
