@@ -364,7 +364,7 @@ class SchedulerHalf:
 
     @property
     def last_reset(self) -> int:
-        """Number of the last reset; 0: there was none."""
+        """Number of the last reset, failed ones counted too; 0: there was none."""
         return self._reset
 
     def _enter(self, namespace: Namespace) -> None:
@@ -377,7 +377,6 @@ class SchedulerHalf:
         self._open_on_ranks(namespace)
         if self._pulls is not None:
             self._pulls.enter(namespace.record)
-        self._shut = False
         self._whole_parts = [
             at for at, part in enumerate(namespace.parts) if part.kind is PartKind.FULL
         ]
@@ -977,7 +976,8 @@ class SchedulerHalf:
         for job in done.failed_saves & self._saves.keys():
             self._offered.forget(self._saves[job].keys)
             self._tell_dropped(self._saves[job].keys)
-        if self._generation in done.outdated and not self._shut:
+        # While it is asked for the weights, the namespace that it had before its reset is behind it.
+        if self._generation in done.outdated and not self._shut and not self._unsure:
             self._shut = True
             self.counters.add(shut_out=1)
             log.warning(
@@ -1111,6 +1111,7 @@ class SchedulerHalf:
             state.pulled = -1
             state.limit = None
             state.saved = 0
+        self._reset += 1  # of a failed one too, so that what ranks say since the one before is none of its answer
         if self._loads or self._pool.get_num_free_blocks() < len(self._pool.blocks) - 1:
             self._shut = True
             self.counters.add(failed_resets=1)
@@ -1119,7 +1120,6 @@ class SchedulerHalf:
                 "no requests running"
             )
             return False
-        self._reset += 1
         self._unsure, self._shut = True, False
         self.counters.add(resets=1)
         return True

@@ -1638,6 +1638,48 @@ def test_a_reset_with_old_blocks_in_the_engine_leaves_the_pool_alone(
     assert idle.step(other, 4 * TOKENS, tables(4)).saves != []
 
 
+def test_a_failed_reset_is_not_undone_by_the_answer_to_the_one_before(idle: Harness) -> None:
+    assert idle.half.reset()
+    asked = idle.half.last_reset
+    request = idle.request("r", 4)
+    assert idle.half.matched_tokens(request, 0) == (None, False)
+    assert idle.step(request, 2 * TOKENS, tables(4)).reset == asked
+    idle.block_pool.touch(idle.block_pool.blocks[1:3])
+    assert not idle.half.reset()
+    answer = [RankReport(0, "cpu", "L", "", [], {}, weights="first", reset=asked)]
+    idle.half.use_weights(common_weights(answer, idle.half.last_reset))
+    assert idle.half.matched_tokens(request, 0) == (0, False)
+    assert idle.step(request, 2 * TOKENS, tables(4)).saves == []
+    idle.block_pool.free_blocks(idle.block_pool.blocks[1:3])
+    assert idle.half.reset()
+    assert idle.half.matched_tokens(idle.request("s", 4), 0) == (None, False)
+    assert idle.half.plan_step({}, lambda _: [[]]).reset == idle.half.last_reset == asked + 2
+    idle.half.use_weights("first")
+    assert idle.half.matched_tokens(idle.request("t", 4), 0) == (4 * TOKENS, True)
+
+
+def test_a_reset_that_failed_before_the_namespace_is_known_counts(
+    pool: Any, block_pool: Any
+) -> None:
+    harness = Harness(pool, block_pool)
+    harness.half._namespace = harness.half._make_record = None
+    block_pool.touch(block_pool.blocks[1:3])
+    assert not harness.half.reset()
+    harness.half.set_namespace(harness.make, "first", groups=[0], rank_bytes=PART_BYTES)
+    request = harness.request("r", 4)
+    assert harness.step(request, 4 * TOKENS, tables(4)).saves == []
+
+
+def test_who_was_shut_out_before_its_reset_is_not_shut_out_after_it(idle: Harness) -> None:
+    idle.half.plan_step({}, lambda _: [[]])
+    assert idle.half.reset()
+    idle.half.step_done(StepDone(outdated={1}))
+    request = idle.request("r", 4)
+    assert idle.half.matched_tokens(request, 0) == (None, False)
+    idle.half.use_weights("first")
+    assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
+
+
 def test_an_engine_shut_out_by_another_leaves_the_pool_alone_until_its_own_reset(
     idle: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
