@@ -11,8 +11,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +24,12 @@ log = logging.getLogger("kvpool.vllm")
 WORD = 8
 ROW_WORDS = 4096
 PIECES_MAX = 2048
-"""From how many places of a checkpoint bytes are read: where each takes a millisecond, two seconds."""
+"""From how many places of a checkpoint whose tensors are not known bytes are read."""
 PIECE_BYTES = 4096
+SPOTS_PER_TENSOR, SPOTS_MAX = 4, 16384
+"""At how many places a tensor is looked at, and all of them: at one each, where there are more tensors."""
+SPOT_BYTES_MAX, SPOT_BYTES_MIN = 64 << 20, 64
+"""How much of all tensors is read, and of a place."""
 PROBED_INPUTS, PROBES_MAX = 8, 512
 OPTIONAL = ("zp", "zero", "g_idx")
 """In names of integer parameters that kernels leave empty if a checkpoint has none: zero points, orders of groups."""
@@ -178,8 +183,19 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+@dataclass
+class _Listed:
+    """A safetensors file's list of tensors: where in the file each lies."""
+
+    header: bytes
+    tensors: list[tuple[str, int, int]]
+
+
 def stored(path: str) -> Any:
-    """What tells the weights of a checkpoint from others: names, sizes, and some bytes of each tensor; None: no files."""
+    """What tells the weights of a checkpoint from others: names, sizes, and some bytes of each tensor; None: no files.
+
+    Small files are read as a whole. What is no safetensors file is read at places that are equally far from each other.
+    """
     place = Path(path)
     if place.is_file():
         files = [place]
@@ -187,37 +203,59 @@ def stored(path: str) -> Any:
         files = sorted(each for each in place.iterdir() if each.suffix in SUFFIXES)
     else:
         return None
+    listed = [_listed(file) if file.suffix == ".safetensors" else None for file in files]
+    tensors = sum(len(each.tensors) for each in listed if each)
     pieces = max(1, PIECES_MAX // max(1, len(files)))
-    return [[file.name, file.stat().st_size, _sampled(file, pieces)] for file in files]
+    return [
+        [file.name, file.stat().st_size, _sampled(file, each, tensors, pieces)]
+        for file, each in zip(files, listed, strict=True)
+    ]
 
 
-def _sampled(path: Path, pieces: int) -> str:
+def _sampled(path: Path, listed: _Listed | None, tensors: int, pieces: int) -> str:
+    """Digest of some bytes. tensors: of all files. pieces: how many are read of a file of which no tensors are known."""
     total = hashlib.sha256()
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        header, places = _header(file, size) if path.suffix == ".safetensors" else (b"", [])
-        if size <= pieces * PIECE_BYTES:
-            places = list(range(0, size, PIECE_BYTES))
-        places = places or [size * i // pieces for i in range(pieces)]
-        total.update(header)
-        for at in places[:: -(-len(places) // pieces)]:
+    size = path.stat().st_size
+    length = PIECE_BYTES
+    if size <= pieces * PIECE_BYTES:
+        places = list(range(0, size, PIECE_BYTES))
+    elif listed is None:
+        places = [size * i // pieces for i in range(pieces)]
+    else:
+        spots = min(max(SPOTS_MAX // tensors, 1), SPOTS_PER_TENSOR)
+        length = min(max(SPOT_BYTES_MAX // (tensors * spots), SPOT_BYTES_MIN), PIECE_BYTES)
+        total.update(listed.header)
+        places = sorted(at for each in listed.tensors for at in _spots(*each, spots, length))
+    with path.open("rb", buffering=0) as file:
+        for at in places:
             file.seek(at)
-            total.update(file.read(PIECE_BYTES))
+            total.update(file.read(length))
     return total.hexdigest()[:32]
 
 
-def _header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
-    """A safetensors file's list of tensors, and where the middle of each is."""
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(size, HEADER_BYTES_MAX):
-        return b"", []
-    header = file.read(length)
+def _spots(name: str, start: int, end: int, count: int, length: int) -> list[int]:
+    """Where a tensor is looked at: a place that its name chooses, its middle, its beginning and its end."""
+    last = max(start, end - length)
+    chosen = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    spots = [start + chosen % (last - start + 1), (start + last) // 2, start, last]
+    return spots[:count]
+
+
+def _listed(path: Path) -> _Listed | None:
+    """What tensors a safetensors file has; None: it does not say that as it should."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(path.stat().st_size, HEADER_BYTES_MAX):
+            return None
+        header = file.read(length)
     try:
-        tensors = [each for name, each in json.loads(header).items() if name != "__metadata__"]
-        offsets = [each["data_offsets"] for each in tensors]
-        # A row or so before the middle, so that small tensors are read from their beginning.
-        return header, [
-            8 + length + max(start, (start + end - PIECE_BYTES) // 2) for start, end in offsets
+        found = [
+            (name, 8 + length + start, 8 + length + end)
+            for name, each in json.loads(header).items()
+            if name != "__metadata__"
+            for start, end in [map(int, each["data_offsets"])]
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return b"", []
+        return None
+    whole = found and all(8 + length <= start <= end for _, start, end in found)
+    return _Listed(header, found) if whole else None

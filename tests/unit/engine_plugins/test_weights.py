@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvpool.engine_plugins.vllm.weights import Loaded, stored
 # --- files
 
 
-def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+def safetensors(path: Path, tensors: Mapping[str, bytes | bytearray]) -> None:
     header, at = {}, 0
     for name, each in tensors.items():
         header[name] = {"dtype": "U8", "shape": [len(each)], "data_offsets": [at, at + len(each)]}
@@ -47,6 +48,57 @@ def test_of_a_large_file_each_tensor_is_looked_at(tmp_path: Path) -> None:
         assert stored(str(path)) != before, name
 
 
+@pytest.mark.parametrize("tensors", [300, 600])
+def test_few_tensors_of_each_of_many_files_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
+) -> None:
+    """As a fine-tune of some layers changes them. There are more tensors than places, or fewer."""
+    monkeypatch.setattr(weights, "PIECES_MAX", 64)
+    monkeypatch.setattr(weights, "SPOTS_MAX", 2400)
+    size, changed = 2 * weights.PIECE_BYTES, 5
+    was = {str(i): bytes(size) for i in range(tensors)}
+
+    def write(tensors: dict[str, bytes]) -> None:
+        for at in range(4):
+            safetensors(tmp_path / f"m-{at}.safetensors", tensors)
+
+    write(was)
+    before = stored(str(tmp_path))
+    write({**was, **{str(i): b"\1" * size for i in range(1, 1 + changed)}})
+    after = stored(str(tmp_path))
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("at", ["beginning", "middle", "end"])
+def test_a_tensor_is_looked_at_in_several_places(tmp_path: Path, at: str) -> None:
+    size = 2 * weights.PIECES_MAX * weights.PIECE_BYTES
+    path = tmp_path / "m.safetensors"
+    content = bytearray(size)
+    safetensors(path, {"x": content})
+    before = stored(str(path))
+    content[{"beginning": 0, "middle": size // 2, "end": size - 1}[at]] = 1
+    safetensors(path, {"x": content})
+    assert stored(str(path)) != before
+
+
+def test_of_very_many_tensors_little_is_read_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "PIECES_MAX", 1)
+    monkeypatch.setattr(weights, "SPOT_BYTES_MAX", 4 * 100 * weights.SPOT_BYTES_MIN)
+    path = tmp_path / "m.safetensors"
+    tensors = {str(i): bytes(2000) for i in range(100)}
+    safetensors(path, tensors)
+    before = stored(str(path))
+    seen = 0
+    for at in range(0, 2000, 50):
+        safetensors(path, {**tensors, "7": bytes(at) + b"\1" * 50 + bytes(1950 - at)})
+        seen += stored(str(path)) != before
+    assert 3 <= seen <= 12
+    safetensors(path, dict.fromkeys(tensors, b"\x01" * 2000) | {"7": bytes(2000)})
+    assert stored(str(path)) != before
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -54,6 +106,7 @@ def test_of_a_large_file_each_tensor_is_looked_at(tmp_path: Path) -> None:
         b"\xff" * 20,
         (9).to_bytes(8, "little") + b'{"a": [1]}',
         (4).to_bytes(8, "little") + b"null",
+        (33).to_bytes(8, "little") + b'{"a": {"data_offsets": [-90, 10]}}',
     ],
 )
 def test_what_is_no_safetensors_file_is_bytes(tmp_path: Path, content: bytes) -> None:
