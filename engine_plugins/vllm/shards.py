@@ -4,7 +4,7 @@ A canonical group is cut three ways, and each cut has a part of its own:
 
     pieces    of layers: one a pipeline stage, or as many as `layer_pieces` says
     shards    of KV heads: the largest power of two up to `SHARDS_MAX` that divides the model's heads
-    classes   of tokens: one a context-parallel rank
+    classes   of tokens: one a rank of decode context parallelism
 
 In a group, part number `(piece * shards + shard) * classes + class`. A rank holds the pieces of its stage, the
 shards of its heads and the class of its tokens; ranks with the same KV hold the same parts, and take turns in
@@ -50,7 +50,7 @@ class Kind(StrEnum):
 class Rank:
     """Where a rank is. vLLM counts tensor-parallel ranks innermost, then context-parallel ones, then stages.
 
-    tp, pcp, pp, dcp: sizes. dcp: of the context-parallel groups within the tensor-parallel ones.
+    tp, pcp, pp, dcp: sizes. dcp: without pcp, of groups of neighbours among the tensor-parallel ranks.
     """
 
     rank: int
@@ -124,18 +124,22 @@ def share(
     size = heads // shards
     if local_heads % size:
         return f"a rank has {local_heads} KV heads, and shards have {size}"
-    if at.dcp * at.pcp > 1 and not sharded_tokens:
+    if at.pcp > 1:
+        # vLLM's slots depend on DCP alone, and DCP spans these ranks first.
+        return (
+            "with prefill context parallelism, which ranks have which tokens depends on the engine"
+        )
+    if at.dcp > 1 and not sharded_tokens:
         return "its tokens are not shared out over the context-parallel ranks"
     if copies % at.dcp:
         return f"{at.dcp} context-parallel ranks do not share the same KV heads"
     tensor_rank = at.rank % at.tp
     first = tensor_rank // copies * local_heads // size
-    context_rank = at.rank // at.tp % at.pcp
     return Share(
-        Cut(pieces * at.pp, shards, at.dcp * at.pcp),
+        Cut(pieces * at.pp, shards, at.dcp),
         range(at.stage * pieces, (at.stage + 1) * pieces),
         range(first, first + local_heads // size),
-        context_rank * at.dcp + tensor_rank % at.dcp,
+        tensor_rank % at.dcp,
         tensor_rank % copies // at.dcp,
         copies // at.dcp,
     )

@@ -32,11 +32,11 @@ def test_shards_follow_from_the_model_alone(heads: int, shards: int) -> None:
     assert shard_count(heads) == shards <= SHARDS_MAX
 
 
-def held(heads: int, tp: int, pcp: int = 1, pp: int = 1, dcp: int = 1, pieces: int = 1) -> list:
-    ranks = tp * pcp * pp
+def held(heads: int, tp: int, pp: int = 1, dcp: int = 1, pieces: int = 1) -> list:
+    ranks = tp * pp
     return [
         share(
-            Rank(rank, tp, pcp, pp, dcp),
+            Rank(rank, tp, 1, pp, dcp),
             heads=heads,
             local_heads=max(1, heads // tp),
             pieces=pieces,
@@ -46,19 +46,18 @@ def held(heads: int, tp: int, pcp: int = 1, pp: int = 1, dcp: int = 1, pieces: i
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 24, 32])
-@pytest.mark.parametrize(("tp", "pcp", "pp"), list(product(SIZES, (1, 2), (1, 2))))
-@pytest.mark.parametrize("dcp", [1, 2])
-def test_the_ranks_have_every_part_and_take_turns(
-    heads: int, tp: int, pcp: int, pp: int, dcp: int
-) -> None:
-    shares = held(heads, tp, pcp, pp, dcp, pieces=2)
+@pytest.mark.parametrize(("tp", "pp"), list(product(SIZES, (1, 2))))
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_the_ranks_have_every_part_and_take_turns(heads: int, tp: int, pp: int, dcp: int) -> None:
+    shares = held(heads, tp, pp, dcp, pieces=2)
     if max(1, tp // heads) % dcp or tp % dcp:
         assert all("do not share the same KV heads" in each for each in shares)
         return
     turns: dict[int, list[int]] = defaultdict(list)
     for rank, mine in enumerate(shares):
         assert mine.cut == shares[0].cut
-        assert (mine.cut.pieces, mine.cut.classes) == (2 * pp, dcp * pcp)
+        assert (mine.cut.pieces, mine.cut.classes) == (2 * pp, dcp)
+        assert mine.class_ == rank % dcp, "vLLM's DCP groups are of neighbours"
         # Its heads, as the engine deals them out, are those of its shards.
         size = heads // mine.cut.shards
         first = rank % tp * heads // tp
@@ -84,6 +83,9 @@ def test_parts_are_the_same_for_every_number_of_ranks(heads: int, dcp: int) -> N
         (Rank(0, 2), 8, 8, "8 KV heads of 8"),
         (Rank(0, 16), 16, 1, "shards have 2"),
         (Rank(0, 4, dcp=2), 8, 2, "do not share the same KV heads"),
+        # vLLM's slots depend on DCP alone: with PCP alone all have the same KV, and DCP spans PCP first.
+        (Rank(1, 1, pcp=2), 8, 8, "prefill context parallelism"),
+        (Rank(1, 2, pcp=2, dcp=2), 1, 1, "prefill context parallelism"),
     ],
 )
 def test_what_cannot_be_cut_says_why(at: Rank, heads: int, local: int, why: str) -> None:
