@@ -300,10 +300,15 @@ def _facts(
     kind: Kind, layers: Sequence[Layer], context_parallel: bool, interleave: int
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    if kind is Kind.HALVES:
+    if kind is not Kind.CONTENT:
+        # Sparse attention's indexers keep the values of a kernel block's tokens together, then their scales.
         facts["kernel_tokens"] = sorted({int(layer.tensor.shape[2]) for layer in layers})
     packed = [
-        layer for layer in layers if layer.spec.kv_quant_mode or layer.spec.state_content_bytes
+        layer
+        for layer in layers
+        if layer.spec.kv_quant_mode
+        or layer.spec.state_content_bytes
+        or (kind is Kind.LATENT and not layer.tensor.is_floating_point())
     ]
     if packed:
         facts["backends"] = sorted({layer.backend for layer in packed})

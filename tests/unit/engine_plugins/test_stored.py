@@ -136,6 +136,21 @@ def test_ranks_with_the_same_kv_write_it_once_and_share_the_work(
     assert_read(pool, Engine(tp=1, mla=mla), kv)
 
 
+def test_latent_vectors_say_how_kernels_lay_them_out(pool: Any) -> None:
+    """Indexers' bytes depend on the kernel block and the backend, and look like vectors of bytes."""
+
+    def facts(engine: Engine, kv: Any) -> Any:
+        ranks = running(pool, engine, kv)
+        ranks.close()
+        return ranks.reports[0].held[0].facts
+
+    vectors, opaque = model_kv(1), model_kv(1).view(torch.uint8)
+    indexer = Engine(mla=True, backend="DEEPSEEK_V32_INDEXER")
+    assert facts(indexer, opaque) == {"kernel_tokens": [TOKENS], "backends": [indexer.backend]}
+    assert facts(replace(indexer, kernel_blocks=2), opaque)["kernel_tokens"] == [TOKENS // 2]
+    assert facts(Engine(mla=True, backend="TRITON_MLA"), vectors) == {"kernel_tokens": [TOKENS]}
+
+
 @pytest.mark.parametrize("pieces", [2, 4])
 def test_stages_are_pieces_of_layers(pool: Any, pieces: int) -> None:
     kv = model_kv(2)
