@@ -139,14 +139,15 @@ class PeerService:
             raise LimitExceeded(f"at most {AWAIT_KEYS_MAX} blocks per Await request")
         known = unpack_masks(question.known, width)
         name = directory_digest(question.tenant, question.digest)
-        every = (1 << 8 * width) - 1
         heard = None if question.heard is None else unpack_heard(question.heard)
 
-        def here() -> list[int]:
-            _, masks = self.node.inventory.masks(name, keys)
-            return [mask & every for mask in masks] or [0] * len(keys)
+        def here() -> tuple[int, list[int]]:
+            """The mask of all parts, without the padding of the packed ones, and for each key that of those here."""
+            parts, masks = self.node.inventory.masks(name, keys)
+            every = (1 << min(parts, 8 * width)) - 1
+            return every, [mask & every for mask in masks] or [0] * len(keys)
 
-        def dropped(masks: Sequence[int]) -> int:
+        def dropped(every: int, masks: Sequence[int]) -> int:
             for at in self.node.commit_waiters.dropped(name, keys, self._clock()):
                 if every & ~(masks[at] | known[at]):
                     return at
@@ -161,11 +162,9 @@ class PeerService:
         deadline = began + wait_s
         soonest = began if heard is None else min(deadline, began + peer_wire.WRITTEN_EVERY_S)
         while True:
-            masks, written = (
-                here(),
-                [] if heard is None else self.node.early_reads.being_written(name, keys),
-            )
-            first = dropped(masks) if question.dropped else len(keys)
+            every, masks = here()
+            written = [] if heard is None else self.node.early_reads.being_written(name, keys)
+            first = dropped(every, masks) if question.dropped else len(keys)
             now = self._clock()
             if _news(masks, known) or first < len(keys) or now >= deadline or ended():
                 break

@@ -542,6 +542,19 @@ async def test_a_block_that_is_given_up_while_nobody_asks_for_it() -> None:
     assert world.clock() - dropped_at < follows.QUESTION_S
 
 
+@scenario
+async def test_a_block_that_is_given_up_although_all_of_it_is_here() -> None:
+    """Another engine committed it: it is no news, as often as it is asked for."""
+    world = World(parts=HYBRID)
+    owner = world.owner("a")
+    owner.put([1])
+    owner.drop([1])
+    now = world.clock()
+    asked = msgspec.structs.replace(question([1, 2], b"\3\0", wait_s=0.5), dropped=True)
+    assert (await ask(owner, asked)).data == b"\3\0" + peer_wire.FIRST_DROPPED.pack(2)
+    assert world.clock() == pytest.approx(now + 0.5)
+
+
 @pytest.mark.parametrize("source", ["", "me"])
 def test_what_this_nodes_own_engine_has_given_up(source: str) -> None:
     async def main() -> None:
