@@ -3,7 +3,8 @@
 The rules report commits (`Node.commit_waiters`), and progress before them: one set lookup per batch of a
 namespace that has waiters, one dictionary lookup per block, and nothing without waiters.
 
-A writer may also report that blocks will not be committed (dropped). Who asks for one within `DROPPED_S` is told so.
+A writer may also report that blocks will not be committed (dropped). Who asks for one within `DROPPED_S` is told so,
+and has to look whether it lacks any part here: other ranks commit theirs meanwhile, which do not make up for this one.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class CommitWaiters:
         self._dropped: dict[tuple[bytes, bytes], float] = {}  # until when, the first to end first
 
     def __bool__(self) -> bool:
-        """Whether commits must be reported: there are waiters, or dropped blocks."""
-        return bool(self._waiters or self._dropped)
+        """Whether commits must be reported."""
+        return bool(self._waiters)
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -110,9 +111,6 @@ class CommitWaiters:
 
     def came(self, name: bytes, keys: Sequence[bytes]) -> None:
         """Parts of these blocks were committed."""
-        if self._dropped:
-            for key in keys:
-                self._dropped.pop((name, key), None)
         for waiter in self._of(name, keys):
             _wake(waiter)
 
@@ -128,7 +126,7 @@ class CommitWaiters:
             _wake(waiter)
 
     def dropped(self, name: bytes, keys: Sequence[bytes], now: float) -> list[int]:
-        """The positions of those that were dropped a moment ago."""
+        """The positions of those that were dropped a moment ago, whether or not they are here by now."""
         self.forget_dropped(now)
         dropped = self._dropped
         return [at for at, key in enumerate(keys) if (name, key) in dropped] if dropped else []

@@ -555,6 +555,30 @@ async def test_a_block_that_is_given_up_although_all_of_it_is_here() -> None:
     assert world.clock() == pytest.approx(now + 0.5)
 
 
+@pytest.mark.parametrize("here", [True, False])
+def test_a_rank_commits_its_part_of_a_block_that_another_has_given_up(here: bool) -> None:
+    """Its commit does not bring the other's part: who asks afterwards need not wait for it."""
+
+    async def main() -> None:
+        world = World(parts=(PartSpec(NBYTES), PartSpec(NBYTES)))
+        owner = world.books if here else world.owner("a")
+        owner.put([0])
+        owner.drop([1])
+        owner.put([1, 2], parts=[0])
+        began = world.clock()
+        assert await begin(world, 3, wait_s=60.0, source="" if here else "a") == 1
+        assert world.clock() - began < 1.0
+
+        owner.put([1], parts=[1])
+        following = begin(world, 3, wait_s=60.0, source="" if here else "a")
+        await asyncio.sleep(0.1)
+        assert not following.done(), "all of that one is here by now"
+        owner.put([2], parts=[1])
+        assert await following == 3
+
+    run(main())
+
+
 @pytest.mark.parametrize("source", ["", "me"])
 def test_what_this_nodes_own_engine_has_given_up(source: str) -> None:
     async def main() -> None:
