@@ -10,22 +10,23 @@ To a request with
     kv_transfer_params={"kvpool": {"report": true}}
 
 the answer says what became of its prompt's blocks (`SaveReport`), in a field of the same name.
+
+Fields that are not known here are ignored: a newer router may say more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from kvpool.errors import InvalidRequest
 
 FOLLOW_S_MAX = 600.0
-REPORT = {"report": True}
 
 
-class Following(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Following(msgspec.Struct, frozen=True):
     """follow_s: how long the prompt is waited for at most. source: name of the node where it is computed, if known.
 
     computed: all of it is computed, and the rest is being saved: the wait is a short one, as for a pull.
@@ -51,13 +52,14 @@ class SaveReport(msgspec.Struct, frozen=True):
 
 def wants_report(params: Mapping[str, object] | None) -> bool:
     """Whether a request's `kv_transfer_params` ask for a `SaveReport`."""
-    return (params or {}).get("kvpool") == REPORT
+    given = (params or {}).get("kvpool")
+    return isinstance(given, Mapping) and given.get("report") is True
 
 
 def following(params: Mapping[str, object] | None) -> Following | None:
     """What a request's `kv_transfer_params` say; None: nothing. Raises `InvalidRequest`."""
-    given = (params or {}).get("kvpool")
-    if given is None or given == REPORT:
+    given: Any = (params or {}).get("kvpool")
+    if given is None or (wants_report(params) and "follow_s" not in given):
         return None
     try:
         return msgspec.convert(given, Following)

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.following import FOLLOW_S_MAX, Following, following
+from kvpool.engine_plugins.vllm.following import (
+    FOLLOW_S_MAX,
+    Following,
+    following,
+    wants_report,
+)
 from kvpool.engine_plugins.vllm.pulls import FOLLOW_TURN_S, GIVES_UP_S, Pull, Pulls
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.types import NamespaceRecord, PartSpec
@@ -29,7 +34,10 @@ PARAMS = {"kvpool": {"follow_s": 30.0, "source": "a"}}
         ({"kvpool": {"follow_s": 2}}, Following(2.0)),
         (PARAMS, Following(30.0, "a")),
         ({"kvpool": {"follow_s": 2, "source": "a", "computed": True}}, Following(2.0, "a", True)),
+        ({"kvpool": {"follow_s": 2, "source": "a", "form": [1]}}, Following(2.0, "a")),
+        ({"kvpool": {"follow_s": 2, "report": True}}, Following(2.0)),
         ({"kvpool": {"report": True}}, None),
+        ({"kvpool": {"report": True, "form": "a"}}, None),
         ({"kvpool": {"follow_s": FOLLOW_S_MAX}}, Following(FOLLOW_S_MAX)),
     ],
 )
@@ -43,12 +51,26 @@ def test_what_a_request_may_say(params: Any, said: Following | None) -> None:
         *({}, [], "follow", 3, {"follow_s": 0}, {"follow_s": -1}, {"follow_s": "2"}),
         *({"follow_s": FOLLOW_S_MAX + 1}, {"follow_s": float("nan")}, {"follow_s": True}),
         *({"follow_s": 1, "source": 3}, {"follow_s": 1, "source": "x" * 257}),
-        {"follow_s": 1, "form": "a"},
+        *({"form": "a"}, {"report": 1}, {"report": "yes"}, {"report": False}),
+        *({"follow_s": 1, "source": 3, "form": "a"}, {"follow_s": 1, "computed": "yes"}),
     ],
 )
 def test_what_is_not_understood_is_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="kvpool"):
         following({"kvpool": given})
+
+
+@pytest.mark.parametrize(
+    ("params", "wants"),
+    [
+        *((None, False), ({}, False), ({"kvpool": None}, False), ({"kvpool": {}}, False)),
+        *(({"kvpool": {"report": True}}, True), ({"kvpool": {"report": True, "form": 1}}, True)),
+        *(({"kvpool": {"follow_s": 2}}, False), ({"kvpool": {"report": False}}, False)),
+        *(({"kvpool": {"report": 1}}, False), ({"kvpool": ["report"]}, False)),
+    ],
+)
+def test_who_wants_to_know_what_was_saved(params: Any, wants: bool) -> None:
+    assert wants_report(params) is wants
 
 
 @pytest.fixture
