@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.errors import KvpoolError
-from kvpool.router.bodies import Body, with_field
+from kvpool.router.bodies import Body, with_params
 from kvpool.router.calls import SLOWER_MAX, Call, Caller, Reply, end_span, span_of
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
@@ -227,7 +227,7 @@ class ActiveRequest:
         hint: dict[str, object] = {"follow_s": follow_s, "source": computes.node}
         if computed:
             hint["computed"] = True
-        return with_field(self.body, "kv_transfer_params", {"kvpool": hint})
+        return with_params(self.body, {"kvpool": hint})
 
     def _decode_ordered(self, order: DecodeOrder) -> None:
         self.account.decode_ordered(order, self._clock())

@@ -179,6 +179,8 @@ _OF_ANSWERS = frozenset(
 """Fields about the answer that would only make a prompt's computation larger."""
 
 
+_TRANSFER = "kv_transfer_params"
+
 _decode_body = JsonDecoder[Any](Any, "JSON")
 
 
@@ -238,13 +240,23 @@ def with_field(body: Body, key: str, value: object) -> bytes:
 def prompt_only(body: Body, params: Mapping[str, object] | None = None) -> bytes:
     """The body with one token to generate and no stream: its prompt is computed as for the answer.
 
-    params: for the engine's KV connector.
+    params: for the engine's KV connector, beside those of the body.
     """
     value = {key: item for key, item in body.value.items() if key not in _OF_ANSWERS}
     value |= {"max_tokens": 1, "n": 1, "stream": False}
     if params is not None:
-        value["kv_transfer_params"] = params
+        value[_TRANSFER] = _with_params(body, params)
     return msgspec.json.encode(value)
+
+
+def with_params(body: Body, params: Mapping[str, object]) -> bytes:
+    """The body with these for the engine's KV connector, beside its own; all else byte for byte."""
+    return with_field(body, _TRANSFER, _with_params(body, params))
+
+
+def _with_params(body: Body, params: Mapping[str, object]) -> Mapping[str, object]:
+    own = body.value.get(_TRANSFER)
+    return {**own, **params} if isinstance(own, dict) else params
 
 
 def segment(body: Body, tokens: Sequence[int], params: Mapping[str, object] | None = None) -> bytes:
@@ -263,7 +275,7 @@ def segment(body: Body, tokens: Sequence[int], params: Mapping[str, object] | No
         if body.value.get(key) is not None:
             value[key] = body.value[key]
     if params is not None:
-        value["kv_transfer_params"] = params
+        value[_TRANSFER] = params
     return msgspec.json.encode(value)
 
 

@@ -20,6 +20,7 @@ from kvpool.router.bodies import (
     prompt_only,
     segment,
     with_field,
+    with_params,
 )
 
 MODELS = ("tiny", "tiny-lora")
@@ -262,6 +263,23 @@ def test_the_prompt_alone_asks_for_one_token_and_no_stream() -> None:
         "max_tokens": 1,
         "n": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("own", "sent"),
+    [
+        ({"do_remote_decode": True}, {"do_remote_decode": True, "kvpool": {"a": 1}}),
+        ({"kvpool": {"follow_s": 9}, "x": [2]}, {"kvpool": {"a": 1}, "x": [2]}),
+        (None, {"kvpool": {"a": 1}}),
+        ("x", {"kvpool": {"a": 1}}),
+    ],
+)
+def test_a_clients_own_transfer_parameters_stay_beside_the_routers(own: Any, sent: Any) -> None:
+    body = chat("hello", kv_transfer_params=own)
+    params = {"kvpool": {"a": 1}}
+    assert json.loads(prompt_only(body, params))["kv_transfer_params"] == sent
+    whole = {**json.loads(body.raw), "kv_transfer_params": sent}
+    assert json.loads(with_params(body, params)) == whole
 
 
 def test_a_field_is_added_without_touching_the_rest() -> None:
