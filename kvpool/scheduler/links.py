@@ -13,12 +13,12 @@ takes what
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from kvpool.decoding import FINITE_MAX
 from kvpool.placement.distance import PRIORS, Distance, distance_between
 from kvpool.placement.peers import APART
 from kvpool.placement.records import LinkRecord
@@ -27,6 +27,9 @@ from kvpool.scheduler.estimates import LoadEstimate
 KNOWN_MAX = 1 << 16
 """Pairs of nodes whose link is cached; then the cache is cleared."""
 ASSUMED_MAX = 64
+BYTES_S_MIN, BYTES_S_MAX = 1e3, 1e13
+LATENCY_S_MAX = 600.0
+"""What is told beyond these is no measurement: costs stay finite."""
 _WHERE = {
     Distance.HOST: "on one machine",
     Distance.RACK: "in one rack",
@@ -59,10 +62,8 @@ class _Node:
         self.near: dict[Distance, Link] = {}
         self.apart: dict[str, Link] = {}
         for record in records:
-            if record.distance not in _WHERE or not (
-                0 < record.bytes_s < math.inf and 0 <= record.latency_s < math.inf
-            ):
-                continue  # of a newer version
+            if not _can_be(record):
+                continue  # of a newer version, or nonsense
             distance = Distance(record.distance)
             known = f"measured by {name}"
             if not record.node:
@@ -72,6 +73,15 @@ class _Node:
                 self.apart[record.node] = link
             else:
                 self.near[distance] = link
+
+
+def _can_be(record: LinkRecord) -> bool:
+    return (
+        record.distance in _WHERE
+        and BYTES_S_MIN <= record.bytes_s <= BYTES_S_MAX
+        and 0 <= record.latency_s <= LATENCY_S_MAX
+        and 0 <= record.age_s <= FINITE_MAX
+    )
 
 
 class Links:

@@ -97,9 +97,33 @@ def test_nodes_on_one_machine_are_at_no_distance() -> None:
 
 def test_what_is_no_speed_is_ignored() -> None:
     links = Links()
-    wrong = [measured(0.0), measured(-1.0), measured(float("inf")), measured(1e9, "planet")]
+    nan, inf = float("nan"), float("inf")
+    wrong = [measured(speed) for speed in (0.0, -1.0, 5e-324, 999.0, 1.1e13, inf, nan)]
+    wrong += [LinkRecord("unknown", late, 1e9, 64.0, 1) for late in (-1.0, 601.0, inf, nan)]
+    wrong += [measured(1e9, age_s=age) for age in (-1.0, inf, nan)]
+    wrong += [measured(1e9, "planet"), measured(1e9, "planet", node="b")]
     links.told({"a": ("", wrong)})
     assert links.between("b", "a", usual()).known == "assumed"
+    assert not links.differ
+
+
+anything = st.builds(
+    LinkRecord,
+    *(st.sampled_from(["rack", "zone", "host", "unknown", "far", "planet", ""]), st.floats()),
+    *(st.floats() | st.floats(1e3, 1e13), st.floats(), st.integers(), st.sampled_from(["", "b"])),
+)
+
+
+@given(st.lists(anything, max_size=4), st.lists(anything, max_size=4))
+def test_whatever_is_told_costs_are_finite(a: list[LinkRecord], b: list[LinkRecord]) -> None:
+    links = Links()
+    links.lie({"a": {"zone": "1"}, "b": {"zone": "2"}})
+    links.told({"a": ("h", a), "b": ("h", b)})
+    for source, target in product("abc", repeat=2):
+        for link in (links.between(source, target, usual()), links.fastest(target, usual())):
+            assert 0 <= link.seconds(1 << 50) < float("inf")
+            assert link.age_s is None or 0 <= link.age_s < float("inf")
+    assert links.bytes_s is None or 0 < links.bytes_s < float("inf")
 
 
 speeds = st.sampled_from([1e6, 3e6, 1e7, 1e8])
