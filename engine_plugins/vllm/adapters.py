@@ -2,6 +2,9 @@
 
 An engine reads an adapter's files when a request needs it, later than the first request with it is seen here. Files that
 change while the engine has the adapter mean that nobody can say which of the two it has read.
+
+The engine's own cache does not know contents: what it has computed with one it finds with the next of the same name and
+path, until it is reset. Whatever may have been computed so is not shared.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from kvpool.engine_plugins.vllm.weights import stored
 log = logging.getLogger("kvpool.vllm")
 
 KNOWN_MAX = 4096
+NAMES_MAX = 65536
+"""Names and paths between two resets; of more nothing is shared."""
 CONFIG = "adapter_config.json"
 
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -28,14 +33,42 @@ class Adapters:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[Stamp, bytes]] = OrderedDict()
+        self._first: dict[tuple[str, str], bytes | None] = {}
+
+    def reset(self) -> None:
+        """The engine's own cache is empty."""
+        self._first.clear()
+
+    def shares(self, adapter: Any) -> bool:
+        """Whether the engine's blocks of that name and path are all of one content, as far as is known."""
+        return adapter is None or self._first.get(_name(adapter)) is not None
 
     def content(self, adapter: Any) -> bytes | None:
         """A digest of the files of an adapter, the engine's `LoRARequest`; empty without one.
 
-        None: not known, since there are no files here or they have changed since the engine has the adapter.
+        None: not known, since there are no files here, they have changed since the engine has the adapter, or its name
+        and path had another content, or an unknown one, since the last reset.
         """
         if adapter is None:
             return b""
+        digest = self._content(adapter)
+        name = _name(adapter)
+        if name not in self._first:
+            if len(self._first) >= NAMES_MAX:
+                log.warning("blocks of adapter %s are not shared, there were too many", name[0])
+                return None
+            self._first[name] = digest
+        first = self._first[name]
+        if first is not None and digest != first:
+            self._first[name] = None
+            log.warning(
+                "blocks of adapter %s are not shared until the engine's caches are reset or it has another name: it had "
+                "other files, and the engine may have blocks of them",
+                name[0],
+            )
+        return self._first[name]
+
+    def _content(self, adapter: Any) -> bytes | None:
         number, name = adapter.lora_int_id, adapter.lora_name
         try:
             folder = _folder(adapter.lora_path)
@@ -53,11 +86,16 @@ class Adapters:
         known, digest = self._known[number]
         if known != stamp:
             log.warning(
-                "blocks of adapter %s are not shared: its files changed while it was loaded, load it again",
+                "blocks of adapter %s are not shared: its files changed while it was loaded; load it under a new name",
                 name,
             )
             return None
         return digest
+
+
+def _name(adapter: Any) -> tuple[str, str]:
+    """What the engine's block hashes have of an adapter."""
+    return adapter.lora_name, adapter.lora_path
 
 
 def _folder(path: str) -> Path:

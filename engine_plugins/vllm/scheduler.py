@@ -173,6 +173,10 @@ class RequestState:
             self._derived.append(blake2b(each, key=self.adapter, digest_size=KEY_BYTES).digest())
         return self._derived
 
+    def use_adapter(self, content: bytes | None) -> None:
+        self.adapter = content
+        self._derived.clear()
+
 
 @dataclass
 class RunningLoad:
@@ -461,7 +465,7 @@ class SchedulerHalf:
         if not self._engine.loads or not self._usable or request.skip_reading_prefix_cache:
             return 0, False
         state = self._state(request)
-        if state.adapter is None:
+        if not self._shares(state):
             return 0, False
         tokens = self._engine.hash_tokens
         if self._is_loading(request, local_tokens // tokens):
@@ -848,13 +852,11 @@ class SchedulerHalf:
         for request_id, states in (handed or {}).items() if saving else ():
             # Ahead of other blocks, which are of no use without them and can wait for pins.
             state = self._requests.get(request_id)
-            if state is not None and state.adapter is not None:
+            if state is not None and self._shares(state):
                 self._save_states(state, states)
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
-            if state is None or not saving:
-                continue
-            if state.adapter is None:
+            if state is None or not saving or not self._shares(state):
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if whole > state.saved:
@@ -1058,7 +1060,7 @@ class SchedulerHalf:
             return None
         self._drop_lookup(state)
         self._drop_pull(state)
-        if not self._engine.saves or not self._usable or state.adapter is None:
+        if not self._engine.saves or not self._usable or not self._shares(state):
             return SaveReport(0, 0, None) if state.reports else None
         whole = self._whole(state, request.num_computed_tokens)
         if completed and whole > state.saved:
@@ -1121,6 +1123,9 @@ class SchedulerHalf:
             )
             return False
         self._unsure, self._shut = True, False
+        self._adapters.reset()
+        for state in self._requests.values():  # which may compute with what was loaded before
+            state.use_adapter(self._adapters.content(state.request.lora_request))
         self.counters.add(resets=1)
         return True
 
@@ -1143,8 +1148,12 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = RequestState(request)
-            state.adapter = self._adapters.content(request.lora_request)
+            state.use_adapter(self._adapters.content(request.lora_request))
         return state
+
+    def _shares(self, state: RequestState) -> bool:
+        """Whether it is known what its adapter contains, and what the engine's own cache has of it."""
+        return state.adapter is not None and self._adapters.shares(state.request.lora_request)
 
     def _job(self) -> int:
         self._next_job += 1

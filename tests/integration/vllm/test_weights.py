@@ -148,8 +148,14 @@ def test_an_adapter_is_known_by_what_is_in_it(
         )
         other, cached = ask(engine, 2)
         assert cached == 0
+        assert ask(engine, 2) == (other, 0), (
+            "the plugin does not know that vLLM's cache was emptied"
+        )
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert ask(engine, 2) == (other, 0)
         assert ask(engine, 2) == (other, kit.hit(200))
         weights.write_bytes(first)
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
         assert ask(engine, 3) == (said, kit.hit(200))
     assert other != said
 

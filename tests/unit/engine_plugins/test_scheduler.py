@@ -1735,14 +1735,52 @@ def test_blocks_of_an_adapter_are_named_by_its_content(harness: Harness, tmp_pat
     harness.pool.commit(harness.pool.reserve(harness.ns, save.keys))
     harness.end(plan)
     found = (4 * TOKENS, True)
-    assert harness.half.matched_tokens(harness.request("same", 4, adapter=first), 0) == found
+    same = harness.request("same", 4, adapter=first)
+    assert harness.half.matched_tokens(same, 0) == found
     assert harness.half.matched_tokens(harness.request("none", 4), 0) == (0, False)
+    for ended in (saved, same):
+        harness.half.request_finished(ended, tables(4), completed=False)
+    harness.reset()
     second = adapter_of(tmp_path / "a", 2, b"two")
     other = harness.request("other", 4, adapter=second)
     assert harness.half.matched_tokens(other, 0) == (0, False)
     # Loaded again with the first content.
+    harness.half.request_finished(other, tables(4), completed=False)
+    harness.reset()
     third = adapter_of(tmp_path / "a", 3, b"one")
     assert harness.half.matched_tokens(harness.request("again", 4, adapter=third), 0) == found
+
+
+def test_blocks_of_an_adapter_whose_files_were_replaced_are_not_shared_until_a_reset(
+    harness: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loaded again under its name and path, it finds what the engine's own cache has of the files before."""
+    first = harness.request("first", 4, adapter=adapter_of(tmp_path / "a", 1, b"one"))
+    harness.end(harness.step(first, 2 * TOKENS, tables(4)))
+    second = harness.request("second", 4, adapter=adapter_of(tmp_path / "a", 2, b"two"))
+    assert "other files" in caplog.text
+    assert harness.half.matched_tokens(second, 2 * TOKENS) == (0, False)
+    second.num_computed_tokens = 2 * TOKENS
+    assert harness.step(second, 2 * TOKENS, tables(4)).saves == []
+    harness.half.request_finished(second, tables(4), completed=True)
+    # What runs with the one before may find what was computed with this one.
+    assert harness.step(first, 2 * TOKENS, tables(4)).saves == []
+    harness.half.request_finished(first, tables(4), completed=True)
+    assert not harness.half.has_work()
+    harness.reset()
+    third = harness.request("third", 4, adapter=adapter_of(tmp_path / "a", 3, b"two"))
+    assert harness.step(third, 4 * TOKENS, tables(4)).saves != []
+
+
+def test_a_request_that_waits_during_a_reset_counts_after_it(
+    harness: Harness, tmp_path: Path
+) -> None:
+    """It computes with what the engine had loaded for it."""
+    waits = harness.request("waits", 4, adapter=adapter_of(tmp_path / "a", 1, b"one"))
+    harness.reset()
+    second = harness.request("second", 4, adapter=adapter_of(tmp_path / "a", 2, b"two"))
+    assert harness.step(second, 4 * TOKENS, tables(4)).saves == []
+    assert harness.step(waits, 4 * TOKENS, tables(4)).saves == []
 
 
 def test_blocks_of_an_unknown_adapter_are_not_shared(harness: Harness, tmp_path: Path) -> None:
