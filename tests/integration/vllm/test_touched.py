@@ -45,7 +45,7 @@ TOUCHED = {
     "SpeculativeConfig": "method model num_speculative_tokens",
     "KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint topic",
     "Attention": "get_attn_backend",
-    "LinearBase": "input_size_per_partition quant_method",
+    "LinearBase": "input_size_per_partition quant_method cpu_linear",
     "kv_cache_utils": "DEFAULT_NONE_HASH_SEED resolve_none_hash_seed",
     "kv_cache_interface": "FullAttentionSpec MLAAttentionSpec ChunkedLocalAttentionSpec SlidingWindowSpec "
     "SlidingWindowMLASpec UniformTypeKVCacheSpecs",
