@@ -60,7 +60,7 @@ from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
 from kvpool.engine_plugins.vllm.stored import numbered, stored_groups
-from kvpool.engine_plugins.vllm.weights import Loaded
+from kvpool.engine_plugins.vllm.weights import Loaded, projected_heads
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind
@@ -225,6 +225,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         device = next(iter(kv_caches.values())).device
         layers = self._vllm_config.compilation_config.static_forward_context
+        # Target and draft, wherever they have layers with KV.
+        loaded = Loaded(each for each in layers.values() if isinstance(each, torch.nn.Module))
         stored = stored_groups(
             self._vllm_config,
             self._kv_cache_config,
@@ -232,6 +234,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._rules,
             kv_caches,
             lambda name: layers[name].get_attn_backend().get_name(),
+            projected_heads(loaded.models, layers).get,
         )
         canonical = self._config.form is Form.CANONICAL
         rank = self._vllm_config.parallel_config.rank
@@ -242,8 +245,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     rule.group,
                     group.why,
                 )
-        # Target and draft, wherever they have layers with KV.
-        loaded = Loaded(each for each in layers.values() if isinstance(each, torch.nn.Module))
         report = RankReport(
             rank=rank,
             device=device.type,

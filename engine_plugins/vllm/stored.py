@@ -41,12 +41,14 @@ class Layer:
     """A layer's paged KV on this rank.
 
     tensor: logical (blocks or kernel blocks, heads, tokens, content). specs: vLLM's, of the layer.
+    projected: the KV heads that its projection has on all ranks together, if that is seen.
     """
 
     name: str
     tensor: Any
     spec: Any
     backend: str
+    projected: int | None = None
 
     @property
     def kind(self) -> Kind:
@@ -197,10 +199,12 @@ def stored_groups(
     rules: Sequence[GroupRule],
     kv_caches: Mapping[str, Any],
     backend_of: Callable[[str], str],
+    heads_of: Callable[[str], int | None],
 ) -> list[StoredGroup]:
     """What this rank stores of each group, in the order of `rules`.
 
-    kv_caches: the layers' tensors; backend_of: the attention backend of one. Raises `ConfigError`.
+    kv_caches: the layers' tensors; backend_of: the attention backend of one; heads_of: the KV heads that its
+    projection has on all ranks together, if it is seen. Raises `ConfigError`.
     """
     parallel = vllm_config.parallel_config
     at = Rank(
@@ -222,7 +226,13 @@ def stored_groups(
         group = kv_cache_config.kv_cache_groups[rule.group]
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         layers = [
-            Layer(name, kv_caches[name], specs.get(name, group.kv_cache_spec), backend_of(name))
+            Layer(
+                name,
+                kv_caches[name],
+                specs.get(name, group.kv_cache_spec),
+                backend_of(name),
+                heads_of(name),
+            )
             for name in sorted(group.layer_names)
             if name in kv_caches
         ]
@@ -272,19 +282,25 @@ def _stored(
         names = ", ".join(sorted({layer.backend for layer in layers}))
         return group_by_rank(f"where heads are in the KV of {names} is not known")
     kind = layers[0].kind
-    shares = {
-        share(
+
+    def layer_share(layer: Layer) -> Share | str:
+        heads = 1 if kind is Kind.LATENT else _total_heads(layer, total, at.tp)
+        if heads is None:
+            return f"how many KV heads all ranks together have in {layer.name} is not known"
+        return share(
             at,
-            heads=1 if kind is Kind.LATENT else _heads_of(layer, total, at.tp),
+            heads=heads,
             local_heads=layer.tensor.shape[1],
             pieces=pieces,
             sharded_tokens=layer.spec.dcp_sharded,
         )
-        for layer in layers
-    }
-    mine = shares.pop()
-    if shares or isinstance(mine, str):
-        return group_by_rank(mine if isinstance(mine, str) else "its layers have other shards")
+
+    shares = [layer_share(layer) for layer in layers]
+    mine = next((each for each in shares if isinstance(each, str)), shares[0])
+    if isinstance(mine, str):
+        return group_by_rank(mine)
+    if any(each != mine for each in shares):
+        return group_by_rank("its layers have other shards")
     ordered = sorted(layers, key=lambda layer: layer_order(layer.name))
     facts = _facts(kind, ordered, mine.cut.classes > 1, interleave)
     group = StoredGroup(kind, mine, cut_layers(ordered, pieces), blocks, config.codec, facts)
@@ -317,7 +333,13 @@ def _facts(
     return facts
 
 
-def _heads_of(layer: Layer, total: int, tp: int) -> int:
-    """The KV heads of a layer on all ranks together. total: of most of the model's layers."""
-    local = int(layer.tensor.shape[1])
-    return total if local == max(1, total // tp) or local == 1 else local * tp
+def _total_heads(layer: Layer, model: int, tp: int) -> int | None:
+    """The KV heads of a layer on all ranks together; None: not known.
+
+    model: what its configuration says, which is not true of all layers (draft models, windows with heads of their
+    own). It counts where the ranks have as many together, so that none of them are taken for having the same heads.
+    """
+    if layer.projected is not None:
+        return layer.projected
+    all_ranks = int(layer.tensor.shape[1]) * tp
+    return all_ranks if tp == 1 or all_ranks == model else None

@@ -10,7 +10,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +65,31 @@ def models_with(layers: Iterable[Module]) -> list[Module]:
     return list(roots.values())
 
 
+def projected_heads(models: Iterable[Module], layers: Mapping[str, Any]) -> dict[str, int]:
+    """Of attention layers by name, the KV heads of all ranks together, as the projections beside them say.
+
+    Without those that have none beside them, or several that differ.
+    """
+    names = {id(layer): name for name, layer in layers.items()}
+    found: dict[str, set[int]] = {}
+    for module in (each for model in models for each in model.modules()):
+        children = list(module.children())
+        # LoRA wraps projections.
+        projections = [getattr(child, "base_layer", child) for child in children]
+        heads = {
+            each.total_num_kv_heads for each in projections if hasattr(each, "total_num_kv_heads")
+        }
+        for child in children:
+            if id(child) in names:
+                found.setdefault(names[id(child)], set()).update(heads)
+    return {name: heads.pop() for name, heads in found.items() if len(heads) == 1}
+
+
 class Loaded:
     """The weights of one rank. For the engine's thread, between its forward passes."""
 
     def __init__(self, layers: Iterable[Module]) -> None:
-        self._models = models_with(layers)
+        self.models = models_with(layers)
 
     def digest(self) -> str:
         """Of all bytes of all parameters, and of what else a checkpoint sets; empty if some cannot be seen.
@@ -82,7 +102,7 @@ class Loaded:
         total = hashlib.sha256()
         sums: list[Tensor] = []
         seen = 0
-        for model in self._models:
+        for model in self.models:
             for name, tensor in _tensors(model):
                 if tensor.is_meta or not tensor.numel():
                     return ""

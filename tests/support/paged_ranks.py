@@ -54,7 +54,11 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine is made of. dtype of the KV: as wide as two bytes."""
+    """What an engine is made of. dtype of the KV: as wide as two bytes.
+
+    model_heads: the KV heads that the model's configuration says; 0: those of the KV. projected: whether the layers'
+    projections are seen.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -68,6 +72,8 @@ class Engine:
     pieces: int = 0
     mla: bool = False
     slots: int | None = None
+    model_heads: int = 0
+    projected: bool = True
 
 
 class PagedRanks:
@@ -114,9 +120,19 @@ class PagedRanks:
             )
             vllm = SimpleNamespace(
                 parallel_config=parallel,
-                model_config=SimpleNamespace(get_total_num_kv_heads=lambda: self.heads),
+                model_config=SimpleNamespace(
+                    get_total_num_kv_heads=lambda: engine.model_heads or self.heads
+                ),
             )
-            stored = stored_groups(vllm, cache, config, rules, views, lambda _: engine.backend)
+            stored = stored_groups(
+                vllm,
+                cache,
+                config,
+                rules,
+                views,
+                lambda _: engine.backend,
+                lambda _: self.heads if engine.projected else None,
+            )
             self.groups.append(stored)
             self.reports.append(
                 RankReport(

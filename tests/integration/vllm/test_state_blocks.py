@@ -226,7 +226,13 @@ def test_a_state_is_one_part_of_each_rank_without_the_padding() -> None:
     )
     rules = group_rules(config, BLOCK, 1)
     (group,) = stored_groups(
-        engine, config, PluginConfig.from_extra({}), rules, tensors, lambda _: "MAMBA2_ATTN"
+        engine,
+        config,
+        PluginConfig.from_extra({}),
+        rules,
+        tensors,
+        lambda _: "MAMBA2_ATTN",
+        lambda _: None,
     )
     assert (group.kind, group.share.cut.parts) == (Kind.RANKS, 2)
     assert group.held().parts == {1: 2 * content}

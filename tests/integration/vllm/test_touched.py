@@ -14,7 +14,7 @@ import pytest
 from vllm.config import KVEventsConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import KVConnectorBlockState
@@ -36,16 +36,18 @@ TOUCHED = {
     "VllmConfig": "max_concurrent_batches use_v2_model_runner compilation_config model_config cache_config load_config "
     "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config",
     "CompilationConfig": "static_forward_context",
-    "ModelConfig": "model revision dtype quantization seed hf_config served_model_name max_model_len",
+    "ModelConfig": "model revision dtype quantization seed hf_config served_model_name max_model_len "
+    "get_total_num_kv_heads",
     "CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "LoadConfig": "load_format",
     "ParallelConfig": "rank world_size tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
-    "prefill_context_parallel_size data_parallel_index",
+    "prefill_context_parallel_size cp_kv_cache_interleave_size data_parallel_index",
     "SchedulerConfig": "max_num_batched_tokens",
     "SpeculativeConfig": "method model num_speculative_tokens",
     "KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint topic",
     "Attention": "get_attn_backend",
     "LinearBase": "input_size_per_partition quant_method cpu_linear",
+    "QKVParallelLinear": "total_num_kv_heads",
     "kv_cache_utils": "DEFAULT_NONE_HASH_SEED resolve_none_hash_seed",
     "kv_cache_interface": "FullAttentionSpec MLAAttentionSpec ChunkedLocalAttentionSpec SlidingWindowSpec "
     "SlidingWindowMLASpec UniformTypeKVCacheSpecs",
@@ -87,6 +89,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         (group,) = cache.kv_cache_groups
         (model,) = connector_models(layers)
         linear = next(one for one in model.modules() if isinstance(one, LinearBase))
+        projection = next(one for one in model.modules() if isinstance(one, QKVParallelLinear))
         seen |= {
             "BlockPool": engine.pool,
             "KVCacheConfig": cache,
@@ -101,6 +104,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
             "SchedulerConfig": config.scheduler_config,
             "Attention": layers[0],
             "LinearBase": linear,
+            "QKVParallelLinear": projection,
         }
         yield seen
 

@@ -187,6 +187,32 @@ def test_what_is_not_known_is_stored_by_rank(pool: Any, engine: Engine, why: str
     assert_read(pool, engine, kv)
 
 
+@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("model_heads", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_layers_may_have_other_heads_than_the_model_says(
+    pool: Any, tp: int, model_heads: int, projected: bool
+) -> None:
+    """As in draft models, and windows with heads of their own: one head a rank need not be the same on all."""
+    kv = model_kv(8)
+    engine = Engine(tp=tp, model_heads=model_heads, projected=projected)
+    wrote = running(pool, engine, kv)
+    known = projected or tp == 1 or model_heads == 8
+    assert all(("KV heads" in group.why) != known for (group,) in wrote.groups)
+    assert wrote.groups[0][0].share.turns == 1
+    wrote.save(KEYS, WRITTEN)
+    wrote.close()
+    assert_read(pool, engine, kv)
+
+
+def test_heads_that_may_be_on_all_ranks_are_not_taken_for_it(pool: Any) -> None:
+    kv = model_kv(2)
+    wrote = running(pool, Engine(tp=8, projected=False), kv)
+    assert "model.layers.0.attn" in wrote.groups[0][0].why
+    assert len(wrote.record.parts) == 8
+    wrote.close()
+
+
 def test_the_form_of_before_is_as_it_was(pool: Any) -> None:
     """Part `rank * groups + group`, of all the rank's layers by name, as they are in memory."""
     kv = model_kv(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,49 @@ def test_the_whole_model_is_found_from_a_layer(torch: Any) -> None:
         [model, other],
         [other, model],
     )
+
+
+def test_the_heads_of_all_ranks_are_those_of_the_projection(torch: Any) -> None:
+    """Of each layer its own: a draft's and a window's may be others than the model's."""
+
+    def attention(*totals: int, wrapped: bool = False) -> Any:
+        owner = torch.nn.Module()
+        owner.attn = torch.nn.Identity()
+        for number, total in enumerate(totals):
+            linear = torch.nn.Linear(2, 2)
+            linear.total_num_kv_heads = total
+            if wrapped:
+                linear, inner = torch.nn.Module(), linear
+                linear.base_layer = inner
+            owner.add_module(f"qkv_{number}", linear)
+        return owner
+
+    model, draft = torch.nn.Module(), torch.nn.Module()
+    model.full, model.window, model.lora = attention(4), attention(8), attention(2, wrapped=True)
+    model.twice, model.odd, model.none = attention(4, 4), attention(4, 8), attention()
+    draft.layer = attention(1)
+    layers = {name: each.attn for name, each in model.named_children()}
+    layers |= {"draft": draft.layer.attn, "states": object()}
+    found = weights.projected_heads([model, draft], layers)
+    assert found == {"full": 4, "window": 8, "lora": 2, "twice": 4, "draft": 1}
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM and torch warn of their own deprecations
+@pytest.mark.parametrize(("total", "local"), [(1, 1), (4, 1), (8, 1), (16, 2)])
+def test_vllms_projection_says_its_heads(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, total: int, local: int
+) -> None:
+    linear = pytest.importorskip("vllm.model_executor.layers.linear")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=8, rank_in_group=3))
+    owner = torch.nn.Module()
+    owner.attn = torch.nn.Identity()
+    with set_current_vllm_config(VllmConfig()), torch.device("meta"):
+        owner.qkv_proj = linear.QKVParallelLinear(32, 4, 16, total)
+    assert owner.qkv_proj.num_kv_heads == local
+    assert weights.projected_heads([owner], {"layer": owner.attn}) == {"layer": total}
 
 
 def test_every_single_element_counts(torch: Any) -> None:
