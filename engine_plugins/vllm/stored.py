@@ -236,11 +236,16 @@ def stored_groups(
             for name in sorted(group.layer_names)
             if name in kv_caches
         ]
+        if not layers:
+            raise ConfigError(
+                f"pipeline stage {at.stage} has no layers of cache group {rule.group}: use fewer stages, choose them with "
+                "VLLM_PP_LAYER_PARTITION so that each has layers of every group, or serve this model without the "
+                "connector"
+            )
         if len(layers) < per_stage:
             raise ConfigError(
-                f"a pipeline stage has {len(layers)} layers of cache group {rule.group}, and is to have "
-                f"{per_stage} pieces of it: choose the stages so that each has layers of every group, and layer_pieces "
-                "accordingly, or serve this model without the connector"
+                f"pipeline stage {at.stage} has {len(layers)} layers of cache group {rule.group}, which layer_pieces cuts "
+                f"into {per_stage} pieces: give all engines that share blocks a smaller multiple of their stages"
             )
         stored.append(
             _stored(

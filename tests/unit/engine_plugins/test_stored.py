@@ -165,8 +165,10 @@ def test_stages_are_pieces_of_layers(pool: Any, pieces: int) -> None:
 def test_stages_that_cannot_share_the_pieces_are_refused(pool: Any) -> None:
     with pytest.raises(ConfigError, match="2 pipeline stages cannot share"):
         running(pool, Engine(pp=2, pieces=3), model_kv(2))
-    with pytest.raises(ConfigError, match=r"has 2 layers .* 4 pieces"):
+    with pytest.raises(ConfigError, match=r"stage 0 has 2 layers .* 4 pieces: give all"):
         running(pool, Engine(pp=2, pieces=8), model_kv(2))
+    with pytest.raises(ConfigError, match=r"has no layers .* VLLM_PP_LAYER_PARTITION"):
+        running(pool, Engine(pp=8), model_kv(2))
 
 
 @pytest.mark.parametrize(
