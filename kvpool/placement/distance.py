@@ -40,6 +40,8 @@ PRIORS = {
 
 DECAY = 0.8
 """The factor that a measurement applies to the weight of all earlier ones."""
+APART = 1.25
+"""What is so many times faster or slower than others at its distance is told apart from them."""
 OLD_S = 10.0
 """Older measurements weigh no more than a new one, whatever their sizes."""
 

@@ -22,7 +22,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
-from kvpool.placement.distance import OLD_S, Distance, Network, distance_between
+from kvpool.placement.distance import APART, OLD_S, Distance, Network, distance_between
 from kvpool.placement.peer_estimates import SMALL_BYTES, Link, PeerHealth
 from kvpool.placement.records import LinkRecord
 from kvpool.telemetry.node_stats import PeerStats
@@ -32,10 +32,10 @@ PROBE_S = 5.0
 """A request on probation that has not ended by then is given up for lost: another may be made."""
 TRIAL_S = OLD_S
 """A source that nothing was loaded from for so long is tried once in a while: see `Peers.begin_trial`."""
-APART = 1.25
-"""What is so many times faster or slower than others at its distance is told apart from them,"""
+STILL_APART = math.sqrt(APART)
+"""Who is told apart (`APART`) stays so until it differs by less than that: otherwise it would come and go."""
 APART_MAX = 16
-"""of so many peers, the most different ones."""
+"""Of so many peers, the most different ones."""
 AGE_S = 32.0
 """The least age that is told: a power of two, so that records change seldom."""
 HEDGE_TIMES = 4.0
@@ -263,11 +263,13 @@ class Peers:
             path,
         )
 
-    def links(self, now: float) -> tuple[LinkRecord, ...]:
+    def links(self, now: float, before: Iterable[LinkRecord] = ()) -> tuple[LinkRecord, ...]:
         """What was measured, for others: by distance, and of the few peers that differ from others at theirs.
 
-        A cluster whose links are alike says little, however many nodes it has.
+        A cluster whose links are alike says little, however many nodes it has. before: the last result. A peer in it
+        makes room only for one that differs by `APART` more.
         """
+        was_apart = {link.node for link in before if link.node}
         apart: list[tuple[float, LinkRecord]] = []
         for peer in self._peers.values():
             node = peer.place[0]
@@ -275,12 +277,15 @@ class Peers:
                 continue
             latency_s, per_byte = peer.expected(now)
             times = per_byte / self._network.assumed(peer.distance)[1]
-            if not 1 / APART < times < APART:
+            stays = node in was_apart
+            least = STILL_APART if stays else APART
+            if not 1 / least < times < least:
                 told = _link(
                     *(peer.distance, latency_s, per_byte, now - peer.loaded_at),
                     *(peer.measured_bytes, node),
                 )
-                apart.append((abs(math.log(times)), told))
+                more = math.log(APART) if stays else 0.0
+                apart.append((abs(math.log(times)) + more, told))
         nearest = [
             _link(distance, *self._network.assumed(distance), now - at, measured_bytes)
             for distance, measured_bytes, at in self._network.measured()
@@ -360,10 +365,10 @@ def _link(
     measured_bytes: float,
     node: str = "",
 ) -> LinkRecord:
-    """Rounded, so that it changes only with something to tell."""
+    """Rounded, so that records are short. What is worth telling anew is for who writes them."""
     return LinkRecord(
         distance.value,
-        float(f"{latency_s:.1g}"),
+        float(f"{latency_s:.2g}"),
         float(f"{1 / per_byte:.2g}"),
         2.0 ** math.ceil(math.log2(max(age_s, AGE_S))),
         1 << int(measured_bytes).bit_length() >> 1,

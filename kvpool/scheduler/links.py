@@ -19,8 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from kvpool.decoding import FINITE_MAX
-from kvpool.placement.distance import PRIORS, Distance, distance_between
-from kvpool.placement.peers import APART
+from kvpool.placement.distance import APART, PRIORS, Distance, distance_between
 from kvpool.placement.records import LinkRecord
 from kvpool.scheduler.estimates import LoadEstimate
 

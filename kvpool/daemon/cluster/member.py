@@ -361,7 +361,7 @@ class ClusterMember:
         """Update this node's record. Best effort: repeated every second, and `Membership.outage` has what fails."""
         if self.state is NodeState.GONE:
             return
-        self._links = self.peers.links(self._clock())
+        self._links = self.peers.links(self._clock(), self._links)
         try:
             await self.membership.update(self.record())
         except KvpoolError as error:

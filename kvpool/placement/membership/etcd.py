@@ -25,6 +25,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
+from kvpool.placement.distance import APART
 from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.client import (
     EtcdClient,
@@ -56,6 +57,7 @@ from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     ClusterConfig,
     DrainProgress,
+    LinkRecord,
     NamespaceEntry,
     NodeRecord,
     NodeState,
@@ -77,6 +79,7 @@ GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etc
 USE_S = 5.0  # a node's use of its tiers, and what it measured, is written at most that often,
 SMALL_USE_S = 60.0  # and that often, when it has changed by less than
 SMALL_USE = 1 / 64  # of the tier
+LATENCY_APART = 2.0  # times, by a link's latency; by less than `APART`, by its bandwidth
 PROGRESS_S = 0.5  # the progress of a drain is written at most that often
 WRITES_S = 10.0  # and of all nodes together at most so many a second are written of either
 SAVE_PAUSE_S = 60.0  # after records could not be restored
@@ -649,7 +652,7 @@ def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
         return 0.0
     if wanted.drain != written.drain:
         return PROGRESS_S
-    if wanted.links != written.links:
+    if _links_differ(written.links, wanted.links):
         return USE_S
     for old, new in zip(written.tiers, wanted.tiers, strict=True):
         least = max(1, new.capacity_bytes * SMALL_USE)
@@ -660,6 +663,24 @@ def hold_s(written: NodeRecord, wanted: NodeRecord) -> float:
             if abs(now - before) >= least:
                 return USE_S
     return SMALL_USE_S
+
+
+def _links_differ(written: Iterable[LinkRecord], wanted: Iterable[LinkRecord]) -> bool:
+    """Whether they say something else about pulls, and not only what moves with every few of them."""
+    before, now = (
+        {(link.distance, link.node): link for link in each} for each in (written, wanted)
+    )
+    if before.keys() != now.keys():
+        return True
+    return any(
+        _times_apart(old.bytes_s, now[key].bytes_s, APART)
+        or _times_apart(old.latency_s, now[key].latency_s, LATENCY_APART)
+        for key, old in before.items()
+    )
+
+
+def _times_apart(one: float, other: float, times: float) -> bool:
+    return max(one, other) >= times * min(one, other)
 
 
 def spread_s(nodes: Iterable[NodeRecord], wanted: NodeRecord) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvpool.placement.distance import PRIORS, Distance, distance_between
 from kvpool.placement.peer_estimates import BACKOFF_S, STALE_S, Link
 from kvpool.placement.peer_selection import JITTER, Candidate, forecast, plan
 from kvpool.placement.peers import APART_MAX, HEDGE_S_MAX, Peers
+from kvpool.placement.records import LinkRecord
 
 MIB = 1 << 20
 DRAM, SSD = TIERS["dram"], TIERS["ssd"]
@@ -410,6 +412,47 @@ def test_what_others_are_told_is_each_distance_and_the_nodes_that_differ() -> No
     assert ("rack", "r") not in told(peers, 3000.0)
     peers.gone(R)
     assert ("rack", "r") not in told(peers, 1.0)
+
+
+@pytest.mark.parametrize(("slow", "slower"), [(4, 1.25), (2 * APART_MAX, 2.5)])
+def test_who_is_told_apart_does_not_come_and_go(slow: int, slower: float) -> None:
+    """Neither those that are as different as just matters, nor the least different ones of too many."""
+    rng = random.Random(2)
+    peers = Peers(OURS, rng)
+    speeds = [1e9 / slower] * slow + [1e9] * 20
+    for number in range(len(speeds)):
+        meet(peers, number.to_bytes(8), Distance.RACK, place=(f"n{number}", ""))
+    links: Sequence[LinkRecord] = ()
+    seen = []
+    for look in range(200):
+        for number, speed in enumerate(speeds):
+            of_now = speed * rng.uniform(0.96, 1.04)
+            measure(peers, number.to_bytes(8), 1e-3, of_now, 5.0 * look, times=1)
+        links = peers.links(5.0 * look, links)
+        seen.append({link.node for link in links if link.node})
+    assert seen[-1]
+    assert all(before <= now for before, now in pairwise(seen[1:]))
+    other = (slow + 1).to_bytes(8)
+    measure(peers, other, 1e-3, 1e8, 1000.0, times=3)
+    measure(peers, (slow + 2).to_bytes(8), 1e-3, 1e9, 1000.0)
+    links = peers.links(1000.0, links)
+    assert f"n{slow + 1}" in {link.node for link in links}, "it differs by much more"
+    assert len(links) <= 1 + APART_MAX
+
+
+def test_who_was_told_apart_is_until_it_is_nearly_like_others() -> None:
+    peers = peers_at(Distance.RACK, Distance.RACK)
+    for name, incarnation in zip("pq", NODES, strict=False):
+        meet(peers, incarnation, Distance.RACK, place=(name, ""))
+    links: Sequence[LinkRecord] = ()
+    seen = []
+    for slower in (1.0, 1.5, 1.2, 1.05, 1.2):
+        for _ in range(60):
+            measure(peers, P, 1e-3, 1e9 / slower, 0.0, times=1)
+            measure(peers, Q, 1e-3, 1e9, 0.0, times=5)
+        links = peers.links(0.0, links)
+        seen.append([link.node for link in links if link.node])
+    assert seen == [[], ["p"], ["p"], [], []]
 
 
 @given(st.lists(st.floats(1e7, 1e10), min_size=1, max_size=60), st.floats(0.0, 1e5))

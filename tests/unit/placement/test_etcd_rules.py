@@ -563,6 +563,29 @@ def test_what_is_worth_a_write() -> None:
     assert hold_s(old, msgspec.structs.replace(used(1001), links=links)) == USE_S
 
 
+def test_links_are_told_anew_when_they_are_others() -> None:
+    """Bandwidth that goes up and down by a few percent is not told to all nodes of a cluster each time."""
+    link = LinkRecord("rack", 0.001, 1e9, 32.0, 1 << 30)
+    apart = msgspec.structs.replace(link, node="b", bytes_s=4e8)
+    old = record("a", links=(link, apart))
+
+    def hold(at: int = 0, **changes: Any) -> float:
+        links = [link, apart]
+        links[at] = msgspec.structs.replace(links[at], **changes)
+        return hold_s(old, msgspec.structs.replace(old, links=tuple(links)))
+
+    assert hold() == math.inf
+    for little in (0.81, 0.97, 1.03, 1.24):
+        assert hold(bytes_s=1e9 * little) == hold(1, bytes_s=4e8 * little) == SMALL_USE_S
+        assert hold(latency_s=0.001 * little) == SMALL_USE_S
+    for much in (0.79, 1.26):
+        assert hold(bytes_s=1e9 * much) == hold(1, bytes_s=4e8 * much) == USE_S
+    assert hold(latency_s=0.0021) == hold(latency_s=0.0004) == USE_S
+    assert hold(age_s=64.0) == hold(measured_bytes=1 << 31) == SMALL_USE_S
+    assert hold(1, node="c") == hold(distance="zone") == USE_S
+    assert hold_s(old, msgspec.structs.replace(old, links=(link,))) == USE_S
+
+
 def test_the_progress_of_a_drain_waits_a_moment_and_its_phases_do_not() -> None:
     copying = record("a", state=NodeState.DRAINING, drain=DrainProgress("copying", 1, 10))
     more = msgspec.structs.replace(copying, drain=DrainProgress("copying", 2, 10))
