@@ -213,7 +213,7 @@ class EngineCatalog:
         for each in found:
             # Apart from the engine: it changes, and is of its node.
             host, links = each.pop("host", ""), each.pop("links", ())
-            if each["node"] not in measured:
+            if each["node"] not in measured:  # the first of a node has its links
                 measured[each["node"]] = host, msgspec.convert(links, list[LinkRecord])
             url, rank = str(each["url"]).rstrip("/"), each.get("rank")
             announced.setdefault(Place(url, rank), each)

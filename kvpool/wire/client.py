@@ -437,7 +437,8 @@ class AnnounceEngine(Message, tag=53):
 
 class Engines(Message, tag=54):
     """The engines of this tenant that were announced, on all nodes. For each: what was announced, `node`,
-    `incarnation`, `labels`, `host` and `links` of it, as in its record, and whether it is on this machine (`here`).
+    `incarnation`, `labels` and `host` of it, as in its record, and whether it is on this machine (`here`). The first
+    engine of each node also has the record's `links`.
     """
 
 
