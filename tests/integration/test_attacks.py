@@ -20,7 +20,7 @@ from kvpool.client import Client
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.security.cluster_secrets import ClusterSecrets, default_path
 from kvpool.transfer.base import Deadline, Identity
-from kvpool.transfer.handshake import greet
+from kvpool.transfer.handshake import KEYED_SINCE, greet
 from kvpool.transfer.sealing import TAG_BYTES
 from kvpool.transfer.stream import Stream
 from kvpool.types import NamespaceRecord
@@ -199,12 +199,12 @@ def test_daemons_of_one_user_and_machine_are_peers_without_any_setting(
         assert client.get(ns, [KEY]) == [found]
 
 
-def test_a_peer_of_the_version_before_operates_nothing_in_the_clear(
+def test_a_peer_without_keyed_frames_operates_nothing_in_the_clear(
     start_node: Callable[..., Any],
 ) -> None:
     daemon = start_node("owner", KVPOOL_CLUSTER_SECRET=SECRET)
     order = frame.encode(operator_wire.ListBlocks("dram", "", 10), 0)[frame.HEADER.size :]
-    for protocol, obeyed in ((frame.PROTOCOL_VERSION, True), (frame.PROTOCOL_VERSION - 1, False)):
+    for protocol, obeyed in ((frame.PROTOCOL_VERSION, True), (KEYED_SINCE - 1, False)):
         us = Identity("kvpool", "x", "1", ClusterSecrets.of(SECRET), protocol=protocol)
         with connected(address_of(daemon)) as stream:
             greet(stream, us)

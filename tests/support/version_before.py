@@ -11,7 +11,7 @@ from kvpool.errors import ConfigError
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE = "66834d2048a6456973132495d7aecfc7838e4342"
+BEFORE = "2ffc6319b2091becfef1879bfadfd2ebbf0ddd22"
 """The last commit of the protocol before this one."""
 
 
