@@ -19,9 +19,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from statistics import median_low
 
 from kvpool.placement.distance import APART, OLD_S, Distance, Network, distance_between
 from kvpool.placement.peer_estimates import SMALL_BYTES, Link, PeerHealth
@@ -271,22 +270,13 @@ class Peers:
         makes room only for one that differs by `APART` more.
         """
         was_apart = {link.node for link in before if link.node}
-        found = [
-            (peer, *peer.expected(now))
-            for peer in self._peers.values()
-            if peer.measured_bytes and peer.network is self._network
-        ]
-        # The usual speed: what is assumed follows the last few transfers, whoever they were from.
-        speeds = defaultdict[Distance, list[float]](list)
-        for peer, _, per_byte in found:
-            speeds[peer.distance].append(per_byte)
-        usual = {distance: median_low(all_of) for distance, all_of in speeds.items()}
         apart: list[tuple[float, LinkRecord]] = []
-        for peer, latency_s, per_byte in found:
+        for peer in self._peers.values():
             node = peer.place[0]
-            if not node:
+            if not node or not peer.measured_bytes or peer.network is not self._network:
                 continue
-            times = per_byte / usual[peer.distance]
+            latency_s, per_byte = peer.expected(now)
+            times = per_byte / self._network.assumed(peer.distance)[1]
             stays = node in was_apart
             least = STILL_APART if stays else APART
             if not 1 / least < times < least:
@@ -297,9 +287,8 @@ class Peers:
                 more = math.log(APART) if stays else 0.0
                 apart.append((abs(math.log(times)) + more, told))
         nearest = [
-            _link(distance, latency_s, usual.get(distance, per_byte), now - at, measured_bytes)
+            _link(distance, *self._network.assumed(distance), now - at, measured_bytes)
             for distance, measured_bytes, at in self._network.measured()
-            for latency_s, per_byte in [self._network.assumed(distance)]
         ]
         most = heapq.nlargest(APART_MAX, apart, key=lambda one: one[0])
         return (*nearest, *sorted((told for _, told in most), key=lambda told: told.node))

@@ -440,25 +440,6 @@ def test_who_is_told_apart_does_not_come_and_go(slow: int, slower: float) -> Non
     assert len(links) <= 1 + APART_MAX
 
 
-@pytest.mark.parametrize("slow", [0, 1, 3])
-def test_what_is_usual_does_not_follow_the_last_few_transfers(slow: int) -> None:
-    """A slow peer among those that were pulled from last makes neither the distance slow nor others fast."""
-    rng = random.Random(1)
-    peers = peers_at()
-    speeds = [4e8] * slow + [1e9] * 20
-    for number in range(len(speeds)):
-        meet(peers, number.to_bytes(8), Distance.RACK, place=(f"n{number}", ""))
-        measure(peers, number.to_bytes(8), 1e-3, speeds[number], 0.0)
-    links: Sequence[LinkRecord] = ()
-    for look in range(100):
-        for number in rng.choices(range(len(speeds)), k=50):
-            of_now = speeds[number] * rng.uniform(0.97, 1.03)
-            measure(peers, number.to_bytes(8), 1e-3, of_now, 5.0 * look, times=1)
-        links = peers.links(5.0 * look, links)
-        assert links[0].bytes_s == pytest.approx(1e9, rel=0.05)
-        assert [link.node for link in links[1:]] == [f"n{number}" for number in range(slow)]
-
-
 def test_who_was_told_apart_is_until_it_is_nearly_like_others() -> None:
     peers = peers_at(Distance.RACK, Distance.RACK)
     for name, incarnation in zip("pq", NODES, strict=False):
