@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvpool.errors import Declined, KvpoolError, NotAuthenticated
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.transfer.base import Deadline, Identity
-from kvpool.transfer.handshake import admit, greet, refuse
+from kvpool.transfer.handshake import KEYED_SINCE, admit, greet, refuse
 from kvpool.transfer.stream import Stream
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -150,10 +150,10 @@ def test_more_proofs_than_a_daemon_may_have_are_not_tried(ends: tuple[Stream, St
 
 
 @pytest.mark.parametrize("old", ["connects", "listens", "both"])
-def test_a_daemon_of_the_version_before_knows_no_keys(
+def test_a_daemon_of_a_version_before_keys_knows_none(
     ends: tuple[Stream, Stream], old: str
 ) -> None:
-    now, before = frame.PROTOCOL_VERSION, frame.PROTOCOL_VERSION - 1
+    now, before = frame.PROTOCOL_VERSION, KEYED_SINCE - 1
     connects = identity(protocol=now if old == "listens" else before)
     meet(ends, connects, identity(protocol=now if old == "connects" else before))
     here, there = ends
@@ -170,7 +170,7 @@ def test_a_relay_cannot_make_two_new_daemons_do_without_keys(ends: tuple[Stream,
         def send_frame(self, data: bytes) -> None:
             message = peer_wire.decode_peer(data[frame.HEADER.size :])
             if isinstance(message, peer_wire.PeerHello):
-                changed = msgspec.structs.replace(message, version=message.version - 1)
+                changed = msgspec.structs.replace(message, version=KEYED_SINCE - 1)
                 data = frame.encode(changed, 1)
             super().send_frame(data)
 
