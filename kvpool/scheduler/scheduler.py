@@ -220,7 +220,7 @@ class Scheduler:
             # Others go before it: the rest is no longer expected there.
             state.index.unexpect(engine.gpu, order.request.keys[state.blocks_done(order) :])
 
-    def failed(self, engine: Engine, ident: Hashable, now: float) -> bool:
+    def failed(self, engine: Engine, ident: Hashable, now: float, *, counts: bool = True) -> bool:
         """The engine will not do its orders for this request; returns whether another order comes.
 
         Computed blocks stay. The engine is avoided for it, if there is another. If no order comes,
@@ -234,7 +234,7 @@ class Scheduler:
         if mine[-1].order.whole:
             state.answers.release(answer)
         self._void(mine, now)
-        if not self._again(answer, engine, now):
+        if not self._again(answer, engine, now, counts=counts):
             return False
         state.queue.remove(ident)
         request, done = answer.request, mine[0].done
@@ -307,7 +307,7 @@ class Scheduler:
         self._see_places()
         self._news = True
         for ident in dict.fromkeys(s.order.request.ident for s in self._state.orders.on(engine)):
-            again = self.failed(engine, ident, now)
+            again = self.failed(engine, ident, now, counts=False)
             (left.queued if again else left.given_up).append(ident)
         left.decoding.extend(self._unreserve(engine))
         for request in self._too_long_without(engine):
@@ -435,9 +435,11 @@ class Scheduler:
             self._state.index.unexpect(gpu, sent.order.request.keys)
         self._news = True
 
-    def _again(self, answer: Answer, engine: Engine, now: float) -> bool:
-        """Whether a request that failed there is retried; otherwise it is forgotten."""
-        answer.failures += 1
+    def _again(self, answer: Answer, engine: Engine, now: float, *, counts: bool = True) -> bool:
+        """Whether a request that failed there is retried; otherwise it is forgotten. counts: in any case; that an engine
+        leaves does not count once more, if the request has failed there before.
+        """
+        answer.failures += counts or engine.name not in answer.avoid
         answer.avoid.add(engine.name)
         self._news = True
         if answer.failures > self._settings.retries_max or self._too_long(answer):
