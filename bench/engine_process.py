@@ -5,10 +5,10 @@ process it would spin on the interpreter lock while a load runs. Ends when its s
 that it outlives nobody.
 
     in   {"prompt": [ids], "max_tokens": n, "params": kv_transfer_params or null}, or
-         {"prompts": [[ids], ...], "max_tokens": n}: all at once, or {"reset": true}: forget the engine's own cache
+         {"prompts": [[ids], ...], "max_tokens": n}: all at once
     out  {"ready": {what the engine chose}} once, then {"ttft_ms", "total_ms", "cached_tokens", "tokens", "first_at"}
          for each prompt; first_at: when its first token came, in seconds of the machine's monotonic clock;
-         {"total_ms"} for prompts at once, {"reset": whether it was done} for a reset
+         {"total_ms"} for prompts at once
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ async def serve(settings: dict[str, Any], answers: TextIO) -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
             asked = json.loads(line)
             said: dict[str, Any]
-            if "reset" in asked:
-                said = {"reset": await engine.reset_prefix_cache()}
-            elif "prompts" in asked:
+            if "prompts" in asked:
                 begun = time.monotonic()
                 await asyncio.gather(
                     *(answer(one, asked["max_tokens"]) for one in asked["prompts"])

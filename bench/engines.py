@@ -219,12 +219,6 @@ class EngineProcess:
         )
         return float(json.loads(self._child.line(ANSWER_S))["total_ms"])
 
-    def forget(self) -> None:
-        """Empty the engine's own prefix cache. Raises `Broken` while blocks are in use."""
-        self._child.tell(json.dumps({"reset": True}))
-        if not json.loads(self._child.line(ANSWER_S))["reset"]:
-            raise Broken(f"{self._child.name} did not empty its prefix cache\n{self._child.tail()}")
-
     def kill(self) -> None:
         """SIGKILL, all of its processes."""
         os.killpg(self._child.process.pid, signal.SIGKILL)

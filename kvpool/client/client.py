@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
 RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
-CLOSE_SINCE = DROPPED_SINCE = PARTS_SINCE = (
-    9  # protocol of the first daemons that know these messages
+PARTS_SINCE = (
+    9  # protocol of the first daemons that know `ReserveParts`, `Dropped` and `CloseNamespace`
 )
 _PAGE = 4096
 
@@ -694,7 +694,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= DROPPED_SINCE:
+                if number is not None and connection.daemon.protocol >= PARTS_SINCE:
                     connection.tell(client_wire.Dropped(number, packed))
         except Unavailable:
             pass  # and who follows has a limit
@@ -709,7 +709,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.pop(ns.digest, None)
-                if number is not None and connection.daemon.protocol >= CLOSE_SINCE:
+                if number is not None and connection.daemon.protocol >= PARTS_SINCE:
                     connection.tell(client_wire.CloseNamespace(number))
         except Unavailable:
             pass  # it does not count any more once this client has ended

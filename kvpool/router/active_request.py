@@ -24,7 +24,7 @@ from typing import Any
 
 from kvpool.errors import KvpoolError
 from kvpool.router.bodies import Body, with_params
-from kvpool.router.calls import SLOWER_MAX, Call, Caller, Reply, end_span, span_of
+from kvpool.router.calls import Call, Caller, Reply, end_span, span_of
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.explain import Account
@@ -32,6 +32,7 @@ from kvpool.router.metrics import Metrics
 from kvpool.router.observations import EVENTS_MIN, Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
+from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
 from kvpool.telemetry.spans import QUEUE, Span
 

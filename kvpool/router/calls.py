@@ -20,6 +20,7 @@ from kvpool.router.moving_limit import MovingLimit
 from kvpool.router.sse import EventStream, EventTooLong, NoEvent, cached_tokens, is_json, usage_of
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import GARBAGE, TOO_LARGE, Answer, EngineFailed, Upstream
+from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import Order, Saves
 from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 
@@ -28,8 +29,6 @@ REPORT = {"kvpool": {"report": True}}
 """Of an engine with the plugin: that its answer says what was saved."""
 JSON = "application/json"
 SHOWN = 50
-SLOWER_MAX = 4.0
-"""This multiple of the estimate, plus `answer_s`, is the time limit of a call."""
 TOKEN_S_MIN = 0.1
 """The minimum estimate per token, if all of them come at once: engines differ, and estimates need time to learn."""
 

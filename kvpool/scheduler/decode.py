@@ -47,8 +47,8 @@ SHOWN = 8
 """How many of the compared engines are reported."""
 LATE_SAVE_S = 1.0
 """The longest wait for blocks that are still being saved, beyond their transfer."""
-SLOWER = 4.0
-"""This multiple of a handover's estimate is waited for it, if nothing goes wrong."""
+SLOWER_MAX = 4.0
+"""This multiple of an estimate, of a handover or of a call, is waited for it at most, beside what is fixed."""
 EQUAL = 1e-9
 """Costs that differ by less than this share are equal."""
 
@@ -129,7 +129,7 @@ def wait_for_saves_s(
         return 0.0
     if not again_s:
         return 0.0
-    return min(SLOWER * handover_s + min(again_s, LATE_SAVE_S), compute_s(there))
+    return min(SLOWER_MAX * handover_s + min(again_s, LATE_SAVE_S), compute_s(there))
 
 
 class _Move(NamedTuple):

@@ -61,8 +61,9 @@ class Puts:
         """Slots for the keys that are not here: (stride, rows as u32, `NO_ROW` if present).
 
         parent: the key before the first one in the prefix chain, if known. parents: of each key, if they are of
-        several chains. The keys and parents are kept: the caller must not change them. Rows cover a prefix of them: fewer than requested if leases, reservations or hard pins hold
-        the rest of the space. Raises `PoolFull` if there is not even one.
+        several chains. Keys and parents are kept: the caller must not change them. Rows cover a prefix of the keys:
+        fewer than requested if leases, reservations or hard pins hold the rest of the space. Raises `PoolFull` if there
+        is not even one.
         """
         self._ledger.settle()
         table = namespace.table(part)

@@ -10,7 +10,7 @@ from kvpool.errors import ConfigError
 from kvpool.placement.records import LinkRecord
 from kvpool.scheduler.decode import (
     LATE_SAVE_S,
-    SLOWER,
+    SLOWER_MAX,
     STALL,
     DecodeRule,
     Handover,
@@ -86,17 +86,17 @@ def test_what_was_not_saved_is_computed_again_by_others(make: Make) -> None:
     [
         # All is there; it was not said how long the rest takes; that is sooner than computing it, or not.
         (Saves(160, 0, 0.0), 0, 0.1, 0.0),
-        (Saves(160, 64, None), 0, 0.1, SLOWER * 0.1 + 0.64),
-        (Saves(160, 64, 0.63), 0, 0.1, SLOWER * 0.1 + 0.64),
+        (Saves(160, 64, None), 0, 0.1, SLOWER_MAX * 0.1 + 0.64),
+        (Saves(160, 64, 0.63), 0, 0.1, SLOWER_MAX * 0.1 + 0.64),
         (Saves(160, 64, 0.65), 0, 0.1, 0.0),
         # It has a part of that, or all; it need not compute what was not saved.
         (Saves(160, 64, 0.1), 8, 0.05, 0.32),
         (Saves(160, 64, 0.1), 10, 0.0, 0.0),
-        (Saves(64, 32, 0.1), 0, 0.01, SLOWER * 0.01 + 0.32),
+        (Saves(64, 32, 0.1), 0, 0.01, SLOWER_MAX * 0.01 + 0.32),
         (Saves(0, 0, None), 0, 0.0, 0.0),
         # Never longer than all of it takes to compute, and not for long where a transfer hangs.
         (Saves(160, 64, 0.1), 0, 9.0, 1.6),
-        (Saves(160, 160, 0.1), 0, 0.01, SLOWER * 0.01 + LATE_SAVE_S),
+        (Saves(160, 160, 0.1), 0, 0.01, SLOWER_MAX * 0.01 + LATE_SAVE_S),
     ],
 )
 def test_what_is_being_saved_is_waited_for_where_that_is_sooner(
