@@ -35,6 +35,7 @@ __all__ = [
     "NamespaceRecord",
     "PartKind",
     "PartSpec",
+    "Presence",
     "Recompute",
     "pack_keys",
     "plain_parts",
@@ -75,6 +76,19 @@ class BlockStatus(IntEnum):
     """Not written, and the place is not at fault: there is no room, or nothing may be written."""
     LATE = 5
     """Not begun, or not whole by the deadline. Nothing is known of the block, and the slot holds anything."""
+
+
+class Presence(IntEnum):
+    """Where the nearest replica of a block is: one byte each. Anything above `NOWHERE` can be read from this node."""
+
+    NOWHERE = 0
+    """Nobody is known to have it."""
+    ELSEWHERE = 1
+    """On another node, or in object storage: a hint, as of the latest news."""
+    DISK = 2
+    """On this node's disks, or in its spare device memory."""
+    MEMORY = 3
+    """In this node's memory."""
 
 
 class PartKind(StrEnum):

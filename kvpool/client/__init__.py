@@ -3,5 +3,7 @@
 from kvpool.client.client import Client
 from kvpool.client.operator import OperatorClient
 from kvpool.client.slots import Lease, Reservation, Slots
+from kvpool.types import Presence
+from kvpool.wire.frame import NO_ROW
 
-__all__ = ["Client", "Lease", "OperatorClient", "Reservation", "Slots"]
+__all__ = ["NO_ROW", "Client", "Lease", "OperatorClient", "Presence", "Reservation", "Slots"]

@@ -66,6 +66,9 @@ RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's 
 PARTS_SINCE = (
     9  # protocol of the first daemons that know `ReserveParts`, `Dropped` and `CloseNamespace`
 )
+EACH_SINCE = (
+    10  # of the first that know `Present`, `ClearNamespace`, and parents in `Store` and `Reserve`
+)
 _PAGE = 4096
 
 
@@ -124,6 +127,15 @@ class Client:
         if self._connections.read_only:
             raise InvalidRequest(
                 "this client has mapped the pool's memory read-only: it writes no blocks"
+            )
+
+    def _check_protocol(self, since: int, what: str) -> None:
+        """Raises `Unavailable` unless the daemon speaks this protocol. what: it would be asked to."""
+        with self._connections.request() as connection:
+            protocol = connection.daemon.protocol
+        if protocol < since:
+            raise Unavailable(
+                f"the daemon speaks protocol {protocol}, and only since {since} can it {what}: upgrade it"
             )
 
     def _operators_at(self, socket_path: str) -> str | None:
@@ -256,6 +268,69 @@ class Client:
                 return np.frombuffer(answer.data, dtype=np.bool_)
         return np.zeros(n, dtype=np.bool_)
 
+    def present(
+        self, ns: Namespace, keys: Keys, *, part: int = 0, wait_s: float = 0.05
+    ) -> npt.NDArray[np.uint8]:
+        """For each key, where the nearest replica of a part of the block is: a `Presence`, u8 (n,).
+
+        Anything above `Presence.NOWHERE` can be had with `wait_s` in `get_into` or `acquire_each`; what is elsewhere, or
+        on disk, may be gone by then. All 0 when the daemon is unreachable, or older than this version.
+
+        wait_s: how long to wait for what others know of blocks that are not on this node; 0: they are not asked.
+        """
+        packed = pack_keys(keys)
+        if packed:
+            seconds = finite(wait_s, "wait_s")
+            try:
+                self._check_protocol(EACH_SINCE, "say where blocks are")
+                answer = self._ask_ns(
+                    ns, lambda number: client_wire.Present(number, part, packed, seconds), seconds
+                )
+            except Unavailable:
+                pass
+            else:
+                return np.frombuffer(answer.data, dtype=np.uint8)
+        return np.zeros(len(packed) // KEY_BYTES, dtype=np.uint8)
+
+    def acquire_each(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        part: int = 0,
+        lease_s: float = 10.0,
+        wait_s: float = 0.0,
+    ) -> Lease | None:
+        """A lease on one part of each of these blocks that is here, whatever the others are; None if none is.
+
+        Slot i of `lease.slots[part]` belongs to key i: where there is none its row is `NO_ROW`. `lease.blocks` counts
+        those that are there. lease_s, wait_s: as for `acquire`.
+        """
+        packed = pack_keys(keys)
+        if not packed:
+            return None
+        return self._acquire(
+            ns, lambda number: self._each(ns, number, packed, part, lease_s, wait_s), wait_s
+        )
+
+    @staticmethod
+    def _each(
+        ns: Namespace, number: int, packed: bytes, part: int, lease_s: float, wait_s: float
+    ) -> client_wire.Acquire:
+        # By position: keywords cost a third of a microsecond here.
+        return client_wire.Acquire(
+            number,
+            packed,
+            [part],
+            finite(lease_s, "lease_s"),
+            finite(wait_s, "wait_s"),
+            True,
+            None,
+            0,
+            "",
+            ns.verify,
+        )
+
     def acquire(
         self,
         ns: Namespace,
@@ -375,7 +450,8 @@ class Client:
     ) -> npt.NDArray[np.bool_]:
         """Copy blocks into `out`; True for each key that is complete, the rest of `out` is undefined.
 
-        out: one writable buffer, array or tensor of n times the part's bytes, or a list of n of them.
+        out: one writable buffer, array or tensor of n times the part's bytes, or a list of n items, each a buffer or
+            a list of buffers over which the block is scattered.
         lease_s: the copy must be done by then. The lease is released with this client's next request.
         wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
         """
@@ -388,19 +464,7 @@ class Client:
             return here
         lease = self._acquire(
             ns,
-            # By position: keywords cost a third of a microsecond here.
-            lambda number: client_wire.Acquire(
-                number,
-                packed,
-                [part],
-                finite(lease_s, "lease_s"),
-                finite(wait_s, "wait_s"),
-                True,
-                None,
-                0,
-                "",
-                ns.verify,
-            ),
+            lambda number: self._each(ns, number, packed, part, lease_s, wait_s),
             wait_s,
             n * nbytes,
         )
@@ -561,19 +625,66 @@ class Client:
         Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
         `Unavailable`, `InvalidRequest`.
         """
-        self._check_writes()
         packed = pack_keys(keys)
+        stored, refused = self._put(ns, packed, blocks, part, parent, replicas)
+        if refused:
+            raise PoolFull(
+                f"{refused} of {len(packed) // KEY_BYTES} blocks found no space: leases, reservations or hard "
+                "pins hold it. The blocks before them are stored"
+            )
+        return stored
+
+    def put_each(
+        self,
+        ns: Namespace,
+        keys: Keys,
+        blocks: Any,
+        *,
+        part: int = 0,
+        parents: Keys | None = None,
+        replicas: int = 0,
+    ) -> npt.NDArray[np.bool_]:
+        """As `put`, of blocks that need not follow each other; True for each that is stored then, by this put or before.
+
+        parents: of each key, the one before it in its prefix chain, or `NO_PARENT`. None: they have none.
+        Raises `Unavailable`, `InvalidRequest`, and `LimitExceeded`; what finds no space is False.
+        """
+        packed = pack_keys(keys)
+        n = len(packed) // KEY_BYTES
+        before = bytes(len(packed)) if parents is None else pack_keys(parents)
+        try:
+            _, refused = self._put(ns, packed, blocks, part, None, replicas, before)
+        except PoolFull:
+            refused = n
+        stored = np.ones(n, dtype=np.bool_)
+        if refused:
+            tail = packed[(n - refused) * KEY_BYTES :]
+            stored[n - refused :] = self.contains(ns, tail, part=part)
+        return stored
+
+    def _put(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        blocks: Any,
+        part: int,
+        parent: bytes | None,
+        replicas: int,
+        parents: bytes = b"",
+    ) -> tuple[int, int]:
+        """How many blocks are new, and how many of the last ones found no space. Raises `PoolFull` if none did."""
+        self._check_writes()
         n = len(packed) // KEY_BYTES
         source = Source(blocks, n, part_bytes(ns, part))
         if not n:
-            return 0
+            return 0, 0
         if self._granted_puts.fits(ns, part, source):
-            stored = self._granted_puts.put(ns, packed, source, part, parent, replicas)
-            if stored is not None:
-                return stored
+            found = self._granted_puts.put(ns, packed, source, part, parent, replicas, parents)
+            if found is not None:
+                return found, 0
         with self._connections.request() as connection:
             reservation = self._reservations.reserve(
-                connection, ns, part, packed, parent, source.total
+                connection, ns, part, packed, parent, source.total, parents
             )
             stored = 0
             if len(reservation.missing):
@@ -587,19 +698,42 @@ class Client:
             stash = connection.daemon.stashes.get((ns.digest, part))
             if stash is not None:
                 stash.ask_first = len(reservation.missing) < n
-        if reservation.refused:
-            raise PoolFull(
-                f"{reservation.refused} of {n} blocks found no space: leases, reservations or hard pins hold it. The "
-                "blocks before them are stored"
-            )
-        return stored
+        return stored, reservation.refused
 
-    def remove(self, ns: Namespace, keys: Keys) -> int:
-        """Remove blocks, all their parts; returns how many were there. Readers under a lease finish."""
+    def remove(self, ns: Namespace, keys: Keys, *, others_s: float = 0.0) -> int:
+        """Remove blocks, all their parts; returns how many were there. Readers under a lease finish.
+
+        others_s: then also from all other nodes, within so many seconds; 0: they keep theirs. A block that is being
+        copied meanwhile may stay.
+        Raises `ClusterUnavailable` if some nodes did not remove them in time: repeat it.
+        """
         packed = pack_keys(keys)
         if not packed:
             return 0
-        return int(self._ask_ns(ns, lambda number: client_wire.Remove(number, packed)).value)
+        seconds = finite(others_s, "others_s")
+        if seconds > 0:
+            self._check_protocol(EACH_SINCE, "remove blocks from other nodes")
+        return int(
+            self._ask_ns(
+                ns, lambda number: client_wire.Remove(number, packed, seconds), seconds
+            ).value
+        )
+
+    def clear_namespace(self, ns: Namespace) -> int:
+        """Empty a namespace, for the whole cluster; returns its new epoch. Its clients find nothing, and go on storing.
+
+        Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then nothing has changed.
+        """
+        self._check_protocol(EACH_SINCE, "clear a namespace")
+        with self._connections.request() as connection:
+            answer = self._namespaces.with_number(
+                connection,
+                ns,
+                lambda number: connection.ask(
+                    client_wire.ClearNamespace(number), self.timeout_s + RESET_S
+                ),
+            )
+        return int(answer.value)
 
     def pin(self, ns: Namespace, keys: Keys, kind: str = "soft") -> int:
         """Pin blocks: "soft" evicts them last, "hard" never, "none" unpins; returns how many are there.

@@ -12,7 +12,14 @@ import numpy.typing as npt
 
 from kvpool.client.slots import Indices, Slots, differing
 from kvpool.errors import InvalidRequest
-from kvpool.memory.buffers import Rows2D, Source, as_bytes, read_rows
+from kvpool.memory.buffers import (
+    Rows2D,
+    Source,
+    as_bytes,
+    pieces_digest,
+    read_pieces,
+    read_rows,
+)
 from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW
 
@@ -74,9 +81,13 @@ def copy_out(slots: Slots, targets: Any, here: npt.NDArray[np.bool_], *, complet
     else:
         np.not_equal(slots.rows, NO_ROW, out=here)
     if isinstance(targets, list):
-        table = slots.table
+        table, fd, stride = slots.table, slots.fd, slots.stride
         for index in np.flatnonzero(here).tolist():
-            np.copyto(targets[index], table[int(slots.rows[index]), : slots.nbytes])
+            pieces, row = targets[index], int(slots.rows[index])
+            if len(pieces) == 1:
+                np.copyto(pieces[0], table[row, : slots.nbytes])
+            else:
+                read_pieces(fd, row * stride, pieces)
     elif complete:
         read_rows(slots.table, slots.rows, targets)
     else:
@@ -86,7 +97,12 @@ def copy_out(slots: Slots, targets: Any, here: npt.NDArray[np.bool_], *, complet
 
 def wrong_blocks(slots: Slots, targets: Any, here: npt.NDArray[np.bool_]) -> Indices:
     """Which of the copied slots are not what was committed, by the copies. Raises as `Slots.wrong`."""
-    return differing(np.flatnonzero(here), targets.__getitem__, slots.expected())
+
+    def digest_of(index: int) -> bytes:
+        copied = targets[index]
+        return pieces_digest(copied if isinstance(targets, list) else [copied])
+
+    return differing(np.flatnonzero(here), digest_of, slots.expected())
 
 
 def part_bytes(ns: Namespace, part: int) -> int:
@@ -99,12 +115,22 @@ def part_bytes(ns: Namespace, part: int) -> int:
 
 
 def targets_of(out: Any, n: int, nbytes: int) -> Any:
-    """Destinations: rows of one array, or a list of flat arrays. Raises `InvalidRequest`."""
+    """Destinations: rows of one array, or for each block a list of flat arrays. Raises `InvalidRequest`."""
     if isinstance(out, (list, tuple)):
-        flats = [as_bytes(item, writable=True) for item in out]
-        if len(flats) != n or any(flat.size != nbytes for flat in flats):
-            raise InvalidRequest(f"the destination must be {n} buffers of {nbytes} bytes")
-        return flats
+        scattered = [
+            [as_bytes(piece, writable=True) for piece in item]
+            if isinstance(item, (list, tuple))
+            else [as_bytes(item, writable=True)]
+            for item in out
+        ]
+        if len(scattered) != n or any(
+            sum(piece.size for piece in pieces) != nbytes for pieces in scattered
+        ):
+            raise InvalidRequest(
+                f"the destination must be {n} buffers of {nbytes} bytes, or as many lists of buffers that have "
+                "these bytes together"
+            )
+        return scattered
     if type(out) is np.ndarray and out.dtype is _BYTES and out.shape == (n, nbytes):
         flags = out.flags
         if flags.c_contiguous and flags.writeable:

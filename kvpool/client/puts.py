@@ -38,13 +38,14 @@ class Reservations:
         packed: bytes,
         parent: bytes | None,
         patience_bytes: int = 0,
+        parents: bytes = b"",
     ) -> Reservation:
-        """patience_bytes: of a concurrent copy."""
+        """patience_bytes: of a concurrent copy. parents: of each key, if they are not a chain."""
         ticket = next(self._tickets)
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
 
         def ask(number: int) -> Any:
-            message = client_wire.Reserve(number, part, ticket, packed, parent or b"")
+            message = client_wire.Reserve(number, part, ticket, packed, parent or b"", parents)
             request = connection.send(message, timeout_s)
             if patience_bytes:
                 connection.be_patient(patience_bytes)
@@ -186,6 +187,7 @@ class GrantedPuts:
         part: int,
         parent: bytes | None,
         replicas: int,
+        parents: bytes = b"",
     ) -> int | None:
         """How many blocks are new; None if the daemon grants too few slots."""
         with self._connections.request() as connection:
@@ -202,7 +204,7 @@ class GrantedPuts:
                     connection,
                     ns,
                     lambda number: self._store(
-                        connection, number, ns, packed, source, part, parent, replicas
+                        *(connection, number, ns, packed, source, part, parent, replicas, parents)
                     ),
                 )
             except BaseException as error:
@@ -222,6 +224,7 @@ class GrantedPuts:
         part: int,
         parent: bytes | None,
         replicas: int,
+        parents: bytes,
     ) -> int | None:
         n = source.n
         stash = connection.daemon.stashes.get((ns.digest, part))
@@ -252,7 +255,8 @@ class GrantedPuts:
             connection.be_patient(source.total)
             answer = connection.ask(
                 client_wire.Store(
-                    number, part, packed_rows, packed, checksums, n, parent or b"", replicas
+                    *(number, part, packed_rows, packed, checksums, n, parent or b"", replicas),
+                    parents,
                 ),
                 self._connections.timeout_s,
             )

@@ -118,19 +118,19 @@ class Slots:
         """
         table, nbytes = self.table, self.nbytes
         here = np.flatnonzero(self.rows != NO_ROW)
-        return differing(here, lambda index: table[int(self.rows[index]), :nbytes], self.expected())
+        return differing(
+            here,
+            lambda index: xxhash.xxh3_128_digest(table[int(self.rows[index]), :nbytes].data),
+            self.expected(),
+        )
 
     def __repr__(self) -> str:
         return f"<Slots part={self.part} first={self.first} n={len(self)} nbytes={self.nbytes}>"
 
 
-def differing(indices: Indices, bytes_of: Callable[[int], Any], expected: Rows2D) -> Indices:
-    """Those of the indices whose bytes do not have the expected checksum."""
-    found = [
-        index
-        for index in indices.tolist()
-        if xxhash.xxh3_128_digest(bytes_of(index).data) != expected[index].tobytes()
-    ]
+def differing(indices: Indices, digest_of: Callable[[int], bytes], expected: Rows2D) -> Indices:
+    """Those of the indices that do not have the expected checksum."""
+    found = [index for index in indices.tolist() if digest_of(index) != expected[index].tobytes()]
     return np.array(found, np.int64)
 
 

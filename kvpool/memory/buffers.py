@@ -92,21 +92,10 @@ class Source:
 
     def checksums(self, indices: Iterable[int]) -> bytes:
         """xxh3-128 of the chosen blocks, 16 bytes each. Releases the GIL while it hashes."""
-        digest = xxhash.xxh3_128_digest
         if self.rows is not None:
-            rows = self.rows
+            rows, digest = self.rows, xxhash.xxh3_128_digest
             return b"".join([digest(rows[index].data) for index in indices])
-        out = []
-        for index in indices:
-            pieces = self.pieces[index]
-            if len(pieces) == 1:
-                out.append(digest(pieces[0].data))
-            else:
-                state = xxhash.xxh3_128()
-                for piece in pieces:
-                    state.update(piece.data)
-                out.append(state.digest())
-        return b"".join(out)
+        return b"".join([pieces_digest(self.pieces[index]) for index in indices])
 
     def write(self, indices: npt.NDArray[np.int64], table: Rows2D, rows: Any, fd: int) -> None:
         """Copy the chosen blocks (ascending, at least one) into rows of the segment `table`, whose memfd is `fd`."""
@@ -137,6 +126,26 @@ def write_pieces(fd: int, at: int, pieces: Sequence[Bytes1D]) -> None:
         done = os.pwritev(fd, [piece.data for piece in some], at)
         assert done == want, f"a write into shared memory ended after {done} of {want} bytes"
         at += want
+
+
+def read_pieces(fd: int, at: int, pieces: Sequence[Bytes1D]) -> None:
+    """Scatter one place of a segment into pieces: one system call for up to 1024 of them."""
+    for start in range(0, len(pieces), IOV_MAX):
+        some = pieces[start : start + IOV_MAX]
+        want = sum(piece.size for piece in some)
+        done = os.preadv(fd, [piece.data for piece in some], at)
+        assert done == want, f"a read of shared memory ended after {done} of {want} bytes"
+        at += want
+
+
+def pieces_digest(pieces: Sequence[Bytes1D]) -> bytes:
+    """xxh3-128 of pieces as if they were one. Releases the GIL while it hashes."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_128_digest(pieces[0].data)
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece.data)
+    return state.digest()
 
 
 def read_rows(table: Rows2D, rows: Any, out: Rows2D) -> None:

@@ -40,7 +40,7 @@ from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
 from kvpool.types import BlockStatus
 from kvpool.wire.frame import NO_ROW, PROTOCOL_VERSION, Bytes, Done
-from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
+from kvpool.wire.peer import Ask, Await, Corrupt, Holds, LongQuestion, Offer, Question
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks
 
 SEGMENT = 3
@@ -96,9 +96,7 @@ class ScriptedSource:
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
         self.error: KvpoolError | None = None
-        self.waiting: queue.SimpleQueue[tuple[Await | Operate, ScriptedAnswer]] = (
-            queue.SimpleQueue()
-        )
+        self.waiting: queue.SimpleQueue[tuple[LongQuestion, ScriptedAnswer]] = queue.SimpleQueue()
         self.closed = threading.Semaphore(0)  # released when nobody waits for one of them any more
         self.hold: threading.Event | None = None  # lend waits for it
         self.entered = threading.Event()  # set when lend is called
@@ -133,16 +131,17 @@ class ScriptedSource:
             self.loans.remove(token)  # KeyError: returned twice
             self._idle.notify_all()
 
-    def asked(self, question: Ask | Offer) -> Done | Bytes:
+    def asked(self, question: Question) -> Done | Bytes:
         if self.error is not None:
             raise self.error
         keys = [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
         if isinstance(question, Offer):
             self.offers.append(question)
+        if isinstance(question, (Holds, Offer)):
             return Bytes(bytes(key in self.blocks for key in keys))
         return Done(next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys)))
 
-    def answer_later(self, question: Await | Operate) -> Owed:
+    def answer_later(self, question: LongQuestion) -> Owed:
         if self.error is not None:
             raise self.error
         owed = ScriptedAnswer(self.closed)

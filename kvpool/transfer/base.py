@@ -43,12 +43,10 @@ from kvpool.wire.frame import KEYS_MAX, PROTOCOL_VERSION, Bytes, Done
 from kvpool.wire.peer import (
     GROUP_BLOCKS_MAX,
     GROUP_BYTES,
-    Ask,
-    Await,
     Corrupt,
     Fetch,
-    Offer,
-    Operate,
+    LongQuestion,
+    Question,
 )
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks, Pulled
 
@@ -127,14 +125,14 @@ class Source(Protocol):
         """The slots of this token are not read any more. Never raises."""
         ...
 
-    def asked(self, question: Ask | Offer) -> Done | Bytes:
-        """The answer defined by `wire`. An `Offer`'s may take until its deadline: blocks are pulled.
+    def asked(self, question: Question) -> Done | Bytes:
+        """The answer defined by `wire`. An `Offer`'s or a `Discard`'s may take until its deadline.
 
         Raises `KvpoolError` when there is none.
         """
         ...
 
-    def answer_later(self, question: Await | Operate) -> Owed:
+    def answer_later(self, question: LongQuestion) -> Owed:
         """The same for a request that may have to wait, until `wait_s` is over. Does not block itself."""
         ...
 

@@ -29,7 +29,7 @@ from kvpool.transfer.base import (
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
 from kvpool.wire.frame import Bytes, Done
-from kvpool.wire.peer import Await, Corrupt, Operate
+from kvpool.wire.peer import Corrupt, LongQuestion
 from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
 _served: dict[str, InprocTransport] = {}
@@ -71,7 +71,7 @@ class InprocTransport:
 
     def ask(self, order: AskPeer, stop: Stop) -> Done | Bytes:
         source = self._peer(order.url).source
-        if isinstance(order.question, (Await, Operate)):
+        if isinstance(order.question, LongQuestion):
             return _wait_for(source.answer_later(order.question), Deadline(order.deadline_s), stop)
         return source.asked(order.question)
 

@@ -13,7 +13,16 @@ from kvpool.transfer.priority import Priority
 from kvpool.transfer.stream import Stream
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
 from kvpool.wire.frame import KEYS_MAX, Bytes, Done, Error, Message
-from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
+from kvpool.wire.peer import (
+    Ask,
+    Corrupt,
+    Discard,
+    Fetch,
+    Fetched,
+    LongQuestion,
+    Question,
+    decode_peer,
+)
 from kvpool.wire.worker import PullBlocks
 
 M = TypeVar("M", bound=Message)
@@ -101,9 +110,9 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
     )
 
 
-def ask(stream: Stream, question: Ask | Offer | Await | Operate) -> Done | Bytes:
+def ask(stream: Stream, question: Question | LongQuestion) -> Done | Bytes:
     """The peer's answer to a request. Raises as `fetch` does."""
-    if isinstance(question, Ask):
+    if isinstance(question, (Ask, Discard)):
         return exchange(stream, question, 1, Done)
     return exchange(stream, question, 1, Bytes)
 

@@ -30,7 +30,17 @@ from kvpool.transfer.priority import PIECE_BYTES, Priority
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire.frame import KEYS_MAX, Message, encode, error_message
-from kvpool.wire.peer import Ask, Await, Corrupt, Fetch, Fetched, Offer, Operate, decode_peer
+from kvpool.wire.peer import (
+    Corrupt,
+    Discard,
+    Fetch,
+    Fetched,
+    LongQuestion,
+    Offer,
+    Operate,
+    Question,
+    decode_peer,
+)
 from kvpool.wire.worker import Loan, OpenLoan
 
 CORRUPT_S = 5.0  # to verify blocks that a peer found wrong
@@ -118,36 +128,34 @@ class Conversation:
             self._fetched = message
             stream.deadline = Deadline(message.deadline_s)
             self._send_blocks(request, message)
-        elif isinstance(message, (Ask, Offer)):
+        elif isinstance(message, Question):
             self._answer(request, message)
-        elif isinstance(message, (Await, Operate)):
+        elif isinstance(message, LongQuestion):
             self._answer_later(request, message)
         elif isinstance(message, Corrupt):
             self._report(message)
         else:
             raise ProtocolError(f"a {type(message).__name__} is not a request")
 
-    def _answer(self, request: int, question: Ask | Offer) -> None:
+    def _answer(self, request: int, question: Question) -> None:
         stream = self._stream
         if isinstance(question, Offer):
             self._check_name(question.node)
+        if isinstance(question, (Offer, Discard)):
             stream.deadline = Deadline(question.deadline_s)
+        if isinstance(question, Discard) and not self._takes_orders(request):
+            return
         try:
             answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
             answer = encode(error_message(error), request)
         stream.send_frame(answer)
 
-    def _answer_later(self, request: int, question: Await | Operate) -> None:
+    def _answer_later(self, request: int, question: LongQuestion) -> None:
         """Answer when there is news. A peer that has gone meanwhile ends the request."""
         stream = self._stream
         self._check_name(question.node)
-        if isinstance(question, Operate) and not stream.authentic:
-            unsafe = NotAuthenticated(
-                "operators' requests are taken over TLS, or from daemons of protocol 8 or newer: upgrade the node that "
-                "was asked first"
-            )
-            stream.send(error_message(unsafe), request)
+        if isinstance(question, Operate) and not self._takes_orders(request):
             return
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
@@ -164,6 +172,17 @@ class Conversation:
         finally:
             owed.close()
         stream.send_frame(answer)
+
+    def _takes_orders(self, request: int) -> bool:
+        """Whether nobody else can have written what comes on this connection; else the request is refused."""
+        if self._stream.authentic:
+            return True
+        unsafe = NotAuthenticated(
+            "requests that change a node are taken over TLS, or from daemons of protocol 8 or newer: upgrade the node "
+            "that was asked first"
+        )
+        self._stream.send(error_message(unsafe), request)
+        return False
 
     def _check_name(self, node: str) -> None:
         """Raises `ProtocolError` unless this is the node whose connection it is: others rely on the name."""

@@ -34,6 +34,8 @@ type  message          direction             answer
 58    Prefixes         client → daemon       Bytes: a JSON object
 87    Dropped          client → daemon       Done, or none
 88    CloseNamespace   client → daemon       Done, or none
+134   Present          client → daemon       Bytes: a `Presence` a key
+135   ClearNamespace   client → daemon       Done: the new epoch
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
 132   CommitParts      client → daemon       CommittedParts
@@ -118,7 +120,7 @@ class Opened(Message, tag=36):
 class Reserve(Message, tag=11):
     """`ticket` names the reservation; the client chooses it, so that it can abort without having seen the answer.
 
-    `parent`: the key before the first one in the prefix chain, or empty.
+    `parent`: the key before the first one in the prefix chain, or empty. `parents`: see `Store`.
     """
 
     ns: int
@@ -126,6 +128,7 @@ class Reserve(Message, tag=11):
     ticket: int
     keys: bytes
     parent: bytes = b""
+    parents: bytes = b""
 
 
 class Reserved(Message, tag=12):
@@ -292,11 +295,27 @@ class Contains(Message, tag=20):
     keys: bytes
 
 
+class Present(Message, tag=134):
+    """Where one part of each of the blocks is, if anywhere. `wait_s`: for the answers of others."""
+
+    ns: int
+    part: int
+    keys: bytes
+    wait_s: Finite
+
+
 class Remove(Message, tag=22):
-    """Remove the blocks from all tiers of this node."""
+    """Remove the blocks from all tiers of this node. `others_s`: then from all other nodes, within this time; 0: not."""
 
     ns: int
     keys: bytes
+    others_s: Finite = 0.0
+
+
+class ClearNamespace(Message, tag=135):
+    """Start a new epoch of the namespace: its blocks are no longer found anywhere. Its clients go on."""
+
+    ns: int
 
 
 class Pin(Message, tag=23):
@@ -338,7 +357,8 @@ class Grant(Message, tag=26):
 class Store(Message, tag=27):
     """Granted slots have been written; these are their keys and checksums. One exchange a put.
 
-    `count`: how many granted slots the client wants for the next one. `replicas`: see `Commit`.
+    `count`: how many granted slots the client wants for the next one. `replicas`: see `Commit`. `parents`: as in
+    `ReserveParts`, where the keys are not a chain; else empty.
     """
 
     ns: int
@@ -349,6 +369,7 @@ class Store(Message, tag=27):
     count: int
     parent: bytes = b""
     replicas: int = 0
+    parents: bytes = b""
 
 
 class Stored(Message, tag=28):
@@ -482,6 +503,8 @@ ClientMessage = (
     | Follow
     | Dropped
     | CloseNamespace
+    | Present
+    | ClearNamespace
     | AnnounceEngine
     | Engines
     | Prefixes

@@ -40,7 +40,7 @@ import msgspec
 from kvpool.decoding import MsgpackDecoder
 from kvpool.errors import KvpoolError, ProtocolError, from_code
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 PROTOCOL_OLDEST = 6
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20

@@ -15,6 +15,8 @@ type  message          direction             answer
 56    Describe         daemon → daemon       Bytes: NIXL's metadata for reading here
 57    Taken            daemon → daemon       none
 59    Operate          daemon → daemon       Bytes: the answer to the request in it
+136   Holds            daemon → daemon       Bytes: one byte a key, 1 where the block is there
+137   Discard          daemon → daemon       Done: blocks removed
 """
 
 from __future__ import annotations
@@ -103,6 +105,25 @@ class Ask(Message, tag=45):
     digest: bytes
     parts: list[int]
     keys: bytes
+
+
+class Holds(Message, tag=136):
+    """Which of these blocks' parts could be pulled from here, whatever the others are?"""
+
+    tenant: str
+    digest: bytes
+    part: int
+    keys: bytes
+
+
+class Discard(Message, tag=137):
+    """A client wants these blocks removed from all nodes: see `Remove`. `to`: the node that is meant."""
+
+    tenant: str
+    digest: bytes
+    keys: bytes
+    deadline_s: Finite
+    to: str
 
 
 class Corrupt(Message, tag=46):
@@ -211,6 +232,11 @@ class Operate(Message, tag=59):
     to: str = ""
 
 
+Question = Ask | Holds | Offer | Discard
+"""Answered with a message, an `Offer` and a `Discard` by their deadlines."""
+LongQuestion = Await | Operate
+"""Answered when there is news, or the work is done."""
+
 PeerMessage = (
     PeerHello
     | PeerChallenge
@@ -218,7 +244,9 @@ PeerMessage = (
     | Fetch
     | Fetched
     | Ask
+    | Holds
     | Offer
+    | Discard
     | Await
     | Operate
     | Corrupt

@@ -24,7 +24,17 @@ from __future__ import annotations
 
 from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
-from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
+from kvpool.wire.peer import (
+    Ask,
+    Await,
+    Corrupt,
+    Discard,
+    Holds,
+    LongQuestion,
+    Offer,
+    Operate,
+    Question,
+)
 
 
 class TransferStart(Message, tag=60):
@@ -138,7 +148,7 @@ class AskPeer(Message, tag=68):
     """Ask the peer at `url`, for at most `deadline_s`. `background`: do not judge the path by a late answer."""
 
     url: str
-    question: Ask | Offer | Await | Operate
+    question: Question | LongQuestion
     deadline_s: Finite
     background: bool = False
 
@@ -234,7 +244,9 @@ TransferMessage = (
     | Loan
     | Return
     | Ask
+    | Holds
     | Offer
+    | Discard
     | Await
     | Operate
     | AskPeer

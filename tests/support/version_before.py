@@ -11,7 +11,7 @@ from kvpool.errors import ConfigError
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE = "2ffc6319b2091becfef1879bfadfd2ebbf0ddd22"
+BEFORE = "13dfc03e98176bdfa99c8c5c7b2b538d7036c8f8"
 """The last commit of the protocol before this one."""
 
 

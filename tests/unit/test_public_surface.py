@@ -7,7 +7,15 @@ import pytest
 
 PUBLIC = {
     "kvpool": {"__version__"},
-    "kvpool.client": {"Client", "Lease", "OperatorClient", "Reservation", "Slots"},
+    "kvpool.client": {
+        "NO_ROW",
+        "Client",
+        "Lease",
+        "OperatorClient",
+        "Presence",
+        "Reservation",
+        "Slots",
+    },
     "kvpool.errors": {
         "AlreadyRunning",
         "ClusterUnavailable",
@@ -45,6 +53,7 @@ PUBLIC = {
         "NamespaceRecord",
         "PartKind",
         "PartSpec",
+        "Presence",
         "Recompute",
         "pack_keys",
         "plain_parts",
@@ -55,6 +64,7 @@ METHODS = {
     "Client": {
         "abort",
         "acquire",
+        "acquire_each",
         "announce_engine",
         "attach_device",
         "available",
@@ -63,6 +73,7 @@ METHODS = {
         "commit_parts",
         "contains",
         "close_namespace",
+        "clear_namespace",
         "dropped",
         "engines",
         "follow",
@@ -76,8 +87,10 @@ METHODS = {
         "open",
         "pin",
         "prefixes",
+        "present",
         "pull",
         "put",
+        "put_each",
         "release",
         "remove",
         "puts_parts",

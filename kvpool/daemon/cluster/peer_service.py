@@ -53,15 +53,17 @@ class Below(Protocol):
 
     def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool: ...
 
+    def on_node(self, table: PartTable, keys: Sequence[bytes]) -> bytes: ...
+
 
 class PeerService:
     """Answers peers: the `Rules` of the transfer workers.
 
     may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
-    that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. stores:
-    whether new blocks are accepted. operate: handles requests of operators of other nodes. spans: collects those
-    of traced loans. name: this node's; what is meant for another one is declined. logins_failed: is told of peers that
-    could not prove who they are.
+    that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. remove: removes
+    blocks from all tiers of this node. stores: whether new blocks are accepted. operate: handles requests of operators
+    of other nodes. spans: collects those of traced loans. name: this node's; what is meant for another one is declined.
+    logins_failed: is told of peers that could not prove who they are.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PeerService:
         may_serve: Callable[[], bool] = lambda: True,
         stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
         take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None,
+        remove: Callable[[NamespaceState, bytes], Awaitable[int]] | None = None,
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
         spans: Spans | None = None,
@@ -83,6 +86,7 @@ class PeerService:
         self._logins_failed = logins_failed
         self._name = name
         self._below = below
+        self._remove = remove
         self._clock = clock
         self._may_serve = may_serve
         self._stale = stale
@@ -105,6 +109,28 @@ class PeerService:
         return frame.Done(
             self._below.usable_on_node(namespace, question.parts, split_keys(question.keys))
         )
+
+    def holds(self, question: peer_wire.Holds) -> frame.Bytes:
+        """Which of these blocks a peer could pull from here, one byte a key."""
+        self._check_standing()
+        keys = split_keys(question.keys)
+        namespace = self._known(question.tenant, question.digest)
+        if namespace is None:
+            return frame.Bytes(bytes(len(keys)))
+        if not 0 <= question.part < len(namespace.tables):
+            raise InvalidRequest(f"part {question.part} does not exist in this node's namespace")
+        return frame.Bytes(self._below.on_node(namespace.tables[question.part], keys))
+
+    async def discarded(self, order: peer_wire.Discard) -> frame.Done:
+        """Remove blocks from all tiers here: a client of another node wants it."""
+        self._check_standing()
+        self._check_meant(order.to)
+        if self._remove is None:
+            raise Unavailable("this node removes nothing for others: it is not in a cluster")
+        namespace = self._known(order.tenant, order.digest)
+        if namespace is None:
+            return frame.Done(0)
+        return frame.Done(await self._remove(namespace, order.keys))
 
     async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
         """A peer asks this node to keep replicas of its blocks."""

@@ -62,8 +62,11 @@ class Grants:
         checksums: bytes,
         parent: bytes = b"",
         origin: Origin = OWN,
+        parents: Sequence[bytes] = (),
     ) -> tuple[int, list[int]]:
         """Make granted slots readable under these keys: (new blocks, rows still granted).
+
+        parent, parents: as for `Puts.reserve`.
 
         Raises `UnknownReservation`, and changes nothing, for rows that are not granted to this holder.
         """
@@ -81,7 +84,7 @@ class Grants:
                 "the request stores into a slot that is not granted to this client, or was used before"
             )
         unused: list[int] = []
-        parents: Sequence[bytes] = (parent, *keys[:-1])
+        parents = parents or (parent, *keys[:-1])
         blocks = table.blocks
         if not blocks.isdisjoint(keys) or len(set(keys)) != len(keys):
             keys, parents, rows, checksums, unused = self._puts.only_new(

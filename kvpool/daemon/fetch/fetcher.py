@@ -28,13 +28,14 @@ from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.delivery import SECONDARY, Delivery
 from kvpool.daemon.fetch.early_pull import EarlyPull
 from kvpool.daemon.fetch.load_or_recompute import Choice, Sources, choose
-from kvpool.daemon.fetch.locate import Locator, merge
+from kvpool.daemon.fetch.locate import LOOKUP_SHARE, Locator, merge
 from kvpool.daemon.fetch.plan import (
     SLICE_BYTES,
     Candidates,
     FetchRequest,
     Located,
     lacking,
+    may_be_had,
     missing,
     requests_for,
 )
@@ -54,7 +55,7 @@ from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import HEDGE_TIMES, TRIAL_S, Peers
 from kvpool.telemetry.node_stats import FetchStats
-from kvpool.types import PartKind, Recompute
+from kvpool.types import PartKind, Presence, Recompute
 
 ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong
 SHORTER_SHARE = 0.25  # of the time left for a prefix; for a shorter one that needs other blocks
@@ -336,6 +337,37 @@ class BlockFetcher:
         self.node.settle()
         tables = namespace.tables_of(parts)
         return self.locator.usable(tables, keys, self.locator.on_this_node(tables, keys))
+
+    async def presence(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> bytes:
+        """A `Presence` of each key, one byte each. Others are asked for at most `wait_s`."""
+        self.node.settle()
+        located = self.locator.on_this_node([table], keys)
+        missing = [key for key in keys if key not in table.blocks and key not in located]
+        if wait_s > 0 and missing and self.locator.elsewhere:
+            deadline = self._clock() + wait_s / LOOKUP_SHARE
+            elsewhere = await self.locator.each(table.namespace, [table], missing, deadline)
+            self.node.settle()
+        else:
+            elsewhere = {}
+        lives, bit = self.locator.lives, 1 << table.part
+
+        def of(key: bytes) -> Presence:
+            if key in table.blocks:
+                return Presence.MEMORY
+            if key in located:
+                return Presence.DISK
+            having = elsewhere.get(key, ())
+            if any(may_be_had(e) and e.mask & bit and lives(e.incarnation) for e in having):
+                return Presence.ELSEWHERE
+            return Presence.NOWHERE
+
+        return bytes(map(of, keys))
+
+    def on_node(self, table: PartTable, keys: Sequence[bytes]) -> bytes:
+        """One byte a key, 1 where the part of the block is on this node, in memory or below it."""
+        self.node.settle()
+        below = self.locator.on_this_node([table], keys)
+        return bytes(key in table.blocks or key in below for key in keys)
 
     # ---- for peers and replication -------------------------------------------------------------------
 

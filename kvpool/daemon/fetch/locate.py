@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.tier import SharedTier
@@ -34,6 +34,9 @@ from kvpool.wire import worker as worker_wire
 LOOKUP_SHARE = 0.25  # of the available time: the longest wait for an answer
 LOOKUP_KEYS = 2048  # in one request; a prefix that ends within them is not looked up further
 ASKED_MAX = 16  # peers that are asked if there is no directory
+HOLDS_SINCE = (
+    10  # the protocol of the first version whose nodes tell which of scattered blocks they have
+)
 NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
 REMEMBERED_MAX = 1 << 18
 
@@ -120,6 +123,10 @@ class Locator:
                 async with asyncio.timeout((deadline - self._clock()) * LOOKUP_SHARE):
                     for at in range(0, len(missing), LOOKUP_KEYS):
                         chunk = missing[at : at + LOOKUP_KEYS]
+                        if self._cluster.directory is None:
+                            wait_s = (deadline - self._clock()) * LOOKUP_SHARE
+                            located.update(await self._ask_each(namespace, tables, chunk, wait_s))
+                            continue
                         found = await self.replicas(namespace, chunk)
                         located.update(zip(chunk, found, strict=True))
             except (Unavailable, TimeoutError):
@@ -305,11 +312,7 @@ class Locator:
             [table.part for table in tables],
             b"".join(keys),
         )
-        asked = [
-            (incarnation, node.url)
-            for incarnation, node in self._cluster.living.items()
-            if (peer := self._peers.get(incarnation)) is None or not peer.suspended(now)
-        ][:ASKED_MAX]
+        asked = self._to_ask(now)
         answers = await self._answers(asked, question, len(keys), wait_s)
         mask = sum(1 << table.part for table in tables)
         located: Located = {}
@@ -322,12 +325,56 @@ class Locator:
                 first = end
         return located
 
+    def _to_ask(self, now: float, since: int = 0) -> list[tuple[bytes, str]]:
+        """Peers to be asked where there is no directory: incarnations and URLs. since: the oldest protocol."""
+        return [
+            (incarnation, node.url)
+            for incarnation, node in self._cluster.living.items()
+            if node.record.protocol >= since
+            and ((peer := self._peers.get(incarnation)) is None or not peer.suspended(now))
+        ][:ASKED_MAX]
+
+    async def _ask_each(
+        self,
+        namespace: NamespaceState,
+        tables: Sequence[PartTable],
+        keys: Sequence[bytes],
+        wait_s: float,
+    ) -> Located:
+        """Without a directory: each peer reports which of these blocks it could provide, part by part."""
+        asked = self._to_ask(self._clock(), HOLDS_SINCE)
+        tenant, packed = namespace.tenant.name, b"".join(keys)
+        questions = [
+            (incarnation, url, table.part) for incarnation, url in asked for table in tables
+        ]
+        answers = await asyncio.gather(
+            *(
+                self._ask(
+                    incarnation,
+                    url,
+                    peer_wire.Holds(tenant, namespace.digest, part, packed),
+                    wait_s,
+                )
+                for incarnation, url, part in questions
+            )
+        )
+        located: Located = {}
+        masks: dict[bytes, dict[bytes, int]] = {}
+        for (incarnation, _, part), answer in zip(questions, answers, strict=True):
+            if isinstance(answer, frame.Bytes) and len(answer.data) == len(keys):
+                of_peer = masks.setdefault(incarnation, {})
+                for key in compress(keys, answer.data):
+                    of_peer[key] = of_peer.get(key, 0) | 1 << part
+        for incarnation, of_peer in masks.items():
+            merge(located, _entries(of_peer, incarnation, TIERS["dram"]))
+        return located
+
     async def _answers(
         self, asked: Sequence[tuple[bytes, str]], question: peer_wire.Ask, count: int, wait_s: float
     ) -> list[int]:
         """How many of so many blocks each of these has; 0 for those that nobody waited for."""
         tasks = {
-            asyncio.ensure_future(self._ask(incarnation, url, question, wait_s)): incarnation
+            asyncio.ensure_future(self._ask_length(incarnation, url, question, wait_s)): incarnation
             for incarnation, url in asked
         }
         trusted = [
@@ -351,9 +398,20 @@ class Locator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(
+    async def _ask_length(
         self, incarnation: bytes, url: str, question: peer_wire.Ask, wait_s: float
     ) -> int:
+        answer = await self._ask(incarnation, url, question, wait_s)
+        return answer.value if isinstance(answer, frame.Done) else 0
+
+    async def _ask(
+        self,
+        incarnation: bytes,
+        url: str,
+        question: peer_wire.Ask | peer_wire.Holds,
+        wait_s: float,
+    ) -> frame.Done | frame.Bytes | None:
+        """A peer's answer; None if there is none. What it took counts for the peer."""
         started = self._clock()
         self._peers.started(incarnation, 0, started)
         try:
@@ -363,13 +421,13 @@ class Locator:
             raise
         except LimitExceeded:  # it was not asked
             self._peers.stopped(incarnation, 0)
-            return 0
+            return None
         except KvpoolError as error:
             self._peers.failed(incarnation, self._clock(), error=error, asked=0)
-            return 0
+            return None
         now = self._clock()
         self._peers.finished(incarnation, 0, now - started, now)
-        return answer.value if isinstance(answer, frame.Done) else 0
+        return answer
 
     # ---- what follows from it ------------------------------------------------------------------------
 

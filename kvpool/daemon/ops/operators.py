@@ -404,12 +404,16 @@ class Operators:
         return frame.Done()
 
     async def _clear(self, tenant: Tenant, by: str, m: operator_wire.Clear) -> frame.Done:
+        return frame.Done(await self.clear(tenant, by, m.digest, fence=m.fence))
+
+    async def clear(self, tenant: Tenant, by: str, digest: bytes, *, fence: bool) -> int:
+        """Start a new epoch of a namespace; returns it. by: who wants it, for the audit."""
         with asking_others():
-            epoch = await self.cluster.namespaces.clear(tenant, m.digest, fence=m.fence)
+            epoch = await self.cluster.namespaces.clear(tenant, digest, fence=fence)
         self._changed(
-            by, "clear", tenant=tenant.name, namespace=m.digest.hex(), fence=m.fence, epoch=epoch
+            by, "clear", tenant=tenant.name, namespace=digest.hex(), fence=fence, epoch=epoch
         )
-        return frame.Done(epoch)
+        return epoch
 
     async def _configure(self, tenant: Tenant, by: str, m: operator_wire.Configure) -> frame.Done:
         change = parse_change(m)

@@ -38,6 +38,7 @@ from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
 from kvpool.daemon.server.connections import ClientConnections
@@ -198,6 +199,7 @@ def compose(
         PULLS.times(config.transfer_workers),
     )
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
+    removals = Removals(node, ssd, device, objects, cluster, transport, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(
@@ -270,6 +272,7 @@ def compose(
         replication,
         engines,
         registry,
+        removals,
         operators,
         stats,
         hot_prefixes,
@@ -289,6 +292,7 @@ def compose(
             may_serve=cluster.may_serve,
             stale=cluster.stale,
             take=replication.take,
+            remove=removals.here,
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=operators.operated,
             spans=spans,

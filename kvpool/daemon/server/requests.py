@@ -28,6 +28,7 @@ from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
+from kvpool.daemon.ops.removals import TOGETHER, Removals
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
 from kvpool.daemon.server.tracing import TRACED, traced
@@ -48,13 +49,12 @@ from kvpool.placement.records import (
     NodeState,
 )
 from kvpool.telemetry.spans import Spans
-from kvpool.types import KEY_BYTES, NO_PARENT, Recompute, split_keys
+from kvpool.types import KEY_BYTES, NO_PARENT, Presence, Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
-REMOVED_TOGETHER = 512  # so many blocks take the event loop a millisecond or two
 _INDIFFERENT_TO_RELEASES = {
     client_wire.Acquire,
     client_wire.Match,
@@ -83,6 +83,7 @@ class ClientRequests:
         replication: Replication,
         engines: Engines,
         registry: EngineRegistry,
+        removals: Removals,
         operators: Operators,
         stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
@@ -107,6 +108,7 @@ class ClientRequests:
         self._replication = replication
         self._engines = engines
         self._registry = registry
+        self._removals = removals
         self._operators = operators
         self._stats_of = stats
         self._hot_prefixes = hot_prefixes
@@ -146,6 +148,8 @@ class ClientRequests:
             client_wire.AnnounceEngine: self._announce_engine,
             client_wire.Engines: self._describe_engines,
             client_wire.Prefixes: self._prefixes,
+            client_wire.Present: self._present,
+            client_wire.ClearNamespace: self._clear,
         }
         for kind in operators.requests:
             self._handlers[kind] = operators.bare
@@ -215,8 +219,11 @@ class ClientRequests:
         self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
+        parents = _parents(m.parents, keys)
         answer = self._slots_for(
-            partial(self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent)
+            lambda: self._node.puts.reserve(
+                holder, namespace, m.part, m.ticket, keys, m.parent, parents
+            )
         )
         return client_wire.Reserved(*answer)
 
@@ -238,17 +245,17 @@ class ClientRequests:
         """Without space for a part, its rows are missing; any other error undoes the parts before it."""
         self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
-        keys, parents = split_keys(m.keys), split_keys(m.parents)
-        if len(parents) != len(keys) or len(m.tickets) != len(m.parts):
+        keys = split_keys(m.keys)
+        before = _parents(m.parents, keys)
+        if len(before) != len(keys) or len(m.tickets) != len(m.parts):
             raise InvalidRequest(
-                f"{len(keys)} keys with {len(parents)} parents, {len(m.parts)} parts with {len(m.tickets)} tickets: "
+                f"{len(keys)} keys with {len(before)} parents, {len(m.parts)} parts with {len(m.tickets)} tickets: "
                 "one each is required"
             )
         if len(keys) * len(m.parts) > frame.KEYS_MAX:
             raise LimitExceeded(
                 f"{len(keys)} keys in {len(m.parts)} parts in one request; the limit is {frame.KEYS_MAX} together"
             )
-        before = tuple(b"" if parent == NO_PARENT else parent for parent in parents)
         answer = client_wire.ReservedParts([], [])
         puts = self._node.puts
         for part, ticket in zip(m.parts, m.tickets, strict=True):
@@ -320,15 +327,17 @@ class ClientRequests:
         self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         origin = Origin(replicas=m.replicas) if m.replicas else OWN
+        keys = split_keys(m.keys)
         new, unused = self._node.grants.store(
             holder,
             namespace,
             m.part,
             rows(m.rows),
-            split_keys(m.keys),
+            keys,
             m.checksums,
             m.parent,
             origin,
+            _parents(m.parents, keys) if m.parents else (),
         )
         if new and (m.replicas or namespace.settings.replicas) > 1:
             self._replication.wish(namespace, split_keys(m.keys), m.replicas)
@@ -511,32 +520,43 @@ class ClientRequests:
             )
         )
 
+    def _present(
+        self, holder: Holder, m: client_wire.Present
+    ) -> frame.Bytes | Coroutine[Any, Any, frame.Bytes]:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        keys = split_keys(m.keys)
+        in_memory = self._node.leases.contains(namespace, m.part, keys)
+        if 0 not in in_memory or not self._fetcher.active:
+            return frame.Bytes(in_memory.replace(b"\x01", bytes([Presence.MEMORY])))
+        return self._present_below(namespace, m, keys)
+
+    async def _present_below(
+        self, namespace: NamespaceState, m: client_wire.Present, keys: Sequence[bytes]
+    ) -> frame.Bytes:
+        wait_s = min(max(0.0, m.wait_s), self._config.lease_s_max)
+        return frame.Bytes(await self._fetcher.presence(namespace.table(m.part), keys, wait_s))
+
     def _remove(
         self, holder: Holder, m: client_wire.Remove
     ) -> frame.Done | Coroutine[Any, Any, frame.Done]:
         namespace = self._namespace(holder, m.ns, m.keys)
-        if self._config.object_store or len(m.keys) > REMOVED_TOGETHER * KEY_BYTES:
-            return self._remove_in_turns(namespace, m.keys)
-        return frame.Done(self._remove_here(namespace, m.keys))
+        together = len(m.keys) <= TOGETHER * KEY_BYTES
+        if together and not self._config.object_store and not m.others_s:
+            return frame.Done(self._removals.now(namespace, m.keys))
+        return self._remove_in_turns(namespace, m)
 
-    async def _remove_in_turns(self, namespace: NamespaceState, packed: bytes) -> frame.Done:
-        """A few at a time, and others are served in between; then beyond this node."""
-        step = REMOVED_TOGETHER * KEY_BYTES
-        gone = 0
-        for at in range(0, len(packed), step):
-            gone += self._remove_here(namespace, packed[at : at + step])
-            await asyncio.sleep(0)
-        if self._config.object_store:
-            with asking_others():
-                gone = max(gone, await self._objects.remove(namespace, packed))
+    async def _remove_in_turns(
+        self, namespace: NamespaceState, m: client_wire.Remove
+    ) -> frame.Done:
+        """From this node, and then beyond it."""
+        gone = await self._removals.here(namespace, m.keys)
+        with asking_others():
+            if self._config.object_store:
+                gone = max(gone, await self._removals.from_objects(namespace, m.keys))
+            if m.others_s > 0:
+                wait_s = min(m.others_s, self._config.lease_s_max)
+                gone = max(gone, await self._removals.from_others(namespace, m.keys, wait_s))
         return frame.Done(gone)
-
-    def _remove_here(self, namespace: NamespaceState, packed: bytes) -> int:
-        gone = max(
-            self._node.removal.remove(namespace, split_keys(packed)),
-            self._ssd.remove(namespace, packed),
-        )
-        return gone if self._device is None else max(gone, self._device.remove(namespace, packed))
 
     async def _pin(self, holder: Holder, m: client_wire.Pin) -> frame.Done:
         namespaces = [self._namespace(holder, m.ns, m.keys)]
@@ -602,6 +622,13 @@ class ClientRequests:
         with asking_others():
             return await self._cluster.namespaces.reset(namespace, m.generation)
 
+    async def _clear(self, holder: Holder, m: client_wire.ClearNamespace) -> frame.Done:
+        namespace = self._opened(holder, m.ns)
+        by = f"client {holder.name}"
+        return frame.Done(
+            await self._operators.clear(holder.tenant, by, namespace.base, fence=False)
+        )
+
     # ---- what nobody waits for -----------------------------------------------------------------------
 
     def settle_soon(self, who: str, requests: int) -> None:
@@ -656,6 +683,16 @@ def _count_put(table: PartTable, new: int) -> None:
     traffic = table.namespace.tenant.traffic
     traffic.put_parts += new
     traffic.put_bytes += new * table.spec.nbytes
+
+
+def _parents(packed: bytes, keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The keys before each, if told. Raises `InvalidRequest`."""
+    if not packed:
+        return ()
+    parents = split_keys(packed)
+    if len(parents) != len(keys):
+        raise InvalidRequest(f"{len(keys)} keys with {len(parents)} parents: one each is required")
+    return tuple(b"" if parent == NO_PARENT else parent for parent in parents)
 
 
 def _recompute(m: client_wire.Acquire | client_wire.Pull) -> Recompute | None:

@@ -24,7 +24,7 @@ from kvpool.transfer import scheme_of, transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
 from kvpool.wire import worker as worker_wire
 from kvpool.wire.frame import Bytes, Done, Error, Message
-from kvpool.wire.peer import Ask, Await, Corrupt, Offer, Operate
+from kvpool.wire.peer import Corrupt, Discard, LongQuestion, Offer, Question
 from kvpool.wire.worker import (
     AskPeer,
     Loan,
@@ -56,14 +56,14 @@ class ControlSource:
     def give_back(self, token: str) -> None:
         self._control.send(Return(token), 0)
 
-    def asked(self, question: Ask | Offer) -> Done | Bytes:
-        seconds = question.deadline_s if isinstance(question, Offer) else ASK_S_MAX
+    def asked(self, question: Question) -> Done | Bytes:
+        seconds = question.deadline_s if isinstance(question, (Offer, Discard)) else ASK_S_MAX
         answer = self._control.ask(question, Deadline(seconds))
         if not isinstance(answer, (Done, Bytes)):
             raise ProtocolError(f"the answer to a peer's request is a {type(answer).__name__}")
         return answer
 
-    def answer_later(self, question: Await | Operate) -> OwedAnswer:
+    def answer_later(self, question: LongQuestion) -> OwedAnswer:
         return self._control.begin(question)
 
     def logins_failed(self, failures: Failures) -> None:

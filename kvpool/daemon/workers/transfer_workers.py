@@ -49,6 +49,14 @@ class Rules(Protocol):
         """How many blocks of the prefix could be lent. Raises `KvpoolError`."""
         ...
 
+    def holds(self, question: peer_wire.Holds) -> frame.Bytes:
+        """Which of the blocks could be lent. Raises `KvpoolError`."""
+        ...
+
+    def discarded(self, order: peer_wire.Discard) -> Coroutine[Any, Any, frame.Done]:
+        """Remove blocks, as a client of another node wants. Raises `KvpoolError`."""
+        ...
+
     def offered(self, offer: peer_wire.Offer) -> Coroutine[Any, Any, frame.Bytes]:
         """Take what is wanted of the offered blocks. Ends by the offer's deadline. Raises `KvpoolError`."""
         ...
@@ -124,15 +132,23 @@ class TransferWorkerProxy(Worker):
 
     def _received(self, request: int, message: Any) -> None:
         match message:
-            case peer_wire.Ask():
+            case peer_wire.Ask() | peer_wire.Holds():
                 self._channel.send(self._asked(message), request)
             case worker_wire.OpenLoan():
                 self._lend(message, request)
-            case peer_wire.Offer():
+            case peer_wire.Offer() | peer_wire.Discard():
                 if len(self._taking) < OFFERS_MAX:
-                    self._later(self._workers.source.offered(message), request, self._taking)
+                    source = self._workers.source
+                    taken = (
+                        source.offered(message)
+                        if isinstance(message, peer_wire.Offer)
+                        else source.discarded(message)
+                    )
+                    self._later(taken, request, self._taking)
                 else:
-                    full = LimitExceeded(f"{OFFERS_MAX} offers are being taken up here already")
+                    full = LimitExceeded(
+                        f"{OFFERS_MAX} offers and removals are under way here already"
+                    )
                     self._channel.send(frame.error_message(full), request)
             case peer_wire.Await() | peer_wire.Operate():
                 source = self._workers.source
@@ -158,9 +174,12 @@ class TransferWorkerProxy(Worker):
             case _:
                 super()._received(request, message)
 
-    def _asked(self, question: peer_wire.Ask) -> frame.Message:
+    def _asked(self, question: peer_wire.Ask | peer_wire.Holds) -> frame.Message:
+        source = self._workers.source
         try:
-            return self._workers.source.asked(question)
+            if isinstance(question, peer_wire.Holds):
+                return source.holds(question)
+            return source.asked(question)
         except KvpoolError as error:
             return frame.error_message(error)
 
@@ -182,7 +201,7 @@ class TransferWorkerProxy(Worker):
 
     def _later(
         self,
-        work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes],
+        work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes | frame.Done],
         request: int,
         tasks: set[asyncio.Task[None]],
     ) -> asyncio.Task[None]:
@@ -194,7 +213,7 @@ class TransferWorkerProxy(Worker):
         return task
 
     async def _answer(
-        self, work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes], request: int
+        self, work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes | frame.Done], request: int
     ) -> None:
         try:
             answer = await work

@@ -324,10 +324,10 @@ class PeerTransport:
 
     def asked(
         self,
-        question: peer_wire.Ask | peer_wire.Offer | peer_wire.Await | peer_wire.Operate,
+        question: peer_wire.Question | peer_wire.LongQuestion,
         answer: asyncio.Future[frame.Done | frame.Bytes],
     ) -> None:
-        def settle(task: asyncio.Task[frame.Bytes]) -> None:
+        def settle(task: asyncio.Task[Any]) -> None:
             if task.cancelled() or answer.done():
                 return
             error = task.exception()
@@ -339,11 +339,15 @@ class PeerTransport:
                 raise error
 
         def ask() -> None:
-            if isinstance(question, peer_wire.Offer):
-                task = self.world.loop.create_task(self._take(question))
-                task.add_done_callback(settle)
+            if isinstance(question, (peer_wire.Offer, peer_wire.Discard)):
+                taking: Coroutine[Any, Any, Any] = (
+                    self._take(question)
+                    if isinstance(question, peer_wire.Offer)
+                    else self.source.discarded(question)
+                )
+                self.world.loop.create_task(taking).add_done_callback(settle)
                 return
-            if isinstance(question, (peer_wire.Await, peer_wire.Operate)):
+            if isinstance(question, peer_wire.LongQuestion):
                 work = (
                     self._await(question)
                     if isinstance(question, peer_wire.Await)
@@ -354,8 +358,12 @@ class PeerTransport:
                 # Its connection ended: so does the question.
                 answer.add_done_callback(lambda _: task.cancel())
                 return
+            done: frame.Done | frame.Bytes
             try:
-                done = self.source.asked(question)
+                if isinstance(question, peer_wire.Holds):
+                    done = self.source.holds(question)
+                else:
+                    done = self.source.asked(question)
             except KvpoolError as error:
                 if not answer.done():
                     answer.set_exception(error)
