@@ -229,7 +229,7 @@ class Puts:
 
 
 def node_record(name: str) -> Any:
-    return SimpleNamespace(node=name)
+    return SimpleNamespace(protocol=frame.PROTOCOL_VERSION, node=name)
 
 
 async def two_more_batches_are_whole(world: World) -> None:
