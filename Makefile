@@ -41,7 +41,7 @@ venv: ## .venv: kvpool and its development tools
 	@scripts/venv
 
 vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
-	@scripts/vllm-venv
+	@scripts/engine-venv vllm
 
 clean: ## remove what the other targets made, environments included
 	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*

@@ -14,8 +14,9 @@ from kvpool.telemetry import logs
 from tests import preloaded
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-VLLM_TESTS = Path(__file__).parent / "integration" / "vllm"
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+ENGINES = ("vllm",)
+"""Each with tests of its own, in tests/integration/NAME, that import it at their top and run in .venv-NAME."""
+ABSENT = [name for name in ENGINES if importlib.util.find_spec(name) is None]
 
 # What is printed into a pipe depends on it, and pytest-xdist sets it.
 os.environ.pop("COLUMNS", None)
@@ -30,18 +31,23 @@ settings.load_profile("kvpool")
 
 preloaded.install()
 
-# They import vLLM at their top; `make test` runs them where it is.
-collect_ignore = [] if HAS_VLLM else [str(VLLM_TESTS)]
+
+def engine_tests(name: str) -> Path:
+    return Path(__file__).parent / "integration" / name
 
 
-def pytest_report_header() -> str | None:
-    return None if HAS_VLLM else "vLLM's tests are left out: they run in .venv-vllm (make test)"
+collect_ignore = [str(engine_tests(name)) for name in ABSENT]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"tests of {name} are left out: they run in .venv-{name} (make test)" for name in ABSENT]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(VLLM_TESTS):
-            item.add_marker("vllm")
+        for name in ENGINES:
+            if item.path.is_relative_to(engine_tests(name)):
+                item.add_marker(name)
 
 
 @pytest.fixture(autouse=True)
