@@ -18,6 +18,9 @@ torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
     namespace.py   what must agree for bytes to be exchangeable; refusals at start-up
     config.py      kv_connector_extra_config, read once
     metrics.py     counters through vLLM's own seam
+
+    tier.py        for vLLM's own offloading: a tier of `TieringOffloadingSpec`; tier_*.py: its settings, namespace, jobs, and
+                   what its threads ask of the pool
 """
 
 from __future__ import annotations

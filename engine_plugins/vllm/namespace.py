@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, Form, PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
@@ -54,11 +54,17 @@ HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSp
 HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
 
-def check_hashes(algorithm: str, hash_seed: str | None, *, accept_weak: bool = False) -> bool:
+def check_hashes(
+    algorithm: str,
+    hash_seed: str | None,
+    *,
+    accept_weak: bool = False,
+    where: str = "kv_connector_extra_config",
+) -> bool:
     """Whether block hashes also depend on the Python and engine versions.
 
     hash_seed: PYTHONHASHSEED of the engine's process. accept_weak: also hashes for which whoever sends prompts can
-    make two that are equal, and so have another's prompt answered with the KV of his own.
+    make two that are equal, and so have another's prompt answered with the KV of his own. where: that is set.
     Raises `ConfigError` for those otherwise, and where the hashes of two processes would differ for the same tokens:
     their engines would fill the pool and never find anything.
     """
@@ -72,7 +78,7 @@ def check_hashes(algorithm: str, hash_seed: str | None, *, accept_weak: bool = F
         raise ConfigError(
             f"--prefix-caching-hash-algo {algorithm} is no cryptographic hash: prompts can be made whose blocks have the "
             "hashes of others, and a pool spreads what they are mistaken for. Use sha256_cbor; or, if everybody who "
-            "sends prompts is trusted, set accept_weak_hashes in kv_connector_extra_config"
+            f"sends prompts is trusted, set accept_weak_hashes in {where}"
         )
     if algorithm in STABLE or SEEDED.get(algorithm) is STABLE:
         return False
@@ -270,26 +276,15 @@ def record(
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel, load = vllm_config.parallel_config, vllm_config.load_config
-    fields: dict[str, Any] = {
-        "engine": "vllm",
-        "model": config.model or model.model,
-        "revision": None if weights else _revision(model),
-        "weights": weights or _weights(model, load),
-        "config": _digest(
-            model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version")
-        ),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": str(cache.cache_dtype),
-        "hash_tokens": hash_tokens,
-        "hash_algorithm": cache.prefix_caching_hash_algo,
-        "hash_seed": hashlib.sha256(seed.encode()).hexdigest()[:16],
-        "versions": dict(versions),
-        "device": sorted({report.device for report in reports}),
-        "speculative": _speculative(vllm_config.speculative_config),
-        "tenant": config.tenant,
-        "epoch": config.epoch,
-    }
+    fields = engine_facts(
+        vllm_config,
+        config,
+        seed=seed,
+        versions=versions,
+        hash_tokens=hash_tokens,
+        device=sorted({report.device for report in reports}),
+        weights=weights,
+    )
     if config.form is Form.RANKS and not weights:
         fields |= {"revision": model.revision, "weights": _weights_before(model, load)}
     if config.codec is not Codec.NONE:
@@ -312,6 +307,49 @@ def record(
     return NamespaceRecord(fields=fields, parts=part_specs(rules, reports))
 
 
+class Naming(Protocol):
+    """What users of a pool say of their blocks: see `PluginConfig`."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def epoch(self) -> str: ...
+
+
+def engine_facts(
+    vllm_config: Any,
+    naming: Naming,
+    *,
+    seed: str,
+    versions: Mapping[str, str],
+    hash_tokens: int,
+    device: Sequence[str],
+    weights: str,
+) -> dict[str, Any]:
+    """What has to agree whatever form the KV is stored in; for the arguments see `record`. device: the ranks'."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "engine": "vllm",
+        "model": naming.model or model.model,
+        "revision": None if weights else _revision(model),
+        "weights": weights or _weights(model, vllm_config.load_config),
+        "config": digest(model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version")),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "hash_tokens": hash_tokens,
+        "hash_algorithm": cache.prefix_caching_hash_algo,
+        "hash_seed": hashlib.sha256(seed.encode()).hexdigest()[:16],
+        "versions": dict(versions),
+        "device": list(device),
+        "speculative": _speculative(vllm_config.speculative_config),
+        "tenant": naming.tenant,
+        "epoch": naming.epoch,
+    }
+
+
 def _rank_facts(parallel: Any, cache: Any, reports: Sequence[RankReport]) -> dict[str, Any]:
     """What has to agree where each rank has parts of its own."""
     layers = [[report.groups, sorted(report.backends.items())] for report in reports]
@@ -319,7 +357,7 @@ def _rank_facts(parallel: Any, cache: Any, reports: Sequence[RankReport]) -> dic
         "block_tokens": cache.block_size,
         "layout": sorted({report.layout for report in reports}),
         "isa": sorted({report.isa for report in reports}),
-        "layers": _digest(layers),
+        "layers": digest(layers),
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "dcp": parallel.decode_context_parallel_size,
@@ -336,7 +374,7 @@ def _group_facts(spec: dict[str, Any], held: Held) -> dict[str, Any]:
         "pieces": held.cut.pieces,
         "shards": held.cut.shards,
         "classes": held.cut.classes,
-        "layers": _digest(held.layers),
+        "layers": digest(held.layers),
         **held.facts,
     }
 
@@ -380,7 +418,8 @@ def isa(device: str) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * tiles}"
 
 
-def _digest(value: Any, drop: Sequence[str] = ()) -> str:
+def digest(value: Any, drop: Sequence[str] = ()) -> str:
+    """Of a value of the engine's configuration, without the items of these names."""
     body = plain(value)
     if isinstance(body, dict):
         body = {key: item for key, item in body.items() if key not in drop}

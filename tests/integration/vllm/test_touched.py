@@ -15,9 +15,13 @@ from vllm.config import KVEventsConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.kv_offload import config as offloading
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -34,7 +38,7 @@ TOUCHED = {
     "KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout hash_block_size prefix_cacheable_group_ids",
     "KVCacheGroupSpec": "layer_names kv_cache_spec host_resident",
     "VllmConfig": "max_concurrent_batches use_v2_model_runner compilation_config model_config cache_config load_config "
-    "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config",
+    "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config attention_config lora_config",
     "CompilationConfig": "static_forward_context",
     "ModelConfig": "model revision dtype quantization seed hf_config served_model_name max_model_len "
     "get_total_num_kv_heads",
@@ -54,7 +58,17 @@ TOUCHED = {
     "FullAttentionSpec": "block_size dcp_sharded dtype kv_quant_mode num_head_slots state_content_bytes head_size "
     "head_size_v",
     "SlidingWindowSpec": "sliding_window extra_retained_tokens",
-    "CacheHitSource": "HOST",
+    "CacheHitSource": "HOST EXTERNAL_UNSPECIFIED",
+    "AttentionConfig": "backend backend_per_kind",
+    "OffloadingConfig": "groups worker_kv_bytes_per_block engine_id model cache parallel replicated_layout canonical_layout "
+    "kv_cache_layout",
+    "OffloadingGroupConfig": "group_id tokens_per_block layer_names",
+    "OffloadingCacheConfig": "tokens_per_hash blocks_per_chunk",
+    "OffloadingModelConfig": "dtype",
+    "OffloadingParallelConfig": "world_size tp_size pp_size pcp_size dcp_size",
+    "ReqContext": "req_id get_state set_state get_offload_key_position _offload_key_positions",
+    "AsyncLookupManager": "lookup flush cleanup mark_miss shutdown batch_lookup",
+    "Platform": "device_type get_device_name",
 }
 
 
@@ -72,6 +86,14 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         "kv_cache_interface": kv_cache_interface,
         "SlidingWindowSpec": kv_cache_interface.SlidingWindowSpec,
         "CacheHitSource": CacheHitSource,
+        "OffloadingConfig": offloading.OffloadingConfig,
+        "OffloadingGroupConfig": offloading.OffloadingGroupConfig,
+        "OffloadingCacheConfig": offloading.OffloadingCacheConfig,
+        "OffloadingModelConfig": offloading.OffloadingModelConfig,
+        "OffloadingParallelConfig": offloading.OffloadingParallelConfig,
+        "ReqContext": ReqContext("r"),
+        "AsyncLookupManager": AsyncLookupManager,
+        "Platform": current_platform,
     }
     with kit.run_engine(llama, daemon) as engine:
         connector = engine.connector
@@ -103,6 +125,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
             "ParallelConfig": config.parallel_config,
             "SchedulerConfig": config.scheduler_config,
             "Attention": layers[0],
+            "AttentionConfig": config.attention_config,
             "LinearBase": linear,
             "QKVParallelLinear": projection,
         }
