@@ -21,9 +21,7 @@ def document(text: str, table: dict[str, Any]) -> str:
     heads = [f"[{one['name']}]({one['page']})" for one in engines]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(engines)) + "|"]
     for name, shown in table["features"]:
-        states = [one[name]["state"] for one in engines]
-        cells = ["–" if state == "none" else state for state in states]
-        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+        lines.append(f"| {shown} | " + " | ".join(one[name]["state"] for one in engines) + " |")
     for one in engines:
         lines += ["", f"## {one['name']}", "", f"Tested with {one['versions']}.", ""]
         for name, shown in table["features"]:

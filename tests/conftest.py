@@ -40,7 +40,9 @@ collect_ignore = [str(engine_tests(name)) for name in ABSENT]
 
 
 def pytest_report_header() -> list[str]:
-    return [f"tests of {name} are left out: they run in .venv-{name} (make test)" for name in ABSENT]
+    return [
+        f"tests of {name} are left out: they run in .venv-{name} (make test)" for name in ABSENT
+    ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
