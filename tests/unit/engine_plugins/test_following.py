@@ -17,7 +17,7 @@ from kvpool.engine_plugins.vllm.following import (
 from kvpool.engine_plugins.vllm.pulls import FOLLOW_TURN_S, GIVES_UP_S, Pull, Pulls
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.types import NamespaceRecord, PartSpec
-from tests.unit.engine_plugins.test_scheduler import TOKENS, Harness
+from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness
 
 RECORD = NamespaceRecord({"m": 1}, (PartSpec(8),))
 WAIT_S = 1.0
