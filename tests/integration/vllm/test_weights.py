@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,99 +17,90 @@ import pytest
 PROMPTS = (300, 200, 170)
 
 
-@pytest.fixture(scope="module")
-def asked(kit: Any) -> list[list[int]]:
-    return kit.prompts(31, PROMPTS)
+@dataclass(frozen=True)
+class Weights:
+    """Two of the same model, in files of the same sizes, and what engines without a pool answer with either."""
+
+    first: Path
+    other: Path
+    asked: list[list[int]]
+    expected: dict[Path, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def other(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with other weights, in files of the same sizes."""
+def weights(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path_factory.mktemp("other") / "llama"
-    shutil.copytree(llama, folder)
-    tensors = load_file(folder / "model.safetensors")
+    other = tmp_path_factory.mktemp("other") / "llama"
+    shutil.copytree(llama, other)
+    tensors = load_file(other / "model.safetensors")
     for name, tensor in tensors.items():
         if "v_proj" in name or "gate_proj" in name:
             tensors[name] = tensor.flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(kit: Any, llama: Path, other: Path, asked: list[list[int]]) -> dict[Path, Any]:
-    """What engines without a pool answer with either weights."""
-    found = {}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    asked, expected = kit.prompts(31, PROMPTS), {}
     for model in (llama, other):
         with kit.run_engine(model) as engine:
-            found[model] = [output.tokens for output in engine.generate(asked)]
-    assert found[llama] != found[other]
-    return found
+            expected[model] = [output.tokens for output in engine.generate(asked)]
+    assert expected[llama] != expected[other]
+    return Weights(llama, other, asked, expected)
 
 
 @pytest.fixture
-def engine(kit: Any, llama: Path, daemon: Any, expected: Any) -> Any:
-    with kit.run_engine(llama, daemon) as running:
+def engine(kit: Any, weights: Weights, daemon: Any) -> Iterator[Any]:
+    with kit.run_engine(weights.first, daemon) as running:
         yield running
 
 
-def change(engine: Any, weights: Path) -> None:
+def change(engine: Any, model: Path) -> None:
     """As reinforcement learning does: pause, empty all caches, change the weights, go on."""
     engine.drain()
     assert engine.llm.reset_prefix_cache(reset_connector=True)
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights)})
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
 
 
 def test_changed_weights_never_meet_old_blocks_and_find_theirs_again(
-    kit: Any,
-    llama: Path,
-    other: Path,
-    daemon: Any,
-    engine: Any,
-    asked: list[list[int]],
-    expected: dict[Path, Any],
+    kit: Any, weights: Weights, daemon: Any, engine: Any
 ) -> None:
+    first, other = weights.first, weights.other
     hits = [kit.hit(length) for length in PROMPTS]
-    for turn, (weights, cached) in enumerate(
-        [(llama, [0] * 3), (other, [0] * 3), (llama, hits), (other, hits)]
+    for turn, (model, cached) in enumerate(
+        [(first, [0] * 3), (other, [0] * 3), (first, hits), (other, hits)]
     ):
         if turn:
-            change(engine, weights)
-        outputs = engine.generate(asked)
-        assert [output.tokens for output in outputs] == expected[weights], turn
+            change(engine, model)
+        outputs = engine.generate(weights.asked)
+        assert [output.tokens for output in outputs] == weights.expected[model], turn
         assert [output.cached for output in outputs] == cached, turn
         engine.forget()
-        assert [output.cached for output in engine.generate(asked)] == hits
+        assert [output.cached for output in engine.generate(weights.asked)] == hits
     assert engine.metric("resets") == 3
     assert engine.metric("new_weights") == 2
     assert engine.metric("failed_loads") == engine.metric("failed_saves") == 0
     engine.assert_nothing_held(daemon)
 
 
-def test_sleep_keeps_everything(
-    kit: Any, daemon: Any, engine: Any, asked: list[list[int]], llama: Path, expected: Any
-) -> None:
+def test_sleep_keeps_everything(kit: Any, weights: Weights, daemon: Any, engine: Any) -> None:
     """vLLM's own calls. The CPU worker keeps its memory: that KV is unmapped is seen on GPUs only."""
-    engine.generate(asked)
+    engine.generate(weights.asked)
     engine.drain()
     engine.core.sleep(1)
     assert engine.core.is_sleeping()
     engine.core.wake_up()
-    outputs = engine.generate(asked)
-    assert [output.tokens for output in outputs] == expected[llama]
+    outputs = engine.generate(weights.asked)
+    assert [output.tokens for output in outputs] == weights.expected[weights.first]
     assert [output.cached for output in outputs] == [kit.hit(length) for length in PROMPTS]
     assert engine.metric("resets") == 1
     assert engine.metric("new_weights") == 0
 
 
 def test_weights_reach_the_name_of_the_namespace(
-    kit: Any, llama: Path, other: Path, daemon: Any, tmp_path: Path, expected: Any
+    kit: Any, weights: Weights, daemon: Any, tmp_path: Path
 ) -> None:
     """The same path, sizes and configuration, other bytes: another namespace. A copy elsewhere is the same, if named."""
     copy = tmp_path / "copy"
     digests = []
-    for source in (llama, other, llama):
+    for source in (weights.first, weights.other, weights.first):
         shutil.copytree(source, copy, dirs_exist_ok=True)
         with kit.run_engine(copy, daemon, {"model": "m"}) as engine:
             digests.append(engine.connector._scheduler._namespace.digest)
@@ -115,7 +108,7 @@ def test_weights_reach_the_name_of_the_namespace(
 
 
 def test_an_adapter_is_known_by_what_is_in_it(
-    kit: Any, llama: Path, daemon: Any, tmp_path: Path, expected: Any
+    kit: Any, llama: Path, daemon: Any, tmp_path: Path
 ) -> None:
     """Another one under the same name and path, as after a training run that writes in place."""
     from safetensors.torch import load_file, save_file
@@ -123,8 +116,8 @@ def test_an_adapter_is_known_by_what_is_in_it(
     from vllm.lora.request import LoRARequest
 
     adapter = kit.TINY.make_adapter(tmp_path / "adapter")
-    weights = adapter / "adapter_model.safetensors"
-    first = weights.read_bytes()
+    path = adapter / "adapter_model.safetensors"
+    first = path.read_bytes()
     prompt = kit.prompts(37, (200,))[0]
 
     def ask(engine: Any, number: int) -> tuple[list[int], int]:
@@ -142,10 +135,8 @@ def test_an_adapter_is_known_by_what_is_in_it(
         said, cached = ask(engine, 1)
         assert cached == 0
         assert ask(engine, 1) == (said, kit.hit(200))
-        tensors = load_file(weights)
-        save_file(
-            {name: each if "_A" in name else -each for name, each in tensors.items()}, weights
-        )
+        tensors = load_file(path)
+        save_file({name: each if "_A" in name else -each for name, each in tensors.items()}, path)
         other, cached = ask(engine, 2)
         assert cached == 0
         assert ask(engine, 2) == (other, 0), (
@@ -154,7 +145,7 @@ def test_an_adapter_is_known_by_what_is_in_it(
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         assert ask(engine, 2) == (other, 0)
         assert ask(engine, 2) == (other, kit.hit(200))
-        weights.write_bytes(first)
+        path.write_bytes(first)
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         assert ask(engine, 3) == (said, kit.hit(200))
     assert other != said
@@ -200,18 +191,14 @@ class Process:
 
 @pytest.mark.timeout(400)
 def test_one_engine_of_three_changes_its_weights_under_load(
-    kit: Any,
-    llama: Path,
-    other: Path,
-    tmp_path: Path,
-    asked: list[list[int]],
-    expected: dict[Path, Any],
+    kit: Any, weights: Weights, tmp_path: Path
 ) -> None:
     hits = {number: kit.hit(length) for number, length in enumerate(PROMPTS)}
 
     def judge(answers: list[dict[str, Any]]) -> None:
         for said in answers:
-            assert said["tokens"] == expected[Path(said["weights"])][said["prompt"]][:8]
+            answer = weights.expected[Path(said["weights"])][said["prompt"]]
+            assert said["tokens"] == answer[:8]
             assert said["shut_out"] == 0
 
     def until_new(engine: Process) -> dict[str, Any]:
@@ -219,21 +206,22 @@ def test_one_engine_of_three_changes_its_weights_under_load(
         for _ in range(1000):
             said = engine.answer()
             judge([said])
-            if said["weights"] == str(other):
+            if said["weights"] == str(weights.other):
                 return said
         raise AssertionError("the weights are not changed")
 
     with ExitStack() as stack:
         daemon = stack.enter_context(kit.run_daemon(tmp_path))
         first, second, third = (
-            stack.enter_context(Process(llama, daemon.socket, asked)) for _ in range(3)
+            stack.enter_context(Process(weights.first, daemon.socket, weights.asked))
+            for _ in range(3)
         )
         for engine in (first, second, third):
             judge(engine.round())
             warm = engine.round()
             judge(warm)
             assert [said["cached"] for said in warm] == [hits[said["prompt"]] for said in warm]
-        first.tell(other)
+        first.tell(weights.other)
         assert until_new(first)["cached"] == 0
         # The others find theirs as before, all the time, and the first one its own.
         for engine in (second, third):
@@ -245,10 +233,10 @@ def test_one_engine_of_three_changes_its_weights_under_load(
         judge(again)
         assert [said["cached"] for said in again] == [hits[said["prompt"]] for said in again]
         # Who follows finds what the first one has computed, at once.
-        second.tell(other)
+        second.tell(weights.other)
         said = until_new(second)
         assert said["cached"] == hits[said["prompt"]]
         for said in third.round():
             judge([said])
-            assert said["weights"] == str(llama)
+            assert said["weights"] == str(weights.first)
             assert said["cached"] == hits[said["prompt"]]
