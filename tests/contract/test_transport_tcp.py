@@ -98,7 +98,8 @@ def answer(stream: Stream, request: int, body: bytes = BODY) -> bytes:
 
 
 def say_raw(stream: Stream, data: bytes) -> None:
-    stream.send_buffers([memoryview(data)])
+    if data:  # of nothing nothing is ever sent: it would be tried until the stream's deadline
+        stream.send_buffers([memoryview(data)])
 
 
 def say(data: bytes | Callable[[Stream, int], bytes], *, close: bool) -> Script:
