@@ -14,6 +14,7 @@ from tests.support.waiting import PATIENCE_S, until
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("followed", block_bytes=NBYTES, block_tokens=16)
 FOLLOWS_MAX = 48  # of one tenant
+LONG_S = 10 * PATIENCE_S  # longer than `Follower.result` waits
 
 
 def keys_of(numbers) -> list[bytes]:
@@ -85,11 +86,11 @@ def test_it_ends_with_what_will_not_come(start):
     """A save that its engine gave up, here and on the other node; the rest of the prompt comes, late as it is."""
     a = start("--listen", "tcp://127.0.0.1:0", name="a")
     url = a.ready.rsplit("peers at ", 1)[1].strip()
-    b = start("--peer", url, name="b")
+    b = start("--peer", url, "--node", "b", name="b")
     with a.client(connect=True) as engine, b.client(connect=True) as client:
         for begin, writer, source in ((0, engine, url), (100, client, "b")):
             put(writer, [begin])
-            follower = Follower(client, range(begin, begin + 8), wait_s=PATIENCE_S, source=source)
+            follower = Follower(client, range(begin, begin + 8), wait_s=LONG_S, source=source)
             until(lambda: client.stats().prefix_streams.under_way == 1)
             writer.dropped(writer.open(RECORD), keys_of(range(begin + 3, begin + 8)))
             put(writer, [begin + 1, begin + 2])
