@@ -120,6 +120,9 @@ def modules_after(statement: str) -> set[str]:
         ("kvpool", {"asyncio", "msgspec", "numpy", "rich", "torch", "typer", "uvloop", "vllm"}),
         # An engine imports this one: no event loop and no network library may come with it.
         ("kvpool.client", {"aiohttp", "asyncio", "grpc", "torch", "typer", "uvloop", "vllm"}),
+        # A daemon starts several of these, and again whenever one ends.
+        ("kvpool.daemon.workers.transfer_worker", {"asyncio", "importlib.metadata", "numpy"}),
+        ("kvpool.transfer.tcp", {"asyncio", "importlib.metadata", "numpy"}),
     ],
 )
 def test_importing_is_light(module: str, unwanted: set[str]) -> None:
