@@ -150,6 +150,15 @@ def test_the_environments_install_pinned_versions() -> None:
     assert not [line for line in lines if line and "==" not in line and not line.startswith("#")]
 
 
+def test_what_needs_torch_runs_where_it_is() -> None:
+    """`scripts/test` looks for the marker; without it, such a test is skipped everywhere."""
+    for path in (REPO_ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        needs = re.search(r"""(importorskip|find_spec)\(["']torch["']""", text)
+        if needs and "vllm" not in path.parts:
+            assert "pytest.mark.torch" in text, path
+
+
 def test_the_changelog_can_be_made_of_the_fragments() -> None:
     command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9"]
     result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)

@@ -97,6 +97,7 @@ class TestDevice(TierContract):
         return tier
 
 
+@pytest.mark.torch
 @needs_torch
 class TestDeviceProcess(TierContract):
     device = "cpu"

@@ -99,6 +99,7 @@ def test_pieces_of_a_paged_cache(client):
     ]
 
 
+@pytest.mark.torch
 def test_torch_tensors(client):
     torch = pytest.importorskip("torch")
     ns = namespace(client, 4096)

@@ -21,6 +21,7 @@ from tests.support.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 
+pytestmark = pytest.mark.torch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NBYTES = 64 << 10
 # MiB of the segment, usual and small. On a GPU each of three tenants needs 20 (`PART_MIN`).

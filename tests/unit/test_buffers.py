@@ -152,6 +152,7 @@ def test_sizes_that_do_not_fit(blocks, hint):
         Source(blocks, 2, 2)
 
 
+@pytest.mark.torch
 def test_torch_tensors():
     torch = pytest.importorskip("torch")
     for dtype in (

@@ -24,6 +24,7 @@ from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages, Pages, byt
 from kvpool.engine_plugins.vllm.metrics import COUNTERS
 from kvpool.errors import ConfigError
 
+pytestmark = pytest.mark.torch
 BLOCKS, ROWS = 12, 20
 LOSSY = [Codec.INT8, Codec.FP8]
 TINY = 2.0**-126

@@ -15,6 +15,7 @@ from kvpool.engine_plugins.vllm.config import Codec  # noqa: E402
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments  # noqa: E402
 from kvpool.engine_plugins.vllm.layout import HostPages, byte_rows  # noqa: E402
 
+pytestmark = pytest.mark.torch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 4, 16, 64, 3
 

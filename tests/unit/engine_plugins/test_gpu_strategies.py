@@ -29,6 +29,7 @@ from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages, shard_rows
 from kvpool.errors import SegmentError  # noqa: E402
 from kvpool.storage.device import DeviceSegment  # noqa: E402
 
+pytestmark = pytest.mark.torch
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")

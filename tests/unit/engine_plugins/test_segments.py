@@ -16,6 +16,8 @@ from kvpool.engine_plugins.vllm import device, device_copies
 from kvpool.engine_plugins.vllm.device import PinnedSegments
 from kvpool.errors import SegmentError
 
+pytestmark = pytest.mark.torch
+
 
 class Driver(PinnedSegments):
     """With a driver that keeps a list."""

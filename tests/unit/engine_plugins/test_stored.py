@@ -20,6 +20,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.errors import ConfigError
 from tests.support.paged_ranks import ORDERS, Engine, PagedRanks
 
+pytestmark = pytest.mark.torch
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 16
 KEYS = [bytes([1 + i]) * 16 for i in range(4)]
 WRITTEN, READ = [2, 3, 5, 1], [0, 4, 2, 3]

@@ -19,6 +19,7 @@ from kvpool.errors import InvalidRequest, SegmentError  # noqa: E402
 from kvpool.storage import device as gpu  # noqa: E402
 from kvpool.storage.device import DeviceSegment  # noqa: E402
 
+pytestmark = pytest.mark.torch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda:0", marks=needs_gpu)]
 ROWS, STRIDE = 37, 1000
