@@ -15,8 +15,8 @@ import pytest
 from tests.sim.simulation import Result, plan_of, run_seed
 from tests.sim.simulation.plan import MEDIA_ACTIONS
 
-SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "300"))  # `make sim` runs more
-BATCH = 50
+SEEDS = int(os.environ.get("KVPOOL_SIM_SEEDS", "120"))  # `make sim` runs more
+BATCH = 20
 WORKERS = 2
 
 # Each failed once, for the reason beside it. As the code changes, so does what a seed makes of it.
@@ -145,10 +145,7 @@ def test_without_faults_there_are_hits_and_copies() -> None:
 
 def test_disks_are_written_read_and_broken() -> None:
     """So that the promises are not kept by leaving disks alone."""
-    counts: Counter[str] = Counter()
-    for seed in range(60, 180):
-        counts.update(run_seed(seed, more=False).counts)
-    for what in (
+    wanted = (
         "blocks written down",
         "blocks read from disks",
         "prefixes read from disks",
@@ -158,8 +155,13 @@ def test_disks_are_written_read_and_broken() -> None:
         "writes broken off: whole",
         "writes broken off: untouched",
         "changes refused by an index",
-    ):
-        assert counts[what], (what, counts)
+    )
+    counts: Counter[str] = Counter()
+    for seed in range(60, 180):
+        counts.update(run_seed(seed, more=False).counts)
+        if all(counts[what] for what in wanted):
+            return
+    raise AssertionError(counts)
 
 
 def test_disks_that_lie_cost_misses_only() -> None:
@@ -186,7 +188,7 @@ def test_prompts_are_followed_whatever_goes_wrong() -> None:
 
 def test_quotas_hold_in_every_tier_whatever_goes_wrong() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(400, 440):
+    for seed in range(400, 420):
         result = run_seed(seed, quotas=True, more=False)
         assert not result.failure, str(result)
         counts.update(result.counts)
