@@ -1,7 +1,8 @@
-"""The router before two real servers, each on a node of its own: right answers, and deaths in the middle.
+"""The router before two real servers, each on a node of its own: right answers, lost saves, and deaths in the middle.
 
 The servers announce themselves through their nodes' daemons. They are started once, and killed one after the
-other by tests that build on one another, in the order of this file.
+other by tests that build on one another, in the order of this file. The second one may pin a single block for its saves,
+so that nearly all of them are dropped.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +31,8 @@ PATIENCE_S = 180.0
 PROMPT_TOKENS, LONG_TOKENS, NEW, LONG_NEW = 600, 3600, 16, 400
 # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
 LOADING = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0, "prefill_tokens_per_s": 1.0}
+SETTINGS: dict[str, dict[str, float]] = {"a": LOADING, "b": {**LOADING, "pin_share": 1e-9}}
+FOLLOW_S_LEAST = 5.0  # a router lets a decode engine follow a prompt for at least so long
 
 
 def _engines() -> ModuleType:
@@ -62,6 +66,12 @@ class Served:
         """Its URL, once both servers are known to it and their hashes are verified."""
         return BENCH.router(self.folder, name, self.sockets["a"], *flags)
 
+    def router_apart(self, name: str, prefill: str, decode: str) -> Any:
+        """One that has the server of one node compute prompts, and that of the other decode."""
+        roles = {"prefill": prefill, "decode": decode}
+        engines = (f"{self.servers[node].url},role={role}" for role, node in roles.items())
+        return self.router(name, *(word for engine in engines for word in ("--engine", engine)))
+
     def kill(self, node: str) -> None:
         """SIGKILL to a server and all its processes."""
         self.alive.discard(node)
@@ -85,7 +95,7 @@ def served(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         sockets = {name: node.socket for name, node in zip("ab", nodes, strict=True)}
         servers = {
             name: stack.enter_context(
-                BENCH.ApiServer(name, llama, folder, socket, "both", **LOADING)
+                BENCH.ApiServer(name, llama, folder, socket, "both", **SETTINGS[name])
             )
             for name, socket in sockets.items()
         }
@@ -94,17 +104,21 @@ def served(kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield Served(kit, folder, servers, sockets, set(servers))
 
 
-def ask_whole(url: str, asked: list[int]) -> Any:
-    """An answer that is not streamed, and long: until all of it is there, the client has nothing of it."""
-    body = {
+def whole(asked: list[int], new: int) -> dict[str, Any]:
+    """A request for an answer that is not streamed."""
+    return {
         "model": BENCH.SERVED_NAME,
         "prompt": asked,
-        "max_tokens": LONG_NEW,
+        "max_tokens": new,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "logprobs": 2,
     }
+
+
+def ask_whole(url: str, asked: list[int]) -> Any:
+    """An answer that is not streamed, and long: until all of it is there, the client has nothing of it."""
+    body = whole(asked, LONG_NEW) | {"logprobs": 2}
     with urllib.request.urlopen(post(url, body), timeout=2 * PATIENCE_S) as answer:
         choice = json.load(answer)["choices"][0]
     likeliest = [sorted(each.values()) for each in choice["logprobs"]["top_logprobs"]]
@@ -148,8 +162,7 @@ def test_answers_are_those_of_the_engines_and_hand_over_goes_through_the_pool(
     served: Served,
 ) -> None:
     a, b = (served.servers[name] for name in "ab")
-    roles = ("--engine", f"{a.url},role=prefill", "--engine", f"{b.url},role=decode")
-    with served.router("router-roles", *roles) as url:
+    with served.router_apart("router-roles", prefill="a", decode="b") as url:
         until_verified(url, 2)
         computed = b.computed_tokens()
         for seed in (1, 2):
@@ -159,6 +172,44 @@ def test_answers_are_those_of_the_engines_and_hand_over_goes_through_the_pool(
             # All but what is no whole block, and the last token, came from the other node.
             assert through.cached_tokens >= served.kit.hit(PROMPT_TOKENS) - served.kit.BLOCK
         assert b.computed_tokens() - computed <= 2 * 2 * served.kit.BLOCK
+
+
+def counted(server: Any, name: str) -> float:
+    """A counter of the plugin."""
+    with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE_S) as answer:
+        text = answer.read().decode()
+    pattern = rf"^vllm:kvpool_{name}_total\{{.*\}} (\S+)$"
+    return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_who_follows_does_not_wait_for_what_is_not_saved(served: Served, streamed: bool) -> None:
+    saver, follower = served.servers["b"], served.servers["a"]
+    asked = served.prompt(60 + streamed, LONG_TOKENS)
+    with served.router_apart(f"router-lost-{streamed}", prefill="b", decode="a") as url:
+        until_verified(url, 2)
+        names = "follows", "pull_wait_seconds"
+        before = [counted(follower, name) for name in names]
+        dropped = counted(saver, "dropped_saves")
+        if streamed:
+            through = BENCH.ask(url, asked, NEW)
+        else:
+            request = post(url, whole(asked, NEW))
+            request.add_header("x-request-id", "lost")
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                value = json.load(answer)
+            assert not value.get("kv_transfer_params"), "a client's answer has no report"
+            through = BENCH.Answer(0, 0, 0, value["choices"][0]["token_ids"], 0)
+            steps = ask_json(url, "/explain/lost")["steps"]
+            *_, computed = (step for step in steps if step["what"] == "computed")
+            assert computed["stored_tokens"] < LONG_TOKENS / 2
+        follows, waited_s = (
+            counted(follower, name) - old for name, old in zip(names, before, strict=True)
+        )
+    assert counted(saver, "dropped_saves") > dropped
+    assert follows == 1
+    assert waited_s < FOLLOW_S_LEAST
+    assert BENCH.ask(follower.url, asked, NEW).same(through)
 
 
 def test_a_server_killed_in_mid_prompt_loses_no_request(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The router's own tokenizer beside a real server's `/tokenize`, for the same files."""
+"""The router's own tokenizer beside `/tokenize` of vLLM, for the same files: of its server without an engine."""
 
 from __future__ import annotations
 
@@ -79,10 +79,9 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = BENCH.free_port()
     command = [
         *BENCH.ENDS_WITH_PARENT,
-        *(str(BENCH.VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server"),
+        *(str(BENCH.VLLM_PYTHON), "-m", "vllm.entrypoints.launchers.render.entry"),
         *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1"),
-        *("--port", str(port), "--max-model-len", str(BENCH.MAX_TOKENS), "--enforce-eager"),
-        *("--kv-cache-memory-bytes", str(BENCH.KV_BYTES), "--dtype", "bfloat16"),
+        *("--port", str(port), "--max-model-len", str(BENCH.MAX_TOKENS)),
     ]
     environment = BENCH.ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     child = BENCH.Child("server", command, tmp_path_factory.mktemp("t"), **environment)
