@@ -10,7 +10,7 @@ from tests.chaos import checker
 from tests.chaos.run import Size, run
 
 SEED = 1
-SIZE = Size(seconds=20.0, processes=1, threads=3)
+SIZE = Size(seconds=10.0, processes=1, threads=3)
 RULES = {"no_wrong_byte", "no_exit_unordered", "nothing_broken_said"}
 
 

@@ -32,7 +32,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_CPU_OMP_THREADS_BIND="0|1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 os.environ.pop("PYTHONHASHSEED", None)
 
