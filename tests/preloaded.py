@@ -35,8 +35,10 @@ FLAGS = {"-Walways::ResourceWarning"}
 # What they import, in part only when they run. Of the command line not the verbs, which register themselves.
 IMPORTED = (
     *("typer.main", "rich.console", "rich.table", "rich.progress", "rich.markup", "uvloop"),
+    *("csv", "importlib.metadata", "importlib.resources", "zipfile"),
     *(
         "kvpool.cli.base",
+        "kvpool.cli.settings_command",
         "kvpool.client",
         "kvpool.daemon.server.server",
         "kvpool.daemon.workers.gateway",
@@ -49,7 +51,12 @@ IMPORTED = (
     ),
 )
 # These are looked for: not every environment of the tests has them.
-IMPORTED_IF_THERE = ("typer._adapters", "kvpool.router.command", "tests.support.stub_engine")
+IMPORTED_IF_THERE = (
+    "pydantic",
+    "typer._adapters",
+    "kvpool.router.command",
+    "tests.support.stub_engine",
+)
 # What an interpreter reads only once, when it begins.
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OMP_", "OPENBLAS_", "TZ")
 REQUEST_BYTES_MAX = 200_000
@@ -240,6 +247,8 @@ def _main() -> None:
             import_module(name)
         except ImportError:
             pass
+    if pydantic := sys.modules.get("pydantic"):
+        pydantic.TypeAdapter(int)  # the first one looks through all packages for plugins
     gc.collect()
     gc.freeze()
     sock = socket.socket(fileno=int(sys.argv[1]))
