@@ -11,7 +11,6 @@ etcd    three members, the leader killed: how long joins and drains take
 many    sixty-four members: how soon all of them see a change
 pull    the whole remote path, beside one plain stream of as many bytes
 follow  a prompt that is followed while it is put in chunks, beside a pull when all of it is there
-follow_layers   one chunk that is followed while it is written layer by layer, beside from its commit on
 waiting a pull that somebody waits for, while the same two nodes make copies as fast as they can
 idle    a working set larger than one node: what of it is found, with and without the others' memory
 """
@@ -31,7 +30,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import uvloop
@@ -47,7 +45,6 @@ from kvpool.placement.records import NodeRecord, NodeState, TransportRecord, new
 from kvpool.placement.redis.settings import parse_url
 from kvpool.types import Namespace, NamespaceRecord, PartSpec
 from tests.support.local_cluster import LocalCluster, LocalNode
-from tests.support.proxy import Fault, Proxy
 from tests.support.servers.etcd import Etcd
 
 SMALL = 64
@@ -644,95 +641,6 @@ def follow(report: Report) -> None:
         )
 
 
-LAYERS = 32
-LINK_BYTES_S = 250e6
-
-
-def follow_layers(report: Report) -> None:
-    """64 MiB in one chunk, written layer by layer on a for half a second: from the commit to when b has all.
-
-    In turns, with and without a word of each layer that is written; over loopback, and a link beside which the
-    chunk is not small.
-    """
-    for name, bytes_s in (("loopback", 0.0), ("link of 250 MB/s", LINK_BYTES_S)):
-        with ExitStack() as stack:
-
-            def advertised(
-                _: str, url: str, stack: ExitStack = stack, bytes_s: float = bytes_s
-            ) -> str:
-                if not bytes_s:
-                    return url
-                there = urlsplit(url)
-                link = stack.enter_context(Proxy((there.hostname or "", there.port or 0)))
-                link.set(Fault(bytes_s=bytes_s))
-                return link.url
-
-            running = stack.enter_context(cluster(nodes=2, memory="512MiB", advertise=advertised))
-            at_a, at_b = (stack.enter_context(x.client(timeout_s=WAIT_S)) for x in running.nodes)
-            wait_until(lambda: at_b.stats().cluster.others == 1, "they know each other")
-            taken = follow_by_layers(report, at_a, at_b)
-            for how, times in taken.items():
-                report.row(
-                    f"{name}, {how}",
-                    median_ms=1e3 * median(times),
-                    least_ms=1e3 * min(times),
-                    most_ms=1e3 * max(times),
-                )
-            follows = at_b.stats().prefix_streams
-            report.row(
-                f"{name}, in all",
-                early_pulls=follows.early_pulls,
-                early_MiB=follows.early_bytes >> 20,
-                questions=follows.questions,
-            )
-            ratio = median(taken["by layers"]) / median(taken["at the commit"])
-    report.check("follow_layers_vs_chunk", ratio, at_most=0.3)
-
-
-def follow_by_layers(
-    report: Report, at_a: OperatorClient, at_b: OperatorClient
-) -> dict[str, list[float]]:
-    """Seconds from the commit until all was there, for each way."""
-    nbytes, n, every_s = 1 << 20, 64, 0.5 / LAYERS
-    rounds = 4 if report.quick else 12
-    there, here = (open_as(client, "layers", nbytes) for client in (at_a, at_b))
-    layer = nbytes // LAYERS
-    taken: dict[str, list[float]] = {"by layers": [], "at the commit": []}
-    for number in range(2 * (rounds + 1)):
-        how = ("by layers", "at the commit", "at the commit", "by layers")[number % 4]
-        keys = keys_of(24, [number << 12 | at for at in range(n)])
-        data = np.random.default_rng(number).integers(0, 256, (n, nbytes), np.uint8)
-        ended: list[tuple[int, float]] = []
-
-        def run(keys: list[bytes] = keys, ended: list[tuple[int, float]] = ended) -> None:
-            found = at_b.follow(here, keys, wait_s=WAIT_S, source="a")
-            ended.append((found, time.perf_counter()))
-
-        follower = threading.Thread(target=run)
-        follower.start()
-        with at_a.reserve(there, keys) as reservation:
-            slots = reservation.slots
-            for at in range(0, nbytes, layer):
-                time.sleep(every_s)
-                slots.table[slots.rows, at : at + layer] = data[:, at : at + layer]
-                if how == "by layers":
-                    at_a.written(reservation, at + layer)
-            assert at_a.commit(reservation) == n
-            committed = time.perf_counter()
-        follower.join()
-        assert ended[0][0] == n, f"{ended[0][0]} of {n} blocks came"
-        lease = at_b.acquire(here, keys)
-        assert lease is not None, "the blocks are here"
-        with lease:
-            held = lease.slots[0]
-            assert (held.table[held.rows, :nbytes] == data).all(), "other bytes than were put"
-        if number > 1:  # the first of each is for warmth
-            taken[how].append(ended[0][1] - committed)
-        at_b.remove(here, keys)
-        at_a.remove(there, keys)
-    return taken
-
-
 def _left(client: OperatorClient, name: str) -> bool:
     """Whether no node of this name is in the cluster."""
     return all(node["node"] != name for node in client.cluster()["nodes"])
@@ -874,7 +782,6 @@ PARTS = {
     "many": many,
     "pull": pull,
     "follow": follow,
-    "follow_layers": follow_layers,
     "waiting": waiting,
     "idle": idle,
 }

@@ -577,28 +577,6 @@ class Client:
         counts = iter(stored)
         return [next(counts) if len(reservation.missing) else 0 for reservation in reservations]
 
-    def written(self, reservation: Reservation, nbytes: int) -> None:
-        """The first `nbytes` bytes of each of its slots are written and final.
-
-        Nodes that stream the prompt may fetch them meanwhile, so that little is left
-        at the commit. Call it with growing counts: once a layer, at most some hundred times a second.
-        A hint: skipped while all connections are busy; an unreachable daemon is not an error. Raises
-        `InvalidRequest` for more bytes than a slot has.
-        """
-        if not 0 < nbytes <= reservation.slots.nbytes:
-            raise InvalidRequest(
-                f"{nbytes} bytes reported as written, but a slot of the reservation has "
-                f"{reservation.slots.nbytes}"
-            )
-        if reservation._settled:
-            return
-        try:
-            with self._connections.request(0.0) as connection:
-                if connection.daemon is reservation._daemon:
-                    connection.tell(client_wire.Progress(reservation._ticket, nbytes))
-        except Unavailable:
-            pass  # busy with more than a hint, or the daemon is gone, and the hint's readers with it
-
     def abort(self, reservation: Reservation) -> None:
         """Give slots back unwritten. Never raises; no effect after a commit."""
         reservation.abort()

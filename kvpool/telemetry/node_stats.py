@@ -445,7 +445,7 @@ class FetchStats(Branch):
 class PrefixStreamStats(Branch):
     """Prefix streams. lag_s: from the notice of a commit to the arrival of its blocks, a moving average.
 
-    waiters: questions that wait here, of peers' streams and our own. early_*: ahead of the commit.
+    waiters: questions that wait here, of peers' streams and our own.
     """
 
     ended: int = 0
@@ -455,9 +455,6 @@ class PrefixStreamStats(Branch):
     questions_failed: int = 0
     lookups: int = 0
     not_held: int = 0  # streams that were too large to be held until they end
-    early_pulls: int = 0
-    early_bytes: int = 0
-    early_wrong: int = 0  # blocks that were committed with other bytes than those pulled before
     under_way: int = 0
     waiters: int = 0
     lag_s: float = 0.0

@@ -10,7 +10,6 @@ the transport's or its checksums' answers.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import queue
@@ -256,58 +255,6 @@ class TransportContract:
             for number in range(count):
                 owner.source.put(key_of(number), 3 * number + 1, data[number])
             yield owner, reader, owner.transport.listen(wanted), data
-
-    @pytest.mark.parametrize("nbytes", [2, 100, 4096, 300_001])
-    def test_what_is_written_comes_ahead_of_the_commit_and_the_rest_with_it(
-        self, nbytes: int
-    ) -> None:
-        """In pieces; in the end the whole is verified, or only that is left to be done."""
-        with self.pair(nbytes) as (owner, reader, url, data):
-            keys, rows = [key_of(n) for n in range(16)], [2 * n for n in range(16)]
-            reader.bytes[:] = b"\xee" * len(reader.bytes)
-            cuts = sorted({0, nbytes // 2, nbytes - 1})
-            for start, stop in itertools.pairwise(cuts):
-                early = order(url, nbytes, keys, rows, start=start, stop=stop)
-                pulled = reader.transport.pull(early, Stop())
-                assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]) * 16, "")
-                assert pulled.checksums == bytes(16 * 16)  # nobody knows them yet
-                for n in range(16):
-                    untouched = b"\xee" * (nbytes - stop)
-                    assert reader.block(rows[n], nbytes, nbytes) == data[n][:stop] + untouched
-            for start in (cuts[-1], nbytes):
-                rest = order(url, nbytes, [*keys, key_of(99)], [*rows, 99], start=start)
-                pulled = reader.transport.pull(rest, Stop())
-                assert pulled.status == bytes([BlockStatus.PRESENT]) * 16 + bytes(
-                    [BlockStatus.ABSENT]
-                )
-                assert pulled.checksums == b"".join(map(xxh3_128_digest, data)) + bytes(16)
-                for n in range(16):
-                    assert reader.block(rows[n], nbytes, nbytes) == data[n]
-            assert reader.bytes[nbytes : 2 * nbytes] == b"\xee" * nbytes
-            assert owner.source.wait_until_returned()
-
-    def test_what_came_before_a_commit_and_was_something_else(self) -> None:
-        """Is found by the checksum, and no fault of the owner's replica: it is not reported."""
-        with self.pair(1000) as (owner, reader, url, data):
-            keys, rows = [key_of(n) for n in range(16)], list(range(16))
-            for n in range(16):
-                wrong = bytes(400) if n in {3, 15} else data[n][:400]
-                reader.bytes[1000 * n : 1000 * n + 400] = wrong
-            pulled = reader.transport.pull(order(url, 1000, keys, rows, start=400), Stop())
-            assert [n for n in range(16) if pulled.status[n] == BlockStatus.MISMATCH] == [3, 15]
-            assert (pulled.status.count(BlockStatus.PRESENT), pulled.error) == (14, "")
-            assert pulled.checksums[3 * 16 : 4 * 16] == bytes(16)
-            whole = reader.transport.pull(order(url, 1000, keys, rows), Stop())
-            assert whole.status == bytes([BlockStatus.PRESENT]) * 16
-            assert owner.source.wait_until_returned()
-            assert not owner.source.reports
-
-    @pytest.mark.parametrize(("start", "stop"), [(-1, 0), (1001, 0), (5, 5), (6, 5), (0, 1001)])
-    def test_bytes_that_a_block_does_not_have(self, start: int, stop: int) -> None:
-        with self.pair(1000) as (_, reader, url, _):
-            wanted = order(url, 1000, [key_of(1)], [1], start=start, stop=stop)
-            with pytest.raises(InvalidRequest):
-                reader.transport.pull(wanted, Stop())
 
     @pytest.mark.parametrize("nbytes", [1, 100, 4096, 65536, 300_001])
     def test_the_bytes_arrive_where_they_belong(self, nbytes: int) -> None:

@@ -159,9 +159,6 @@ class Transport(Protocol):
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
         """Bring blocks here, verified, or report for each why not. Returns before the deadline.
 
-        Bytes before `order.start` are in the rows, and verified with the rest; if they do not match, the
-        peer is not blamed. Blocks uncommitted there (`order.stop`) are not verified.
-
         When it returns, nothing writes to the order's rows any more. `stop` ends it early.
 
         Raises `InvalidRequest` for an order that could never work (nothing was touched); a peer's
@@ -305,28 +302,12 @@ def check_order(order: PullBlocks, memory: Memory) -> int:
     if len(order.rows) != 4 * count:
         raise InvalidRequest(f"{count} keys but {len(order.rows) // 4} rows")
     memory.check(order.segment, order.stride, order.nbytes, order.rows)
-    if not is_span(order):
-        raise InvalidRequest(
-            f"bytes {order.start} to {order.stop or order.nbytes} are outside of parts of {order.nbytes} bytes"
-        )
     return count
-
-
-def is_span(order: PullBlocks | Fetch) -> bool:
-    """Whether the order wants only some bytes of each block, or just the checksums of bytes already here."""
-    if order.stop:
-        return 0 <= order.start < order.stop <= order.nbytes
-    return 0 <= order.start <= order.nbytes
-
-
-def span_of(order: PullBlocks | Fetch) -> tuple[int, int]:
-    """Which bytes of each block are wanted: (first, count)."""
-    return order.start, (order.stop or order.nbytes) - order.start
 
 
 def blocks_in(order: PullBlocks, nbytes: int) -> int:
     """How many of the wanted blocks fit into this many bytes, at least one."""
-    return max(1, nbytes // max(1, span_of(order)[1]))
+    return max(1, nbytes // order.nbytes)
 
 
 def groups_of(order: PullBlocks | Fetch, count: int) -> Iterator[tuple[int, int]]:
@@ -335,8 +316,7 @@ def groups_of(order: PullBlocks | Fetch, count: int) -> Iterator[tuple[int, int]
     They are hashed a group at a time: small enough to be still in cache, large enough that calls and wake-ups do not
     matter.
     """
-    nbytes = span_of(order)[1] if order.stop else order.nbytes
-    step = max(1, min(GROUP_BLOCKS_MAX, GROUP_BYTES // nbytes))
+    step = max(1, min(GROUP_BLOCKS_MAX, GROUP_BYTES // order.nbytes))
     for low in range(0, count, step):
         yield low, min(low + step, count)
 

@@ -24,7 +24,6 @@ from kvpool.transfer.base import (
     check_loan,
     check_order,
     check_secrets,
-    span_of,
 )
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
@@ -103,8 +102,8 @@ class InprocTransport:
         stop: Stop,
     ) -> None:
         keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
-        start, nbytes = span_of(order)
-        if len(keys) > KEY_BYTES and len(keys) // KEY_BYTES * nbytes > peer.limits.fetch_bytes_max:
+        nbytes = len(keys) // KEY_BYTES * order.nbytes
+        if len(keys) > KEY_BYTES and nbytes > peer.limits.fetch_bytes_max:
             raise LimitExceeded("the request is larger than the peer loans at a time")
         wanted = OpenLoan(
             order.tenant,
@@ -113,7 +112,6 @@ class InprocTransport:
             order.nbytes,
             keys,
             deadline.left(),
-            order.stop,
             order.trace,
         )
         lent = peer.source.open_loan(wanted)
@@ -131,19 +129,15 @@ class InprocTransport:
                 if stop.is_set:
                     raise Unavailable("the transfer was cancelled")
                 deadline.left()
-                target[start : start + nbytes] = next(sources)[start : start + nbytes]
+                target[:] = next(sources)
                 expected = lent.checksums[taken : taken + CHECKSUM_BYTES]
                 taken += CHECKSUM_BYTES
-                if order.stop:
-                    outcome.arrived(index, bytes(CHECKSUM_BYTES))
-                    continue
                 if xxh3_128_digest(target) == expected:
                     outcome.arrived(index, expected)
                     continue
                 outcome.status[index] = BlockStatus.MISMATCH
-                if not start:
-                    key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-                    peer.source.corrupt(Corrupt(order.tenant, order.digest, order.part, key))
+                key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+                peer.source.corrupt(Corrupt(order.tenant, order.digest, order.part, key))
         finally:
             if lent.token:
                 peer.source.give_back(lent.token)

@@ -69,19 +69,10 @@ class Memory:
         view = self._views[segment]
         return [view[row * stride : row * stride + nbytes] for row in array("I", rows)]
 
-    def spans(
-        self, segment: int, stride: int, nbytes: int, rows: bytes, start: int = 0
-    ) -> list[memoryview]:
-        """The same bytes in the same order, in as few views as possible: adjacent rows are merged.
-
-        start: the first of the bytes of each row.
-        """
-        if not nbytes:
-            return []
+    def spans(self, segment: int, stride: int, nbytes: int, rows: bytes) -> list[memoryview]:
+        """The same bytes in the same order, in as few views as possible: adjacent rows are merged."""
         if nbytes < stride:
-            view = self._views[segment]
-            places = [row * stride + start for row in array("I", rows)]
-            return [view[at : at + nbytes] for at in places]
+            return self.blocks(segment, stride, nbytes, rows)
         view = self._views[segment]
         spans: list[memoryview] = []
         first = last = -2

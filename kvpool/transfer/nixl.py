@@ -47,7 +47,6 @@ from kvpool.transfer.base import (
     blocks_in,
     check_loan,
     check_order,
-    span_of,
 )
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent, Pieces, Read
@@ -189,7 +188,6 @@ class _Conversation(Conversation):
                     fetch.nbytes,
                     fetch.keys,
                     deadline.left(),
-                    fetch.stop,
                     fetch.trace,
                 )
                 lent = self._source.open_loan(wanted)
@@ -263,16 +261,11 @@ class _Fetch:
             expected = split_keys(answer.checksums)
             rows = array("I", order.rows[4 * first : 4 * end])
             into = array("I", [rows[index] for index in indices])
-            span = span_of(order)
-            local = _pieces(base, order.stride, into, span)
-            remote = _pieces(answer.base, answer.stride, array("I", answer.rows), span)
+            local = _pieces(base, order.stride, into, order.nbytes)
+            remote = _pieces(answer.base, answer.stride, array("I", answer.rows), order.nbytes)
             # Closed at once, whatever happens: after that no read is under way.
             with closing(self._read(stream, answer.agent, local, remote, order, stop)) as groups:
                 for low, high in groups:
-                    if order.stop:
-                        for index in indices[low:high]:
-                            outcome.arrived(first + index, bytes(CHECKSUM_BYTES))
-                        continue
                     blocks = self._memory.blocks(
                         order.segment, order.stride, order.nbytes, into[low:high].tobytes()
                     )
@@ -284,7 +277,7 @@ class _Fetch:
                             outcome.status[first + index] = BlockStatus.MISMATCH
                             wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
         stream.send(Taken(), 0)
-        if wrong and not order.start:
+        if wrong:
             stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 
     def _meet(self, stream: Stream, answer: Readable, address: int) -> None:
@@ -305,11 +298,7 @@ class _Fetch:
         stop: Stop,
     ) -> Generator[tuple[int, int], None, None]:
         """Read all, a few groups at a time; yields each group (first, end) that has arrived."""
-        _, nbytes = span_of(order)
-        groups = deque(_groups(len(local), nbytes if order.stop else order.nbytes))
-        if not nbytes:
-            yield from groups  # all is in the rows, and only needs to be verified
-            return
+        groups = deque(_groups(len(local), order.nbytes))
         bounds = list(groups)
         left = len(groups)
 
@@ -388,12 +377,11 @@ def check_readable(answer: Readable, count: int, nbytes: int) -> list[int]:
     return indices
 
 
-def _pieces(base: int, stride: int, rows: array[int], span: tuple[int, int]) -> Pieces:
-    """Addresses of some bytes of each block (first, count), in NIXL's form."""
-    start, nbytes = span
+def _pieces(base: int, stride: int, rows: array[int], nbytes: int) -> Pieces:
+    """Addresses of the blocks, in NIXL's form."""
     pieces = np.zeros((len(rows), 3), dtype=np.uint64)
     numbers = np.frombuffer(rows, dtype=np.uint32).astype(np.uint64)
-    pieces[:, 0] = numbers * np.uint64(stride) + np.uint64(base + start)
+    pieces[:, 0] = numbers * np.uint64(stride) + np.uint64(base)
     pieces[:, 1] = nbytes
     return pieces
 

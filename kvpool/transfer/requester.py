@@ -7,7 +7,7 @@ from typing import TypeVar
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import Declined, ProtocolError, Unavailable, from_code
-from kvpool.transfer.base import Deadline, Outcome, Stop, groups_of, span_of
+from kvpool.transfer.base import Deadline, Outcome, Stop, groups_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.stream import Stream
@@ -59,7 +59,6 @@ def fetch(
     if not whole:
         rows = b"".join([rows[4 * index : 4 * index + 4] for index in indices])
     wrong = []
-    start, nbytes = span_of(order)
     outcome.begin(first, answer.present)
     for low, high in groups_of(order, len(indices)):
         if stop.is_set:
@@ -68,15 +67,11 @@ def fetch(
             precedence.give_way(stream.deadline.left())
         part = rows[4 * low : 4 * high]
         try:
-            stream.receive_group(memory.spans(order.segment, order.stride, nbytes, part, start))
+            stream.receive_group(memory.spans(order.segment, order.stride, order.nbytes, part))
         except Declined:
             for index in indices[low:high]:
                 outcome.status[first + index] = BlockStatus.MISMATCH
             raise
-        if order.stop:
-            for index in indices[low:high]:
-                outcome.arrived(first + index, bytes(CHECKSUM_BYTES))
-            continue
         blocks = memory.blocks(order.segment, order.stride, order.nbytes, part)
         digests = b"".join(map(xxh3_128_digest, blocks))
         expected = answer.checksums[low * CHECKSUM_BYTES : high * CHECKSUM_BYTES]
@@ -90,7 +85,7 @@ def fetch(
             else:
                 outcome.status[first + index] = BlockStatus.MISMATCH
                 wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
-    if wrong and not order.start:
+    if wrong:
         stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
 
 
@@ -104,9 +99,7 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
         keys,
         deadline.left(),
         order.background,
-        order.start,
-        order.stop,
-        order.trace,
+        trace=order.trace,
     )
 
 

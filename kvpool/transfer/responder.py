@@ -22,8 +22,6 @@ from kvpool.transfer.base import (
     TransferLimits,
     check_loan,
     groups_of,
-    is_span,
-    span_of,
 )
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import PIECE_BYTES, Priority
@@ -250,9 +248,9 @@ class Conversation:
 
     def _size(self, fetch: Fetch) -> int:
         count, rest = divmod(len(fetch.keys), KEY_BYTES)
-        if rest or fetch.nbytes <= 0 or not is_span(fetch):
+        if rest or not 0 <= fetch.start <= fetch.nbytes or fetch.nbytes == 0 or fetch.stop:
             raise ProtocolError("a Fetch has invalid keys or sizes")
-        size = count * span_of(fetch)[1]
+        size = count * (fetch.nbytes - fetch.start)
         if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
             raise LimitExceeded(
                 f"a Fetch of {count} keys and {size} bytes; the limits are {KEYS_MAX} keys and "
@@ -269,7 +267,6 @@ class Conversation:
                 fetch.nbytes,
                 fetch.keys,
                 self._stream.deadline.left(),
-                fetch.stop,
                 fetch.trace,
             )
             lent = self._source.open_loan(wanted)
@@ -300,18 +297,24 @@ class Conversation:
         A group's tag is made when the group was sent: then its bytes are in this core's cache, which a tag made
         before would have cost a read from memory, about as much as the sending. It goes with the next group.
         """
-        start, nbytes = span_of(fetch)
         count = len(rows) // 4
         ahead = self._stream.sealed([header])
         for low, high in groups_of(fetch, count) if self._stream.keyed else [(0, count)]:
             part = rows[4 * low : 4 * high]
-            spans = (
-                self._memory.spans(lent.segment, lent.stride, nbytes, part, start) if part else []
-            )
+            spans = self._spans(fetch, lent, part) if part else []
             yield [*ahead, *spans]
             ahead = self._stream.tag(spans)
         if ahead:
             yield ahead
+
+    def _spans(self, fetch: Fetch, lent: Loan, rows: bytes) -> list[memoryview]:
+        """The wanted bytes of these rows. Peers of protocol 9 and older may have the beginning of each already."""
+        if not fetch.start:
+            return self._memory.spans(lent.segment, lent.stride, fetch.nbytes, rows)
+        if fetch.start == fetch.nbytes:
+            return []
+        blocks = self._memory.blocks(lent.segment, lent.stride, fetch.nbytes, rows)
+        return [block[fetch.start :] for block in blocks]
 
 
 Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Priority], Conversation]

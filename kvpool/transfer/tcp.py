@@ -21,7 +21,6 @@ from kvpool.transfer.base import (
     TransferLimits,
     blocks_in,
     check_order,
-    span_of,
 )
 from kvpool.transfer.connections import Connections, NoPlace
 from kvpool.transfer.listener import Server
@@ -132,9 +131,8 @@ class _Pull:
         self._ours = Stop()  # set by `stop`, and when one thread fails: then the others stop too
         self._deadline = Deadline(order.deadline_s)
         count = len(outcome.status)
-        _, self._nbytes = span_of(order)  # of each block
-        # Verified bytes are work, also those already here. A background pull needs no speed.
-        work = count * (self._nbytes if order.stop else order.nbytes)
+        work = count * order.nbytes
+        # A background pull needs no speed.
         self._streams = 1 if order.background else transport.streams.choose(order.url, work, count)
         self._slices = deque(self._cut())  # its popleft is atomic
         self._error: KvpoolError | None = None
@@ -171,8 +169,8 @@ class _Pull:
         pulled = self._outcome.finish(self._error)
         order = self._order
         together = helpers == self._streams - 1 and not self._alone
-        if together and not (pulled.error or order.background or order.start):
-            nbytes = pulled.status.count(BlockStatus.PRESENT) * self._nbytes
+        if together and not (pulled.error or order.background):
+            nbytes = pulled.status.count(BlockStatus.PRESENT) * order.nbytes
             self._transport.streams.learn(order.url, self._streams, nbytes, pulled.seconds)
         return pulled
 

@@ -28,7 +28,7 @@ type  message          direction             answer
 49    CorruptSlots     client → daemon       Done: blocks dropped; or none
 50    FollowEvents     client → daemon       Done: 1 if they are followed; or none
 51    Follow           client → daemon       Done: blocks now here
-52    Progress         client → daemon       Done, or none
+52    Progress         client → daemon       Done, or none: clients of protocol 9 and older
 53    AnnounceEngine   client → daemon       Done: 1 if it is announced; or none
 54    Engines          client → daemon       Bytes: a JSON array
 58    Prefixes         client → daemon       Bytes: a JSON object
@@ -186,11 +186,7 @@ class CommittedParts(Message, tag=133):
 
 
 class Progress(Message, tag=52):
-    """The first `nbytes` bytes of each slot of this reservation are final.
-
-    Peers that stream the prompt may pull them now. A wrong report costs them a transfer: the bytes
-    are compared with the checksums at the commit.
-    """
+    """A hint of clients of protocol 9 and older, about slots that are not committed. It is ignored."""
 
     ticket: int
     nbytes: int

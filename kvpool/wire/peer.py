@@ -10,7 +10,7 @@ type  message          direction             answer
 45    Ask              daemon → daemon       Done: blocks of the prefix that are there
 46    Corrupt          daemon → daemon       none
 47    Offer            daemon → daemon       Bytes: one byte a key, 1 where the peer has it now
-48    Await            daemon → daemon       Bytes: masks of parts, and blocks being written, on changes
+48    Await            daemon → daemon       Bytes: masks of parts, and the first dropped block, on changes
 55    Readable         daemon → daemon       answers a Fetch over NIXL
 56    Describe         daemon → daemon       Bytes: NIXL's metadata for reading here
 57    Taken            daemon → daemon       none
@@ -26,15 +26,11 @@ import struct
 from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 
-BEING_WRITTEN = struct.Struct("<QIIIQ")  # in answers to `Await`
-HEARD = struct.Struct("<QQ")  # in an `Await`
 FIRST_DROPPED = struct.Struct("<I")  # in answers to `Await`
-WRITINGS_MAX = 1024  # runs of blocks that are being written, in one answer to `Await`
 # The bytes behind a `Fetched` come in groups: as many whole blocks as fit, one at least. Where a connection has keys, a
 # tag follows each group.
 GROUP_BYTES = 1 << 20
 GROUP_BLOCKS_MAX = 1024
-WRITTEN_EVERY_S = 0.01  # progress alone does not answer an `Await` sooner
 
 
 class PeerHello(Message, tag=40):
@@ -68,9 +64,11 @@ class PeerProof(Message, tag=42):
 class Fetch(Message, tag=43):
     """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
 
-    background: nobody waits for them: they are served when nothing more urgent is. `start`: the
-    first wanted byte of each. `stop`: the byte behind the last one, of blocks that are being written and
-    not committed (see `Await`); 0: they are committed, and all bytes from `start` on are wanted.
+    background: nobody waits for them: they are served when nothing more urgent is.
+
+    Daemons of protocol 9 and older pulled beginnings of blocks before their commit. `start`: the first byte of
+    each that is wanted of committed blocks; 0 from newer ones. `stop`: wanted of blocks that are not committed;
+    must be 0, since an owner reports none.
     """
 
     tenant: str
@@ -172,13 +170,10 @@ class Await(Message, tag=48):
     `wait_s`. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
     `node`: the requester.
 
-    With `heard` the answer is also sent when more is written of blocks that are not committed, as their writer
-    reports (`Progress`), and after the masks it has for each run of such keys a `BEING_WRITTEN`: number of the
-    reservation, part, index of the first key, count of keys, bytes written of each. `heard`: for each
-    reservation that the requester knows a `HEARD`: its number, and the bytes.
-
     With `dropped` it is also answered when the writer of a block that lacks parts has given it up, and a
-    `FIRST_DROPPED` comes right after the masks: the index of the first such key, or the count of keys.
+    `FIRST_DROPPED` comes after the masks: the index of the first such key, or the count of keys.
+
+    `heard`: from daemons of protocol 9 and older, about blocks that are not committed. It is ignored.
     """
 
     node: str

@@ -77,7 +77,7 @@ class AttachSegment(Message, tag=62):
 class PullBlocks(Message, tag=63):
     """Fetch blocks from the peer at `url` straight into reserved rows of a segment.
 
-    `background`, `start`, `stop`: see `Fetch`. The bytes before `start` are in the rows already.
+    `background`: see `Fetch`.
     """
 
     url: str
@@ -91,15 +91,12 @@ class PullBlocks(Message, tag=63):
     rows: bytes
     deadline_s: Finite
     background: bool = False
-    start: int = 0
-    stop: int = 0
     trace: str = ""
 
 
 class Pulled(Message, tag=64):
     """`status`: a `BlockStatus` a key: ABSENT there, PRESENT here and verified, MISMATCH, LATE.
 
-    Uncommitted blocks (`stop`) cannot be verified: 1 means that it has arrived, and its checksum is zeros.
     `checksums`: 16 bytes a key, zeros unless PRESENT. When this is sent, nothing writes to the rows
     any more. `error`: why the transfer ended early, or empty. `refused`: the peer's own answer, the same on
     any path.
@@ -113,7 +110,7 @@ class Pulled(Message, tag=64):
 
 
 class OpenLoan(Message, tag=65):
-    """A peer wants these: lease them to the transfer worker for `deadline_s`. `stop`: see `Fetch`."""
+    """A peer wants these: lease them to the transfer worker for `deadline_s`."""
 
     tenant: str
     digest: bytes
@@ -121,7 +118,6 @@ class OpenLoan(Message, tag=65):
     nbytes: int
     keys: bytes
     deadline_s: Finite
-    stop: int = 0
     trace: str = ""
 
 

@@ -23,7 +23,6 @@ from kvpool.admin import routes
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import parse_body
-from kvpool.daemon.cluster.peer_service import unpack_heard
 from kvpool.daemon.core.requests import parse_parts
 from kvpool.errors import KvpoolError
 from kvpool.placement.directory import redis as redis_directory
@@ -460,7 +459,6 @@ def all_targets() -> Iterator[tuple[str, Target]]:
     yield "kv_events", Target(take_events, event_batches())
     yield "pack", Target(take_tail, pack_tails())
     yield "redis", Target(take_entries, [b"\1\1\0" + bytes(8) + b"\1\1"])
-    yield "heard", Target(unpack_heard, [bytes(32)])
     yield "fields", Target(take_fields, [b'{"model":"m","dtype":"bf16"}'])
     yield "job", Target(jobs.parse_job, [b'{"kind":"evict","keys":["' + b"0" * 32 + b'"]}'])
     yield "stats", Target(node_stats.decode, [msgspec.json.encode(sample(inspect.type_info(node_stats.NodeStats), random.Random(3)))])  # fmt: skip

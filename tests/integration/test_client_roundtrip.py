@@ -354,42 +354,19 @@ def test_reserve_write_commit(client):
     assert client.get(ns, keys) == [b"%d" % index * 5000 for index in range(4)]
 
 
-def test_what_is_written_layer_by_layer(client, daemon):
-    """It is the same put; a word too many, or a daemon that has gone, costs nothing."""
-    ns, keys = namespace(client, 4096), fresh_keys(3)
-    data = np.frombuffer(os.urandom(3 * 4096), np.uint8).reshape(3, 4096)
-    reservation = client.reserve(ns, keys)
-    slots = reservation.slots
-    for end in range(1024, 4097, 1024):
-        slots.table[slots.rows, end - 1024 : end] = data[:, end - 1024 : end]
-        client.written(reservation, end)
-        client.written(reservation, 1024)
-        assert client.get(ns, keys) == [None] * 3
-    for nbytes in (0, -1, 4097):
-        with pytest.raises(InvalidRequest):
-            client.written(reservation, nbytes)
-    assert client.commit(reservation) == 3
-    client.written(reservation, 4096)
-    assert client.get(ns, keys) == [row.tobytes() for row in data]
-    with daemon.client(connect=True) as other:
-        late = other.reserve(namespace(other, 4096), fresh_keys(1))
-    other.written(late, 4096)
-
-
 def test_a_hint_waits_for_no_connection(client, daemon, until):
     ns, keys = namespace(client, 4096), fresh_keys(2)
     with (
         daemon.client(connections_max=1, timeout_s=PATIENCE_S) as busy,
         ThreadPoolExecutor(1) as pool,
     ):
-        held = busy.reserve(namespace(busy, 4096), keys[:1])
-        following = pool.submit(busy.follow, ns, keys[1:], wait_s=20.0)
+        space = namespace(busy, 4096)
+        following = pool.submit(busy.follow, space, keys[1:], wait_s=20.0)
         until(lambda: client.stats().prefix_streams.under_way)
-        busy.written(held, 4096)
+        busy.dropped(space, keys[:1])
         assert not following.done()
         client.put(ns, keys[1:], bytes(4096))
         assert following.result() == 1
-        assert busy.commit(held) == 1
 
 
 def test_what_is_not_committed_is_not_there(client, until):

@@ -283,6 +283,8 @@ NONSENSE: dict[str, frame.Message] = {
     "fetch: too late": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, -1.0),
     "fetch: never": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("nan")),
     "fetch: for ever": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("inf")),
+    "fetch: not committed": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, 5.0, stop=8),
+    "fetch: from behind its end": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, 5.0, start=BIG),
     "corrupt: not fetched": peer_wire.Corrupt("default", D, 0, KEYS),
     "offer: from nobody": offer(),
     "offer: no incarnation": offer(incarnation="no hex"),

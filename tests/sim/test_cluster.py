@@ -244,7 +244,7 @@ def test_nodes_die_in_the_worst_of_moments() -> None:
 
 def test_orders_wait_for_threads() -> None:
     """Of a transfer worker that has few, and of disks."""
-    counts = _lived((15, 54))
+    counts = _lived((15, 187, 517))
     assert counts["orders that waited for a thread"]
     assert counts["orders that waited for a thread of a disk"]
 

@@ -100,7 +100,6 @@ METHODS = {
         "socket_path",
         "stats",
         "warm",
-        "written",
     },
     "OperatorClient": {
         "ask_node",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from kvpool.daemon.core.blocks import (
@@ -18,7 +18,6 @@ from kvpool.daemon.core.blocks import (
     checksums_of,
     directory_digest,
 )
-from kvpool.daemon.core.early_reads import Writing
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_of
 from kvpool.daemon.core.node import Node
 from kvpool.errors import (
@@ -31,7 +30,7 @@ from kvpool.errors import (
 )
 from kvpool.security.failed_logins import Failures
 from kvpool.telemetry.spans import CALLED_OFF, LEND, Span, Spans, working_for
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
+from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
@@ -39,7 +38,6 @@ from kvpool.wire import worker as worker_wire
 LEND_WAIT_SHARE = 0.5  # of a peer's time: longest wait for this node's disks
 AWAIT_KEYS_MAX = 1024  # in one `Await`
 AWAIT_S_MAX = 10.0  # time for its answer
-WRITTEN_BYTES = 256 << 10  # and at least this much more in all requested blocks
 
 
 class Below(Protocol):
@@ -155,9 +153,8 @@ class PeerService:
     async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
         """Which of these blocks are in memory, once there are more than the peer knows, or its time is over.
 
-        With `heard` also the blocks being written, once enough more is written to be worth a transfer; with `dropped`
-        the first one that will not be. A namespace need not be known here yet. Raises `LimitExceeded` when too many
-        wait.
+        With `dropped` also the first one that will not be committed. A namespace need not be known here yet. Raises
+        `LimitExceeded` when too many wait.
         """
         self._check_standing()
         keys, width = split_keys(question.keys), width_of(question.keys, question.known)
@@ -165,7 +162,6 @@ class PeerService:
             raise LimitExceeded(f"at most {AWAIT_KEYS_MAX} blocks per Await request")
         known = unpack_masks(question.known, width)
         name = directory_digest(question.tenant, question.digest)
-        heard = None if question.heard is None else unpack_heard(question.heard)
 
         def here() -> tuple[int, list[int]]:
             """The mask of all parts, without the padding of the packed ones, and for each key that of those here."""
@@ -184,36 +180,26 @@ class PeerService:
             return not self._stores() or (namespace is not None and namespace.retired)
 
         wait_s = min(question.wait_s, AWAIT_S_MAX) if question.wait_s > 0 else 0.0
-        began = self._clock()
-        deadline = began + wait_s
-        soonest = began if heard is None else min(deadline, began + peer_wire.WRITTEN_EVERY_S)
+        deadline = self._clock() + wait_s
         while True:
             every, masks = here()
-            written = [] if heard is None else self.node.early_reads.being_written(name, keys)
             first = dropped(every, masks) if question.dropped else len(keys)
-            now = self._clock()
-            if _news(masks, known) or first < len(keys) or now >= deadline or ended():
+            late = self._clock() >= deadline
+            if _news(masks, known) or first < len(keys) or late or ended():
                 break
-            if now < soonest:
-                await self._one_more(question.node, name, keys, soonest, early=False)
-            elif heard is not None and _more_written(written, heard):
-                break
-            else:
-                early = heard is not None
-                await self._one_more(question.node, name, keys, deadline, early=early)
+            await self._one_more(question.node, name, keys, deadline)
             self._check_standing()
-        runs = [peer_wire.BEING_WRITTEN.pack(*run) for run in written[: peer_wire.WRITINGS_MAX]]
-        answer = [pack_masks(masks, width)]
+        answer = pack_masks(masks, width)
         if question.dropped:
-            answer.append(peer_wire.FIRST_DROPPED.pack(first))
-        return frame.Bytes(b"".join([*answer, *runs]))
+            answer += peer_wire.FIRST_DROPPED.pack(first)
+        return frame.Bytes(answer)
 
     async def _one_more(
-        self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float, *, early: bool
+        self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float
     ) -> None:
-        """Until some part of any of these is committed or dropped, with `early` more written, or the deadline."""
+        """Until some part of any of these is committed or dropped, or the deadline."""
         came = asyncio.Event()
-        waiter = self.node.commit_waiters.add(peer, name, keys, came.set, early=early)
+        waiter = self.node.commit_waiters.add(peer, name, keys, came.set)
         try:
             async with asyncio.timeout(deadline - self._clock()):
                 await came.wait()
@@ -266,7 +252,7 @@ class PeerService:
     ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
         self._check_standing()
         namespace = self._known(request.tenant, request.digest)
-        if not request.stop and namespace is not None and 0 <= request.part < len(namespace.tables):
+        if namespace is not None and 0 <= request.part < len(namespace.tables):
             table, keys = namespace.tables[request.part], split_keys(request.keys)
             if self._below.lies_below(table, keys):
                 return self._bring_and_lend(request, table, keys)
@@ -296,13 +282,6 @@ class PeerService:
         tenant = namespace.tenant
         holder = self._holder(tenant.name)
         keys = split_keys(request.keys)
-        if request.stop:
-            token, written = self.node.early_reads.lease(holder, table, keys, request.stop)
-            if not token:
-                return nothing
-            rows = array("I", [written.get(key, frame.NO_ROW) for key in keys])
-            sums = bytes(CHECKSUM_BYTES * sum(key in written for key in keys))
-            return worker_wire.Loan(token, tenant.segment, table.stride, rows.tobytes(), sums)
         lease = self.node.leases.acquire(
             holder,
             namespace,
@@ -368,24 +347,6 @@ class PeerService:
     def _known(self, tenant: str, digest: bytes) -> NamespaceState | None:
         found = self.node.tenants.get(tenant)
         return None if found is None else found.namespaces.get(digest)
-
-
-def unpack_heard(packed: bytes) -> dict[int, int]:
-    """The reservations whose progress a peer knows. Raises `InvalidRequest`."""
-    if (
-        len(packed) > peer_wire.WRITINGS_MAX * peer_wire.HEARD.size
-        or len(packed) % peer_wire.HEARD.size
-    ):
-        raise InvalidRequest(f"the `heard` field of an Await has {len(packed)} bytes")
-    return dict(peer_wire.HEARD.iter_unpack(packed))
-
-
-def _more_written(written: Sequence[Writing], heard: Mapping[int, int]) -> bool:
-    """Whether this is enough news for a peer that knows `heard`."""
-    if not heard.keys() <= {run.number for run in written}:
-        return True  # one that it knows of was aborted
-    more = sum(run.keys * max(0, run.nbytes - heard.get(run.number, 0)) for run in written)
-    return more >= WRITTEN_BYTES
 
 
 def _news(masks: Sequence[int], known: Sequence[int]) -> bool:

@@ -127,7 +127,6 @@ class PartTable:
     garbage: the former `blocks` of an ended epoch: cannot be found, not freed yet.
     hard_bytes, soft_bytes: of both, under a pin.
     reserved: slots that are reserved for keys of this table and not settled.
-    writing: of these, those whose beginning peers may read, with their rows.
     going: slots of removed blocks that are still leased.
     """
 
@@ -144,7 +143,6 @@ class PartTable:
         "soft_bytes",
         "spec",
         "stride",
-        "writing",
     )
 
     def __init__(
@@ -169,7 +167,6 @@ class PartTable:
         self.soft_bytes = 0
         self.reserved = 0
         self.going = 0
-        self.writing: dict[bytes, tuple[Reservation, int]] = {}
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Take blocks out, whether their epoch has ended or not."""
@@ -512,12 +509,7 @@ class Holder:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Slots that a holder writes and has not settled: sequences of one length, in chain order.
-
-    written: bytes of each slot that are final, as its holder reports; 0: none, or not reported. number: given
-    with the first such report, unique on the node. readers: leases of peers that read these bytes. orphans: rows
-    that were given back meanwhile; they are free when the last of these leases ends.
-    """
+    """Slots that a holder writes and has not settled: sequences of one length, in chain order."""
 
     table: PartTable
     indices: Sequence[int]  # which of the requested keys
@@ -525,10 +517,6 @@ class Reservation:
     parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
     rows: list[int]
     left: dict[int, int] | None = None  # key index → position, once some are settled
-    written: int = 0
-    number: int = 0
-    readers: dict[str, Lease] = field(default_factory=dict)  # by token
-    orphans: list[int] = field(default_factory=list)
     added: int = -1  # `BlockIndex.added` of the table when these keys were not there, and differed from one another
 
     @property
@@ -537,15 +525,6 @@ class Reservation:
         if self.left is None:
             return self.rows
         return [self.rows[position] for position in self.left.values()]
-
-    def stop_telling(self, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """These are settled: from now on peers read them as blocks, or not at all."""
-        if not self.written:
-            return
-        writing = self.table.writing
-        for key, row in zip(keys, rows, strict=True):
-            if writing.get(key) == (self, row):
-                del writing[key]
 
     def positions(self, indices: Sequence[int], ticket: int) -> list[int]:
         """Positions of these key indices in the sequences. Raises `UnknownReservation`."""
@@ -576,10 +555,7 @@ class Beside:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A right to read. It lives while it has holders, and not past its deadline.
-
-    reading: reservations whose slots it reads: these slots stay, as blocks or orphans, until it ends.
-    """
+    """A right to read. It lives while it has holders, and not past its deadline."""
 
     token: str
     tenant: Tenant
@@ -591,7 +567,6 @@ class Lease:
     holders: dict[int, Holder] = field(default_factory=dict)  # by id()
     holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
     beside: Beside | None = None
-    reading: Sequence[Reservation] = ()
 
     def read_on(self, table: PartTable, blocks: Sequence[Block]) -> None:
         """These blocks stay in their slots until it ends."""

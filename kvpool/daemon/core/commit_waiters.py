@@ -1,7 +1,7 @@
 """Requests that wait for blocks to be committed here. No I/O, no clock.
 
-The rules report commits (`Node.commit_waiters`), and progress before them: one set lookup per batch of a
-namespace that has waiters, one dictionary lookup per block, and nothing without waiters.
+The rules report commits (`Node.commit_waiters`): one set lookup per batch of a namespace that has waiters, one
+dictionary lookup per block, and nothing without waiters.
 
 A writer may also report that blocks will not be committed (dropped). Who asks for one within `DROPPED_S` is told so,
 and has to look whether it lacks any part here: other ranks commit theirs meanwhile, which do not make up for this one.
@@ -24,15 +24,13 @@ DROPPED_MAX = 1 << 16  # blocks
 class CommitWaiter:
     """Waits for any of some blocks. Created and ended by `CommitWaiters` only.
 
-    wake: called with the first commit, and at most once; it must only set a flag. early: also on progress of
-    uncommitted blocks.
+    wake: called with the first commit, and at most once; it must only set a flag.
     """
 
     who: str | None
     name: bytes
     keys: Sequence[bytes]
     wake: Callable[[], None]
-    early: bool = False
     woken: bool = False
 
 
@@ -64,13 +62,10 @@ class CommitWaiters:
         name: bytes,
         keys: Sequence[bytes],
         wake: Callable[[], None],
-        *,
-        early: bool = False,
     ) -> CommitWaiter:
         """Call `wake` when any part of any of these blocks is committed; until `remove`.
 
-        who: the requesting node; None: this one, which limits its own elsewhere. early: see `CommitWaiter`.
-        Raises `LimitExceeded`.
+        who: the requesting node; None: this one, which limits its own elsewhere. Raises `LimitExceeded`.
         """
         if who is not None:
             if self._by_peer[who] >= self._most_of_one:
@@ -82,7 +77,7 @@ class CommitWaiters:
                     f"{self._most} Await requests of peers are waiting here, the limit"
                 )
             self._by_peer[who] += 1
-        waiter = CommitWaiter(who, name, keys, wake, early)
+        waiter = CommitWaiter(who, name, keys, wake)
         self._waiters[waiter] = None
         waiting = self._waiting.setdefault(name, {})
         for key in keys:
@@ -136,12 +131,6 @@ class CommitWaiters:
         dropped = self._dropped
         while dropped and dropped[oldest := next(iter(dropped))] <= now:
             del dropped[oldest]
-
-    def wrote(self, name: bytes, keys: Sequence[bytes]) -> None:
-        """More bytes of these blocks are written."""
-        for waiter in self._of(name, keys):
-            if waiter.early:
-                _wake(waiter)
 
     def _of(self, name: bytes, keys: Sequence[bytes]) -> Iterator[CommitWaiter]:
         """The waiters for any of these."""

@@ -232,11 +232,6 @@ class Leases:
         self._slots.releases += 1
         if lease.beside is not None:
             lease.beside.end()
-        for reservation in lease.reading:
-            del reservation.readers[lease.token]
-            if reservation.orphans and not reservation.readers:
-                rows, reservation.orphans = reservation.orphans, []
-                self._slots.free_reserved(reservation, rows)
         for _, blocks in lease.parts.values():
             back: list[Block] = []
             unused: list[Block] = []

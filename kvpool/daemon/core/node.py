@@ -36,7 +36,6 @@ from kvpool.daemon.core.blocks import BlockObjects, Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
-from kvpool.daemon.core.early_reads import EarlyReads
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.grants import Grants
@@ -104,7 +103,6 @@ class Node:
         self.puts = Puts(tenants, limits, ledger, slots, reclaimer, counters)
         self.grants = Grants(limits, ledger, slots, self.quotas, reclaimer, self.puts)
         self.leases = Leases(limits, ledger, slots, counters, incarnation)
-        self.early_reads = EarlyReads(self.namespaces, self.leases, self.commit_waiters)
         self.holders = Holders(tenants, self.puts, self.grants, self.leases, counters)
         self.removal = Removal(ledger, slots, counters)
         self.pins = Pins(limits, ledger, slots)

@@ -173,9 +173,8 @@ class Puts:
         else:
             for index in indices:
                 del reservation.left[index]
-        reservation.stop_telling(keys, rows)
         if table.namespace.retired:
-            self._slots.free_reserved(reservation, rows)
+            self._slots.free_reserved(table, rows)
             self._counters.aborted += len(rows)
             return 0
         if reservation.added != table.blocks.added and (
@@ -185,13 +184,8 @@ class Puts:
                 table, keys, parents, rows, checksums
             )
             origin = origin._replace(depths=())
-            self._slots.free_reserved(reservation, surplus)
+            self._slots.free_reserved(table, surplus)
         self.publish(table, keys, parents, rows, checksums, origin)
-        if reservation.readers and keys:
-            self._ledger.settle()
-            blocks = table.blocks.all_of(keys)
-            for lease in reservation.readers.values():
-                lease.read_on(table, blocks)
         return len(rows)
 
     def publish(
@@ -249,8 +243,7 @@ class Puts:
             return
         table = reservation.table
         rows = reservation.open_rows
-        reservation.stop_telling(reservation.keys, reservation.rows)
-        self._slots.free_reserved(reservation, rows)
+        self._slots.free_reserved(table, rows)
         holder.reserved_bytes -= table.stride * len(rows)
         table.reserved -= len(rows)
         self._counters.aborted += len(rows)

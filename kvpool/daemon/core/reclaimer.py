@@ -208,9 +208,6 @@ class Reclaimer:
                 for _, blocks in lease.parts.values():
                     for block in blocks:
                         busy.add(allocator.slab_of(block.table.stride, block.row))
-                for reservation in lease.reading:
-                    stride = reservation.table.stride
-                    busy.update(allocator.slab_of(stride, row) for row in reservation.orphans)
         busy.update(tenant.pinned[PIN_HARD])
         if spare_soft_pins:
             busy.update(tenant.pinned[PIN_SOFT])

@@ -9,7 +9,7 @@ from kvpool.daemon.core.blocks import (
     PIN_SOFT,
     Block,
     BlockRecords,
-    Reservation,
+    PartTable,
     SlotClass,
     Tenant,
     by_table,
@@ -135,11 +135,7 @@ class Slots:
         tenant.classes[table.stride].by_row.clear([block.row])
         tenant.allocator.free(table.stride, [block.row])
 
-    def free_reserved(self, reservation: Reservation, rows: Sequence[int]) -> None:
-        """Nobody writes to these slots any more, and they are no blocks. They are freed once no peer reads them."""
-        if reservation.readers:
-            reservation.orphans += rows
-            return
-        table = reservation.table
+    def free_reserved(self, table: PartTable, rows: Sequence[int]) -> None:
+        """Nobody writes to these slots any more, and they are no blocks."""
         table.namespace.tenant.allocator.free(table.stride, rows)
         self.releases += 1

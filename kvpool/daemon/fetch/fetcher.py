@@ -26,7 +26,6 @@ from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.delivery import SECONDARY, Delivery
-from kvpool.daemon.fetch.early_pull import EarlyPull
 from kvpool.daemon.fetch.load_or_recompute import Choice, Sources, choose
 from kvpool.daemon.fetch.locate import LOOKUP_SHARE, Locator, merge
 from kvpool.daemon.fetch.plan import (
@@ -89,8 +88,6 @@ class BlockFetcher:
         self.locator = Locator(
             *(transport, cluster, self._local, objects, peers, clock), self._stats
         )
-        turns = Turns(pulls)
-        self.early_pull = EarlyPull(node, transport, cluster, peers, clock, turns)
         self.transfers = Transfers(
             node,
             transport,
@@ -98,11 +95,10 @@ class BlockFetcher:
             self._local,
             objects,
             self.locator,
-            self.early_pull,
             peers,
             clock,
             self._stats,
-            turns,
+            Turns(pulls),
         )
         self._delivery = Delivery(node, self.locator, self.transfers, peers, clock)
 
@@ -131,7 +127,6 @@ class BlockFetcher:
     def close(self) -> None:
         """Cancel all transfers. They end on their own, soon."""
         self.transfers.close()
-        self.early_pull.close()
 
     # ---- for clients ---------------------------------------------------------------------------------
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import starmap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.commit_waiters import CommitWaiter
-from kvpool.daemon.core.early_reads import Writing
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import crash_if_failed
-from kvpool.daemon.fetch.early_pull import Batch
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.locate import ASKED_MAX
 from kvpool.daemon.fetch.plan import FetchRequest
@@ -51,17 +48,14 @@ LAG_DECAY = 0.8  # the factor that a measurement applies to the weight of all ea
 class Told(NamedTuple):
     """An owner's answer. masks: of the requested window. early: before its time was over.
 
-    writing: uncommitted blocks of the window that are being written. dropped: the first block of the window that will
-    not be committed, if any. seconds: how long the answer took.
+    dropped: the first block of the window that will not be committed, if any.
     """
 
     incarnation: bytes
     window: Sequence[bytes]
     masks: Sequence[int]
     early: bool
-    writing: Sequence[Writing]
     dropped: bytes | None
-    seconds: float
 
 
 class PrefixStreams:
@@ -90,7 +84,7 @@ class PrefixStreams:
         self._held: Counter[str] = Counter()  # bytes, by tenant
         self._asking: Counter[bytes] = Counter()  # waiting requests, by incarnation
         self._ending: set[asyncio.Task[Any]] = set()
-        self._stats = fetcher.early_pull.stats
+        self._stats = PrefixStreamStats()
 
     def stats(self) -> PrefixStreamStats:
         """Counters, with what is under way now."""
@@ -185,7 +179,6 @@ class PrefixStreams:
         window: Sequence[bytes],
         known: Sequence[int],
         wait_s: float,
-        heard: Mapping[int, int] | None,
     ) -> asyncio.Task[Told]:
         """As `ask`; without waiting if this peer has the maximum of waiting requests.
 
@@ -194,7 +187,7 @@ class PrefixStreams:
         peer = self.fetcher.peers.get(incarnation)
         if self._asking[incarnation] >= QUESTIONS_PER_PEER_MAX or (peer and peer.on_probation):
             wait_s = 0.0
-        work = self.ask(incarnation, namespace, window, known, wait_s, heard)
+        work = self.ask(incarnation, namespace, window, known, wait_s)
         task = asyncio.get_running_loop().create_task(work)
         if wait_s:
             self._asking[incarnation] += 1
@@ -227,12 +220,8 @@ class PrefixStreams:
         window: Sequence[bytes],
         known: Sequence[int],
         wait_s: float,
-        heard: Mapping[int, int] | None = None,
     ) -> Told:
-        """An owner's blocks of a window that are not known here. Raises `KvpoolError`.
-
-        heard: bytes written, by the owner's reservation; None: only committed blocks are wanted.
-        """
+        """An owner's blocks of a window that are not known here. Raises `KvpoolError`."""
         width = width_for(len(namespace.tables))
         question = peer_wire.Await(
             self.name,
@@ -241,8 +230,7 @@ class PrefixStreams:
             b"".join(window),
             pack_masks(known, width),
             wait_s,
-            None if heard is None else b"".join(starmap(peer_wire.HEARD.pack, heard.items())),
-            True,
+            dropped=True,
         )
         other = self.cluster.living.get(incarnation)
         if other is None:
@@ -259,9 +247,7 @@ class PrefixStreams:
             if not isinstance(answer, frame.Bytes) or len(answer.data) < len(question.known):
                 raise ProtocolError("the answer to an Await does not have one mask per key")
             masks = unpack_masks(answer.data[: len(question.known)], width)
-            packed = answer.data[len(question.known) :]
-            dropped, packed = _unpack_dropped(packed, window)
-            writing = _unpack_writing(packed, namespace, window)
+            dropped = _unpack_dropped(answer.data[len(question.known) :], window)
         except LimitExceeded:
             peers.stopped(incarnation, 0)
             raise
@@ -274,9 +260,8 @@ class PrefixStreams:
             raise
         now = self.clock()
         peers.finished(incarnation, 0, 0.0, now)  # its waiting time does not measure the peer
-        seconds = now - asked_at
-        early = seconds < wait_s or not wait_s
-        return Told(incarnation, window, masks, early, writing, dropped, seconds)
+        early = now - asked_at < wait_s or not wait_s
+        return Told(incarnation, window, masks, early, dropped)
 
     async def look(
         self, namespace: NamespaceState, chain: Chain, window: Sequence[bytes]
@@ -326,9 +311,6 @@ class _PrefixStream:
         self._kept: list[str] = []
         self._question: asyncio.Task[Told] | None = None
         self._asked: bytes = b""  # the peer asked by the request under way
-        self._heard: Mapping[int, int] = {}  # from `_heard_of`: bytes written, by reservation
-        self._heard_of: bytes = b""
-        self._batches: list[Batch] = []  # blocks pulled before their commit
         self._polls = False  # the next question does not wait
         self._repeat = False  # the request under way reports missing blocks as coming
         self._look: asyncio.Task[Mapping[bytes, Sequence[Entry]]] | None = None
@@ -357,8 +339,6 @@ class _PrefixStream:
                 self._all.call_off(task)
         if self._waiter is not None:
             self._all.node.commit_waiters.remove(self._waiter)
-        for batch in self._batches:
-            self._all.fetcher.early_pull.drop(batch)
         self._all.fetcher.let_go(self._namespace.tenant.name, self._kept)
 
     # ---- what has come -----------------------------------------------------------------------------------
@@ -431,12 +411,7 @@ class _PrefixStream:
         wait_s = 0.0 if self._polls else min(QUESTION_S, left_s)
         self._polls = self._repeat = False
         self._asked = whom
-        heard = None
-        if self._holds:  # otherwise there is no room for blocks that may never be committed
-            heard = self._heard if whom == self._heard_of else {}
-        self._question = self._all.begin_question(
-            whom, self._namespace, window, known, wait_s, heard
-        )
+        self._question = self._all.begin_question(whom, self._namespace, window, known, wait_s)
 
     def _watch(self, window: Sequence[bytes]) -> None:
         """Wait for commits here. Renewed when half of the watched blocks have arrived."""
@@ -535,9 +510,7 @@ class _PrefixStream:
             news = self._told(told.window, told.masks, told.incarnation)
             if told.dropped is not None and self._named() in {None, told.incarnation}:
                 self._chain.dropped(told.dropped)
-            more = self._told_of_writing(told)
-            # A peer that reports only progress has waited before, or would be asked repeatedly for nothing.
-            if news or (more and told.seconds >= peer_wire.WRITTEN_EVERY_S / 2):
+            if news:
                 course.news(told.incarnation)
             else:
                 course.nothing(told.incarnation, now, early=told.early)
@@ -552,72 +525,20 @@ class _PrefixStream:
             self._queue.setdefault(table, {})[key] = entries
         return bool(found)
 
-    def _told_of_writing(self, told: Told) -> bool:
-        """Pull written bytes of uncommitted blocks; returns whether there are more than before."""
-        before = self._heard if told.incarnation == self._heard_of else {}
-        self._heard = {run.number: run.nbytes for run in told.writing}
-        self._heard_of = told.incarnation
-        self._batches = [batch for batch in self._batches if not batch.over]
-        if not self._holds or not (told.writing or self._batches):
-            return self._heard != before
-        missing = self._chain.missing(told.window)
-        self._drop_given_up(told, missing)
-        tables = {table.part: table for table in self._chain.tables}
-        early_pull = self._all.fetcher.early_pull
-        for run in told.writing:
-            if (table := tables.get(run.part)) is None:
-                continue
-            some = told.window[run.first : run.first + run.keys]
-            keys = [key for key in some if Lacking(table, key) in missing]
-            if keys:
-                batch = early_pull.told(table, told.incarnation, run.number, keys, run.nbytes)
-                if batch is not None:
-                    self._batches.append(batch)
-        return self._heard != before
 
-    def _drop_given_up(self, told: Told, missing: Collection[Lacking]) -> None:
-        """Free slots for blocks that their owner neither writes any more nor has committed."""
-        if len(told.writing) == peer_wire.WRITINGS_MAX:
-            return  # there may be more
-        for batch in self._batches:
-            if (
-                batch.owner == told.incarnation
-                and batch.number not in self._heard
-                and all(Lacking(batch.table, key) in missing for key in batch.position)
-            ):
-                self._all.fetcher.early_pull.drop(batch)
-
-
-def _unpack_dropped(packed: bytes, window: Sequence[bytes]) -> tuple[bytes | None, bytes]:
-    """The first dropped block that an owner reports, and what comes behind. Raises `ProtocolError` if it is invalid.
+def _unpack_dropped(packed: bytes, window: Sequence[bytes]) -> bytes | None:
+    """The first dropped block that an owner reports behind its masks. Raises `ProtocolError` if it is invalid.
 
     Owners of an older version report none.
     """
-    size = peer_wire.FIRST_DROPPED.size
-    if len(packed) % peer_wire.BEING_WRITTEN.size != size:
-        return None, packed
-    (at,) = peer_wire.FIRST_DROPPED.unpack_from(packed)
+    if not packed:
+        return None
+    if len(packed) != peer_wire.FIRST_DROPPED.size:
+        raise ProtocolError(f"the answer to an Await has {len(packed)} bytes after its masks")
+    (at,) = peer_wire.FIRST_DROPPED.unpack(packed)
     if at > len(window):
         raise ProtocolError(f"the answer to an Await names block {at} of {len(window)} as dropped")
-    return window[at] if at < len(window) else None, packed[size:]
-
-
-def _unpack_writing(
-    packed: bytes, namespace: NamespaceState, window: Sequence[bytes]
-) -> Sequence[Writing]:
-    """The progress that an owner reports. Raises `ProtocolError` if it is invalid."""
-    each = peer_wire.BEING_WRITTEN.size
-    if len(packed) % each or len(packed) > peer_wire.WRITINGS_MAX * each:
-        raise ProtocolError(f"the answer to an Await has {len(packed)} bytes after its masks")
-    found = [Writing(*run) for run in peer_wire.BEING_WRITTEN.iter_unpack(packed)]
-    for run in found:
-        if not (
-            run.part < len(namespace.tables)
-            and 0 < run.keys <= len(window) - run.first
-            and 0 < run.nbytes <= namespace.tables[run.part].spec.nbytes
-        ):
-            raise ProtocolError(f"the answer to an Await has an invalid run: {run}")
-    return found
+    return window[at] if at < len(window) else None
 
 
 def _take(

@@ -146,10 +146,6 @@ class Chain:
         self._coming.update(found)
         return found
 
-    def missing(self, window: Sequence[bytes]) -> set[Lacking]:
-        """The parts of a window that are neither here nor coming."""
-        return {one for one, _ in self._missing(window)}
-
     def _missing(self, window: Sequence[bytes]) -> list[tuple[Lacking, int]]:
         """The keys of a window that are neither here nor coming, with their positions in the window."""
         place = {key: at for at, key in enumerate(window)}

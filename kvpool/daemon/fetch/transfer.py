@@ -11,13 +11,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import NamedTuple
 
-from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable
+from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable, Reservation
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.core.tier import SharedTier
-from kvpool.daemon.fetch.early_pull import REST_S, Batch, EarlyPull
 from kvpool.daemon.fetch.locate import Locator
 from kvpool.daemon.fetch.ports import (
     NOT_NODES,
@@ -29,13 +27,13 @@ from kvpool.daemon.fetch.ports import (
     PeerTransport,
     node_name,
 )
-from kvpool.daemon.fetch.pull_orders import pull_order
 from kvpool.daemon.workers.turns import COPIES, Turn, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
 from kvpool.telemetry.node_stats import FetchStats, Loads
 from kvpool.telemetry.spans import CALLED_OFF, READ, TRANSFER, Span, child, working_for
 from kvpool.types import BlockStatus, split_keys
+from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
 TRANSFER_S = (
@@ -50,10 +48,10 @@ class Transfer:
     """Blocks of one part, from one source.
 
     nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
-    go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody waits for it. late: it was
-    counted as slow. batch: of an early pull, whose slots it has taken over, with the bytes in them. kept: leases on what
-    has arrived, until those who wait for it have noticed. no_room: those for which there was no slot, so that the
-    source was not asked. called_off: it was late, and was cancelled for the sake of another source.
+    go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody
+    waits for it. late: it was counted as slow. kept: leases on what has arrived, until those who wait for it have
+    noticed. no_room: those for which there was no slot, so that the source was not asked. called_off: it was late,
+    and was cancelled for the sake of another source.
     """
 
     table: PartTable
@@ -65,7 +63,6 @@ class Transfer:
     line: Line
     background: bool = False
     late: bool = False
-    batch: Batch | None = None
     expected_s: float = 0.0
     begun: bool = False
     kept: list[str] = field(default_factory=list)
@@ -90,31 +87,6 @@ class Line:
     count: int = 0
 
 
-class _Slots(NamedTuple):
-    """Slots of one reservation to be filled with these blocks.
-
-    indices: of the keys in that reservation. have: bytes that are in each slot already. whole: the reservation
-    has no others.
-    """
-
-    holder: Holder
-    ticket: int
-    keys: Sequence[bytes]
-    indices: Sequence[int]
-    rows: list[int]
-    have: int = 0
-    whole: bool = False
-
-    def only(self, wanted: Sequence[bool]) -> _Slots:
-        """Some of them, to be filled from the first byte."""
-        return self._replace(
-            keys=list(compress(self.keys, wanted)),
-            indices=list(compress(self.indices, wanted)),
-            rows=list(compress(self.rows, wanted)),
-            have=0,
-        )
-
-
 class Transfers:
     """All transfers of a node."""
 
@@ -126,7 +98,6 @@ class Transfers:
         local: Mapping[bytes, LocalSource],
         objects: SharedTier,
         locator: Locator,
-        early_pull: EarlyPull,
         peers: Peers,
         clock: Callable[[], float],
         stats: FetchStats,
@@ -139,7 +110,6 @@ class Transfers:
         self._local = local
         self._objects = objects
         self._locator = locator
-        self._early_pull = early_pull
         self._peers = peers
         self._clock = clock
         self._of_keys: dict[PartTable, dict[bytes, tuple[Transfer, ...]]] = {}
@@ -243,44 +213,16 @@ class Transfers:
     ) -> None:
         """Start fetching blocks from a source, when its turn comes.
 
-        Transfers of these blocks that have not begun are withdrawn. Blocks with early-pulled bytes are a transfer
-        of their own per batch, in the batch's slots.
+        Transfers of these blocks that have not begun are withdrawn.
         """
         keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named a key twice
-        # A background transfer would delay a batch that others wait for.
-        alone = background or source in NOT_NODES
-        taken = {} if alone else self._early_pull.take(table, keys)
-        if not taken:
-            self._begin(table, source, keys, deadline, origin, background)
-            return
-        others = set(keys).difference(*taken.values())
-        for batch, some in taken.items():
-            self._begin(table, source, some, deadline, origin, background, batch)
-        if others:
-            rest = [key for key in keys if key in others]
-            self._begin(table, source, rest, deadline, origin, background)
-
-    def _begin(
-        self,
-        table: PartTable,
-        source: bytes,
-        keys: Sequence[bytes],
-        deadline: float,
-        origin: Origin,
-        background: bool,
-        batch: Batch | None = None,
-    ) -> None:
         now = self._clock()
-        have = 0 if batch is None else batch.have
-        nbytes = len(keys) * (table.spec.nbytes - have)
-        rest_s = 0.0 if batch is None or batch.pull is None else REST_S
-        patience_s = rest_s + self._peers.hedge_after_s(source, nbytes)
+        nbytes = len(keys) * table.spec.nbytes
+        patience_s = self._peers.hedge_after_s(source, nbytes)
         turns = self._turns(source, background)
         line = self._lines.setdefault((source, background), Line(turns, now))
         line.count += 1
-        transfer = Transfer(
-            table, source, keys, nbytes, patience_s, now, line, background, batch=batch
-        )
+        transfer = Transfer(table, source, keys, nbytes, patience_s, now, line, background)
         local = source in NOT_NODES
         url = "" if local else self._cluster.living[source].url
         self._under_way[transfer] = None
@@ -328,16 +270,13 @@ class Transfers:
         transfer.begun = True
         self._peers.unqueued(transfer.source, transfer.nbytes)
         seconds = max(deadline - now, TRANSFER_S)
-        run = self._run if transfer.batch is None else self._run_on
-        await run(transfer, url, seconds, origin)
+        await self._run(transfer, url, seconds, origin)
 
     def _ended(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
         self._under_way.pop(transfer, None)
         if not transfer.begun:
             self._peers.unqueued(transfer.source, transfer.nbytes)
             self.stats.not_begun += 1
-            if transfer.batch is not None:
-                self._early_pull.landed(transfer.batch, wrong=0)
         transfer.line.turns.end(transfer.turn)
         transfer.line.count -= 1
         if not transfer.line.count:
@@ -381,73 +320,27 @@ class Transfers:
                 key for key in transfer.keys if key not in reserved and key not in table.blocks
             ]
             self.stats.no_room += bool(transfer.no_room)
-        slots = _Slots(
-            holder,
-            ticket,
-            reservation.keys,
-            reservation.indices,
-            reservation.rows,
-            whole=True,
-        )
         try:
-            pulled = await self._fill(transfer, slots, url, seconds, origin)
+            pulled = await self._fill(transfer, ticket, reservation, url, seconds, origin)
         finally:
             node.puts.abort(holder, ticket)
             node.settle()
         if pulled is not None:
-            self._learn(transfer, slots, pulled)
-
-    async def _run_on(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
-        """The same in slots that hold the beginning of these blocks, pulled before their commit.
-
-        If that was the beginning of something else, the owner may have the right bytes: those blocks are
-        pulled again, whole.
-        """
-        batch = transfer.batch
-        assert batch is not None
-        reservation = batch.reservation
-        deadline = self._clock() + seconds
-        wrong = 0
-        try:
-            await self._early_pull.rest(batch, transfer.source)
-            positions = [batch.position[key] for key in transfer.keys]
-            indices = [reservation.indices[at] for at in positions]
-            rows = [reservation.rows[at] for at in positions]
-            slots = _Slots(batch.holder, batch.ticket, transfer.keys, indices, rows, batch.have)
-            self._expect(transfer, slots, self._clock())
-            pulled = await self._fill(transfer, slots, url, seconds, origin)
-            if pulled is None:
-                return
-            self._learn(transfer, slots, pulled)
-            if not slots.have:
-                return
-            wrong = pulled.status.count(BlockStatus.MISMATCH)
-            now = self._clock()
-            if not wrong or now >= deadline:
-                return
-            again = slots.only([status == BlockStatus.MISMATCH for status in pulled.status])
-            self._expect(transfer, again, now)
-            pulled = await self._fill(transfer, again, url, deadline - now, origin)
-            if pulled is not None:
-                self._learn(transfer, again, pulled)
-        finally:
-            self._early_pull.landed(batch, wrong=wrong)
-            self._node.settle()
-
-    def _expect(self, transfer: Transfer, slots: _Slots, now: float) -> None:
-        """The time until this counts as slow begins now."""
-        nbytes = len(slots.keys) * (transfer.table.spec.nbytes - slots.have)
-        transfer.since, transfer.patience_s = (
-            now,
-            self._peers.hedge_after_s(transfer.source, nbytes),
-        )
+            self._learn(transfer, reservation, pulled)
 
     async def _fill(
-        self, transfer: Transfer, slots: _Slots, url: str, seconds: float, origin: Origin
+        self,
+        transfer: Transfer,
+        ticket: int,
+        reservation: Reservation,
+        url: str,
+        seconds: float,
+        origin: Origin,
     ) -> worker_wire.Pulled | None:
         """Have the slots filled, and commit the arrived blocks; None on failure."""
-        node = self._node
-        nbytes = len(slots.keys) * (transfer.table.spec.nbytes - slots.have)
+        node, keys = self._node, reservation.keys
+        holder = pulls_holder(node, transfer.table.namespace.tenant.name)
+        nbytes = len(keys) * transfer.table.spec.nbytes
         now = self._clock()
         transfer.expected_s = self._estimate_s(transfer.source, nbytes, now)
         self._peers.started(transfer.source, nbytes, now)
@@ -456,19 +349,19 @@ class Transfers:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that unfilled rows can be freed.
             if span is None:
-                pulled = await self._bring(transfer, url, slots, seconds)
+                pulled = await self._bring(transfer, url, reservation, seconds)
             else:
                 with working_for(span):
-                    pulled = await self._bring_traced(transfer, url, slots, seconds, span)
-            if slots.whole and pulled.status.count(BlockStatus.PRESENT) == len(slots.keys):
-                node.puts.commit(slots.holder, slots.ticket, pulled.checksums, None, origin)
-                self._keep(transfer, slots.keys)
+                    pulled = await self._bring_traced(transfer, url, reservation, seconds, span)
+            if pulled.status.count(BlockStatus.PRESENT) == len(keys):
+                node.puts.commit(holder, ticket, pulled.checksums, None, origin)
+                self._keep(transfer, keys)
             elif BlockStatus.PRESENT in pulled.status:
                 here = [status == BlockStatus.PRESENT for status in pulled.status]
                 checksums = b"".join(compress(split_keys(pulled.checksums), here))
-                indices = list(compress(slots.indices, here))
-                node.puts.commit(slots.holder, slots.ticket, checksums, indices, origin)
-                self._keep(transfer, list(compress(slots.keys, here)))
+                indices = list(compress(reservation.indices, here))
+                node.puts.commit(holder, ticket, checksums, indices, origin)
+                self._keep(transfer, list(compress(keys, here)))
         except KvpoolError as error:
             if span is not None:
                 span.end(str(error))
@@ -476,13 +369,13 @@ class Transfers:
                 self._peers.stopped(transfer.source, nbytes)
             else:
                 self._failed(transfer, nbytes, str(error))
-            self._count(transfer, Loads(failed=len(slots.keys)))
+            self._count(transfer, Loads(failed=len(keys)))
             return None
         except asyncio.CancelledError:
             if span is not None:
                 span.end(CALLED_OFF)
             self._peers.stopped(transfer.source, nbytes)
-            self._count(transfer, Loads(cancelled=len(slots.keys)))
+            self._count(transfer, Loads(cancelled=len(keys)))
             raise
         return pulled
 
@@ -496,45 +389,55 @@ class Transfers:
             self.hold(transfer.table, keys, transfer.kept)
 
     async def _bring_traced(
-        self, transfer: Transfer, url: str, slots: _Slots, seconds: float, span: Span
+        self, transfer: Transfer, url: str, reservation: Reservation, seconds: float, span: Span
     ) -> worker_wire.Pulled:
         """As `_bring`, and record the result in the span."""
         tier = TIER_OF.get(transfer.source, PEER)
-        span.set(tier=tier, part=transfer.table.part, blocks_asked=len(slots.keys))
+        span.set(tier=tier, part=transfer.table.part, blocks_asked=len(reservation.keys))
         if url:
             span.set(node=node_name(self._cluster, transfer.source))
-        pulled = await self._bring(transfer, url, slots, seconds, span.traceparent if url else "")
+        trace = span.traceparent if url else ""
+        pulled = await self._bring(transfer, url, reservation, seconds, trace)
         came = pulled.status.count(BlockStatus.PRESENT)
         span.count_above(f"parts_from_{tier}", came)
         span.end(
             pulled.error,
             blocks=came,
-            bytes=came * (transfer.table.spec.nbytes - slots.have),
+            bytes=came * transfer.table.spec.nbytes,
             mismatches=pulled.status.count(BlockStatus.MISMATCH),
             absent=pulled.status.count(BlockStatus.ABSENT),
         )
         return pulled
 
     async def _bring(
-        self, transfer: Transfer, url: str, slots: _Slots, seconds: float, trace: str = ""
+        self,
+        transfer: Transfer,
+        url: str,
+        reservation: Reservation,
+        seconds: float,
+        trace: str = "",
     ) -> worker_wire.Pulled:
         """Have reserved rows filled by a peer, or without a URL by a lower tier or object storage."""
         table = transfer.table
         if not url:
             tier = self._local.get(transfer.source, self._objects)
-            return await tier.load(table, slots.keys, slots.rows, seconds)
-        return await self._transport.pull(
-            pull_order(
-                table,
-                url,
-                slots.keys,
-                slots.rows,
-                seconds,
-                background=transfer.background,
-                start=slots.have,
-                trace=trace,
-            )
+            return await tier.load(table, reservation.keys, reservation.rows, seconds)
+        namespace = table.namespace
+        order = worker_wire.PullBlocks(
+            url=url,
+            tenant=namespace.tenant.name,
+            digest=namespace.digest,
+            part=table.part,
+            nbytes=table.spec.nbytes,
+            keys=b"".join(reservation.keys),
+            segment=namespace.tenant.segment,
+            stride=table.stride,
+            rows=frame.pack_rows(reservation.rows),
+            deadline_s=seconds,
+            background=transfer.background,
+            trace=trace,
         )
+        return await self._transport.pull(order)
 
     # ---- what is learned from it ---------------------------------------------------------------------
 
@@ -551,19 +454,17 @@ class Transfers:
         if tier == PEER:
             self._delivered.from_peer(node_name(self._cluster, transfer.source), loads)
 
-    def _learn(self, transfer: Transfer, slots: _Slots, pulled: worker_wire.Pulled) -> None:
+    def _learn(
+        self, transfer: Transfer, reservation: Reservation, pulled: worker_wire.Pulled
+    ) -> None:
         """Count a transfer that has ended on its own, and update its source's estimates."""
         table, source, now = transfer.table, transfer.source, self._clock()
-        keys, each = slots.keys, table.spec.nbytes - slots.have
+        keys, each = reservation.keys, table.spec.nbytes
         came = pulled.status.count(BlockStatus.PRESENT)
         absent = pulled.status.count(BlockStatus.ABSENT)
         mismatches = pulled.status.count(BlockStatus.MISMATCH)
-        if slots.have:
-            mismatches = (
-                0  # the owner may have it right: the bytes from before the commit were wrong
-            )
         if came < len(keys):
-            lacks = {BlockStatus.ABSENT} | ({BlockStatus.MISMATCH} if mismatches else set())
+            lacks = {BlockStatus.ABSENT, BlockStatus.MISMATCH}
             for key, status in zip(keys, pulled.status, strict=True):
                 if status in lacks:
                     self._locator.was_missing(table, key, source, now)
@@ -579,14 +480,13 @@ class Transfers:
         tier = TIER_OF.get(source, PEER)
         if came and not transfer.background:
             self._delivered.took(tier, pulled.seconds)
-            if came == len(keys) and not slots.have:
+            if came == len(keys):
                 self._delivered.foreseen(tier, transfer.expected_s, pulled.seconds)
         if pulled.error:
             # After an error, up to one block's worth of bytes may have arrived in part.
             arrived = (came + 1) * each
             self._failed(transfer, nbytes, pulled.error, arrived, pulled.seconds)
-        elif transfer.background or slots.have:
-            # Low priority, or hashing bytes that were here already, does not measure the source's speed.
+        elif transfer.background:  # its low priority does not measure the source's speed
             self._peers.stopped(source, nbytes)
         else:
             self._peers.finished(source, came * each, pulled.seconds, now, asked=nbytes)

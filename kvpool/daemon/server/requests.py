@@ -313,8 +313,7 @@ class ClientRequests:
             self._ssd.stored(namespace, part, lambda: reservation.keys)
         return stored
 
-    def _progress(self, holder: Holder, m: client_wire.Progress) -> frame.Done:
-        self._node.early_reads.written(holder, m.ticket, m.nbytes)
+    def _progress(self, _holder: Holder, _: client_wire.Progress) -> frame.Done:
         return frame.Done()
 
     def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Reserved:

@@ -27,7 +27,6 @@ from kvpool.telemetry.node_stats import NixlStats, PathsStats, PeerWays, WayStat
 from kvpool.telemetry.spans import current
 from kvpool.transfer import scheme_of
 from kvpool.transfer.addresses import split_source
-from kvpool.transfer.base import span_of
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -348,10 +347,8 @@ class Paths:
         peer = self._peer(order.url)
         started = self._clock()
         count = len(order.rows) // 4
-        nbytes = count * span_of(order)[1]
-        # How long a pull gave way, or hashed what was here already, compares no ways.
-        compares = not (order.background or order.start)
-        urls, tried = peer.order(nbytes, started, background=not compares)
+        nbytes = count * order.nbytes
+        urls, tried = peer.order(nbytes, started, background=order.background)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
         tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
         self._note_choice(peer, ways[0][1], started)
@@ -456,8 +453,7 @@ class Paths:
         tried_s: for so long it is only tried; 0: it is the one to use.
         """
         count = len(order.rows) // 4
-        _, each = span_of(order)
-        nbytes = count * each
+        nbytes = count * order.nbytes
         nixl = state.group[0] == NIXL
         seconds = order.deadline_s
         if not last:
@@ -490,20 +486,19 @@ class Paths:
             peer.end(state, nbytes)
         came = pulled.status.count(BlockStatus.PRESENT)
         state.pulls += 1
-        state.nbytes += came * each
-        if came and not (order.background or order.start):
+        state.nbytes += came * order.nbytes
+        if came and not order.background:
             peer.seconds.setdefault(state.group[0], Histogram()).add(pulled.seconds)
         if nixl:
             self._nixl.pulls += 1
             self._nixl.blocks += came
-            self._nixl.bytes += came * each
+            self._nixl.bytes += came * order.nbytes
         if pulled.refused:
             peer.well(url)
             return pulled
         error_text = pulled.error
-        if nixl and not error_text and not order.start and BlockStatus.MISMATCH in pulled.status:
-            # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well. (Where some
-            # came before it was committed, that may be what is wrong.)
+        if nixl and not error_text and BlockStatus.MISMATCH in pulled.status:
+            # The owner's copy may be broken, or this path. TCP tells: it is the owner's then as well.
             error_text = (
                 f"{pulled.status.count(BlockStatus.MISMATCH)} blocks do not match their checksums"
             )
@@ -511,8 +506,8 @@ class Paths:
             failed(error_text)
             return msgspec.structs.replace(pulled, error=error_text)
         peer.well(url)
-        if not (order.background or order.start):  # as in `pull`
-            peer.learn(url, came * each, pulled.seconds)
+        if not order.background:
+            peer.learn(url, came * order.nbytes, pulled.seconds)
         return pulled
 
     def _failed(self, peer: Peer, url: str, reason: str) -> None:

@@ -2,18 +2,13 @@
 
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 
-import numpy as np
 import pytest
 
 from kvpool.client import Client
 from kvpool.errors import KvpoolError, Unavailable
 from tests.support.waiting import PATIENCE_S
-
-NBYTES = 32 << 10  # of the blocks that a seat reads
 
 
 class Following:
@@ -241,159 +236,3 @@ def test_an_owner_that_is_drained_gives_what_it_has(start_cluster, numbers, unti
     b.put(some[5:])
     assert following.result() == 10
     lease.release()
-
-
-# ---- ahead of the commit -------------------------------------------------------------------------------
-
-WRITER = """
-import sys, time
-import numpy as np
-from kvpool.client import Client
-from kvpool.types import NamespaceRecord
-socket, nbytes, *numbers = sys.argv[1:]
-client = Client(socket, connect=True)
-ns = client.open(NamespaceRecord.simple("cluster", block_bytes=int(nbytes), block_tokens=16))
-held = client.reserve(ns, [int(n).to_bytes(16, "big") for n in numbers])
-held.slots.table[held.slots.rows, :] = 255
-client.written(held, int(nbytes))
-print("written", flush=True)
-time.sleep(600)
-"""
-
-
-def block(number: int) -> bytes:
-    """What a seat expects to read."""
-    return np.random.default_rng([0, 0, number]).bytes(NBYTES)
-
-
-class Writing:
-    """Blocks that a seat's engine computes layer by layer."""
-
-    def __init__(self, seat, some) -> None:
-        self.seat = seat
-        keys = [n.to_bytes(16, "big") for n in some]
-        self.held = seat.client.reserve(seat.ns, keys)
-        self.data = np.array([np.frombuffer(block(n), np.uint8) for n in some])
-        self.at = 0
-
-    def write(self, nbytes: int, data=None) -> None:
-        """Up to that byte of each; said to be as it will be."""
-        slots = self.held.slots
-        part = slice(self.at, nbytes)
-        slots.table[slots.rows, part] = (self.data if data is None else data)[:, part]
-        self.seat.client.written(self.held, nbytes)
-        self.at = nbytes
-
-    def commit(self) -> None:
-        assert self.seat.client.commit(self.held) == len(self.data)
-
-
-def early(seat) -> int:
-    return seat.stats.prefix_streams.early_bytes
-
-
-def no_slot_is_left(seat) -> bool:
-    """At a node that only pulls: what was reserved is a block, or was given back."""
-    found = seat.stats.counters
-    return found.reserved == found.committed + found.aborted + found.duplicates
-
-
-def test_layers_come_while_the_next_ones_are_computed(shared, numbers, until, follow):
-    a, b, _ = shared.seats()
-    some = numbers(32)
-    before = early(b)
-    following = follow(b, some, source="a")
-    until(lambda: under_way(b) == 1)
-    writing = Writing(a, some)
-    for layer in range(1, 4):
-        writing.write(layer * NBYTES // 4)
-        until(lambda n=layer: early(b) - before == len(some) * n * NBYTES // 4, f"{layer}")
-    assert b.here(some) == b.match(some) == b.read(some, wait_s=0.0) == a.here(some) == 0
-    assert b.client.locate([n.to_bytes(16, "big") for n in some]) == []
-    writing.write(NBYTES)
-    writing.commit()
-    assert following.result() == len(some)
-    assert b.read(some, wait_s=0) == len(some)
-    until(lambda: no_slot_is_left(b))
-    until(lambda: a.stats.leases == b.stats.leases == 0)
-
-
-@pytest.mark.parametrize("source", ["a", ""])
-def test_what_changes_after_it_was_called_written(shared, numbers, until, follow, source):
-    """Is found out by the checksum: nobody reads a block that is half of the one and half of the other."""
-    a, b, _ = shared.seats()
-    some = numbers(32)
-    before = b.stats.prefix_streams
-    a.put(some[:1])
-    following = follow(b, some, source=source)
-    until(lambda: b.here(some) == 1)
-    writing = Writing(a, some[1:])
-    writing.write(NBYTES // 2, np.zeros_like(writing.data))
-    until(lambda: early(b) > before.early_bytes)
-    writing.at = 0
-    writing.write(NBYTES)
-    writing.commit()
-    assert following.result() == len(some)
-    assert b.read(some, wait_s=0) == len(some)
-    after = b.stats.prefix_streams
-    assert after.early_wrong - before.early_wrong == len(some) - 1
-    assert a.stats.counters.checksum_mismatches == 0
-    until(lambda: no_slot_is_left(b))
-
-
-def test_a_writer_that_is_killed_and_another_one_that_writes_the_same(
-    shared, numbers, until, follow
-):
-    a, b, _ = shared.seats()
-    some = numbers(32)
-    before = early(b)
-    following = follow(b, some, source="a")
-    command = [sys.executable, "-c", WRITER, a.node.socket, NBYTES, *some]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE) as writer:
-        assert writer.stdout.readline() == b"written\n"
-        until(lambda: early(b) - before == len(some) * NBYTES)
-        writer.kill()
-    until(lambda: a.stats.counters.dead_holders > 0)
-    assert b.here(some) == 0
-    writing = Writing(a, some)
-    writing.write(NBYTES // 2)
-    until(lambda: early(b) - before == len(some) * NBYTES * 3 // 2)
-    writing.write(NBYTES)
-    writing.commit()
-    assert following.result() == len(some)
-    assert b.read(some, wait_s=0) == len(some)
-    until(lambda: no_slot_is_left(b))
-
-
-def test_a_follow_that_ends_before_the_commit(shared, numbers, until, follow):
-    a, b, _ = shared.seats()
-    some = numbers(32)
-    before = early(b)
-    following = follow(b, some, source="a", wait_s=6.0)
-    writing = Writing(a, some)
-    writing.write(NBYTES // 2)
-    until(lambda: early(b) - before == len(some) * NBYTES // 2)
-    assert following.result() == 0
-    until(lambda: no_slot_is_left(b))
-    writing.write(NBYTES)
-    writing.commit()
-    until(lambda: a.announced)
-    assert b.read(some) == len(some)
-    until(lambda: a.stats.leases == 0)
-
-
-def test_an_owner_that_is_killed_with_half_of_it_written(start_cluster, numbers, until, follow):
-    world = start_cluster(nodes=3, environ={"KVPOOL_MEMBER_TTL_S": "5"})
-    a, b, c = world.seats()
-    some = numbers(32)
-    following = follow(b, some, source="a")
-    writing = Writing(a, some)
-    writing.write(NBYTES // 2)
-    until(lambda: early(b) == len(some) * NBYTES // 2)
-    world.node("a").kill()
-    resumed = Writing(c, some)
-    resumed.write(NBYTES)
-    resumed.commit()
-    assert following.result() == len(some)
-    assert b.read(some, wait_s=0) == len(some)
-    until(lambda: no_slot_is_left(b))

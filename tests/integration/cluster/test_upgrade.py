@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,6 +27,10 @@ with Client(sys.argv[1]) as client:
     stored = client.put(ns, keys[:10], [bytes([n]) * 4096 for n in range(10)])
     found = client.get(ns, keys)
     right = [data == bytes([n]) * 4096 for n, data in enumerate(found)]
+    if hasattr(client, "written"):  # a hint, up to protocol 9
+        with client.reserve(ns, [b"w" * 16]) as held:
+            client.written(held, 4096)
+            assert client.commit(held) == 1
     print(json.dumps([PROTOCOL_VERSION, stored, right]))
 """
 
@@ -111,6 +116,29 @@ def test_node_by_node_and_back(start_cluster, as_before, numbers, until):
                 assert writer.client.inspect(seat.name).node == seat.name
                 assert seat.client.inspect(writer.name).node == writer.name
         assert set(protocols(seats[0]).values()) == {old if to_old else new}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", ["a", "b"])
+def test_a_prompt_is_followed_between_versions(start_cluster, as_before, numbers, until, old):
+    world = start_cluster(nodes=2)
+    as_before(world.node(old), old=True)
+    world.node(old).restart()
+    a, b = world.seats()
+    world.until_all_see([a, b])
+    some = numbers(20)
+    keys = [n.to_bytes(16, "big") for n in some]
+    with ThreadPoolExecutor(1) as pool, b.node.client(connect=True) as client:
+        following = pool.submit(
+            client.follow, client.open(b.record), keys, wait_s=PATIENCE_S, source="a"
+        )
+        until(lambda: b.stats.prefix_streams.under_way == 1)
+        for at in range(0, 20, 4):
+            assert not following.done()
+            a.put(some[at : at + 4])
+            until(lambda upto=some[: at + 4]: b.here(upto) == len(upto))
+        assert following.result() == 20
+    assert b.read(some, wait_s=0) == 20
 
 
 def test_engines_may_be_older_or_newer_than_their_daemon(start_cluster, as_before, before):

@@ -27,7 +27,7 @@ from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from tests.sim.simulation.loop import Domain
-from tests.sim.simulation.memory import CELL, Memory, Use, Violation
+from tests.sim.simulation.memory import Memory, Use, Violation
 from tests.sim.simulation.network import wire_rows
 from tests.sim.simulation.nodes import Answer, Life, Session, SimulatedNode
 
@@ -207,77 +207,23 @@ class Client:
     # ---- put ---------------------------------------------------------------------------------------------
 
     async def put(
-        self, keys: Sequence[bytes], parent: bytes, replicas: int, *, layers: bool = False
+        self, keys: Sequence[bytes], parent: bytes, replicas: int, *, gives_up: bool = False
     ) -> None:
-        """layers: the daemon is told how far they are written, time and again; rarely that is not true."""
+        """gives_up: the blocks are dropped, in the middle of a part."""
         for part, spec in enumerate(self.namespace.parts):
             chosen = keys[spec.stride - 1 :: spec.stride]
-            if chosen and layers:
-                await self._put_by_layers(part, spec.nbytes, chosen, parent)
-            elif chosen:
-                await self._put_part(part, spec.nbytes, chosen, parent, replicas)
-
-    async def _put_by_layers(
-        self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes
-    ) -> None:
-        session, number, generation = await self._connected()
-        life, world, rng = session.life, self.world, self.world.follow_rng
-        self._ticket += 1
-        ticket = self._ticket
-        answer = await self._ask(
-            client_wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
-        )
-        reserved = answer.message
-        assert isinstance(reserved, client_wire.Reserved)
-        slots = [
-            (key, row)
-            for key, row in zip(keys, wire_rows(reserved.rows), strict=False)
-            if row != frame.NO_ROW
-        ]
-        if not slots:
-            return
-        self._check_served(life, answer, generation)
-        stride, rows, epoch = reserved.stride, [row for _, row in slots], answer.epoch
-        blocks = [self.namespace.block(epoch, key, part, nbytes) for key, _ in slots]
-        lies, gives_up = rng.random() < 0.1, rng.random() < 0.1
-        use = self._use(life, f"{self.name} puts", stride, rows, True)
-        for low in range(0, nbytes, CELL):
-            high = min(low + CELL, nbytes)
-            for (data, _), row in zip(blocks, rows, strict=True):
-                self._memory(life).write(
-                    row * stride + low, bytes(high - low) if lies else data[low:high]
-                )
-            await asyncio.sleep(rng.choice((0.0, 0.005, 0.05)) * rng.random())
-            self._memory(life).end(use)  # readers may come now
-            for key, _ in slots:
-                name = life.name, self.namespace.tenant, part, key
-                world.written[name] = max(high, world.written.get(name, 0))
-            await self._ask(client_wire.Progress(ticket, high), 0.0, session)
-            if high < nbytes:
-                use = self._use(life, f"{self.name} puts", stride, rows, True, start=high)
-            if gives_up and rng.random() < 0.5:
-                self._memory(life).end(use)
-                await self._ask(client_wire.Abort([ticket]), 0.0, session)
-                world.dropped.update(keys)
-                await self._ask(client_wire.Dropped(number, b"".join(keys)), 0.0, session)
-                world.count("puts given up")
-                return
-            await asyncio.sleep(rng.choice((0.0, 0.02, 0.2, 0.2)) * rng.random())
-        if life.dead:
-            return
-        if lies:
-            for (data, _), row in zip(blocks, rows, strict=True):
-                self._memory(life).write(row * stride, data)
-        world.count("puts by layers")
-        checksums = b"".join(checksum for _, checksum in blocks)
-        self.namespace.committing(epoch, part, [key for key, _ in slots])
-        done = await self._ask(client_wire.Commit(ticket, checksums), 0.0, session)
-        assert isinstance(done.message, frame.Done)
-        world.count("blocks put", done.message.value)
-        self.namespace.stored(life, epoch, part, [key for key, _ in slots])
+            if chosen:
+                await self._put_part(part, spec.nbytes, chosen, parent, replicas, gives_up=gives_up)
 
     async def _put_part(
-        self, part: int, nbytes: int, keys: Sequence[bytes], parent: bytes, replicas: int
+        self,
+        part: int,
+        nbytes: int,
+        keys: Sequence[bytes],
+        parent: bytes,
+        replicas: int,
+        *,
+        gives_up: bool,
     ) -> None:
         session, number, generation = await self._connected()
         life, world, rng = session.life, self.world, self.rng
@@ -306,10 +252,14 @@ class Client:
         ]
         for group, use in zip(groups, uses, strict=True):
             await self._fill(self._memory(life), reserved.stride, group, part, nbytes, answer.epoch)
-            if rng.random() < 0.05 and not self.steady:
+            if (rng.random() < 0.05 and not self.steady) or gives_up:
                 for left in uses:
                     self._memory(life).end(left)
                 await self._ask(client_wire.Abort([ticket]), 0.0, session)
+                if gives_up:
+                    world.dropped.update(keys)
+                    await self._ask(client_wire.Dropped(number, b"".join(keys)), 0.0, session)
+                    world.count("puts given up")
                 return
             self._memory(life).end(use)
             checksums = b"".join(
@@ -426,10 +376,9 @@ class Client:
         rows: list[int],
         writes: bool,
         until: float = float("inf"),
-        start: int = 0,
     ) -> Use:
         use = self._memory(life).use(
-            what, stride, rows, self.world.now(), writes=writes, until=until, start=start
+            what, stride, rows, self.world.now(), writes=writes, until=until
         )
         self._uses.append((self._memory(life), use))
         return use
@@ -496,8 +445,8 @@ class Client:
         while at < len(keys):
             end = at + step * self.rng.choice((1, 1, 2))
             await asyncio.sleep(pause_s * self.rng.random())
-            layers = self.world.follow_rng.random() < 0.7
-            await self.put(keys[at:end], keys[at - 1] if at else parent, 0, layers=layers)
+            gives_up = self.world.follow_rng.random() < 0.05
+            await self.put(keys[at:end], keys[at - 1] if at else parent, 0, gives_up=gives_up)
             at = end
 
     def _read(

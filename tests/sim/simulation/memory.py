@@ -74,16 +74,10 @@ class Memory:
         *,
         writes: bool,
         until: float = float("inf"),
-        start: int = 0,
-        stop: int = 0,
     ) -> Use:
-        """Begin to use slots. Raises `Violation` if somebody else writes there, or reads what we write.
-
-        start, stop: bytes of each, in whole cells; 0: to its end.
-        """
+        """Begin to use slots. Raises `Violation` if somebody else writes there, or reads what we write."""
         per_slot = stride // self._cell
-        used = range(start // self._cell, -(-(stop or stride) // self._cell))
-        cells = [row * per_slot + n for row in rows for n in used]
+        cells = [row * per_slot + n for row in rows for n in range(per_slot)]
         use = Use(what, writes, cells, until)
         for cell in cells:
             held = self._uses[cell]

@@ -142,10 +142,7 @@ class PeerTransport:
         if memory is not self.life.memory_of[order.tenant]:
             raise Violation(f"{self.life.name} fetches for {order.tenant} into another's segment")
         use = memory.use(name, order.stride, rows, self.world.now(), writes=True)
-        if order.stop:
-            self.world.count("transfers ahead of a commit")
-        else:
-            self._count(order, keys)
+        self._count(order, keys)
         transfer = Transfer(self, order, keys, rows)
         try:
             pulled = await self._order(transfer.run, transfer.wind_down)
@@ -153,7 +150,7 @@ class PeerTransport:
             return pulled
         finally:
             memory.end(use)
-            for key in () if order.stop else keys:
+            for key in keys:
                 name_of = order.tenant, order.digest, order.part, key
                 times = self._under_way[name_of]
                 times.remove((transfer.ordered, order.background))
@@ -308,7 +305,6 @@ class PeerTransport:
                     [row for row in wire_rows(lent.rows) if row != frame.NO_ROW],
                     self.world.now(),
                     writes=False,
-                    stop=request.stop,
                 )
                 self._loans[lent.token] = memory, use
             if not answer.done():
@@ -408,23 +404,15 @@ class PeerTransport:
             for table in namespace.tables
         }
         keys = split_keys(question.keys)
-        masks, runs = answer.data[: len(keys)], answer.data[len(keys) :]
+        masks, behind = answer.data[: len(keys)], answer.data[len(keys) :]
         for key, mask in zip(keys, masks, strict=True):
             for part, table in tables.items():
                 if mask >> part & 1 and key not in table.blocks:
                     raise Violation(f"{self.life.name} tells of {key[:4].hex()}, and has it not")
         if question.dropped:
-            (at,) = peer_wire.FIRST_DROPPED.unpack_from(runs)
-            runs = runs[peer_wire.FIRST_DROPPED.size :]
+            (at,) = peer_wire.FIRST_DROPPED.unpack(behind)
             if at < len(keys) and keys[at] not in self.world.dropped:
                 raise Violation(f"{self.life.name} says that {keys[at][:4].hex()} was given up")
-        for _, part, first, count, nbytes in peer_wire.BEING_WRITTEN.iter_unpack(runs):
-            for key in keys[first : first + count]:
-                name = self.life.name, question.tenant, part, key
-                if nbytes > self.world.written.get(name, 0):
-                    raise Violation(
-                        f"{self.life.name} tells of more of {key[:4].hex()} than it was"
-                    )
         return answer
 
     def report(self, report: peer_wire.Corrupt) -> None:
@@ -519,7 +507,6 @@ class Transfer:
             order.nbytes,
             order.keys,
             deadline - world.now(),
-            order.stop,
             order.trace,
         )
         if network.drawn(world.plan.twice_message):
@@ -554,7 +541,6 @@ class Transfer:
         generation = peer.carrier.generation
         nbytes, memory = self.order.nbytes, self.carrier.life.segments[self.order.segment]
         lender = peer.segments[lent.segment]
-        start, stop = self.order.start, self.order.stop or nbytes
         at: list[tuple[int, int, bytes]] = []
         checksums = iter(split_keys(lent.checksums))
         for index, row in enumerate(wire_rows(lent.rows)):
@@ -567,9 +553,9 @@ class Transfer:
         for group in (at[:middle], at[middle:]):
             if not group:
                 continue
-            cut = network.rng.randrange(start, stop + 1)
+            cut = network.rng.randrange(nbytes + 1)
             flip = network.drawn(world.plan.flip_bit)
-            for low, high in ((start, cut), (cut, stop)):
+            for low, high in ((0, cut), (cut, nbytes)):
                 pieces = [
                     (
                         self.rows[index] * self.order.stride + low,
@@ -586,17 +572,14 @@ class Transfer:
                 self._flip(network.rng.choice(group)[0])
             for index, _, checksum in group:
                 mine = memory.read(self.rows[index] * self.order.stride, nbytes)
-                digest = checksum if self.order.stop else xxh3_128_digest(mine)
+                digest = xxh3_128_digest(mine)
                 if digest == checksum:
                     self.status[index] = PRESENT
                     self.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] = digest
                 else:
                     self.status[index] = BlockStatus.MISMATCH
                     wrong.append(self.keys[index])
-        if self.order.start and not self.order.stop:
-            world.count("blocks that began before their commit", len(at))
-            world.count("of these, with other bytes", len(wrong))
-        if wrong and not self.order.start and network.rng.random() < 0.5:
+        if wrong and network.rng.random() < 0.5:
             # The owner looks for itself; now and then it finds its own copy broken as well.
             order = self.order
             peer.carrier.report(

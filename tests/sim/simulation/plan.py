@@ -73,7 +73,6 @@ LIMITS: dict[str, Sequence[int]] = {
     "loads": (1, 2),
     "waiting": (1, 3),
     "order_bytes": (256, 1024),
-    "early_pulls": (1,),
     "stream_leases": (2,),
     "stream_questions": (1, 2),
     "rounds": (2,),

@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvpool.daemon.cluster import peer_service as lending
 from kvpool.daemon.cluster import replication
 from kvpool.daemon.fetch import (
     delivery,
-    early_pull,
     fetcher,
     locate,
     plan,
@@ -31,8 +29,6 @@ Constants = Sequence[tuple[Any, str, Any]]
 ALWAYS: Constants = (
     (embedded, "_BUCKETS_A_TAG", 1),
     (embedded, "_BUCKETS", TAGS),
-    (lending, "WRITTEN_BYTES", 1),
-    (early_pull, "PULL_BYTES", 1),
 )
 # No waits of minutes in a world that lives for one.
 _DISKS: Constants = (
@@ -64,7 +60,6 @@ def _low(limits: Mapping[str, int]) -> Constants:
         "loads": (transfer, "LOADS_MAX"),
         "waiting": (transfer, "WAITING_MAX"),
         "order_bytes": (delivery, "ORDER_BYTES"),
-        "early_pulls": (early_pull, "PULLS_MAX"),
         "stream_leases": (prefix_stream, "KEPT_MAX"),
         "stream_questions": (prefix_stream, "QUESTIONS_PER_PEER_MAX"),
         "rounds": (fetcher, "ROUNDS_MAX"),

@@ -107,8 +107,6 @@ class World:
         self._client_count = 0
         self._healed_at = 0.0
         self._client_tasks: list[asyncio.Task[None]] = []
-        # By life, tenant, part, key: the most ever told.
-        self.written: dict[tuple[str, str, int, bytes], int] = {}
         self.dropped: set[bytes] = set()  # blocks that a writer has given up
         # By tenant, part, key: what somebody found to be other bytes than it should be.
         self.reported: set[tuple[str, int, bytes]] = set()
@@ -861,7 +859,7 @@ class World:
             for table in namespace.tables
         ]
         blocks = sum(table.stride * (len(table.blocks) + len(table.garbage)) for table in tables)
-        if any(table.writing or table.reserved for table in tables):
+        if any(table.reserved for table in tables):
             return "reservations of nobody"
         if node.leases.count or tenant.granted_bytes:
             return f"{node.leases.count} leases and grants of nobody"

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 import msgspec
 import pytest
@@ -114,16 +113,6 @@ class Loan:
 
 
 @dataclass(eq=False)
-class EarlyLoan:
-    """Of slots that are being written. holder: a client's number. reading: the reservations, by client and ticket."""
-
-    tenant: str
-    holder: int
-    reading: set[tuple[int, int]]
-    copies: list[Copy]
-
-
-@dataclass(eq=False)
 class Client:
     number: int
     tenant: str
@@ -132,7 +121,6 @@ class Client:
     open: dict[int, dict[int, Copy]] = field(default_factory=dict)
     granted: list[Copy] = field(default_factory=list)
     settled: set[int] = field(default_factory=set)
-    written: dict[int, int] = field(default_factory=dict)  # by ticket: bytes, as the node was told
 
 
 @dataclass(eq=False)
@@ -211,10 +199,6 @@ class NodeMachine(RuleBasedStateMachine):
         self.clients: list[Client] = []
         self.blocks: dict[tuple[str, bytes, int, bytes], Copy] = {}
         self.loans: dict[str, Loan] = {}
-        self.early: dict[str, EarlyLoan] = {}
-        self.writing: dict[
-            tuple[str, bytes, int, bytes, int], tuple[Client, int, Copy]
-        ] = {}  # with the epoch
         self.over: list[str] = []  # tokens of leases that ended
         self.opened: dict[tuple[str, bytes], NamespaceState] = {}  # living ones
         self.epochs: dict[tuple[str, bytes], Epochs] = {}
@@ -273,15 +257,13 @@ class NodeMachine(RuleBasedStateMachine):
                 found.update(dict.fromkeys(client.granted))
                 for copies in client.open.values():
                     found.update(dict.fromkeys(copies.values()))
-        loans: tuple[Any, ...] = (*self.loans.values(), *self.early.values())
-        for loan in loans:
+        for loan in self.loans.values():
             if loan.tenant == tenant:
                 found.update(dict.fromkeys(loan.copies))
         return list(found)
 
     def leased(self) -> set[Copy]:
-        loans: tuple[Any, ...] = (*self.loans.values(), *self.early.values())
-        return {copy for loan in loans for copy in loan.copies}
+        return {copy for loan in self.loans.values() for copy in loan.copies}
 
     def evictable(self, tenant: str, *, soft: bool) -> set[Copy]:
         held = self.leased()
@@ -414,11 +396,7 @@ class NodeMachine(RuleBasedStateMachine):
         tenant = client.tenant
         namespace = self.namespace(tenant, name)
         part = data.draw(st.integers(0, len(namespace.parts) - 1), "part")
-        ticket = self.put(client, namespace, name, part, keys)
-        if ticket is not None and data.draw(st.booleans(), "by layers"):
-            self.tell_written(client, ticket, namespace.parts[part].nbytes // 2)
-            if data.draw(st.booleans(), "lent"):
-                self.lend_early(client, namespace, part, keys, 1)
+        self.put(client, namespace, name, part, keys)
 
     @rule(name=namespaces, data=st.data(), keys=chains)
     def put_at_once(self, data: st.DataObject, name: bytes, keys: list[bytes]) -> None:
@@ -639,7 +617,6 @@ class NodeMachine(RuleBasedStateMachine):
         indices = sorted(reservation) if chosen is None else chosen
         new = 0
         sums = []
-        settled: list[Copy] = []
         for i in indices:
             copy = reservation.pop(i)
             copy.checksum = checksum_of(copy.where, client.number % 16)
@@ -654,8 +631,6 @@ class NodeMachine(RuleBasedStateMachine):
                 new += 1
                 nbytes = NAMESPACES[copy.namespace][copy.part].nbytes
                 self.totals["committed_bytes"] += nbytes
-            settled.append(copy)
-        self.read_on(client, ticket, settled)
         if not reservation:
             del client.open[ticket]
             client.settled.add(ticket)
@@ -697,102 +672,6 @@ class NodeMachine(RuleBasedStateMachine):
         self.totals["aborted"] += len(dropped)
         if dropped:
             client.settled.add(ticket)
-            self.read_on(client, ticket, list(dropped.values()))
-
-    # ---- read before the commit ------------------------------------------------------------------
-
-    def read_on(self, client: Client, ticket: int, copies: list[Copy]) -> None:
-        """These are settled: whatever they are now, who reads of their reservation still may."""
-        for where, (_, _, copy) in list(self.writing.items()):
-            if copy in copies:
-                del self.writing[where]
-        for loan in self.early.values():
-            if (client.number, ticket) in loan.reading:
-                loan.copies += copies
-
-    @precondition(lambda self: any(client.open for client in self.clients))
-    @rule(data=st.data(), nbytes=st.sampled_from([-1, 0, 1, 500, 700, 12_000]))
-    def written(self, data: st.DataObject, nbytes: int) -> None:
-        client = data.draw(st.sampled_from([c for c in self.clients if c.open]), "client")
-        ticket = data.draw(st.sampled_from([*sorted(client.open), 0]), "ticket")
-        self.tell_written(client, ticket, nbytes)
-
-    def tell_written(self, client: Client, ticket: int, nbytes: int) -> None:
-        copies = client.open.get(ticket, {})
-        for copy in copies.values():
-            if not 0 < nbytes <= NAMESPACES[copy.namespace][copy.part].nbytes:
-                with pytest.raises(InvalidRequest):
-                    self.node.early_reads.written(client.real, ticket, nbytes)
-                return
-        self.node.early_reads.written(client.real, ticket, nbytes)
-        if nbytes <= client.written.get(ticket, 0):
-            return
-        for copy in copies.values():
-            if copy.epoch == self.epochs[copy.tenant, copy.namespace].epoch:
-                client.written[ticket] = nbytes
-                self.writing.setdefault((*copy.where, copy.epoch), (client, ticket, copy))
-
-    @precondition(lambda self: self.writing)
-    @rule(data=st.data(), keys=chains, stop=st.sampled_from([1, 350, 500, 1000]))
-    def loan_written(self, data: st.DataObject, keys: list[bytes], stop: int) -> None:
-        tenant, name, part, key, _ = data.draw(st.sampled_from(sorted(self.writing)), "where")
-        clients = [client for client in self.clients if client.tenant == tenant]
-        client = data.draw(st.sampled_from(clients), "client")
-        self.lend_early(client, self.namespace(tenant, name), part, [key, *keys], stop)
-
-    def lend_early(
-        self, client: Client, namespace: NamespaceState, part: int, keys: list[bytes], stop: int
-    ) -> None:
-        self.told_of(namespace, list(dict.fromkeys(keys)))
-        tenant, table = client.tenant, namespace.tables[part]
-        found = {
-            key: self.writing[tenant, namespace.base, part, key, namespace.epoch]
-            for key in keys
-            if (tenant, namespace.base, part, key, namespace.epoch) in self.writing
-        }
-        found = {k: one for k, one in found.items() if one[0].written[one[1]] >= stop}
-        if found and self.at_limit(client):
-            with pytest.raises(LimitExceeded):
-                self.node.early_reads.lease(client.real, table, keys, stop)
-            return
-        token, rows = self.node.early_reads.lease(client.real, table, keys, stop)
-        assert rows == {key: copy.row for key, (_, _, copy) in found.items()}
-        assert bool(token) == bool(found)
-        if token:
-            reading = {(writer.number, ticket) for writer, ticket, _ in found.values()}
-            copies = [copy for _, _, copy in found.values()]
-            self.early[token] = EarlyLoan(tenant, client.number, reading, copies)
-
-    def told_of(self, namespace: NamespaceState, keys: list[bytes]) -> None:
-        """What peers are told: runs that say of each key what is written of which reservation."""
-        told: dict[tuple[int, int], tuple[int, int]] = {}
-        for run in self.node.early_reads.being_written(namespace.directory_digest, keys):
-            assert run.keys > 0
-            for at in range(run.first, run.first + run.keys):
-                assert (run.part, at) not in told
-                told[run.part, at] = run.number, run.nbytes
-        expected = {
-            (part, at): (client, ticket)
-            for part in range(len(namespace.parts))
-            for at, key in enumerate(keys)
-            for where in [(namespace.tenant.name, namespace.base, part, key, namespace.epoch)]
-            if where in self.writing
-            for client, ticket, _ in [self.writing[where]]
-        }
-        assert told.keys() == expected.keys()
-        numbers: dict[int, tuple[int, int]] = {}
-        for where, (number, nbytes) in told.items():
-            client, ticket = expected[where]
-            assert nbytes == client.written[ticket]
-            assert numbers.setdefault(number, (client.number, ticket)) == (client.number, ticket)
-
-    @precondition(lambda self: self.early)
-    @rule(data=st.data())
-    def end_early_loan(self, data: st.DataObject) -> None:
-        token = data.draw(st.sampled_from(sorted(self.early)), "token")
-        loan = self.early.pop(token)
-        (holder,) = (c for c in self.clients if c.number == loan.holder)
-        self.node.leases.release(holder.real, token)
 
     # ---- put in one exchange -------------------------------------------------------------------
 
@@ -985,7 +864,6 @@ class NodeMachine(RuleBasedStateMachine):
 
     def at_limit(self, client: Client) -> bool:
         held = sum(client.number in loan.holds for loan in self.loans.values())
-        held += sum(client.number == loan.holder for loan in self.early.values())
         return held >= LIMITS.leases_per_holder
 
     def same_places(self, lease: Lease, part: int, expected: list[Copy]) -> None:
@@ -1085,14 +963,8 @@ class NodeMachine(RuleBasedStateMachine):
         self.clients.remove(client)
         holding = bool(client.open or client.granted)
         holding |= any(client.number in loan.holds for loan in self.loans.values())
-        holding |= any(client.number == loan.holder for loan in self.early.values())
         self.totals["dead_holders"] += holding
         self.totals["aborted"] += sum(map(len, client.open.values()))
-        for ticket, copies in client.open.items():
-            self.read_on(client, ticket, list(copies.values()))
-        for token, early in list(self.early.items()):
-            if client.number == early.holder:
-                del self.early[token]
         for token, loan in list(self.loans.items()):
             if client.number in loan.holds:
                 self.leave(client, token)
@@ -1461,7 +1333,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert self.totals["committed"] == (
             len(self.blocks) + self.totals["evicted"] + self.totals["dropped"]
         )
-        assert self.node.leases.count == len(self.loans) + len(self.early)
+        assert self.node.leases.count == len(self.loans)
         for tenant in TENANTS:
             line = self.node.inventory.tenant_stats(self.tenants[tenant])
             assert line.space.bytes_used == sum(c.stride for c in self.copies(tenant))
@@ -1485,7 +1357,6 @@ class NodeMachine(RuleBasedStateMachine):
             self.node.holders.died(client.real)
         self.clients.clear()
         self.loans.clear()
-        self.early.clear()
         self.the_sums_are_right_after_all_died()
         self.every_block_can_be_evicted()
 

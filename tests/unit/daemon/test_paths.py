@@ -730,22 +730,6 @@ def test_small_pulls_and_background_ones_try_nothing_and_tell_nothing() -> None:
     assert host.paths.stats().peers[TCP].bytes_s == 0
 
 
-def test_pulls_of_what_is_here_in_part_try_nothing_and_tell_nothing() -> None:
-    """Their time is mostly that of hashing the rest."""
-    host = Host(Way(NIXL, 0), Way(A, 0))
-    host.bytes_s = {NIXL: 1e7, A: 1e10}
-    for _ in range(2 * EXPLORE_EVERY):
-        host.pull(2 * LARGE, start=LARGE)
-    assert host.paths.stats().peers[TCP].bytes_s == 0
-    host.pull_often(EXPLORE_EVERY - 1)
-    speed = host.paths.stats().peers[TCP].bytes_s
-    host.bytes_s[NIXL] = 1e6
-    for _ in range(2 * EXPLORE_EVERY):
-        host.pull(2 * LARGE, start=LARGE)
-    assert set(host.went_by()) == {NIXL}
-    assert host.paths.stats().peers[TCP].bytes_s == speed
-
-
 def test_a_way_that_rests_is_not_explored_and_counts_as_no_reason_to_change_the_rule() -> None:
     host = Host(Way(NIXL, 0), Way(A, 0))
     host.errors[NIXL] = Unavailable("died")

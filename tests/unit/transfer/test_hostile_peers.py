@@ -304,9 +304,9 @@ def test_an_owner_lends_for_a_while_and_reports_nothing_that_is_right(said: byte
     assert world.source.memory[: COUNT * NBYTES] == b"".join(BLOCKS)
 
 
-def bare_fetch(deadline_s: float, nbytes: int = NBYTES) -> bytes:
+def bare_fetch(deadline_s: float, nbytes: int = NBYTES, **settings: int) -> bytes:
     return frame.encode(
-        peer_wire.Fetch("default", DIGEST, 0, nbytes, b"".join(KEYS), deadline_s), 1
+        peer_wire.Fetch("default", DIGEST, 0, nbytes, b"".join(KEYS), deadline_s, **settings), 1
     )
 
 
@@ -314,6 +314,25 @@ def test_a_fetch_is_answered_before_its_deadline() -> None:
     world = World()
     _, said = world.converse(bare_fetch(30.0))
     assert said == ANSWER + b"".join(BLOCKS)
+    world.check_nothing_is_lent()
+
+
+@pytest.mark.parametrize("start", [1, NBYTES - 1, NBYTES])
+def test_a_peer_of_protocol_9_may_have_the_beginning_of_each_block(start: int) -> None:
+    """From another owner of that version, before a commit."""
+    world = World()
+    _, said = world.converse(bare_fetch(30.0, start=start))
+    assert said == ANSWER + b"".join(block[start:] for block in BLOCKS)
+    world.check_nothing_is_lent()
+
+
+@pytest.mark.parametrize(
+    "span", [{"start": -1}, {"start": NBYTES + 1}, {"stop": NBYTES}, {"start": 1, "stop": 2}]
+)
+def test_bytes_that_nobody_was_told_of_are_not_lent(span: dict[str, int]) -> None:
+    world = World()
+    world.converse(bare_fetch(30.0, **span))
+    assert world.source.lent == 0
     world.check_nothing_is_lent()
 
 
