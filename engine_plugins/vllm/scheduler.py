@@ -56,6 +56,7 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_states,
     state_name,
 )
+from kvpool.engine_plugins.vllm.pool_events import PoolEvents, Removed, StoredRun
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.engine_plugins.vllm.rank_lookups import Question, RankLease, RankLookups
@@ -143,6 +144,7 @@ class RequestState:
     asked: what its ranks are asked for, where each leases by itself.
     local: chain index up to which the engine itself had blocks at the last lookup.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
+    watched: chain index up to which blocks are watched in the pool.
     reports: whether its answer says what was saved.
     trace: the W3C `traceparent` that the engine got with it, or empty.
     adapter: what its LoRA adapter contains; empty: it has none; None: not known, so its blocks are not shared.
@@ -158,6 +160,7 @@ class RequestState:
     asked: Question | None = None
     local: int = 0
     saved: int = 0
+    watched: int = 0
     reports: bool = False
     trace: str = ""
     adapter: bytes | None = b""
@@ -246,6 +249,7 @@ class SchedulerHalf:
     client: its time-out is the longest that a lookup may take.
     pulls: None where blocks of other nodes are not asked for.
     ahead: asks for very many blocks; None: they are asked for as others are.
+    pool_events: None where the engine's KV events say nothing of the pool.
     new_weights: names weights that cannot be seen, as nobody else does.
     """
 
@@ -258,6 +262,7 @@ class SchedulerHalf:
         pulls: Pulls | None,
         new_weights: Callable[[], str],
         ahead: Ahead | None = None,
+        pool_events: PoolEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -266,6 +271,7 @@ class SchedulerHalf:
         self._pulls = pulls
         self._new_weights = new_weights
         self._ahead = ahead
+        self._pool_events = pool_events
         self._clock = clock
         self._make_record: Callable[[str], NamespaceRecord] | None = None
         self._first_weights = ""
@@ -389,9 +395,19 @@ class SchedulerHalf:
         self._block_bytes = sum(part.nbytes // part.stride for part in longer)
         if self._engine.events is not None:
             self._tell_events(namespace, self._engine.events)
+        self._watch(namespace)
         if self._engine.record is not None and self._presence is None:
             self._presence = Presence(self._announce)
             self._presence.begin()
+
+    def _watch(self, namespace: Namespace) -> None:
+        """Report the pool's blocks of this namespace in the engine's KV events from now on."""
+        if self._pool_events is None:
+            return
+        # Of windows and states only the end is needed. Larger blocks than the chain's have keys of their own.
+        parts = [at for at in self._whole_parts if namespace.parts[at].stride == 1]
+        self._pool_events.use_parts(parts)
+        self._pool_events.watch.enter(namespace.record, self._weights)
 
     def _announce(self) -> None:
         """Announce this engine to routers, in its current namespace. In the thread of `Presence`."""
@@ -856,10 +872,14 @@ class SchedulerHalf:
                 self._save_states(state, states)
         for request_id, tokens in scheduled.items():
             state = self._requests.get(request_id)
-            if state is None or not saving or not self._shares(state):
+            if state is None or not self._usable or not self._shares(state):
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
-            if whole > state.saved:
+            if self._pool_events is not None and whole > state.watched:
+                keys = [*map(block_key, state.hashes(whole)[state.watched : whole])]
+                self._pool_events.know(state.request, keys, state.watched)
+                state.watched = whole
+            if saving and whole > state.saved:
                 self._save(state, table_of(request_id), whole)
         self._release_ended()
         if not scheduled and self._pulls is not None:
@@ -1090,7 +1110,7 @@ class SchedulerHalf:
         return SaveReport(saved * tokens, (kept - saved) * tokens, saving_s)
 
     def has_work(self) -> bool:
-        """Whether steps are needed without requests, so that leases and pins are given back."""
+        """Whether steps are needed without requests, so that leases and pins are given back, and events published."""
         return bool(
             self._saves
             or self._loads
@@ -1098,6 +1118,7 @@ class SchedulerHalf:
             or self._plan.saves
             or self._plan.opening
             or (self._by_rank is not None and self._by_rank.has_work)
+            or (self._pool_events is not None and self._pool_events.watch.changed)
         )
 
     def reset(self) -> bool:
@@ -1107,9 +1128,12 @@ class SchedulerHalf:
         may be saved beside new KV, so the pool is left alone until a reset finds none.
         """
         self._offered.clear()
+        if self._pool_events is not None:
+            self._pool_events.watch.leave()
         for state in self._requests.values():
             self._drop_lookup(state)
             self._drop_pull(state)
+            state.watched = 0
             state.pulled = -1
             state.limit = None
             state.saved = 0
@@ -1143,6 +1167,14 @@ class SchedulerHalf:
             self._pulls.close()
         if self._ahead is not None:
             self._ahead.close()
+        if self._pool_events is not None:
+            self._pool_events.watch.close()
+
+    def take_pool_events(self) -> list[StoredRun | Removed]:
+        """What the engine's KV events are to say of the pool."""
+        if self._pool_events is None or self._pool is None:
+            return []
+        return self._pool_events.take(self._pool.cached_block_hash_to_block)
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)

@@ -18,12 +18,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -36,14 +38,17 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
-from kvpool.client import Client
+from kvpool.client import Client, Presence
 from kvpool.engine_plugins.vllm import tier_namespace
 from kvpool.engine_plugins.vllm.namespace import isa
 from kvpool.engine_plugins.vllm.plan import block_key
+from kvpool.engine_plugins.vllm.pool_watch import PoolWatch
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.engine_plugins.vllm.tier_jobs import Jobs
 from kvpool.engine_plugins.vllm.tier_store import TierStore
 from kvpool.types import NO_PARENT
+
+logger = init_logger(__name__)
 
 Found = list[bool]
 """Of a job's keys, in their order: whether each is done."""
@@ -115,8 +120,22 @@ class KvpoolTier(SecondaryTierManager):
             chunk_bytes=self.block_size_bytes,
             verify=config.verify_loads,
         )
+        self._watch = self._make_watch()
         self._enter("")
         self._lookups = _Lookups(self, tier_type)
+
+    def _make_watch(self) -> PoolWatch[OffloadKey] | None:
+        if not self._config.enable_kv_events:
+            return None
+        if not self._offloading_spec.kv_events_config.enable_kv_cache_events:
+            logger.warning(
+                "enable_kv_events is set for a tier, but vLLM publishes no KV events: set enable_kv_cache_events in "
+                "--kv-events-config"
+            )
+            return None
+        watch = PoolWatch[OffloadKey](self._client(self._config.request_timeout_s, 1))
+        watch.begin()
+        return watch
 
     def _client(self, timeout_s: float, connections_max: int) -> Client:
         config = self._config
@@ -133,18 +152,19 @@ class KvpoolTier(SecondaryTierManager):
         """weights: a name for those that the engine has instead of those of its start; empty: these."""
         device = current_platform.device_type
         name = "" if device == "cpu" else current_platform.get_device_name()
-        self._store.enter(
-            tier_namespace.record(
-                self._vllm_config,
-                self._offloading_spec.config,
-                self._config,
-                row_bytes=self.block_size_bytes,
-                seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
-                versions={"python": platform.python_version(), "vllm": vllm_version},
-                device=[device, name or isa(device)],
-                weights=weights,
-            )
+        record = tier_namespace.record(
+            self._vllm_config,
+            self._offloading_spec.config,
+            self._config,
+            row_bytes=self.block_size_bytes,
+            seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
+            versions={"python": platform.python_version(), "vllm": vllm_version},
+            device=[device, name or isa(device)],
+            weights=weights,
         )
+        self._store.enter(record)
+        if self._watch is not None:
+            self._watch.enter(record)
 
     # --- lookups ----------------------------------------------------------------------------------
 
@@ -215,6 +235,10 @@ class KvpoolTier(SecondaryTierManager):
             self._lookups.mark_miss(
                 [key for key, good in zip(keys, flags, strict=True) if not good]
             )
+        if self._watch is not None:
+            for key in done:
+                part = self._part_of[get_offload_group_idx(key)]
+                self._watch.know(key, pool_key(key), [part], partial(_itself, key))
         return JobResult(
             job.job_id,
             success=len(done) == len(keys),
@@ -229,8 +253,27 @@ class KvpoolTier(SecondaryTierManager):
         self._stores.drain()
         if not self._config.fixed_weights:
             self._enter(uuid.uuid4().hex)
+        if self._watch is not None:
+            self._watch.forget_told()  # whoever hears vLLM's events hears that all is gone
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Which chunks are in the pool, and which are not any more."""
+        changes = [] if self._watch is None else self._watch.take()
+        for removed in (True, False):
+            keys = [
+                change.label
+                for change in changes
+                if (change.before if removed else change.now) is not Presence.NOWHERE
+                and (change.now if removed else change.before) is Presence.NOWHERE
+            ]
+            if keys:
+                yield OffloadingEvent(
+                    keys, self.medium, removed, locality=self.locality, removal_expected=True
+                )
 
     def shutdown(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._lookups.shutdown()
         self._loads.close()
         self._stores.close()
@@ -276,6 +319,10 @@ class KvpoolTier(SecondaryTierManager):
     def _parent(self, chain: _Chain, key: OffloadKey, context: ReqContext) -> bytes:
         group, end = get_offload_group_idx(key), context.get_offload_key_position(key)
         return NO_PARENT if end is None else chain.parent(group, end - self._chunk_tokens[group])
+
+
+def _itself(key: OffloadKey) -> OffloadKey:
+    return key
 
 
 def pool_key(key: OffloadKey) -> bytes:
