@@ -25,16 +25,19 @@ torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
 
 from __future__ import annotations
 
+from kvpool.compat.mooncake import install_if_asked
+
 NAME = "KvpoolConnector"
 MODULE = "kvpool.engine_plugins.vllm.connector"
 
 
 def register() -> None:
-    """Make `kv_connector="KvpoolConnector"` known to vLLM.
+    """Make `kv_connector="KvpoolConnector"` known to vLLM, and `mooncake.store` the pool's, if `KVPOOL_MOONCAKE` is 1.
 
     vLLM calls this in every process and again after a respawn, and refuses a second registration,
     so a name that is there already is left alone.
     """
+    install_if_asked()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:

@@ -1,0 +1,1 @@
+"""Other stores' Python interfaces over the pool, for programs that were written for them."""

@@ -1,0 +1,27 @@
+"""What `import mooncake.store` gives when the facade is installed."""
+
+from kvpool.compat.mooncake.store import MooncakeDistributedStore
+from kvpool.compat.mooncake.values import (
+    BufferDescriptor,
+    BufferHandle,
+    DiskDescriptor,
+    MemoryDescriptor,
+    ObjectDataType,
+    ReplicaDescriptor,
+    ReplicaStatus,
+    ReplicateConfig,
+    SoftPinAction,
+)
+
+__all__ = [
+    "BufferDescriptor",
+    "BufferHandle",
+    "DiskDescriptor",
+    "MemoryDescriptor",
+    "MooncakeDistributedStore",
+    "ObjectDataType",
+    "ReplicaDescriptor",
+    "ReplicaStatus",
+    "ReplicateConfig",
+    "SoftPinAction",
+]

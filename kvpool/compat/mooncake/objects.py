@@ -1,0 +1,714 @@
+"""Objects of any size under string keys, over the pool's blocks.
+
+    object of a usual size     block = its bytes | label
+    other objects              head  = label | the bytes, if they fit; else the chunks' name
+                               chunk = bytes | zeros up to the rung | label
+
+A *label* has the whole key (or, if it is long, its SHA-256) and the length. It is compared by every read, so that two
+keys with one hash are a miss and never each other's bytes. A chunk's label has its name and number.
+
+Chunks are stored before their head, under a name that was drawn for this version of the object: a head never leads to
+other bytes than those that were put with it. A new version (`Objects.replace`) removes the old block or head from all
+nodes and stores a new head. So a reader gets one version or the other, whole, or nothing in between; a node that does
+not answer meanwhile may go on giving the old one, and the writer is told (`UNAVAILABLE`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from kvpool.client import NO_ROW, Client, Presence
+from kvpool.compat.mooncake import codes
+from kvpool.compat.mooncake.pieces import BadAddressError, Bytes1D, Made, Pieces, View
+from kvpool.compat.mooncake.spaces import (
+    CHUNK_BYTES,
+    HEAD_BYTES,
+    INLINE_BYTES_MAX,
+    LABEL_BYTES,
+    Space,
+    Spaces,
+    rung_for,
+)
+from kvpool.errors import KvpoolError, PoolFull
+from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+OBJECT_BYTES_MAX = 1 << 40
+DROPPED_MAX = 32
+DROPPED_BYTES_MAX = 32 << 20
+TOGETHER_BYTES = 1 << 20
+"""Puts of up to so many bytes take one request instead of two, and copy through the kernel."""
+
+_HEAD = struct.Struct(
+    "<4sBBHQ"
+)  # magic, kind, whether the key is a digest, its length, the object's length
+_MAGIC = b"kvpM"
+_WHOLE, _INLINE, _CHUNKED, _CHUNK = range(4)
+_KEY_BYTES_MAX = LABEL_BYTES - _HEAD.size
+_NAME_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """read_s: how long a read waits for blocks that are on disks or other nodes. others_s: how long a removal waits for
+    other nodes.
+    """
+
+    read_s: float = 5.0
+    others_s: float = 2.0
+
+
+def _label(kind: int, key: bytes, length: int) -> bytes:
+    long = len(key) > _KEY_BYTES_MAX
+    if long:
+        key = hashlib.sha256(key).digest()
+    return _HEAD.pack(_MAGIC, kind, long, len(key), length) + key.ljust(_KEY_BYTES_MAX, b"\0")
+
+
+def _chunks_of(length: int) -> list[tuple[int, int]]:
+    """Where each chunk of an object begins and ends."""
+    return [(at, min(at + CHUNK_BYTES, length)) for at in range(0, length, CHUNK_BYTES)]
+
+
+def _chunk_keys(name: bytes, count: int) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(name, number) for number in range(count)]
+
+
+def _by_rung(chunks: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Numbers of the chunks of each size of blocks: at most two of them."""
+    found: dict[int, list[int]] = {}
+    for number, (start, end) in enumerate(chunks):
+        found.setdefault(rung_for(end - start), []).append(number)
+    return found
+
+
+@dataclass
+class Head:
+    """What a head says of an object. inline: the bytes of a small one; else name: of the chunks."""
+
+    length: int
+    inline: bytes | None
+    name: bytes
+
+
+Fill = Callable[[int, Bytes1D, int, int], None]
+"""Write block i into its slot, which begins at a place of a memfd."""
+
+Target = Callable[[int, int], "Pieces | int"]
+"""Where to read object i, of so many bytes, or the code that it gets instead."""
+
+
+class Objects:
+    """Thread-safe. Nothing here raises for what the pool does: keys get the codes of `mooncake.store`."""
+
+    def __init__(self, client: Client, tenant_id: str, limits: Limits | None = None) -> None:
+        self._client = client
+        self._limits = limits or Limits()
+        self._seed = xxhash.xxh3_64_intdigest(tenant_id.encode())
+        self._lock = threading.Lock()
+        self._dropped: list[Head] = []
+        self.spaces = Spaces(client, tenant_id)
+
+    def _hashed(self, key: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(key, self._seed)
+
+    def packed(self, keys: Sequence[bytes]) -> bytes:
+        digest, seed = xxhash.xxh3_128_digest, self._seed
+        return b"".join([digest(key, seed) for key in keys])
+
+    @property
+    def _away(self) -> bool:
+        """Whether the daemon did not answer the last request: then nothing was found because nobody was asked."""
+        return not self._client.available
+
+    # ---- presence ------------------------------------------------------------------------------------
+
+    def exist(self, keys: Sequence[bytes]) -> list[bool] | None:
+        """For each key, whether it could be read; None: the daemon does not answer."""
+        where, _ = self.spaces.find(self.packed(keys))
+        found = [space is not None for space in where]
+        in_heads = [at for at, space in enumerate(where) if space is not None and not space.size]
+        if in_heads:
+            whole = self._whole([keys[at] for at in in_heads])
+            for at, is_whole in zip(in_heads, whole, strict=True):
+                found[at] = is_whole
+        if not all(found) and self._away:
+            return None
+        return found
+
+    def sizes(self, keys: Sequence[bytes]) -> list[tuple[int, int]] | None:
+        """For each key the object's length, or -1, and its `Presence`; None: the daemon does not answer."""
+        where, nearest = self.spaces.find(self.packed(keys))
+        found = [
+            (-1, 0) if space is None else (space.size, int(near))
+            for space, near in zip(where, nearest, strict=True)
+        ]
+        in_heads = [at for at, (size, _) in enumerate(found) if size == 0]
+        heads = self._heads([keys[at] for at in in_heads])
+        for at, head in zip(in_heads, heads, strict=True):
+            found[at] = (-1, 0) if head is None else (head.length, found[at][1])
+        if any(size < 0 for size, _ in found) and self._away:
+            return None
+        return found
+
+    def _whole(self, keys: Sequence[bytes]) -> list[bool]:
+        """For keys with a head, whether all chunks are there too."""
+        heads = self._heads(keys)
+        whole = [head is not None for head in heads]
+        wanted: dict[int, list[tuple[int, bytes]]] = {}
+        for at, head in enumerate(heads):
+            if head is None or head.inline is not None:
+                continue
+            chunks = _chunks_of(head.length)
+            names = _chunk_keys(head.name, len(chunks))
+            for rung, numbers in _by_rung(chunks).items():
+                wanted.setdefault(rung, []).extend((at, names[number]) for number in numbers)
+        for rung, listed in wanted.items():
+            there = self._client.present(
+                self.spaces.chunks(rung), b"".join([key for _, key in listed])
+            )
+            for (at, _), near in zip(listed, there.tolist(), strict=True):
+                whole[at] &= near != Presence.NOWHERE
+        return whole
+
+    def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
+        """Those that are here, or come in time."""
+        found: list[Head | None] = [None] * len(keys)
+        space = self.spaces.heads
+        if space is None or not keys:
+            return found
+        packed = self.packed(keys)
+        lease = self._client.acquire_each(space.ns, packed, lease_s=LEASE_S)
+        if lease is None or lease.blocks < len(keys):
+            if lease is not None:
+                lease.release()
+            lease = self._client.acquire_each(
+                space.ns, packed, lease_s=LEASE_S, wait_s=self._limits.read_s
+            )
+        if lease is None:
+            return found
+        with lease:
+            slots = lease.slots[0]
+            table = slots.table
+            blocks = [
+                b"" if row == NO_ROW else table[row, :HEAD_BYTES].tobytes()
+                for row in slots.rows.tolist()
+            ]
+            if not lease.valid:
+                return found
+        return [_head_of(key, block) for key, block in zip(keys, blocks, strict=True)]
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def read(self, keys: Sequence[bytes], hints: Sequence[int], target: Target) -> list[int]:
+        """Read objects; for each key how many bytes, or a code.
+
+        hints: the lengths that they may have; 0: unknown. A wrong one costs time.
+        """
+        n = len(keys)
+        found = [codes.NOT_FOUND] * n
+        packed = self.packed(keys)
+        left = list(range(n))
+        exact, first = self.spaces.exact, self.spaces.first
+        groups: dict[int, list[int]] = {}
+        for at in left:
+            hint = hints[at] if hints[at] in exact else first.size if first is not None else 0
+            if hint:
+                groups.setdefault(hint, []).append(at)
+        for size, some in groups.items():
+            self._read_exact(exact[size], keys, packed, some, target, found)
+        left = [at for at in left if found[at] == codes.NOT_FOUND]
+        if not left:
+            return found
+        # Not here under that size: elsewhere, of another size, or nowhere.
+        where, _ = self.spaces.find(_packed_of(packed, left))
+        elsewhere: dict[int, list[int]] = {}
+        for at, space in zip(left, where, strict=True):
+            if space is not None:
+                elsewhere.setdefault(space.size, []).append(at)
+        for size, some in elsewhere.items():
+            if size:
+                wait_s = self._limits.read_s
+                self._read_exact(self.spaces.exact[size], keys, packed, some, target, found, wait_s)
+            else:
+                self._read_heads(keys, some, target, found)
+        if self._away:
+            return [codes.UNAVAILABLE if code == codes.NOT_FOUND else code for code in found]
+        return found
+
+    def _read_exact(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        packed: bytes,
+        some: list[int],
+        target: Target,
+        found: list[int],
+        wait_s: float = 0.0,
+    ) -> None:
+        chosen = packed if len(some) == len(keys) else _packed_of(packed, some)
+        lease = self._client.acquire_each(space.ns, chosen, lease_s=LEASE_S, wait_s=wait_s)
+        if lease is None:
+            return
+        size = space.size
+        done: list[int] = []
+        with lease:
+            slots = lease.slots[0]
+            table, fd, stride = slots.table, slots.fd, slots.stride
+            rows = slots.rows
+            labels = [_label(_WHOLE, keys[at], size) for at in some]
+            if len(some) == 1:
+                row = int(rows[0])
+                if row == NO_ROW or table[row, size : size + LABEL_BYTES].tobytes() != labels[0]:
+                    return
+                good = [0]
+            else:
+                here = np.flatnonzero(rows != NO_ROW)
+                wanted = np.frombuffer(b"".join(labels), np.uint8).reshape(-1, LABEL_BYTES)
+                same = table[rows[here], size : size + LABEL_BYTES] == wanted[here]
+                good = here[same.all(axis=1)].tolist()
+            listed = rows.tolist()
+            for number in good:
+                at, row = some[number], listed[number]
+                pieces = target(at, size)
+                if isinstance(pieces, int):
+                    found[at] = pieces
+                    continue
+                try:
+                    pieces.read(table[row, :size], fd, row * stride)
+                except BadAddressError:
+                    found[at] = codes.INVALID
+                else:
+                    found[at] = size
+                    done.append(at)
+            if not lease.valid:
+                for at in done:
+                    found[at] = codes.LEASE_LOST
+
+    def _read_heads(
+        self, keys: Sequence[bytes], some: list[int], target: Target, found: list[int]
+    ) -> None:
+        for at, head in zip(some, self._heads([keys[at] for at in some]), strict=True):
+            if head is None:
+                continue
+            pieces = target(at, head.length)
+            if isinstance(pieces, int):
+                found[at] = pieces
+            elif head.inline is not None:
+                found[at] = self._read_inline(head.inline, pieces)
+            else:
+                found[at] = self._read_chunks(head, pieces)
+
+    def _read_inline(self, data: bytes, pieces: Pieces) -> int:
+        if isinstance(pieces, (Made, View)):
+            pieces.read(np.frombuffer(data, np.uint8), -1, 0)
+            return len(data)
+        fd = os.memfd_create("kvpool-small-object", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, data)
+            pieces.read(np.frombuffer(data, np.uint8), fd, 0)
+        except BadAddressError:
+            return codes.INVALID
+        finally:
+            os.close(fd)
+        return len(data)
+
+    def _read_chunks(self, head: Head, pieces: Pieces) -> int:
+        chunks = _chunks_of(head.length)
+        names = _chunk_keys(head.name, len(chunks))
+        for rung, numbers in _by_rung(chunks).items():
+            packed = b"".join([names[number] for number in numbers])
+            lease = self._client.acquire_each(
+                self.spaces.chunks(rung), packed, lease_s=LEASE_S, wait_s=self._limits.read_s
+            )
+            if lease is None:
+                return codes.NOT_FOUND
+            with lease:
+                slots = lease.slots[0]
+                table, fd, stride = slots.table, slots.fd, slots.stride
+                for number, row in zip(numbers, slots.rows.tolist(), strict=True):
+                    start, end = chunks[number]
+                    label = _label(_CHUNK, head.name + number.to_bytes(8, "little"), end - start)
+                    if row == NO_ROW or table[row, rung : rung + LABEL_BYTES].tobytes() != label:
+                        return codes.NOT_FOUND
+                    try:
+                        part = pieces.cut(start, end) if len(chunks) > 1 else pieces
+                        part.read(table[row, : end - start], fd, row * stride)
+                    except BadAddressError:
+                        return codes.INVALID
+                if not lease.valid:
+                    return codes.LEASE_LOST
+        return head.length
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        objects: Sequence[Pieces],
+        *,
+        replicas: int = 0,
+        pin: str = "",
+    ) -> list[int]:
+        """Store objects; `OK` for each that is stored then, by this put or before, else a code."""
+        found = [codes.OK] * len(keys)
+        try:
+            where, _ = self.spaces.find(self.packed(keys))
+            missing = [at for at, space in enumerate(where) if space is None]
+            if missing and self._away:
+                return [codes.UNAVAILABLE] * len(keys)
+            self._put_missing(keys, objects, missing, found, replicas, pin)
+        except KvpoolError as error:
+            logger.warning("a put of %d objects failed: %s", len(keys), error)
+            return [codes.code_of(error)] * len(keys)
+        return found
+
+    def replace(
+        self,
+        keys: Sequence[bytes],
+        objects: Sequence[Pieces],
+        *,
+        replicas: int = 0,
+        pin: str = "",
+    ) -> list[int]:
+        """Store objects in place of those of the same keys; `OK`, or a code."""
+        found = [codes.OK] * len(keys)
+        try:
+            last = {key: at for at, key in enumerate(keys)}
+            where, _ = self.spaces.find(self.packed(keys))
+            if any(space is None for space in where) and self._away:
+                return [codes.UNAVAILABLE] * len(keys)
+            old = [at for at in last.values() if where[at] is not None]
+            new = [at for at in last.values() if where[at] is None]
+            if old:
+                space = self.spaces.for_heads()
+                self.spaces.make_known(space)
+                self._put_heads(space, keys, objects, old, found, replicas, pin, where)
+            self._put_missing(keys, objects, new, found, replicas, pin)
+            found = [found[last[key]] for key in keys]
+        except KvpoolError as error:
+            logger.warning("an upsert of %d objects failed: %s", len(keys), error)
+            return [codes.code_of(error)] * len(keys)
+        return found
+
+    def _put_missing(
+        self,
+        keys: Sequence[bytes],
+        objects: Sequence[Pieces],
+        missing: list[int],
+        found: list[int],
+        replicas: int,
+        pin: str,
+    ) -> None:
+        groups: dict[int, list[int]] = {}
+        first: dict[bytes, int] = {}
+        again: list[int] = []
+        for at in missing:
+            if first.setdefault(keys[at], at) == at:
+                groups.setdefault(objects[at].nbytes, []).append(at)
+            else:
+                again.append(at)
+        in_heads: list[int] = []
+        for size, some in groups.items():
+            space = self.spaces.space_for(size, len(some))
+            if space.size:
+                self.spaces.make_known(space)
+                self._put_exact(space, keys, objects, some, found, replicas, pin)
+            else:
+                in_heads += some
+        if in_heads:
+            space = self.spaces.for_heads()
+            self.spaces.make_known(space)
+            self._put_heads(space, keys, objects, in_heads, found, replicas, pin)
+        for at in again:
+            found[at] = found[first[keys[at]]]
+
+    def _put_exact(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        objects: Sequence[Pieces],
+        some: list[int],
+        found: list[int],
+        replicas: int,
+        pin: str,
+    ) -> None:
+        size = space.size
+        packed = self.packed([keys[at] for at in some])
+        views = [piece.bytes for at in some if isinstance(piece := objects[at], View)]
+        if len(views) == len(some) and size * len(some) <= TOGETHER_BYTES:
+            blocks = [
+                [view, np.frombuffer(_label(_WHOLE, keys[at], size), np.uint8)]
+                for at, view in zip(some, views, strict=True)
+            ]
+            self._put_each(space.ns, packed, blocks, some, found, replicas, pin)
+            return
+
+        def fill(number: int, slot: Bytes1D, fd: int, at: int) -> None:
+            index = some[number]
+            objects[index].write(slot[:size], fd, at)
+            slot[size:] = np.frombuffer(_label(_WHOLE, keys[index], size), np.uint8)
+
+        for at, code in zip(some, self._store(space.ns, packed, fill, replicas, pin), strict=True):
+            found[at] = code
+
+    def _put_each(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        blocks: list[list[Bytes1D]],
+        some: list[int],
+        found: list[int],
+        replicas: int,
+        pin: str,
+    ) -> None:
+        """Blocks that this process holds, in one request."""
+        stored = self._client.put_each(ns, packed, blocks, replicas=replicas)
+        for at, is_stored in zip(some, stored.tolist(), strict=True):
+            found[at] = codes.OK if is_stored else codes.NO_SPACE
+        if pin:
+            self._pin(ns, packed, pin)
+
+    def _put_heads(
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        objects: Sequence[Pieces],
+        some: list[int],
+        found: list[int],
+        replicas: int,
+        pin: str,
+        where: Sequence[Space | None] = (),
+    ) -> None:
+        """where: what they take the place of is; it is removed once their chunks are stored."""
+        names = {at: secrets.token_bytes(_NAME_BYTES) for at in some}
+        for at in some:
+            if objects[at].nbytes > INLINE_BYTES_MAX:
+                found[at] = self._put_chunks(names[at], objects[at], replicas, pin)
+        ready = [at for at in some if found[at] == codes.OK]
+
+        def fill(number: int, slot: Bytes1D, fd: int, at: int) -> None:
+            index = ready[number]
+            pieces = objects[index]
+            size = pieces.nbytes
+            kind = _CHUNKED if size > INLINE_BYTES_MAX else _INLINE
+            slot[:LABEL_BYTES] = np.frombuffer(_label(kind, keys[index], size), np.uint8)
+            if kind == _INLINE:
+                end = LABEL_BYTES + size
+                pieces.write(slot[LABEL_BYTES:end], fd, at + LABEL_BYTES)
+            else:
+                end = LABEL_BYTES + _NAME_BYTES
+                slot[LABEL_BYTES:end] = np.frombuffer(names[index], np.uint8)
+            slot[end:] = 0
+
+        if not ready:
+            return
+        if where:
+            self._remove_found(keys, where, ready)
+        packed = self.packed([keys[at] for at in ready])
+        stored = self._store(space.ns, packed, fill, replicas, pin)
+        for at, code in zip(ready, stored, strict=True):
+            found[at] = code
+            if code != codes.OK and objects[at].nbytes > INLINE_BYTES_MAX:
+                self._drop([Head(objects[at].nbytes, None, names[at])])
+
+    def _put_chunks(self, name: bytes, pieces: Pieces, replicas: int, pin: str) -> int:
+        chunks = _chunks_of(pieces.nbytes)
+        keys = _chunk_keys(name, len(chunks))
+        for rung, numbers in _by_rung(chunks).items():
+
+            def fill(
+                number: int,
+                slot: Bytes1D,
+                fd: int,
+                at: int,
+                rung: int = rung,
+                numbers: list[int] = numbers,
+            ) -> None:
+                start, end = chunks[numbers[number]]
+                part = pieces.cut(start, end) if len(chunks) > 1 else pieces
+                part.write(slot[: end - start], fd, at)
+                slot[end - start : rung] = 0
+                label = _label(_CHUNK, name + numbers[number].to_bytes(8, "little"), end - start)
+                slot[rung:] = np.frombuffer(label, np.uint8)
+
+            packed = b"".join([keys[number] for number in numbers])
+            stored = self._store(self.spaces.chunks(rung), packed, fill, replicas, pin)
+            failed = next((code for code in stored if code != codes.OK), None)
+            if failed is not None:
+                self._drop([Head(pieces.nbytes, None, name)])
+                return failed
+        return codes.OK
+
+    def _store(
+        self, ns: Namespace, packed: bytes, fill: Fill, replicas: int, pin: str
+    ) -> list[int]:
+        """Store blocks that are independent of each other. `OK` for each that is there then."""
+        n = len(packed) // KEY_BYTES
+        found = [codes.OK] * n
+        left = self._store_together(ns, packed, list(range(n)), fill, replicas, found)
+        for at in left:
+            # There is no space for all of them: as many as there is space for.
+            self._store_together(ns, _packed_of(packed, [at]), [at], fill, replicas, found)
+        if pin:
+            self._pin(ns, packed, pin)
+        return found
+
+    def _store_together(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        some: list[int],
+        fill: Fill,
+        replicas: int,
+        found: list[int],
+    ) -> list[int]:
+        """All of them, and sets their codes; or those to be tried one by one."""
+        try:
+            [reservation] = self._client.reserve_parts(ns, packed, [0], NO_PARENT * len(some))
+        except PoolFull:
+            refused = True
+        else:
+            refused = reservation.refused > 0
+        if refused:
+            for at in some:
+                found[at] = codes.NO_SPACE
+            return some if len(some) > 1 else []
+        bad: list[int] = []
+        with reservation:
+            slots = reservation.slots
+            table, fd, stride, nbytes = slots.table, slots.fd, slots.stride, slots.nbytes
+            for number, row in zip(reservation.missing.tolist(), slots.rows.tolist(), strict=True):
+                try:
+                    fill(some[number], table[row, :nbytes], fd, row * stride)
+                except BadAddressError:
+                    found[some[number]] = codes.INVALID
+                    bad.append(number)
+            if not bad:
+                self._client.commit_parts([reservation], replicas=replicas)
+                for at in some:
+                    found[at] = codes.OK
+                return []
+        # A slot that was not filled is not committed, and with it none of its reservation.
+        return [at for number, at in enumerate(some) if number not in set(bad)]
+
+    def _pin(self, ns: Namespace, packed: bytes, pin: str) -> None:
+        try:
+            self._client.pin(ns, packed, pin)
+        except KvpoolError as error:
+            logger.warning("objects are stored without their %s pin: %s", pin, error)
+
+    # ---- removing ------------------------------------------------------------------------------------
+
+    def remove(self, keys: Sequence[bytes]) -> list[int]:
+        """From all nodes; `OK`, `NOT_FOUND`, or `UNAVAILABLE` where a node may have kept it."""
+        if not keys:
+            return []
+        try:
+            if len(keys) == 1 and self._removed_from_first(keys):
+                return [codes.OK]
+            where, _ = self.spaces.find(self.packed(keys))
+            if any(space is None for space in where) and self._away:
+                return [codes.UNAVAILABLE] * len(keys)
+            there = [at for at, space in enumerate(where) if space is not None]
+            self._remove_found(keys, where, there)
+        except KvpoolError as error:
+            logger.warning("a removal of %d objects failed: %s", len(keys), error)
+            return [codes.code_of(error)] * len(keys)
+        return [codes.NOT_FOUND if space is None else codes.OK for space in where]
+
+    def _removed_from_first(self, keys: Sequence[bytes]) -> bool:
+        """Mostly a key is there: to look first costs as much as the removal itself."""
+        space = self.spaces.first
+        if space is None or not space.size:
+            return False
+        return self._client.remove(space.ns, self.packed(keys), others_s=self._others_s) > 0
+
+    def _remove_found(
+        self, keys: Sequence[bytes], where: Sequence[Space | None], some: Iterable[int]
+    ) -> None:
+        """Raises `KvpoolError` if a node did not answer."""
+        groups: dict[int, tuple[Space, list[bytes]]] = {}
+        for at in some:
+            space = where[at]
+            assert space is not None
+            groups.setdefault(space.size, (space, []))[1].append(keys[at])
+        for size, (space, listed) in groups.items():
+            heads = [] if size else self._heads(listed)
+            self._client.remove(space.ns, self.packed(listed), others_s=self._others_s)
+            self._drop(heads)
+
+    @property
+    def _others_s(self) -> float:
+        return 0.0 if self.spaces.alone else self._limits.others_s
+
+    def _drop(self, heads: Iterable[Head | None]) -> None:
+        """Chunks that no head leads to any more: removed together, or evicted if this process ends before."""
+        with self._lock:
+            self._dropped += [head for head in heads if head is not None and head.inline is None]
+            if (
+                len(self._dropped) < DROPPED_MAX
+                and sum(head.length for head in self._dropped) < DROPPED_BYTES_MAX
+            ):
+                return
+            dropped, self._dropped = self._dropped, []
+        keys: dict[int, list[bytes]] = {}
+        for head in dropped:
+            chunks = _chunks_of(head.length)
+            names = _chunk_keys(head.name, len(chunks))
+            for rung, numbers in _by_rung(chunks).items():
+                keys.setdefault(rung, []).extend(names[number] for number in numbers)
+        for rung, listed in keys.items():
+            try:
+                self._client.remove(self.spaces.chunks(rung), b"".join(listed))
+            except KvpoolError as error:
+                logger.info("chunks of removed objects stay until they are evicted: %s", error)
+
+    def clear(self) -> int:
+        """Remove all objects of the tenant, from all nodes; how many this node had. Raises `KvpoolError`."""
+        self.spaces.look()
+        tenants = self._client.stats().tenants
+        held = {
+            digest: sum(stats.blocks)
+            for tenant in tenants.values()
+            for digest, stats in tenant.namespaces.items()
+        }
+        gone = 0
+        for space in self.spaces.all:
+            gone += held.get(space.ns.digest.hex(), 0) - self.spaces.marks_in(space)
+        for ns in self.spaces.everything:
+            if ns.digest.hex() in held:
+                self._client.clear_namespace(ns)
+        self.spaces.put_marks()
+        return max(gone, 0)
+
+
+def _packed_of(packed: bytes, indices: Sequence[int]) -> bytes:
+    return b"".join([packed[KEY_BYTES * at : KEY_BYTES * at + KEY_BYTES] for at in indices])
+
+
+def _head_of(key: bytes, block: bytes) -> Head | None:
+    """None: it is not there, or another key's."""
+    if len(block) < HEAD_BYTES:
+        return None
+    magic, kind, _, _, length = _HEAD.unpack_from(block)
+    if magic != _MAGIC or block[:LABEL_BYTES] != _label(kind, key, length):
+        return None
+    body = block[LABEL_BYTES:]
+    if kind == _INLINE and length <= INLINE_BYTES_MAX:
+        return Head(length, body[:length], b"")
+    if kind == _CHUNKED and length <= OBJECT_BYTES_MAX:
+        return Head(length, None, body[:_NAME_BYTES])
+    return None

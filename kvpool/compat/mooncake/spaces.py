@@ -1,0 +1,321 @@
+"""The namespaces that hold a tenant's objects, and how processes find out which there are.
+
+    exact      objects of one size, each a block of that size and its label: one namespace for each of the first
+               `EXACT_MAX` sizes that come often. KV pages have one or two sizes
+    heads      all other objects: a block each, with the object itself if it is small, else with the name of its chunks
+    chunks     their bytes, in blocks of a ladder of sizes
+    catalog    which sizes have a namespace
+
+An object is looked for in all exact namespaces and among the heads: where only one of these is used, a lookup is one
+request.
+
+The catalog is a set that only grows. A size is written into it as the presence of `DEPTH` blocks, one for each of its
+digits and those before it, so that two nodes that add sizes at a time cannot overwrite each other's. Who has added one
+puts *marks* into all namespaces: block k of a namespace says that there are at least k. A lookup asks for the next mark
+beside its keys, and so hears of a new namespace with its first miss. Marks may be lost, like all blocks, so a
+process that misses looks into the catalog every `LOOK_S` too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvpool.client import Client, Presence
+from kvpool.errors import KvpoolError, LimitExceeded
+from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = 1
+"""Of the blocks. Processes with another one do not see each other's objects."""
+LABEL_BYTES = 256
+HEAD_BYTES = 1024
+INLINE_BYTES_MAX = HEAD_BYTES - LABEL_BYTES
+EXACT_MAX = 6
+EXACT_BYTES_MAX = 4 << 20
+OFTEN = 4
+"""A size that one process has put so often, or twice in one call, comes often."""
+CHUNK_BYTES = 4 << 20
+LADDER_FACTOR = 1.25
+LADDER_FIRST = 1024
+SIZES_COUNTED_MAX = 4096
+LOOK_S = 1.0
+LOOKUP_S = 0.05
+"""How long a lookup waits for what other nodes know."""
+
+_DIGIT_BITS, DEPTH = 6, 4
+_HEADS = 0  # the catalog's number for the heads
+_CATALOG_BYTES = 64
+
+
+def _ladder() -> list[int]:
+    rungs = [LADDER_FIRST]
+    while rungs[-1] < CHUNK_BYTES:
+        rungs.append(min(-(-int(rungs[-1] * LADDER_FACTOR) // 64) * 64, CHUNK_BYTES))
+    return rungs
+
+
+LADDER = _ladder()
+"""Sizes of chunks' blocks, their labels left out."""
+
+
+class Space:
+    """A namespace that is looked into by an object's key.
+
+    size: of its objects, or 0 for heads. known_at: the incarnation of the daemon that has it in the catalog from here.
+    """
+
+    __slots__ = ("known_at", "ns", "size")
+
+    def __init__(self, ns: Namespace, size: int) -> None:
+        self.ns = ns
+        self.size = size
+        self.known_at = ""
+
+
+class Spaces:
+    """The namespaces of one tenant of the facade, as far as this process knows. Thread-safe.
+
+    now: seconds, monotonic.
+    """
+
+    def __init__(
+        self, client: Client, tenant_id: str, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client = client
+        self._tenant_id = tenant_id
+        self._now = now
+        self._lock = threading.Lock()
+        self._catalog = self._open("catalog", _CATALOG_BYTES)
+        self._chunks: dict[int, Namespace] = {}
+        self._seen: Counter[int] = Counter()
+        self._looked_at = -LOOK_S
+        self._asked_alone, self._alone = "", False
+        self.exact: dict[int, Space] = {}
+        self.heads: Space | None = None
+        self.all: list[Space] = []
+        """In the order in which they are asked. Replaced, never changed."""
+
+    def _open(self, kind: str, nbytes: int) -> Namespace:
+        record = NamespaceRecord(
+            fields={
+                "facade": "mooncake",
+                "layout": LAYOUT,
+                "tenant_id": self._tenant_id,
+                "blocks": kind,
+                "block_bytes": nbytes,
+            },
+            parts=(PartSpec(nbytes=nbytes),),
+        )
+        return self._client.open(record)
+
+    def chunks(self, rung: int) -> Namespace:
+        """For chunks of one rung of the ladder."""
+        with self._lock:
+            ns = self._chunks.get(rung)
+            if ns is None:
+                ns = self._chunks[rung] = self._open("chunks", rung + LABEL_BYTES)
+        return ns
+
+    @property
+    def first(self) -> Space | None:
+        """The namespace where something was found last."""
+        return self.all[0] if self.all else None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the node belongs to no cluster: then there are no others to ask. Raises `KvpoolError`."""
+        if not self._asked_alone or self._asked_alone != self._client.incarnation:
+            stats = self._client.stats()
+            self._alone = not stats.cluster.cluster
+            self._asked_alone = stats.incarnation
+        return self._alone
+
+    @property
+    def everything(self) -> list[Namespace]:
+        """Of all that may hold bytes of objects."""
+        return [space.ns for space in self.all] + [self.chunks(rung) for rung in LADDER]
+
+    # ---- lookups -------------------------------------------------------------------------------------
+
+    def find(self, packed: bytes) -> tuple[list[Space | None], npt.NDArray[np.uint8]]:
+        """For each key the namespace that has it, and how near its nearest replica is (`Presence`)."""
+        n = len(packed) // KEY_BYTES
+        where: list[Space | None] = [None] * n
+        nearest = np.zeros(n, np.uint8)
+        asked: set[int] = set()
+        left = list(range(n))
+        looked = False
+        while left:
+            space = next((space for space in self.all if space.size not in asked), None)
+            if space is None:
+                if looked or not self._look_again():
+                    break
+                looked = True
+                continue
+            asked.add(space.size)
+            keys = packed if len(left) == n else _chosen(packed, left)
+            count = len(self.all)
+            last = len(asked) >= count
+            if last:  # otherwise the next one is asked
+                keys += _mark(count + 1)
+            found = self._client.present(space.ns, keys, wait_s=LOOKUP_S)
+            here = found[: len(left)]
+            if here.all():
+                left_now: list[int] = []
+            else:
+                left_now = [left[at] for at in np.flatnonzero(here == Presence.NOWHERE).tolist()]
+            if len(left_now) < len(left):
+                for at in np.flatnonzero(here).tolist():
+                    where[left[at]] = space
+                    nearest[left[at]] = here[at]
+                self._first(space)
+            left = left_now
+            if left and last and found[-1]:
+                self.look()
+        return where, nearest
+
+    def _first(self, space: Space) -> None:
+        """Ask the namespace where something was found first, next time."""
+        if self.all[0] is not space:
+            with self._lock:
+                self.all = [space, *(other for other in self.all if other is not space)]
+
+    def _look_again(self) -> bool:
+        """Whether the catalog had something new, if it is time to look."""
+        if self.all and self._now() - self._looked_at < LOOK_S:
+            return False
+        return self.look()
+
+    def look(self) -> bool:
+        """Read the catalog; whether it has namespaces that this process did not know."""
+        self._looked_at = self._now()
+        prefixes = [0]
+        for level in range(DEPTH):
+            codes = [
+                prefix << _DIGIT_BITS | d for prefix in prefixes for d in range(1 << _DIGIT_BITS)
+            ]
+            keys = b"".join([_catalog_key(level, code) for code in codes])
+            found = self._client.present(self._catalog, keys, wait_s=LOOKUP_S)
+            prefixes = [codes[at] for at in np.flatnonzero(found).tolist()]
+            if not prefixes:
+                return False
+        return sum([self._learn(size) is not None for size in prefixes]) > 0
+
+    def _learn(self, size: int) -> Space | None:
+        """The namespace, if it is new to this process."""
+        with self._lock:
+            if any(space.size == size for space in self.all):
+                return None
+            if size == _HEADS:
+                space = self.heads = Space(self._open("heads", HEAD_BYTES), size)
+            else:
+                space = Space(self._open("exact", size + LABEL_BYTES), size)
+                self.exact = {**self.exact, size: space}
+            self.all = [*self.all, space]
+            return space
+
+    # ---- for puts ------------------------------------------------------------------------------------
+
+    def space_for(self, size: int, count: int) -> Space:
+        """Where to put `count` objects of this size. Raises `KvpoolError`."""
+        space = self.exact.get(size)
+        if space is None and self._often(size, count) and len(self.exact) < EXACT_MAX:
+            space = self._add(size)
+        return space if space is not None else self.for_heads()
+
+    def for_heads(self) -> Space:
+        """Raises `KvpoolError`."""
+        return self.heads or self._add(_HEADS)
+
+    def _often(self, size: int, count: int) -> bool:
+        if not INLINE_BYTES_MAX < size <= EXACT_BYTES_MAX:
+            return False
+        with self._lock:
+            if len(self._seen) > SIZES_COUNTED_MAX:
+                self._seen.clear()
+            self._seen[size] += count
+            return count > 1 or self._seen[size] >= OFTEN
+
+    def _add(self, size: int) -> Space:
+        self.look()  # others may have added some
+        space = self._learn(size)
+        if space is None:
+            space = next(space for space in self.all if space.size == size)
+        self.make_known(space)
+        return space
+
+    def make_known(self, space: Space) -> None:
+        """Before a put: enter the namespace into the catalog from this node, once in each life of its daemon.
+
+        Raises `KvpoolError`.
+        """
+        if space.known_at and space.known_at == self._client.incarnation:
+            return
+        keys = b"".join(
+            [
+                _catalog_key(level, space.size >> _DIGIT_BITS * (DEPTH - 1 - level))
+                for level in range(DEPTH)
+            ]
+        )
+        self._put_zeros(self._catalog, keys, _CATALOG_BYTES)
+        self.put_marks()
+        space.known_at = self._client.incarnation
+
+    def put_marks(self) -> None:
+        """Raises `KvpoolError`."""
+        spaces = self.all
+        marks = b"".join([_mark(count) for count in range(2, len(spaces) + 1)])
+        for space in spaces if marks else ():
+            self._put_zeros(space.ns, marks, (space.size or HEAD_BYTES - LABEL_BYTES) + LABEL_BYTES)
+
+    def _put_zeros(self, ns: Namespace, keys: bytes, nbytes: int) -> None:
+        block = np.zeros(nbytes, np.uint8)
+        self._client.put_each(ns, keys, [block] * (len(keys) // KEY_BYTES))
+        try:
+            self._client.pin(ns, keys, "soft")
+        except LimitExceeded:
+            pass  # evicted sooner, and then the catalog is looked into
+
+    def marks_in(self, space: Space) -> int:
+        """How many of its blocks are marks."""
+        marks = b"".join([_mark(count) for count in range(2, len(self.all) + 1)])
+        return int(np.count_nonzero(self._client.contains(space.ns, marks))) if marks else 0
+
+
+def _chosen(packed: bytes, indices: list[int]) -> bytes:
+    return b"".join([packed[KEY_BYTES * at : KEY_BYTES * at + KEY_BYTES] for at in indices])
+
+
+def _mark(count: int) -> bytes:
+    return xxhash.xxh3_128_digest(b"kvpool mooncake mark", count)
+
+
+def _catalog_key(level: int, code: int) -> bytes:
+    return xxhash.xxh3_128_digest(b"kvpool mooncake size", level << 32 | code)
+
+
+def rung_for(nbytes: int) -> int:
+    """The smallest rung of the ladder that takes a chunk."""
+    return next(rung for rung in LADDER if rung >= nbytes)
+
+
+__all__ = [
+    "CHUNK_BYTES",
+    "HEAD_BYTES",
+    "INLINE_BYTES_MAX",
+    "LABEL_BYTES",
+    "LADDER",
+    "KvpoolError",
+    "Space",
+    "Spaces",
+    "rung_for",
+]
