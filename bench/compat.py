@@ -58,8 +58,9 @@ def expect(got: Any, wanted: Any, what: str) -> None:
 class Caller:
     """One store, and the calls that are timed. Keys are fresh for each put, and what is read was put last."""
 
-    def __init__(self, store: Any, size: int, tag: str) -> None:
+    def __init__(self, store: Any, size: int, tag: str, config: Any = None) -> None:
         self.store = store
+        self._config = () if config is None else (config,)
         self.size = size
         self._numbers = itertools.count()
         self._tag = tag
@@ -79,7 +80,11 @@ class Caller:
         self.target_pieces = [[at + step * i for i in range(PIECES)] for at in self.targets]
         self.keys = self.fresh()
         self.victims: list[str] = []
-        expect(store.batch_put_from(self.keys, self.sources, self.sizes), [0] * BATCH, "put")
+        expect(
+            store.batch_put_from(self.keys, self.sources, self.sizes, *self._config),
+            [0] * BATCH,
+            "put",
+        )
 
     def fresh(self, count: int = BATCH) -> list[str]:
         serial = next(self._numbers)
@@ -92,7 +97,11 @@ class Caller:
     def make_room(self) -> None:
         """Before a turn of puts, outside the clock: what was put before is not needed."""
         self.store.remove_all(True)
-        expect(self.store.batch_put_from(self.keys, self.sources, self.sizes), [0] * BATCH, "put")
+        expect(
+            self.store.batch_put_from(self.keys, self.sources, self.sizes, *self._config),
+            [0] * BATCH,
+            "put",
+        )
 
     # ---- the calls -----------------------------------------------------------------------------------
 
@@ -111,7 +120,7 @@ class Caller:
         expect(self.store.put_batch(self.fresh(), self.values), 0, "put_batch")
 
     def batch_put_from(self) -> None:
-        got = self.store.batch_put_from(self.fresh(), self.sources, self.sizes)
+        got = self.store.batch_put_from(self.fresh(), self.sources, self.sizes, *self._config)
         expect(got, [0] * BATCH, "batch_put_from")
 
     def batch_put_from_multi_buffers(self) -> None:
@@ -268,6 +277,15 @@ def own_segment(report: Report, rounds: int, name: str, ours: Caller, own: Calle
         )
 
 
+def here(store: Any) -> Any:
+    """A configuration that has the peer store in this process's segment."""
+    from mooncake.store import ReplicateConfig
+
+    config = ReplicateConfig()
+    config.preferred_segment = store.get_hostname()
+    return config
+
+
 def mixed(report: Report, rounds: int, pool: Callable[[str], Any], peer: Any) -> None:
     """Lookups where a tenant has objects of several sizes: each namespace may have to be asked."""
     store = pool("mixed")
@@ -354,7 +372,9 @@ def run(report: Report, rounds: int, folder: Path, only: str) -> None:
             for name, size in SIZES.items():
                 if only in f"own {name}":
                     ours = Caller(pool(f"own {name}"), size, name)
-                    own_segment(report, rounds, name, ours, Caller(own, size, f"own-{name}"))
+                    own_segment(
+                        report, rounds, name, ours, Caller(own, size, f"own-{name}", here(own))
+                    )
     for name, ratio in gets.items():
         report.check(
             f"compat_get_{name}_vs_peer", ratio, at_least=BOUNDS[f"compat_get_{name}_vs_peer"]

@@ -58,6 +58,7 @@ _MAGIC = b"kvpM"
 _WHOLE, _INLINE, _CHUNKED, _CHUNK = range(4)
 _KEY_BYTES_MAX = LABEL_BYTES - _HEAD.size
 _NAME_BYTES = 16
+_ZEROS = np.zeros(CHUNK_BYTES, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,28 @@ def _label(kind: int, key: bytes, length: int) -> bytes:
     if long:
         key = hashlib.sha256(key).digest()
     return _HEAD.pack(_MAGIC, kind, long, len(key), length) + key.ljust(_KEY_BYTES_MAX, b"\0")
+
+
+def _view(data: bytes) -> View:
+    return View(np.frombuffer(data, np.uint8))
+
+
+def _write(block: Sequence[Pieces], slot: Bytes1D, fd: int, at: int) -> None:
+    """A block's pieces one after the other. Raises `BadAddressError`."""
+    start = 0
+    for piece in block:
+        end = start + piece.nbytes
+        if end > start:
+            piece.write(slot[start:end], fd, at + start)
+        start = end
+
+
+def _same_length(one: Sequence[object], other: Sequence[object]) -> bool:
+    return len(one) == len(other)
+
+
+def _chunk_label(name: bytes, number: int, length: int) -> bytes:
+    return _label(_CHUNK, name + number.to_bytes(8, "little"), length)
 
 
 def _chunks_of(length: int) -> list[tuple[int, int]]:
@@ -103,8 +126,21 @@ class Head:
     name: bytes
 
 
-Fill = Callable[[int, Bytes1D, int, int], None]
-"""Write block i into its slot, which begins at a place of a memfd."""
+@dataclass
+class Old:
+    """What is stored under some keys: in which namespace, and the heads that could be read, by the keys' places."""
+
+    where: list[Space | None]
+    heads: dict[int, Head]
+
+
+@dataclass(frozen=True)
+class How:
+    """replicas: 0 for one. pin: "hard", "soft" or empty."""
+
+    replicas: int = 0
+    pin: str = ""
+
 
 Target = Callable[[int, int], "Pieces | int"]
 """Where to read object i, of so many bytes, or the code that it gets instead."""
@@ -119,6 +155,8 @@ class Objects:
         self._seed = xxhash.xxh3_64_intdigest(tenant_id.encode())
         self._lock = threading.Lock()
         self._dropped: list[Head] = []
+        self._replacing = False  # whether the last keys to be replaced or removed had heads
+        self._missing = False  # whether the last read found nothing
         self.spaces = Spaces(client, tenant_id)
 
     def _hashed(self, key: bytes) -> bytes:
@@ -137,7 +175,9 @@ class Objects:
 
     def exist(self, keys: Sequence[bytes]) -> list[bool] | None:
         """For each key, whether it could be read; None: the daemon does not answer."""
-        where, _ = self.spaces.find(self.packed(keys))
+        where, nearest = self.spaces.find(self.packed(keys))
+        if 0 not in nearest and self.spaces.heads is None:
+            return [True] * len(keys)
         found = [space is not None for space in where]
         in_heads = [at for at, space in enumerate(where) if space is not None and not space.size]
         if in_heads:
@@ -152,13 +192,14 @@ class Objects:
         """For each key the object's length, or -1, and its `Presence`; None: the daemon does not answer."""
         where, nearest = self.spaces.find(self.packed(keys))
         found = [
-            (-1, 0) if space is None else (space.size, int(near))
+            (-1, 0) if space is None else (space.size, near)
             for space, near in zip(where, nearest, strict=True)
         ]
         in_heads = [at for at, (size, _) in enumerate(found) if size == 0]
-        heads = self._heads([keys[at] for at in in_heads])
-        for at, head in zip(in_heads, heads, strict=True):
-            found[at] = (-1, 0) if head is None else (head.length, found[at][1])
+        if in_heads:
+            heads = self._heads([keys[at] for at in in_heads])
+            for at, head in zip(in_heads, heads, strict=True):
+                found[at] = (-1, 0) if head is None else (head.length, found[at][1])
         if any(size < 0 for size, _ in found) and self._away:
             return None
         return found
@@ -183,15 +224,15 @@ class Objects:
                 whole[at] &= near != Presence.NOWHERE
         return whole
 
-    def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
-        """Those that are here, or come in time."""
+    def _heads(self, keys: Sequence[bytes], *, wait: bool = True) -> list[Head | None]:
+        """Those that are in memory here, or, with `wait`, come in time."""
         found: list[Head | None] = [None] * len(keys)
         space = self.spaces.heads
         if space is None or not keys:
             return found
         packed = self.packed(keys)
         lease = self._client.acquire_each(space.ns, packed, lease_s=LEASE_S)
-        if lease is None or lease.blocks < len(keys):
+        if wait and (lease is None or lease.blocks < len(keys)):
             if lease is not None:
                 lease.release()
             lease = self._client.acquire_each(
@@ -223,7 +264,8 @@ class Objects:
         left = list(range(n))
         exact, first = self.spaces.exact, self.spaces.first
         groups: dict[int, list[int]] = {}
-        for at in left:
+        # After a read that found nothing, ask before reading: nothing again is then one request.
+        for at in () if self._missing else left:
             hint = hints[at] if hints[at] in exact else first.size if first is not None else 0
             if hint:
                 groups.setdefault(hint, []).append(at)
@@ -244,6 +286,7 @@ class Objects:
                 self._read_exact(self.spaces.exact[size], keys, packed, some, target, found, wait_s)
             else:
                 self._read_heads(keys, some, target, found)
+        self._missing = not elsewhere and len(left) == n
         if self._away:
             return [codes.UNAVAILABLE if code == codes.NOT_FOUND else code for code in found]
         return found
@@ -340,7 +383,7 @@ class Objects:
                 table, fd, stride = slots.table, slots.fd, slots.stride
                 for number, row in zip(numbers, slots.rows.tolist(), strict=True):
                     start, end = chunks[number]
-                    label = _label(_CHUNK, head.name + number.to_bytes(8, "little"), end - start)
+                    label = _chunk_label(head.name, number, end - start)
                     if row == NO_ROW or table[row, rung : rung + LABEL_BYTES].tobytes() != label:
                         return codes.NOT_FOUND
                     try:
@@ -358,9 +401,7 @@ class Objects:
         self,
         keys: Sequence[bytes],
         objects: Sequence[Pieces],
-        *,
-        replicas: int = 0,
-        pin: str = "",
+        how: How,
     ) -> list[int]:
         """Store objects; `OK` for each that is stored then, by this put or before, else a code."""
         found = [codes.OK] * len(keys)
@@ -369,7 +410,7 @@ class Objects:
             missing = [at for at, space in enumerate(where) if space is None]
             if missing and self._away:
                 return [codes.UNAVAILABLE] * len(keys)
-            self._put_missing(keys, objects, missing, found, replicas, pin)
+            self._put_missing(keys, objects, missing, found, how)
         except KvpoolError as error:
             logger.warning("a put of %d objects failed: %s", len(keys), error)
             return [codes.code_of(error)] * len(keys)
@@ -379,24 +420,22 @@ class Objects:
         self,
         keys: Sequence[bytes],
         objects: Sequence[Pieces],
-        *,
-        replicas: int = 0,
-        pin: str = "",
+        how: How,
     ) -> list[int]:
         """Store objects in place of those of the same keys; `OK`, or a code."""
         found = [codes.OK] * len(keys)
         try:
-            last = {key: at for at, key in enumerate(keys)}
-            where, _ = self.spaces.find(self.packed(keys))
-            if any(space is None for space in where) and self._away:
+            last = {key: at for at, key in enumerate(keys)}  # of equal keys the last one counts
+            old = self._old(keys)
+            if old is None:
                 return [codes.UNAVAILABLE] * len(keys)
-            old = [at for at in last.values() if where[at] is not None]
-            new = [at for at in last.values() if where[at] is None]
-            if old:
+            there = [at for at in last.values() if old.where[at] is not None]
+            new = [at for at in last.values() if old.where[at] is None]
+            if there:
                 space = self.spaces.for_heads()
                 self.spaces.make_known(space)
-                self._put_heads(space, keys, objects, old, found, replicas, pin, where)
-            self._put_missing(keys, objects, new, found, replicas, pin)
+                self._put_heads(space, keys, objects, there, found, how, old)
+            self._put_missing(keys, objects, new, found, how)
             found = [found[last[key]] for key in keys]
         except KvpoolError as error:
             logger.warning("an upsert of %d objects failed: %s", len(keys), error)
@@ -409,8 +448,7 @@ class Objects:
         objects: Sequence[Pieces],
         missing: list[int],
         found: list[int],
-        replicas: int,
-        pin: str,
+        how: How,
     ) -> None:
         groups: dict[int, list[int]] = {}
         first: dict[bytes, int] = {}
@@ -425,13 +463,13 @@ class Objects:
             space = self.spaces.space_for(size, len(some))
             if space.size:
                 self.spaces.make_known(space)
-                self._put_exact(space, keys, objects, some, found, replicas, pin)
+                self._put_exact(space, keys, objects, some, found, how)
             else:
                 in_heads += some
         if in_heads:
             space = self.spaces.for_heads()
             self.spaces.make_known(space)
-            self._put_heads(space, keys, objects, in_heads, found, replicas, pin)
+            self._put_heads(space, keys, objects, in_heads, found, how)
         for at in again:
             found[at] = found[first[keys[at]]]
 
@@ -442,44 +480,12 @@ class Objects:
         objects: Sequence[Pieces],
         some: list[int],
         found: list[int],
-        replicas: int,
-        pin: str,
+        how: How,
     ) -> None:
-        size = space.size
         packed = self.packed([keys[at] for at in some])
-        views = [piece.bytes for at in some if isinstance(piece := objects[at], View)]
-        if len(views) == len(some) and size * len(some) <= TOGETHER_BYTES:
-            blocks = [
-                [view, np.frombuffer(_label(_WHOLE, keys[at], size), np.uint8)]
-                for at, view in zip(some, views, strict=True)
-            ]
-            self._put_each(space.ns, packed, blocks, some, found, replicas, pin)
-            return
-
-        def fill(number: int, slot: Bytes1D, fd: int, at: int) -> None:
-            index = some[number]
-            objects[index].write(slot[:size], fd, at)
-            slot[size:] = np.frombuffer(_label(_WHOLE, keys[index], size), np.uint8)
-
-        for at, code in zip(some, self._store(space.ns, packed, fill, replicas, pin), strict=True):
+        blocks = [[objects[at], _view(_label(_WHOLE, keys[at], space.size))] for at in some]
+        for at, code in zip(some, self._store(space.ns, packed, blocks, how), strict=True):
             found[at] = code
-
-    def _put_each(
-        self,
-        ns: Namespace,
-        packed: bytes,
-        blocks: list[list[Bytes1D]],
-        some: list[int],
-        found: list[int],
-        replicas: int,
-        pin: str,
-    ) -> None:
-        """Blocks that this process holds, in one request."""
-        stored = self._client.put_each(ns, packed, blocks, replicas=replicas)
-        for at, is_stored in zip(some, stored.tolist(), strict=True):
-            found[at] = codes.OK if is_stored else codes.NO_SPACE
-        if pin:
-            self._pin(ns, packed, pin)
 
     def _put_heads(
         self,
@@ -488,82 +494,70 @@ class Objects:
         objects: Sequence[Pieces],
         some: list[int],
         found: list[int],
-        replicas: int,
-        pin: str,
-        where: Sequence[Space | None] = (),
+        how: How,
+        old: Old | None = None,
     ) -> None:
-        """where: what they take the place of is; it is removed once their chunks are stored."""
-        names = {at: secrets.token_bytes(_NAME_BYTES) for at in some}
+        """old: what they take the place of; it is removed once their chunks are stored."""
+        blocks: dict[int, list[Pieces]] = {}
+        chunked: dict[int, Head] = {}
         for at in some:
-            if objects[at].nbytes > INLINE_BYTES_MAX:
-                found[at] = self._put_chunks(names[at], objects[at], replicas, pin)
-        ready = [at for at in some if found[at] == codes.OK]
-
-        def fill(number: int, slot: Bytes1D, fd: int, at: int) -> None:
-            index = ready[number]
-            pieces = objects[index]
-            size = pieces.nbytes
-            kind = _CHUNKED if size > INLINE_BYTES_MAX else _INLINE
-            slot[:LABEL_BYTES] = np.frombuffer(_label(kind, keys[index], size), np.uint8)
-            if kind == _INLINE:
-                end = LABEL_BYTES + size
-                pieces.write(slot[LABEL_BYTES:end], fd, at + LABEL_BYTES)
-            else:
-                end = LABEL_BYTES + _NAME_BYTES
-                slot[LABEL_BYTES:end] = np.frombuffer(names[index], np.uint8)
-            slot[end:] = 0
-
-        if not ready:
+            size = objects[at].nbytes
+            if size <= INLINE_BYTES_MAX:
+                label = _view(_label(_INLINE, keys[at], size))
+                blocks[at] = [label, objects[at], View(_ZEROS[: INLINE_BYTES_MAX - size])]
+                continue
+            head = chunked[at] = Head(size, None, secrets.token_bytes(_NAME_BYTES))
+            found[at] = self._put_chunks(head, objects[at], how)
+            if found[at] == codes.OK:
+                start = _label(_CHUNKED, keys[at], size) + head.name
+                blocks[at] = [_view(start), View(_ZEROS[: HEAD_BYTES - len(start)])]
+        if not blocks:
             return
-        if where:
-            self._remove_found(keys, where, ready)
-        packed = self.packed([keys[at] for at in ready])
-        stored = self._store(space.ns, packed, fill, replicas, pin)
-        for at, code in zip(ready, stored, strict=True):
+        if old is not None:
+            self._remove_found(keys, old, list(blocks))
+        packed = self.packed([keys[at] for at in blocks])
+        stored = self._store(space.ns, packed, list(blocks.values()), how)
+        for at, code in zip(blocks, stored, strict=True):
             found[at] = code
-            if code != codes.OK and objects[at].nbytes > INLINE_BYTES_MAX:
-                self._drop([Head(objects[at].nbytes, None, names[at])])
+            if code != codes.OK and at in chunked:
+                self._drop([chunked[at]])
 
-    def _put_chunks(self, name: bytes, pieces: Pieces, replicas: int, pin: str) -> int:
-        chunks = _chunks_of(pieces.nbytes)
-        keys = _chunk_keys(name, len(chunks))
+    def _put_chunks(self, head: Head, pieces: Pieces, how: How) -> int:
+        chunks = _chunks_of(head.length)
+        keys = _chunk_keys(head.name, len(chunks))
         for rung, numbers in _by_rung(chunks).items():
-
-            def fill(
-                number: int,
-                slot: Bytes1D,
-                fd: int,
-                at: int,
-                rung: int = rung,
-                numbers: list[int] = numbers,
-            ) -> None:
-                start, end = chunks[numbers[number]]
+            blocks: list[list[Pieces]] = []
+            for number in numbers:
+                start, end = chunks[number]
                 part = pieces.cut(start, end) if len(chunks) > 1 else pieces
-                part.write(slot[: end - start], fd, at)
-                slot[end - start : rung] = 0
-                label = _label(_CHUNK, name + numbers[number].to_bytes(8, "little"), end - start)
-                slot[rung:] = np.frombuffer(label, np.uint8)
-
+                label = _view(_chunk_label(head.name, number, end - start))
+                blocks.append([part, View(_ZEROS[: rung - (end - start)]), label])
             packed = b"".join([keys[number] for number in numbers])
-            stored = self._store(self.spaces.chunks(rung), packed, fill, replicas, pin)
+            stored = self._store(self.spaces.chunks(rung), packed, blocks, how)
             failed = next((code for code in stored if code != codes.OK), None)
             if failed is not None:
-                self._drop([Head(pieces.nbytes, None, name)])
+                self._drop([head])
                 return failed
         return codes.OK
 
     def _store(
-        self, ns: Namespace, packed: bytes, fill: Fill, replicas: int, pin: str
+        self, ns: Namespace, packed: bytes, blocks: Sequence[list[Pieces]], how: How
     ) -> list[int]:
         """Store blocks that are independent of each other. `OK` for each that is there then."""
-        n = len(packed) // KEY_BYTES
+        n = len(blocks)
         found = [codes.OK] * n
-        left = self._store_together(ns, packed, list(range(n)), fill, replicas, found)
-        for at in left:
-            # There is no space for all of them: as many as there is space for.
-            self._store_together(ns, _packed_of(packed, [at]), [at], fill, replicas, found)
-        if pin:
-            self._pin(ns, packed, pin)
+        views = [[piece.bytes for piece in block if isinstance(piece, View)] for block in blocks]
+        if n * ns.parts[0].nbytes <= TOGETHER_BYTES and all(map(_same_length, views, blocks)):
+            stored = self._client.put_each(ns, packed, views, replicas=how.replicas)
+            for at in np.flatnonzero(~stored).tolist():
+                found[at] = codes.NO_SPACE
+        else:
+            left = self._store_together(ns, packed, list(range(n)), blocks, how, found)
+            for at in left:
+                # There is no space for all of them: as many as there is space for.
+                self._store_together(ns, _packed_of(packed, [at]), [at], blocks, how, found)
+        if how.pin:
+            self._pin(ns, packed, how.pin)
         return found
 
     def _store_together(
@@ -571,8 +565,8 @@ class Objects:
         ns: Namespace,
         packed: bytes,
         some: list[int],
-        fill: Fill,
-        replicas: int,
+        blocks: Sequence[list[Pieces]],
+        how: How,
         found: list[int],
     ) -> list[int]:
         """All of them, and sets their codes; or those to be tried one by one."""
@@ -586,23 +580,24 @@ class Objects:
             for at in some:
                 found[at] = codes.NO_SPACE
             return some if len(some) > 1 else []
-        bad: list[int] = []
+        bad: set[int] = set()
         with reservation:
             slots = reservation.slots
-            table, fd, stride, nbytes = slots.table, slots.fd, slots.stride, slots.nbytes
+            table, fd, stride = slots.table, slots.fd, slots.stride
             for number, row in zip(reservation.missing.tolist(), slots.rows.tolist(), strict=True):
+                at = some[number]
                 try:
-                    fill(some[number], table[row, :nbytes], fd, row * stride)
+                    _write(blocks[at], table[row], fd, row * stride)
                 except BadAddressError:
-                    found[some[number]] = codes.INVALID
-                    bad.append(number)
+                    found[at] = codes.INVALID
+                    bad.add(at)
             if not bad:
-                self._client.commit_parts([reservation], replicas=replicas)
+                self._client.commit_parts([reservation], replicas=how.replicas)
                 for at in some:
                     found[at] = codes.OK
                 return []
         # A slot that was not filled is not committed, and with it none of its reservation.
-        return [at for number, at in enumerate(some) if number not in set(bad)]
+        return [at for at in some if at not in bad]
 
     def _pin(self, ns: Namespace, packed: bytes, pin: str) -> None:
         try:
@@ -619,40 +614,58 @@ class Objects:
         try:
             if len(keys) == 1 and self._removed_from_first(keys):
                 return [codes.OK]
-            where, _ = self.spaces.find(self.packed(keys))
-            if any(space is None for space in where) and self._away:
+            old = self._old(keys)
+            if old is None:
                 return [codes.UNAVAILABLE] * len(keys)
-            there = [at for at, space in enumerate(where) if space is not None]
-            self._remove_found(keys, where, there)
+            there = [at for at, space in enumerate(old.where) if space is not None]
+            self._remove_found(keys, old, there)
         except KvpoolError as error:
             logger.warning("a removal of %d objects failed: %s", len(keys), error)
             return [codes.code_of(error)] * len(keys)
-        return [codes.NOT_FOUND if space is None else codes.OK for space in where]
+        return [codes.NOT_FOUND if space is None else codes.OK for space in old.where]
 
     def _removed_from_first(self, keys: Sequence[bytes]) -> bool:
         """Mostly a key is there: to look first costs as much as the removal itself."""
         space = self.spaces.first
         if space is None or not space.size:
             return False
-        return self._client.remove(space.ns, self.packed(keys), others_s=self._others_s) > 0
+        return self._client.remove(space.ns, self.packed(keys), others_s=self._limits.others_s) > 0
 
-    def _remove_found(
-        self, keys: Sequence[bytes], where: Sequence[Space | None], some: Iterable[int]
-    ) -> None:
+    def _old(self, keys: Sequence[bytes]) -> Old | None:
+        """What is stored under the keys, the heads read; None: the daemon does not answer."""
+        where: list[Space | None] = [None] * len(keys)
+        heads: dict[int, Head] = {}
+        space = self.spaces.heads
+        if space is not None and (space is self.spaces.first or self._replacing):
+            # Mostly all of them have heads.
+            for at, head in enumerate(self._heads(keys, wait=False)):
+                if head is not None:
+                    where[at], heads[at] = space, head
+        left = [at for at in range(len(keys)) if where[at] is None]
+        if left:
+            some = [keys[at] for at in left]
+            found, _ = self.spaces.find(self.packed(some))
+            if not all(found) and self._away:
+                return None
+            for at, one in zip(left, found, strict=True):
+                where[at] = one
+            unread = [at for at in left if (one := where[at]) is not None and not one.size]
+            read = self._heads([keys[at] for at in unread])
+            heads |= {at: head for at, head in zip(unread, read, strict=True) if head is not None}
+        self._replacing = bool(heads)
+        return Old(where, heads)
+
+    def _remove_found(self, keys: Sequence[bytes], old: Old, some: Iterable[int]) -> None:
         """Raises `KvpoolError` if a node did not answer."""
-        groups: dict[int, tuple[Space, list[bytes]]] = {}
+        groups: dict[int, tuple[Space, list[int]]] = {}
         for at in some:
-            space = where[at]
+            space = old.where[at]
             assert space is not None
-            groups.setdefault(space.size, (space, []))[1].append(keys[at])
-        for size, (space, listed) in groups.items():
-            heads = [] if size else self._heads(listed)
-            self._client.remove(space.ns, self.packed(listed), others_s=self._others_s)
-            self._drop(heads)
-
-    @property
-    def _others_s(self) -> float:
-        return 0.0 if self.spaces.alone else self._limits.others_s
+            groups.setdefault(space.size, (space, []))[1].append(at)
+        for space, listed in groups.values():
+            packed = self.packed([keys[at] for at in listed])
+            self._client.remove(space.ns, packed, others_s=self._limits.others_s)
+            self._drop([old.heads.get(at) for at in listed])
 
     def _drop(self, heads: Iterable[Head | None]) -> None:
         """Chunks that no head leads to any more: removed together, or evicted if this process ends before."""

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvpool.client import Client, Presence
@@ -54,6 +53,7 @@ LOOKUP_S = 0.05
 _DIGIT_BITS, DEPTH = 6, 4
 _HEADS = 0  # the catalog's number for the heads
 _CATALOG_BYTES = 64
+_NOWHERE = bytes([Presence.NOWHERE])
 
 
 def _ladder() -> list[int]:
@@ -98,7 +98,7 @@ class Spaces:
         self._chunks: dict[int, Namespace] = {}
         self._seen: Counter[int] = Counter()
         self._looked_at = -LOOK_S
-        self._asked_alone, self._alone = "", False
+        self._next_mark = _mark(1)
         self.exact: dict[int, Space] = {}
         self.heads: Space | None = None
         self.all: list[Space] = []
@@ -131,57 +131,60 @@ class Spaces:
         return self.all[0] if self.all else None
 
     @property
-    def alone(self) -> bool:
-        """Whether the node belongs to no cluster: then there are no others to ask. Raises `KvpoolError`."""
-        if not self._asked_alone or self._asked_alone != self._client.incarnation:
-            stats = self._client.stats()
-            self._alone = not stats.cluster.cluster
-            self._asked_alone = stats.incarnation
-        return self._alone
-
-    @property
     def everything(self) -> list[Namespace]:
         """Of all that may hold bytes of objects."""
         return [space.ns for space in self.all] + [self.chunks(rung) for rung in LADDER]
 
     # ---- lookups -------------------------------------------------------------------------------------
 
-    def find(self, packed: bytes) -> tuple[list[Space | None], npt.NDArray[np.uint8]]:
+    def find(self, packed: bytes) -> tuple[list[Space | None], bytes]:
         """For each key the namespace that has it, and how near its nearest replica is (`Presence`)."""
         n = len(packed) // KEY_BYTES
-        where: list[Space | None] = [None] * n
-        nearest = np.zeros(n, np.uint8)
-        asked: set[int] = set()
-        left = list(range(n))
+        spaces = self.all
+        if not spaces:
+            return self._find_on(packed, [None] * n, bytearray(n), set())
+        space = spaces[0]
+        # Where others may be asked, they are asked for the mark.
+        keys = packed if len(spaces) > 1 else packed + self._next_mark
+        found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
+        here = found[:n]
+        if 0 not in here:
+            return [space] * n, here
+        if found[n:] > _NOWHERE:
+            self.look()
+        where = [space if near else None for near in here]
+        return self._find_on(packed, where, bytearray(here), {space.size})
+
+    def _find_on(
+        self, packed: bytes, where: list[Space | None], nearest: bytearray, asked: set[int]
+    ) -> tuple[list[Space | None], bytes]:
+        """In the namespaces that were not asked yet."""
+        left = [at for at, near in enumerate(nearest) if not near]
         looked = False
         while left:
-            space = next((space for space in self.all if space.size not in asked), None)
+            spaces = self.all
+            space = next((space for space in spaces if space.size not in asked), None)
             if space is None:
                 if looked or not self._look_again():
                     break
                 looked = True
                 continue
             asked.add(space.size)
-            keys = packed if len(left) == n else _chosen(packed, left)
-            count = len(self.all)
-            last = len(asked) >= count
-            if last:  # otherwise the next one is asked
-                keys += _mark(count + 1)
-            found = self._client.present(space.ns, keys, wait_s=LOOKUP_S)
-            here = found[: len(left)]
-            if here.all():
-                left_now: list[int] = []
-            else:
-                left_now = [left[at] for at in np.flatnonzero(here == Presence.NOWHERE).tolist()]
-            if len(left_now) < len(left):
-                for at in np.flatnonzero(here).tolist():
-                    where[left[at]] = space
-                    nearest[left[at]] = here[at]
+            keys = packed if len(left) == len(nearest) else _chosen(packed, left)
+            if len(asked) == len(spaces):
+                keys += self._next_mark
+            found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
+            marked = found[len(left) :] > _NOWHERE
+            here = [at for at, near in zip(left, found, strict=False) if near]
+            for at, near in zip(left, found, strict=False):
+                if near:
+                    where[at], nearest[at] = space, near
+            if here:
                 self._first(space)
-            left = left_now
-            if left and last and found[-1]:
+                left = [at for at in left if not nearest[at]]
+            if left and marked:
                 self.look()
-        return where, nearest
+        return where, bytes(nearest)
 
     def _first(self, space: Space) -> None:
         """Ask the namespace where something was found first, next time."""
@@ -221,6 +224,7 @@ class Spaces:
                 space = Space(self._open("exact", size + LABEL_BYTES), size)
                 self.exact = {**self.exact, size: space}
             self.all = [*self.all, space]
+            self._next_mark = _mark(len(self.all) + 1)
             return space
 
     # ---- for puts ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvpool.client import Client, Presence
 from kvpool.compat.mooncake import codes
-from kvpool.compat.mooncake.objects import OBJECT_BYTES_MAX, Limits, Objects
+from kvpool.compat.mooncake.objects import OBJECT_BYTES_MAX, How, Limits, Objects
 from kvpool.compat.mooncake.pieces import BadAddressError, Made, Memory, Pieces, View
 from kvpool.compat.mooncake.values import (
     BufferHandle,
@@ -609,11 +609,11 @@ class MooncakeDistributedStore:
         if not all(fit):
             return all_of(codes.INVALID, keys)
         work = objects.replace if replace else objects.put
-        replicas = chosen.replica_num if chosen.replica_num > 1 else 0
+        how = How(chosen.replica_num if chosen.replica_num > 1 else 0, chosen.pin)
         found: list[int] = []
         for at in range(0, len(encoded), KEYS_TOGETHER):
             end = at + KEYS_TOGETHER
-            found += work(encoded[at:end], pieces[at:end], replicas=replicas, pin=chosen.pin)
+            found += work(encoded[at:end], pieces[at:end], how)
         return found
 
     def _read(
