@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv vllm-venv clean
+.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv vllm-venv lmcache-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -13,11 +13,12 @@ demo: venv vllm-venv ## real engines that share one pool behind a router: right 
 cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
 	@.venv/bin/python -m tests.support.local_cluster
 
-test: venv vllm-venv ## every test but the next ones, in both environments (ARGS="..." goes to pytest)
+test: venv vllm-venv lmcache-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
 
-engines: venv vllm-venv ## many vLLM servers behind a router: every API compared, data-parallel ranks; ten minutes
+engines: venv vllm-venv lmcache-venv ## many vLLM servers behind a router: every API compared, data-parallel ranks; LMCache; ten minutes
 	@.venv-vllm/bin/python -m pytest -m engines tests/integration/vllm $(ARGS)
+	@.venv-lmcache/bin/python -m pytest -m engines tests/integration/lmcache $(ARGS)
 
 coverage: venv ## how much of the product the unit and contract tests run, with a floor
 	@scripts/coverage $(ARGS)
@@ -43,7 +44,10 @@ venv: ## .venv: kvpool and its development tools
 vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 	@scripts/engine-venv vllm
 
+lmcache-venv: ## .venv-lmcache: LMCache, with a CPU build of vLLM and kvpool in it
+	@scripts/engine-venv lmcache
+
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
