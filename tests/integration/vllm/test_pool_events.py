@@ -176,36 +176,38 @@ def test_dynamo_knows_what_the_pool_has(
     folder = tmp_path_factory.mktemp("d")
     asked = [kit.TINY.prompt(900 + at, length) for at, length in enumerate((704, 320, 640, 512))]
     extra = {"pool_events": True, "resave_s": 0.0}
-    with kit.run_daemon(folder, MEMORY) as daemon:
-        with kit.run_engine(llama, daemon, extra, kv_events_config=events) as engine:
-            pool = Pool(engine, daemon, kit)
-            for prompt in asked:
-                pool.learn(prompt)
-            indexer.follow(1, events, kit.BLOCK, kit)
-            compute(engine, asked[:2])
-            # Only the pool has them now, as its own cache is empty.
-            assert agree(indexer, 1, engine, pool, asked, kit)[:2] == [(704, 704), (320, 320)]
-            assert pool.remove(asked[0], slice(10, 12)) == 2
-            assert agree(indexer, 1, engine, pool, asked[:1], kit) == [(320, 320)]
-            # They come back by the engine's saves, and go by later ones.
-            compute(engine, asked[:1])
-            assert agree(indexer, 1, engine, pool, asked[:1], kit) == [(704, 704)]
-            evicted = False
-            for seed in range(920, 926):
-                compute(engine, [kit.TINY.prompt(seed, 512)])
-                evicted |= agree(indexer, 1, engine, pool, asked, kit)[0] != (704, 704)
-            assert evicted
-            compute(engine, asked[:1])
-            assert agree(indexer, 1, engine, pool, asked, kit)[0][0] > 0
-            pool.close()
-            daemon.kill()
-            kit.until(
-                lambda: (
-                    engine.core.step_fn()
-                    and {indexer.tokens(1, prompt) for prompt in asked} == {(0, 0, 0)}
-                ),
-                "nothing of the pool is left",
-            )
+    with (
+        kit.run_daemon(folder, MEMORY) as daemon,
+        kit.run_engine(llama, daemon, extra, kv_events_config=events) as engine,
+    ):
+        pool = Pool(engine, daemon, kit)
+        for prompt in asked:
+            pool.learn(prompt)
+        indexer.follow(1, events, kit.BLOCK, kit)
+        compute(engine, asked[:2])
+        # Only the pool has them now, as its own cache is empty.
+        assert agree(indexer, 1, engine, pool, asked, kit)[:2] == [(704, 704), (320, 320)]
+        assert pool.remove(asked[0], slice(10, 12)) == 2
+        assert agree(indexer, 1, engine, pool, asked[:1], kit) == [(320, 320)]
+        # They come back by the engine's saves, and go by later ones.
+        compute(engine, asked[:1])
+        assert agree(indexer, 1, engine, pool, asked[:1], kit) == [(704, 704)]
+        evicted = False
+        for seed in range(920, 926):
+            compute(engine, [kit.TINY.prompt(seed, 512)])
+            evicted |= agree(indexer, 1, engine, pool, asked, kit)[0] != (704, 704)
+        assert evicted
+        compute(engine, asked[:1])
+        assert agree(indexer, 1, engine, pool, asked, kit)[0][0] > 0
+        pool.close()
+        daemon.kill()
+        kit.until(
+            lambda: (
+                engine.core.step_fn()
+                and {indexer.tokens(1, prompt) for prompt in asked} == {(0, 0, 0)}
+            ),
+            "nothing of the pool is left",
+        )
 
 
 def test_blocks_on_disks_and_of_other_engines(
