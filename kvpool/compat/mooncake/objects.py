@@ -181,7 +181,7 @@ class Objects:
         found = [space is not None for space in where]
         in_heads = [at for at, space in enumerate(where) if space is not None and not space.size]
         if in_heads:
-            whole = self._whole([keys[at] for at in in_heads])
+            whole = self._whole(self._heads([keys[at] for at in in_heads]))
             for at, is_whole in zip(in_heads, whole, strict=True):
                 found[at] = is_whole
         if not all(found) and self._away:
@@ -198,15 +198,14 @@ class Objects:
         in_heads = [at for at, (size, _) in enumerate(found) if size == 0]
         if in_heads:
             heads = self._heads([keys[at] for at in in_heads])
-            for at, head in zip(in_heads, heads, strict=True):
-                found[at] = (-1, 0) if head is None else (head.length, found[at][1])
+            for at, head, whole in zip(in_heads, heads, self._whole(heads), strict=True):
+                found[at] = (-1, 0) if head is None or not whole else (head.length, found[at][1])
         if any(size < 0 for size, _ in found) and self._away:
             return None
         return found
 
-    def _whole(self, keys: Sequence[bytes]) -> list[bool]:
-        """For keys with a head, whether all chunks are there too."""
-        heads = self._heads(keys)
+    def _whole(self, heads: Sequence[Head | None]) -> list[bool]:
+        """For each head, whether it is there and all its chunks are."""
         whole = [head is not None for head in heads]
         wanted: dict[int, list[tuple[int, bytes]]] = {}
         for at, head in enumerate(heads):
@@ -410,11 +409,37 @@ class Objects:
             missing = [at for at, space in enumerate(where) if space is None]
             if missing and self._away:
                 return [codes.UNAVAILABLE] * len(keys)
+            in_heads = [at for at, one in enumerate(where) if one is not None and not one.size]
+            if in_heads:
+                self._put_again(keys, objects, where, in_heads, found, how)
             self._put_missing(keys, objects, missing, found, how)
         except KvpoolError as error:
             logger.warning("a put of %d objects failed: %s", len(keys), error)
             return [codes.code_of(error)] * len(keys)
         return found
+
+    def _put_again(
+        self,
+        keys: Sequence[bytes],
+        objects: Sequence[Pieces],
+        where: list[Space | None],
+        some: list[int],
+        found: list[int],
+        how: How,
+    ) -> None:
+        """Objects whose key has a head already: those of which chunks were evicted are stored anew."""
+        heads = self._heads([keys[at] for at in some])
+        listed = dict(zip(some, heads, strict=True))
+        broken = [
+            at
+            for at, whole in zip(some, self._whole(heads), strict=True)
+            if not whole and listed[at] is not None
+        ]
+        if broken:
+            known = {at: head for at, head in listed.items() if head is not None}
+            space = self.spaces.for_heads()
+            unique = list({keys[at]: at for at in reversed(broken)}.values())
+            self._put_heads(space, keys, objects, unique, found, how, Old(where, known))
 
     def replace(
         self,
@@ -433,7 +458,6 @@ class Objects:
             new = [at for at in last.values() if old.where[at] is None]
             if there:
                 space = self.spaces.for_heads()
-                self.spaces.make_known(space)
                 self._put_heads(space, keys, objects, there, found, how, old)
             self._put_missing(keys, objects, new, found, how)
             found = [found[last[key]] for key in keys]
@@ -462,13 +486,11 @@ class Objects:
         for size, some in groups.items():
             space = self.spaces.space_for(size, len(some))
             if space.size:
-                self.spaces.make_known(space)
                 self._put_exact(space, keys, objects, some, found, how)
             else:
                 in_heads += some
         if in_heads:
             space = self.spaces.for_heads()
-            self.spaces.make_known(space)
             self._put_heads(space, keys, objects, in_heads, found, how)
         for at in again:
             found[at] = found[first[keys[at]]]
@@ -701,9 +723,8 @@ class Objects:
         gone = 0
         for space in self.spaces.all:
             gone += held.get(space.ns.digest.hex(), 0) - self.spaces.marks_in(space)
-        for ns in self.spaces.everything:
-            if ns.digest.hex() in held:
-                self._client.clear_namespace(ns)
+        for ns in self.spaces.holding_bytes(held):
+            self._client.clear_namespace(ns)
         self.spaces.put_marks()
         return max(gone, 0)
 

@@ -22,13 +22,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import xxhash
 
 from kvpool.client import Client, Presence
-from kvpool.errors import KvpoolError, LimitExceeded
+from kvpool.errors import KvpoolError, LimitExceeded, PoolFull
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ LAYOUT = 1
 LABEL_BYTES = 256
 HEAD_BYTES = 1024
 INLINE_BYTES_MAX = HEAD_BYTES - LABEL_BYTES
-EXACT_MAX = 6
+EXACT_MAX = 4
 EXACT_BYTES_MAX = 4 << 20
 OFTEN = 4
 """A size that one process has put so often, or twice in one call, comes often."""
@@ -105,7 +105,10 @@ class Spaces:
         """In the order in which they are asked. Replaced, never changed."""
 
     def _open(self, kind: str, nbytes: int) -> Namespace:
-        record = NamespaceRecord(
+        return self._client.open(self._record(kind, nbytes))
+
+    def _record(self, kind: str, nbytes: int) -> NamespaceRecord:
+        return NamespaceRecord(
             fields={
                 "facade": "mooncake",
                 "layout": LAYOUT,
@@ -115,7 +118,6 @@ class Spaces:
             },
             parts=(PartSpec(nbytes=nbytes),),
         )
-        return self._client.open(record)
 
     def chunks(self, rung: int) -> Namespace:
         """For chunks of one rung of the ladder."""
@@ -130,10 +132,14 @@ class Spaces:
         """The namespace where something was found last."""
         return self.all[0] if self.all else None
 
-    @property
-    def everything(self) -> list[Namespace]:
-        """Of all that may hold bytes of objects."""
-        return [space.ns for space in self.all] + [self.chunks(rung) for rung in LADDER]
+    def holding_bytes(self, digests: Collection[str]) -> list[Namespace]:
+        """Of all that may hold bytes of objects; digests: of the namespaces that there are, in hex."""
+        rungs = [
+            rung
+            for rung in LADDER
+            if self._record("chunks", rung + LABEL_BYTES).digest().hex() in digests
+        ]
+        return [space.ns for space in self.all] + [self.chunks(rung) for rung in rungs]
 
     # ---- lookups -------------------------------------------------------------------------------------
 
@@ -230,15 +236,23 @@ class Spaces:
     # ---- for puts ------------------------------------------------------------------------------------
 
     def space_for(self, size: int, count: int) -> Space:
-        """Where to put `count` objects of this size. Raises `KvpoolError`."""
+        """Where to put `count` objects of this size; the catalog has it. Raises `KvpoolError`."""
         space = self.exact.get(size)
-        if space is None and self._often(size, count) and len(self.exact) < EXACT_MAX:
-            space = self._add(size)
-        return space if space is not None else self.for_heads()
+        try:
+            if space is None and self._often(size, count) and len(self.exact) < EXACT_MAX:
+                space = self._add(size)
+            if space is not None:
+                self._make_known(space)
+                return space
+        except PoolFull:
+            pass  # of this size no more fit for now; heads and chunks may
+        return self.for_heads()
 
     def for_heads(self) -> Space:
-        """Raises `KvpoolError`."""
-        return self.heads or self._add(_HEADS)
+        """The catalog has it. Raises `KvpoolError`."""
+        space = self.heads or self._add(_HEADS)
+        self._make_known(space)
+        return space
 
     def _often(self, size: int, count: int) -> bool:
         if not INLINE_BYTES_MAX < size <= EXACT_BYTES_MAX:
@@ -254,11 +268,10 @@ class Spaces:
         space = self._learn(size)
         if space is None:
             space = next(space for space in self.all if space.size == size)
-        self.make_known(space)
         return space
 
-    def make_known(self, space: Space) -> None:
-        """Before a put: enter the namespace into the catalog from this node, once in each life of its daemon.
+    def _make_known(self, space: Space) -> None:
+        """Enter the namespace into the catalog from this node, once in each life of the daemon.
 
         Raises `KvpoolError`.
         """
@@ -283,11 +296,12 @@ class Spaces:
 
     def _put_zeros(self, ns: Namespace, keys: bytes, nbytes: int) -> None:
         block = np.zeros(nbytes, np.uint8)
-        self._client.put_each(ns, keys, [block] * (len(keys) // KEY_BYTES))
+        if not self._client.put_each(ns, keys, [block] * (len(keys) // KEY_BYTES)).all():
+            raise PoolFull("there is no space for the entry of another size of objects")
         try:
-            self._client.pin(ns, keys, "soft")
+            self._client.pin(ns, keys, "hard")
         except LimitExceeded:
-            pass  # evicted sooner, and then the catalog is looked into
+            self._client.pin(ns, keys, "soft")
 
     def marks_in(self, space: Space) -> int:
         """How many of its blocks are marks."""

@@ -685,8 +685,6 @@ def _view(value: Any) -> Any:
 
 
 def _worst(found: Sequence[int]) -> int:
-    if not found:
-        return codes.INVALID
     return next((code for code in found if code != codes.OK), codes.OK)
 
 
