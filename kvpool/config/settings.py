@@ -23,7 +23,7 @@ from kvpool.config.parse import (
     Url,
     Urls,
 )
-from kvpool.config.tables import DeviceConfig, DiskConfig, TenantConfig
+from kvpool.config.tables import DeviceConfig, DiskConfig, StreamConfig, TenantConfig
 from kvpool.errors import ConfigError
 from kvpool.net import operator_socket_of
 from kvpool.types import DEFAULT_TENANT
@@ -352,6 +352,15 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[TenantConfig, ...],
         kind(parse=tables.tenants),
         setting("Further tenants (file only), see below.", file_only=True),
+    ] = ()
+    publish_events: Annotated[
+        tuple[StreamConfig, ...],
+        kind(parse=tables.streams),
+        setting(
+            "Streams of [KV events](events.md#the-daemons-own) of what is in this node's memory and on its disks (file "
+            "only).",
+            file_only=True,
+        ),
     ] = ()
     ssd: Annotated[
         tuple[DiskConfig, ...],

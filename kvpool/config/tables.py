@@ -1,4 +1,4 @@
-"""Settings with several values: tenants, disks, a device; and their written forms."""
+"""Settings with several values: tenants, disks, a device, streams of events; and their written forms."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from kvpool.types import DEFAULT_TENANT
 DISKS_MAX = 16
 DISK_BYTES_MIN = 4 << 20
 DEVICE_BYTES_MIN = 2 << 20
+STREAMS_MAX = 16
+_STREAM_SETTINGS = {"model", "endpoint", "replay", "topic", "tenant"}
+_HERE = re.compile(r"ipc:///.+|tcp://(127\.\d{1,3}\.\d{1,3}\.\d{1,3}|\[::1\]):\d{1,5}")
 _TENANT_SETTINGS = {"memory", "ssd", "token", "token_file", "announce"}
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 
@@ -39,6 +42,20 @@ class TenantConfig(msgspec.Struct, frozen=True):
             f"TenantConfig({self.name!r}, memory={self.memory!r}, ssd={self.ssd!r}, "
             f"announce={self.announce!r})"
         )
+
+
+class StreamConfig(msgspec.Struct, frozen=True):
+    """A stream of KV events: of the namespaces of a tenant whose model has this name.
+
+    endpoint, replay: ZeroMQ addresses to bind, on this machine; replay may be empty. topic: empty: `kv@NODE@MODEL`.
+    """
+
+    name: str
+    model: str
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+    tenant: str = DEFAULT_TENANT
 
 
 class DiskConfig(msgspec.Struct, frozen=True):
@@ -83,6 +100,36 @@ def tenants(value: object, where: str) -> tuple[TenantConfig, ...]:
                 parse.parse_size(table["ssd"], f"{where}.{key}.ssd") if "ssd" in table else None,
                 announce,
             )
+        )
+    return tuple(found)
+
+
+def streams(value: object, where: str) -> tuple[StreamConfig, ...]:
+    """The tables of streams of KV events. Raises `ConfigError`."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: write one table per stream, [publish_events.NAME]")
+    found = []
+    for key, table in value.items():
+        name, at = parse.word(key, f"{where}.{key}"), f"{where}.{key}"
+        if not isinstance(table, dict) or not set(table) <= _STREAM_SETTINGS:
+            raise ConfigError(
+                f"{at}: a stream has only the settings {', '.join(sorted(_STREAM_SETTINGS))}"
+            )
+        for needed in ("model", "endpoint"):
+            if not table.get(needed):
+                raise ConfigError(f"{at}.{needed} is missing")
+        texts = {key: parse.text(given, f"{at}.{key}") for key, given in table.items()}
+        for setting in ("endpoint", "replay"):
+            if texts.get(setting) and not _HERE.fullmatch(texts[setting]):
+                raise ConfigError(
+                    f"{at}.{setting} = {texts[setting]!r}: must be ipc:///PATH or tcp://127.0.0.1:PORT. ZeroMQ does not "
+                    "ask who subscribes, so events are published on this machine only"
+                )
+        found.append(StreamConfig(name, **texts))
+    endpoints = [at for stream in found for at in (stream.endpoint, stream.replay) if at]
+    if len(set(endpoints)) != len(endpoints) or len(found) > STREAMS_MAX:
+        raise ConfigError(
+            f"{where}: give at most {STREAMS_MAX} streams, each with addresses of its own"
         )
     return tuple(found)
 

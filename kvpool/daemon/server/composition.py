@@ -35,11 +35,13 @@ from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.fetch.probing import Prober
 from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.event_log import EventLog
+from kvpool.daemon.ops.event_publisher import EventPublisher
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.ops.shared_holdings import SharedHoldings
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.local_node import DaemonNode
@@ -54,7 +56,7 @@ from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.daemon.workers.turns import PULLS
 from kvpool.errors import KvpoolError
 from kvpool.memory.segment import Segment
-from kvpool.placement.directory.base import Directory
+from kvpool.placement.directory.base import TIERS, Directory
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.nic_pairs import Route
 from kvpool.placement.peers import Peers
@@ -99,6 +101,7 @@ class Daemon(Generic[T]):
     objects: ObjectTier
     device: DeviceTier | None
     engines: Engines
+    events: EventPublisher
     fetcher: BlockFetcher
     streams: PrefixStreams
     replication: Replication
@@ -211,6 +214,13 @@ def compose(
         None if audit is None else lambda e: audit.write(e.at_s, e.node, e.kind, e.details),
     )
     logins = Logins(events, clock)
+    # Only where somebody else reads a tier's changes does it cost anything.
+    held: dict[str, SharedHoldings] = {}
+    if config.publish_events:
+        held = {"dram": SharedHoldings(node.inventory), "ssd": SharedHoldings(ssd)}
+    publisher = EventPublisher(
+        config, {tier: each.reader() for tier, each in held.items()}, clocks.wall
+    )
     rules = TierRules(node, ssd, device)
     tenants = [tenant.name for tenant in config.all_tenants()]
     loop_shares = LoopShares(tenants) if len(tenants) > 1 else None
@@ -303,6 +313,7 @@ def compose(
         objects=objects,
         device=device,
         engines=engines,
+        events=publisher,
         fetcher=fetcher,
         streams=streams,
         replication=replication,
@@ -330,6 +341,7 @@ def compose(
             events,
             rules,
             transport,
+            {TIERS[tier]: each.reader() for tier, each in held.items()},
         ),
     )
 

@@ -44,7 +44,10 @@ class DaemonNode:
         events: EventLog,
         rules: TierRules,
         transport: PathTo,
+        shared: Mapping[int, Holdings],
     ) -> None:
+        """shared: tiers whose changes others read too."""
+        self._shared = shared
         self._node = node
         self._ssd = ssd
         self._objects = objects
@@ -64,7 +67,7 @@ class DaemonNode:
             found[TIERS["ssd"]] = self._ssd
         if self._device is not None:
             found[TIERS["device"]] = self._device
-        return found
+        return found | {tier: held for tier, held in self._shared.items() if tier in found}
 
     def lower_tiers(self) -> Sequence[TierRecord]:
         """See `LocalNode`."""

@@ -239,6 +239,7 @@ def _stop_listening(connections: ClientConnections, listener: socket.socket, pat
 
 async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) -> None:
     """Become a member, and start a member's background tasks. urls: where peers reach this node."""
+    daemon.events.begin()
     await daemon.cluster.start(urls, daemon.local)
     daemon.ssd.begin()
     for work in (
@@ -258,6 +259,7 @@ async def close(daemon: Daemon[Any]) -> None:
     await daemon.connections.close()
     daemon.requests.close()
     await daemon.engines.close()
+    await daemon.events.close()
     await daemon.operators.close()
     await daemon.drainer.close()
     await daemon.streams.close()

@@ -1,0 +1,366 @@
+"""Publishes KV events of this node's memory and disks over ZeroMQ, as vLLM publishes those of an engine's cache.
+
+    [topic, number, msgpack [seconds, [event, ...], null]]
+
+Numbers go up by one. They begin anywhere, above those of the daemon's former life, so that its end is a gap for whoever reads on.
+A reader that is too slow loses batches in its queue, and sees a gap. It may ask the other socket for what it has
+missed, by the first number: it gets the batches from there on, or, if the oldest of them is gone, all blocks that are
+here, under the number of the last batch. A stream begins with `AllBlocksCleared`, and has an empty batch each second in which
+nothing happens, so that what was missed is noticed.
+
+Sockets never block, and nobody authenticates: they are bound on this machine only (`kvpool.config`). Event loop only. Needs
+pyzmq: `kvpool[events]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from kvpool.config import DaemonConfig
+from kvpool.config.tables import StreamConfig
+from kvpool.daemon.cluster.local_node import Holdings
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.ops.published_blocks import (
+    CLEARED,
+    Event,
+    PublishedBlocks,
+    needed,
+    removed,
+    stored,
+)
+from kvpool.decoding import decode_json
+from kvpool.errors import ConfigError
+
+IDLE_S = 1.0
+LINGER_S = 0.002  # changes that come together are published together
+SLICE_BLOCKS = 512  # looked at before other tasks have their turn: well under a millisecond
+BATCH_EVENTS_MAX = 256
+QUEUED_BATCHES_MAX = 4096  # for one reader that is slow
+KEPT_BATCHES_MAX, KEPT_BYTES_MAX = 10_000, 16 << 20  # to be repeated
+REPLAYS_QUEUED_MAX = 64
+END = (-1).to_bytes(8, "big", signed=True)
+NO_PYZMQ = "publish_events needs pyzmq: pip install 'kvpool[events]'"
+_TIERS = ("dram", "ssd")
+
+
+class Space(msgspec.Struct, frozen=True):
+    """What a stream has to know of a namespace. wanted: see `needed`."""
+
+    model: str
+    tenant: str
+    block_tokens: int
+    wanted: int
+
+
+def space_of(namespace: NamespaceState) -> Space:
+    """By what its users have said of it."""
+    fields = decode_json(namespace.fields, dict[str, Any], "a namespace's fields")
+    tokens = fields.get("hash_tokens", fields.get("block_tokens", 0))
+    return Space(
+        str(fields.get("model", "")),
+        namespace.tenant.name,
+        tokens if isinstance(tokens, int) else 0,
+        needed(namespace),
+    )
+
+
+class Kept:
+    """The last batches, for readers that have missed some. first: the number of the first batch of the stream."""
+
+    def __init__(self, first: int) -> None:
+        self._batches: deque[tuple[int, bytes]] = deque()
+        self._nbytes = 0
+        self.next = first
+
+    def add(self, payload: bytes) -> int:
+        """The batch's number."""
+        number = self.skip()
+        self._batches.append((number, payload))
+        self._nbytes += len(payload)
+        while len(self._batches) > KEPT_BATCHES_MAX or self._nbytes > KEPT_BYTES_MAX:
+            self._nbytes -= len(self._batches.popleft()[1])
+        return number
+
+    def skip(self) -> int:
+        """The number of a batch that needs not be repeated."""
+        number, self.next = self.next, self.next + 1
+        return number
+
+    def since(self, number: int) -> list[tuple[int, bytes]] | None:
+        """The batches from this number on; None: some of these are gone."""
+        if number >= self.next:
+            return []
+        oldest = self._batches[0][0] if self._batches else self.next
+        if number < oldest:
+            return None
+        return [batch for batch in self._batches if batch[0] >= number]
+
+
+class Stream:
+    """One stream: its blocks and its sockets. Closed by `close`."""
+
+    def __init__(
+        self,
+        name: str,
+        config: StreamConfig,
+        node: str,
+        mode: int,
+        first: int,
+        wall: Callable[[], float],
+    ) -> None:
+        """mode: permissions of `ipc://` sockets. Raises `ConfigError` if an address cannot be bound."""
+        zmq = _zmq()
+        self.name = name
+        self.config = config
+        self.blocks = PublishedBlocks()
+        self.spaces: dict[bytes, tuple[NamespaceState, int]] = {}
+        self.batches = self.replays = 0
+        self.silent = True  # since that was last looked at
+        self._wall = wall
+        self._topic = (config.topic or f"kv@{node}@{config.model}").encode()
+        self._again = zmq.Again
+        self._noblock = zmq.NOBLOCK
+        self._kept = Kept(first)
+        self._context = zmq.Context()
+        self._sockets: list[Any] = []
+        try:
+            self._publishing = self._bind(zmq.PUB, config.endpoint, QUEUED_BATCHES_MAX, mode)
+            self.replaying: Any = None
+            if config.replay:
+                # What is repeated to one reader has to fit into its queue.
+                most = KEPT_BATCHES_MAX + QUEUED_BATCHES_MAX
+                self.replaying = self._bind(zmq.ROUTER, config.replay, most, mode)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"publish_events.{name}: {error}") from None
+
+    def _bind(self, kind: Any, endpoint: str, queued: int, mode: int) -> Any:
+        zmq = _zmq()
+        one = self._context.socket(kind)
+        self._sockets.append(one)
+        one.setsockopt(zmq.SNDHWM, queued)
+        one.setsockopt(zmq.RCVHWM, REPLAYS_QUEUED_MAX)
+        one.setsockopt(zmq.MAXMSGSIZE, 1 << 10)
+        one.setsockopt(zmq.LINGER, 0)
+        try:
+            one.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"publish_events.{self.name}: {endpoint}: {error}") from None
+        if endpoint.startswith("ipc:///"):
+            os.chmod(endpoint.removeprefix("ipc://"), mode)
+        return one
+
+    def wants(self, space: Space) -> bool:
+        return space.model == self.config.model and space.tenant == self.config.tenant
+
+    def publish(self, events: Iterable[Event]) -> None:
+        """Encode and send; whoever listens gets it."""
+        for payload in self._payloads(events):
+            self.batches += 1
+            self._send(self._kept.add(payload), payload)
+
+    def idle(self) -> None:
+        """Say that there is nothing to say."""
+        self._send(self._kept.skip(), msgspec.msgpack.encode((self._wall(), [], None)))
+
+    def _send(self, number: int, payload: bytes) -> None:
+        self.silent = False
+        self._publishing.send_multipart(
+            (self._topic, number.to_bytes(8, "big"), payload), self._noblock
+        )
+
+    def _payloads(self, events: Iterable[Event]) -> Iterator[bytes]:
+        batch: list[Event] = []
+        for event in events:
+            batch.append(event)
+            if len(batch) >= BATCH_EVENTS_MAX:
+                yield msgspec.msgpack.encode((self._wall(), batch, None))
+                batch = []
+        if batch:
+            yield msgspec.msgpack.encode((self._wall(), batch, None))
+
+    def questions(self) -> list[tuple[bytes, int]]:
+        """Who asks for a replay, and from which number on."""
+        found: list[tuple[bytes, int]] = []
+        try:
+            while len(found) < REPLAYS_QUEUED_MAX:
+                frames = self.replaying.recv_multipart(self._noblock)
+                if len(frames) == 3 and len(frames[2]) == 8:
+                    found.append((frames[0], int.from_bytes(frames[2], "big")))
+        except self._again:
+            pass
+        return found
+
+    async def replay(self, reader: bytes, number: int) -> None:
+        """Repeat batches to a reader, or tell it all that is here."""
+        self.replays += 1
+        kept = self._kept.since(number)
+        if kept is None:
+            # Taken now, and sent in turns: later changes have later numbers.
+            last = self._kept.next - 1
+            known = [(tier, *each) for tier in _TIERS for each in self.blocks.known(tier)]
+            if number:
+                self._repeat(reader, last, self._payloads([CLEARED]))
+            for tier, digest, keys in known:
+                namespace, tokens = self.spaces[digest]
+                before = partial(parent_of, namespace)
+                for at in range(0, len(keys), SLICE_BLOCKS):
+                    events = stored(tier, keys[at : at + SLICE_BLOCKS], tokens, before)
+                    self._repeat(reader, last, self._payloads(events))
+                    await asyncio.sleep(0)
+        else:
+            for at, (one, payload) in enumerate(kept):
+                self._repeat(reader, one, [payload])
+                if at % 64 == 63:
+                    await asyncio.sleep(0)
+        self._send_replay((reader, b"", b"", END, b""))
+
+    def _repeat(self, reader: bytes, number: int, payloads: Iterable[bytes]) -> None:
+        for payload in payloads:
+            self._send_replay((reader, b"", self._topic, number.to_bytes(8, "big"), payload))
+
+    def _send_replay(self, frames: Sequence[bytes]) -> None:
+        try:
+            self.replaying.send_multipart(frames, self._noblock)
+        except self._again:
+            pass  # it does not read: it will miss the end, and ask again
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close(linger=0)
+        self._sockets.clear()
+        self._context.term()
+
+
+class EventPublisher:
+    """All streams of a daemon. held: its tiers, by name, for this reader alone."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        held: Mapping[str, Holdings],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._held = held
+        self._wall = wall
+        self._spaces: dict[bytes, Space] = {}
+        self._awake = asyncio.Event()
+        self._tasks = Tasks()
+        self.streams: list[Stream] = []
+
+    def begin(self) -> None:
+        """Bind all sockets and publish from now on. Raises `ConfigError`."""
+        if not self._config.publish_events:
+            return
+        first = int(self._wall() * 1e6)
+        for stream in self._config.publish_events:
+            one = Stream(
+                stream.name, stream, self._config.node, self._config.socket_mode, first, self._wall
+            )
+            self.streams.append(one)
+            one.publish([CLEARED])
+            if one.replaying is not None:
+                self._tasks.begin(self._answer(one))
+        for held in self._held.values():
+            held.follow_changes(self._awake.set)
+        self._tasks.begin(self._run())
+        self._tasks.begin(self._beat())
+
+    async def close(self) -> None:
+        await self._tasks.end()
+        for stream in self.streams:
+            stream.close()
+        self.streams.clear()
+
+    async def _run(self) -> None:
+        while True:
+            await self._awake.wait()
+            await asyncio.sleep(LINGER_S)
+            self._awake.clear()
+            for tier, held in self._held.items():
+                for namespace, keys in held.take_changes():
+                    for at in range(0, len(keys), SLICE_BLOCKS):
+                        self.look(tier, held, namespace, keys[at : at + SLICE_BLOCKS])
+                        if at:
+                            await asyncio.sleep(0)
+                await asyncio.sleep(0)
+
+    def look(
+        self, tier: str, held: Holdings, namespace: NamespaceState, keys: Sequence[bytes]
+    ) -> None:
+        """Tell all streams what has become of these blocks."""
+        digest = namespace.directory_digest
+        space = self._spaces.get(digest)
+        if space is None:
+            space = self._spaces[digest] = space_of(namespace)
+        if not any(stream.wants(space) for stream in self.streams):
+            return
+        listed = list(dict.fromkeys(keys))
+        _, masks = held.masks(digest, listed)
+        wanted = space.wanted
+        here = [mask & wanted == wanted for mask in masks] or [False] * len(listed)
+        for stream in self.streams:
+            if not stream.wants(space):
+                continue
+            new, gone = stream.blocks.changed(tier, digest, zip(listed, here, strict=True))
+            stream.spaces[digest] = namespace, space.block_tokens
+            before = partial(parent_of, namespace)
+            events = [*removed(tier, gone), *stored(tier, new, space.block_tokens, before)]
+            stream.publish(events)
+        if namespace.retired and not any(here):
+            self._spaces.pop(digest, None)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_S)
+            for stream in self.streams:
+                if stream.silent:
+                    stream.idle()
+                stream.silent = True
+
+    async def _answer(self, stream: Stream) -> None:
+        """Answer requests for replays, one at a time."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        descriptor = stream.replaying.FD
+        while True:
+            # The descriptor tells of changes only: what came before is looked for first.
+            readable.clear()
+            loop.add_reader(descriptor, readable.set)
+            try:
+                questions = stream.questions()
+                if not questions:
+                    await readable.wait()
+            finally:
+                loop.remove_reader(descriptor)
+            for reader, number in questions:
+                await stream.replay(reader, number)
+
+
+def parent_of(namespace: NamespaceState, key: bytes) -> bytes | None:
+    """The key before a block in its chain, as far as its tier knows."""
+    for table in namespace.tables:
+        block = table.blocks.get(key)
+        if block is not None:
+            return block.parent if block.parent_known and any(block.parent) else None
+    return None
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
+        raise ConfigError(NO_PYZMQ) from None
+    return zmq
