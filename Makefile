@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv vllm-venv lmcache-venv clean
+.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv vllm-venv lmcache-venv sglang-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -13,12 +13,13 @@ demo: venv vllm-venv ## real engines that share one pool behind a router: right 
 cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
 	@.venv/bin/python -m tests.support.local_cluster
 
-test: venv vllm-venv lmcache-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
+test: venv vllm-venv lmcache-venv sglang-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
 
-engines: venv vllm-venv lmcache-venv ## many vLLM servers behind a router: every API compared, data-parallel ranks; LMCache; ten minutes
+engines: venv vllm-venv lmcache-venv sglang-venv ## many engines: vLLM servers behind a router, every API compared; LMCache; SGLang; fifteen minutes
 	@.venv-vllm/bin/python -m pytest -m engines tests/integration/vllm $(ARGS)
 	@.venv-lmcache/bin/python -m pytest -m engines tests/integration/lmcache $(ARGS)
+	@.venv-sglang/bin/python -m pytest -m engines tests/integration/sglang $(ARGS)
 
 coverage: venv ## how much of the product the unit and contract tests run, with a floor
 	@scripts/coverage $(ARGS)
@@ -47,7 +48,10 @@ vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 lmcache-venv: ## .venv-lmcache: LMCache, with a CPU build of vLLM and kvpool in it
 	@scripts/engine-venv lmcache
 
+sglang-venv: ## .venv-sglang: SGLang for a CPU with kvpool in it
+	@scripts/engine-venv sglang
+
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-sglang .venv-sglang.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

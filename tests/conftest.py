@@ -14,7 +14,7 @@ from kvpool.telemetry import logs
 from tests import preloaded
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
-ENGINES = ("vllm", "lmcache")
+ENGINES = ("vllm", "lmcache", "sglang")
 """Each with tests of its own, in tests/integration/NAME, that import it at their top and run in .venv-NAME."""
 ABSENT = [name for name in ENGINES if importlib.util.find_spec(name) is None]
 

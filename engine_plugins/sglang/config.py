@@ -1,0 +1,109 @@
+"""`--hicache-storage-backend-extra-config` of the plugin: read once into a frozen value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvpool.errors import ConfigError
+from kvpool.types import DEFAULT_TENANT
+
+OF_SGLANG = frozenset(
+    {
+        "backend_name",
+        "module_path",
+        "class_name",
+        "interface_v1",
+        # SGLang removes these before, but not in every version.
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "tp_lcm_size",
+    }
+)
+TIMEOUT_S_MAX = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """Settings of one engine.
+
+    socket: the daemon's unix socket, in which `{rank}` stands for the number of the tensor-parallel rank, where ranks
+        have daemons of their own; None means `KVPOOL_SOCKET`, else the default path.
+    tenant, token: who the engine is to the pool.
+    model, revision, draft_model: names of the weights in the namespace, for engines that hold the same weights under
+        different paths; None means what SGLang was given.
+    epoch: part of the namespace. Give engines a new one when their weights change in place.
+    timeout_s, timeout_per_ki_token_s: a call of SGLang takes at most so long, and so much longer for each 1,024 tokens
+        in it. The defaults are those of SGLang's prefetches (`prefetch_timeout_base`, `prefetch_timeout_per_ki_token`).
+    verify: compare pages with their checksums when they are read; wrong ones are misses.
+    pages: whether SGLang exchanges pages of its host pool with the plugin (`interface_v1`), or tensors.
+    """
+
+    socket: str | None = None
+    tenant: str = DEFAULT_TENANT
+    token: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    draft_model: str | None = None
+    epoch: str = "0"
+    timeout_s: float = 1.0
+    timeout_per_ki_token_s: float = 0.25
+    verify: bool = False
+    pages: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s <= TIMEOUT_S_MAX:
+            raise ConfigError(
+                f"{_where('timeout_s')} must be more than 0 and at most {TIMEOUT_S_MAX:g} seconds"
+            )
+        if not 0 <= self.timeout_per_ki_token_s < math.inf:
+            raise ConfigError(
+                f"{_where('timeout_per_ki_token_s')} must be at least 0 seconds, and finite"
+            )
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any] | None) -> BackendConfig:
+        """The configuration that an engine was given. Raises `ConfigError` naming what is wrong."""
+        given = {name: value for name, value in (extra or {}).items() if name not in OF_SGLANG}
+        known = {field.name: field.default for field in fields(cls) if field.name != "pages"}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"hicache-storage-backend-extra-config has no setting {', '.join(map(repr, unknown))}; kvpool's are "
+                f"{', '.join(sorted(known))}"
+            )
+        values: dict[str, Any] = {
+            name: _typed(name, value, known[name]) for name, value in given.items()
+        }
+        return cls(**values, pages=bool((extra or {}).get("interface_v1", 0)))
+
+    def limit_s(self, tokens: int) -> float:
+        """How long a call about so many tokens may take."""
+        return self.timeout_s + self.timeout_per_ki_token_s * tokens / 1024
+
+
+def _where(name: str) -> str:
+    return f"hicache-storage-backend-extra-config[{name!r}]"
+
+
+def _typed(name: str, value: object, default: object) -> object:
+    """`value` in the type of the setting's default; None only where None is the default."""
+    if default is None:
+        if value is None or isinstance(value, str):
+            return value
+        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{_where(name)} must be true or false, not {value!r}")
+    if isinstance(default, str):
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            return str(value)
+        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{_where(name)} must be a number, not {value!r}")
+    return float(value)

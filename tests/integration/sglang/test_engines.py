@@ -1,0 +1,93 @@
+"""Engines of two nodes share prompts through the pool, and go on computing when it fails them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(280)
+
+STEERED = {"module_path": "steered_hicache", "class_name": "SteeredHiCache"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, kit: ModuleType) -> Iterator[list[Any]]:
+    with kit.run_cluster(tmp_path_factory.mktemp("c"), 2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, kit: ModuleType, cluster: list[Any], models: Any
+) -> Iterator[list[Any]]:
+    folder = tmp_path_factory.mktemp("e")
+    model = models("llama")
+    with (
+        kit.run_engine(model, folder / "a", kit.backend_config(cluster[0].socket)) as first,
+        kit.run_engine(
+            model, folder / "b", kit.backend_config(cluster[1].socket, **STEERED)
+        ) as second,
+    ):
+        yield [first, second]
+
+
+def stored(kit: ModuleType, node: Any, pages: int) -> None:
+    kit.until(lambda: node.counters().committed >= pages, f"{pages} pages are in the pool")
+
+
+LENGTHS = (700, 333, 450)
+
+
+def test_engines_share_and_compute_what_the_pool_fails_to_give(
+    kit: ModuleType, cluster: list[Any], engines: list[Any], tmp_path: Path
+) -> None:
+    first, second = engines
+    prompts = [kit.TINY.prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+    # What nobody has computed is computed, and stored.
+    computed = [first.generate(each) for each in prompts]
+    assert [each.cached for each in computed] == [0, 0, 0]
+    assert second.generate(kit.TINY.prompt(99, 200)).cached == 0
+    stored(kit, cluster[0], sum(length // kit.PAGE for length in LENGTHS))
+
+    # An engine on another node reads it.
+    assert second.generate(prompts[0]) == kit.Answer(
+        computed[0].tokens, cached=kit.hit(LENGTHS[0]), storage=kit.hit(LENGTHS[0])
+    )
+
+    # Its answer comes from what was read: with other bytes it is another one.
+    (second.folder / "zero").touch()
+    zeroed = second.generate(prompts[1])
+    (second.folder / "zero").unlink()
+    assert zeroed.storage == kit.hit(LENGTHS[1]) and zeroed.tokens != computed[1].tokens
+
+    # The daemon dies while pages are read.
+    (second.folder / "hold").touch()
+    second.send(prompt=prompts[2], new=kit.NEW)
+    kit.until((second.folder / "reading").exists, "the engine reads")
+    os.kill(cluster[1].pid, signal.SIGKILL)
+    (second.folder / "hold").unlink()
+    assert kit.Answer(**second.receive()) == kit.Answer(computed[2].tokens, cached=0, storage=0)
+    assert second.generate(kit.TINY.prompt(98, 300)).cached == 0
+    assert second.log.read_text().count("is not used") == 1
+
+    # Another one in its place is used.
+    seeds = iter(range(1000, 2000))
+
+    def used() -> bool:
+        asked = kit.TINY.prompt(next(seeds), 300)
+        before = second.generate(asked)
+        second.flush()
+        after = second.generate(asked)
+        assert after.tokens == before.tokens
+        return bool(after.storage == kit.hit(300))
+
+    with kit.run_daemon(tmp_path, socket=cluster[1].socket):
+        kit.until(used, "the engine uses the new daemon")
+    assert second.log.read_text().count("is used again") == 1
