@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -74,6 +76,29 @@ def mla(layout: str) -> tuple[Any, Any]:
     info = device._mla_buffer_info()
     host = MLATokenToKVPoolHost(info, 2.0, 0, PAGE, layout, target_layer_num=LAYERS, **_sizes())
     return device, randomised(host)
+
+
+def mamba(slots: int = 24) -> tuple[Any, Any]:
+    """The pool of a state-space model's states: no device pool, and a host pool with one state a slot."""
+    shapes = {"temporal": (LAYERS, slots, 4, 8), "conv": (LAYERS, slots, 6, 3)}
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(shapes["temporal"], dtype=torch.float32),
+        conv=(torch.zeros(shapes["conv"], dtype=torch.bfloat16),),
+    )
+    host = MambaPoolHost(
+        info, 2.0, 0, device_capacity=slots, pin_memory=False, device="cpu", layout="page_first"
+    )
+    for buffer in (host.temporal_buffer, *host.conv_buffer):
+        buffer.view(torch.uint8).random_(0, 256)
+    return None, host
+
+
+def state_bytes(host: Any, slot: int) -> bytes:
+    """A state, gathered by shape: the oracle."""
+    return b"".join(
+        buffer[slot].contiguous().view(torch.uint8).numpy().tobytes()
+        for buffer in (host.temporal_buffer, *host.conv_buffer)
+    )
 
 
 def _sizes() -> dict[str, Any]:
