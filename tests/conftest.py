@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in ENGINES:
             if item.path.is_relative_to(engine_tests(name)):
                 item.add_marker(name)
+
+
+def pytest_collection_finish() -> None:
+    """What the tests are made of is no garbage: a million objects, which each later collection would look at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

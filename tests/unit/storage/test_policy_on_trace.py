@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,19 @@ class Entry:
         self.newer: Any = None
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def requests() -> list[list[int]]:
     with TRACE.open() as lines:
         return [json.loads(line)["hash_ids"] for line in lines]
 
 
-def hit_rate(requests: list[list[int]], name: str, capacity: int, *, pulled: bool = False) -> float:
+@functools.cache
+def hit_rate(name: str, capacity: int, pulled: bool = False) -> float:
     """pulled: another node reads every new block once, right after it was put."""
     policy: Any = make_policy(name, capacity)
     held: dict[int, Entry] = {}
     hits = 0
-    for blocks in requests:
+    for blocks in requests():
         missed = next((i for i, b in enumerate(blocks) if b not in held), len(blocks))
         hits += missed
         policy.touch([held[block] for block in blocks if block in held])
@@ -53,24 +55,22 @@ def hit_rate(requests: list[list[int]], name: str, capacity: int, *, pulled: boo
             policy.touch(new)
         held.update((entry.block, entry) for entry in new)
         assert len(policy) == len(held) <= capacity
-    return hits / sum(map(len, requests))
+    return hits / sum(map(len, requests()))
 
 
 @pytest.mark.parametrize("capacity", SIZES)
-def test_default_is_within_a_point_of_the_best(requests: list[list[int]], capacity: int) -> None:
-    best = max(hit_rate(requests, name, capacity) for name in ("lru", "s3fifo"))
-    assert hit_rate(requests, DEFAULT_POLICY, capacity) >= best - 0.01
+def test_default_is_within_a_point_of_the_best(capacity: int) -> None:
+    best = max(hit_rate(name, capacity) for name in ("lru", "s3fifo"))
+    assert hit_rate(DEFAULT_POLICY, capacity) >= best - 0.01
 
 
 @pytest.mark.parametrize("capacity", [1_000, 5_000])
-def test_a_pull_right_after_each_put_does_not_spoil_it(
-    requests: list[list[int]], capacity: int
-) -> None:
-    plain = hit_rate(requests, DEFAULT_POLICY, capacity)
-    assert hit_rate(requests, DEFAULT_POLICY, capacity, pulled=True) >= plain - 0.01
+def test_a_pull_right_after_each_put_does_not_spoil_it(capacity: int) -> None:
+    plain = hit_rate(DEFAULT_POLICY, capacity)
+    assert hit_rate(DEFAULT_POLICY, capacity, pulled=True) >= plain - 0.01
 
 
-def test_baselines_are_what_others_measured(requests: list[list[int]]) -> None:
+def test_baselines_are_what_others_measured() -> None:
     """Plain LRU and S3-FIFO at 5,000 blocks, so that the comparison is against the real things."""
-    assert hit_rate(requests, "lru", 5_000) == pytest.approx(0.11, abs=0.005)
-    assert hit_rate(requests, "s3fifo", 5_000) == pytest.approx(0.145, abs=0.005)
+    assert hit_rate("lru", 5_000) == pytest.approx(0.11, abs=0.005)
+    assert hit_rate("s3fifo", 5_000) == pytest.approx(0.145, abs=0.005)
