@@ -14,7 +14,6 @@ from tests.support.waiting import PATIENCE_S, until
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("followed", block_bytes=NBYTES, block_tokens=16)
 FOLLOWS_MAX = 48  # of one tenant
-LONG_S = 10 * PATIENCE_S  # longer than `Follower.result` waits
 
 
 def keys_of(numbers) -> list[bytes]:
@@ -90,10 +89,13 @@ def test_it_ends_with_what_will_not_come(start):
     with a.client(connect=True) as engine, b.client(connect=True) as client:
         for begin, writer, source in ((0, engine, url), (100, client, "b")):
             put(writer, [begin])
-            follower = Follower(client, range(begin, begin + 8), wait_s=LONG_S, source=source)
-            until(lambda: client.stats().prefix_streams.under_way == 1)
+            follower = Follower(client, range(begin, begin + 8), wait_s=PATIENCE_S, source=source)
+            until(lambda at=writer: at.stats().prefix_streams.waiters == 1, "its node is asked")
             writer.dropped(writer.open(RECORD), keys_of(range(begin + 3, begin + 8)))
             put(writer, [begin + 1, begin + 2])
+            until(
+                lambda one=follower: one.outcome, "long before its deadline", seconds=PATIENCE_S / 2
+            )
             assert follower.result() == 3
             assert right(client, range(begin, begin + 3))
 
