@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.servers.etcd import free_port
+
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 180.0
 PROMPT_TOKENS, LONG_TOKENS, NEW, LONG_NEW = 600, 3600, 16, 400
@@ -45,7 +47,10 @@ def _engines() -> ModuleType:
     return module
 
 
-BENCH = _engines()
+BENCH: Any = _engines()
+BENCH.free_port = (
+    free_port  # no test beside this one is given it, nor a connection: servers take long to begin
+)
 
 
 @dataclass
