@@ -24,6 +24,7 @@ from kvpool.config import SECRETS, SETTINGS, load, parse_setting
 from kvpool.engine_plugins.vllm import NAME
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import following
+from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.errors import ConfigError
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import load as load_router
@@ -295,9 +296,18 @@ def known_variables() -> frozenset[str]:
 # ---- what engines are given ----------------------------------------------------------------------
 
 
+TIER_MODULE = "kvpool.engine_plugins.vllm.tier"
+
+
 def check_transfer(text: str) -> None:
     """Raises `ConfigError`, `ValueError` or `AssertionError` for what the plugin, or vLLM, would not take."""
     given = json.loads(text)
+    if given["kv_connector"] == "OffloadingConnector":
+        tiers = given["kv_connector_extra_config"]["secondary_tiers"]
+        for tier in tiers:
+            assert (tier.pop("type"), tier.pop("module_path")) == ("KvpoolTier", TIER_MODULE)
+            TierConfig.from_given(tier)
+        return
     assert given["kv_connector"] == NAME
     assert given["kv_role"] in {"kv_producer", "kv_consumer", "kv_both"}
     assert given["kv_load_failure_policy"] == "recompute"  # what docs/vllm.md asks for

@@ -266,6 +266,11 @@ def _engine_count(view: View) -> Iterator[Sample]:
         yield (tenant, "not_connected"), len(followed) - connected
 
 
+def _event_streams(name: str, view: View) -> Iterator[Sample]:
+    for stream, stats in view.stats.event_streams.items():
+        yield (stream,), getattr(stats, name)
+
+
 def _namespace_count(view: View) -> Iterator[Sample]:
     for tenant, books in view.stats.tenants.items():
         yield (tenant,), len(books.namespaces)
@@ -908,6 +913,24 @@ METRICS: tuple[Metric, ...] = (
         "Engines whose KV events the daemon subscribes to, by connection state.",
         _engine_count,
         labels=("tenant", "state"),
+    ),
+    _gauge(
+        "published_blocks",
+        "Blocks that readers of a stream of KV events know of.",
+        partial(_event_streams, "blocks"),
+        labels=("stream",),
+    ),
+    _counter(
+        "published_batches",
+        "Batches of a stream of KV events.",
+        partial(_event_streams, "batches"),
+        labels=("stream",),
+    ),
+    _counter(
+        "published_replays",
+        "Replays of a stream of KV events, as its readers have asked for.",
+        partial(_event_streams, "replays"),
+        labels=("stream",),
     ),
     # The cluster.
     _gauge(

@@ -38,7 +38,7 @@ from kvpool.config.sources import (
     load,
     secret_of,
 )
-from kvpool.config.tables import DeviceConfig, DiskConfig, TenantConfig
+from kvpool.config.tables import DeviceConfig, DiskConfig, StreamConfig, TenantConfig
 
 __all__ = [
     "HTTP_UNIX",
@@ -52,6 +52,7 @@ __all__ = [
     "LogFormat",
     "LogLevel",
     "Setting",
+    "StreamConfig",
     "TenantConfig",
     "config_of",
     "default_operator_socket",

@@ -223,6 +223,14 @@ class EnginesStats(Branch):
     followed: list[EngineStats] = []
 
 
+class EventStreamStats(Branch):
+    """A stream of KV events that the node publishes. blocks: those that its readers know of."""
+
+    blocks: int = 0
+    batches: int = 0
+    replays: int = 0
+
+
 class TenantStats(Branch):
     """A tenant's memory, with what it has of each tier. namespaces: by digest, in hex."""
 
@@ -609,7 +617,8 @@ class AuditStats(Branch):
 
 
 class NodeStats(Branch):
-    """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only.
+    """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only, as are
+    event_streams, by name.
 
     failed_logins: by where: `socket` (clients), `http` (the gateway), `peer`. http_dropped: connections that
     the gateway which shows this closed because all places were taken.
@@ -643,6 +652,7 @@ class NodeStats(Branch):
     sampled: SampledStats = msgspec.field(default_factory=SampledStats)
     processes: list[ProcessStats] = []
     hot: list[HotPrefix] = []
+    event_streams: dict[str, EventStreamStats] = {}
 
 
 _decode = JsonDecoder[NodeStats](NodeStats, "the statistics of a node")

@@ -1419,7 +1419,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     given = {word[2:].replace("-", "_") for word in args.split() if word.startswith("--")}
     given -= {"config", "peer", "label", "rail", "router", "no_forward", "no_events", "no_announce"}
     given |= {"peers", "labels", "rails", "routers", "forward", "events", "announce"}
-    others = {"tenants", "clients_max", "encryption_secret_command"}
+    others = {"tenants", "publish_events", "clients_max", "encryption_secret_command"}
     assert given | secrets | others == set(SETTINGS)
     words = ["serve", "--clients-max", "7", "--forward", "--encryption-secret-command", "print it"]
     result = CliRunner().invoke(verbs.app, words)

@@ -12,6 +12,7 @@ from kvpool.config import (
     DaemonConfig,
     DeviceConfig,
     DiskConfig,
+    StreamConfig,
     TenantConfig,
     default_socket_path,
     load,
@@ -162,6 +163,15 @@ token = "t t t t t t t t t"
 announce = true
 [tenants.default]
 memory = "50%"
+[publish_events.one]
+model = "m"
+endpoint = "ipc:///run/events"
+[publish_events.two]
+model = "m/n"
+endpoint = "tcp://127.0.0.1:5557"
+replay = "tcp://[::1]:5558"
+topic = "kv@a@m"
+tenant = "red"
 """,
     )
     assert config == DaemonConfig(
@@ -205,6 +215,10 @@ memory = "50%"
         tenants=(
             TenantConfig("red", 4096, "t t t t t t t t t", announce=True),
             TenantConfig("default", 0.5, announce=True),
+        ),
+        publish_events=(
+            StreamConfig("one", "m", "ipc:///run/events"),
+            StreamConfig("two", "m/n", "tcp://127.0.0.1:5557", "tcp://[::1]:5558", "kv@a@m", "red"),
         ),
         ssd=(DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30)),
         ssd_write="through",
@@ -321,7 +335,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "router_ca": tls_files["tls_ca"],
         "router_token": "rt rt rt rt rt rt",
     }
-    assert values.keys() | {"tenants", "cluster_secret"} == set(SETTINGS)
+    assert values.keys() | {"tenants", "publish_events", "cluster_secret"} == set(SETTINGS)
     config = load(environ={f"KVPOOL_{name.upper()}": value for name, value in values.items()})
     assert config.socket_mode == 0o660
     assert config.memory == 1 << 30
@@ -636,6 +650,25 @@ def test_the_documented_file_is_right(tmp_path, repo_root):
         ("listen = [1]", "text"),
         ("listen = 7", "list"),
         ("tenants = 7", r"\[tenants.NAME\]"),
+        ("publish_events = 7", r"\[publish_events.NAME\]"),
+        ("publish_events.a = 7", "endpoint, model, replay, tenant, topic"),
+        ('[publish_events.a]\nendpoint = "ipc:///e"', "publish_events.a.model is missing"),
+        ('[publish_events.a]\nmodel = "m"', "publish_events.a.endpoint is missing"),
+        ('[publish_events.a]\nmodel = "m"\nendpoint = 7', "publish_events.a.endpoint"),
+        ('[publish_events.a]\nmodel = "m"\nendpoint = "tcp://*:5557"', "on this machine only"),
+        (
+            '[publish_events.a]\nmodel = "m"\nendpoint = "tcp://10.0.0.1:5557"',
+            "on this machine only",
+        ),
+        ('[publish_events.a]\nmodel = "m"\nendpoint = "ipc://e"', "on this machine only"),
+        (
+            '[publish_events.a]\nmodel = "m"\nendpoint = "ipc:///e"\nreplay = "tcp://0.0.0.0:1"',
+            "publish_events.a.replay",
+        ),
+        (
+            '[publish_events.a]\nmodel = "m"\nendpoint = "ipc:///e"\nreplay = "ipc:///e"',
+            "addresses of its own",
+        ),
         ("tenants.red = 7", "announce, memory, ssd, token, token_file"),
         ("[tenants.red]", "tenants.red.memory is missing"),
         ('[tenants.red]\nmemory = 1\ntokn = "x"', "announce, memory, ssd, token, token_file"),

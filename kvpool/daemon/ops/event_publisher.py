@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 
-from kvpool.config import DaemonConfig
 from kvpool.config.tables import StreamConfig
 from kvpool.daemon.cluster.local_node import Holdings
 from kvpool.daemon.core.blocks import NamespaceState
@@ -39,6 +38,7 @@ from kvpool.daemon.ops.published_blocks import (
 )
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
+from kvpool.telemetry.node_stats import EventStreamStats
 
 IDLE_S = 1.0
 LINGER_S = 0.002  # changes that come together are published together
@@ -110,7 +110,6 @@ class Stream:
 
     def __init__(
         self,
-        name: str,
         config: StreamConfig,
         node: str,
         mode: int,
@@ -119,7 +118,7 @@ class Stream:
     ) -> None:
         """mode: permissions of `ipc://` sockets. Raises `ConfigError` if an address cannot be bound."""
         zmq = _zmq()
-        self.name = name
+        self.name = config.name
         self.config = config
         self.blocks = PublishedBlocks()
         self.spaces: dict[bytes, tuple[NamespaceState, int]] = {}
@@ -141,7 +140,7 @@ class Stream:
                 self.replaying = self._bind(zmq.ROUTER, config.replay, most, mode)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"publish_events.{name}: {error}") from None
+            raise ConfigError(f"publish_events.{self.name}: {error}") from None
 
     def _bind(self, kind: Any, endpoint: str, queued: int, mode: int) -> Any:
         zmq = _zmq()
@@ -242,15 +241,19 @@ class Stream:
 
 
 class EventPublisher:
-    """All streams of a daemon. held: its tiers, by name, for this reader alone."""
+    """All streams of a node. mode: permissions of socket files. held: its tiers, by name, for this reader alone."""
 
     def __init__(
         self,
-        config: DaemonConfig,
+        configs: Sequence[StreamConfig],
+        node: str,
+        mode: int,
         held: Mapping[str, Holdings],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._config = config
+        self._configs = configs
+        self._node = node
+        self._mode = mode
         self._held = held
         self._wall = wall
         self._spaces: dict[bytes, Space] = {}
@@ -260,13 +263,11 @@ class EventPublisher:
 
     def begin(self) -> None:
         """Bind all sockets and publish from now on. Raises `ConfigError`."""
-        if not self._config.publish_events:
+        if not self._configs:
             return
         first = int(self._wall() * 1e6)
-        for stream in self._config.publish_events:
-            one = Stream(
-                stream.name, stream, self._config.node, self._config.socket_mode, first, self._wall
-            )
+        for config in self._configs:
+            one = Stream(config, self._node, self._mode, first, self._wall)
             self.streams.append(one)
             one.publish([CLEARED])
             if one.replaying is not None:
@@ -281,6 +282,14 @@ class EventPublisher:
         for stream in self.streams:
             stream.close()
         self.streams.clear()
+
+    def stats(self) -> dict[str, EventStreamStats]:
+        return {
+            stream.name: EventStreamStats(
+                blocks=len(stream.blocks), batches=stream.batches, replays=stream.replays
+            )
+            for stream in self.streams
+        }
 
     async def _run(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.audit_file import AuditFile
+from kvpool.daemon.ops.event_publisher import EventPublisher
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.sampling import Sampler
@@ -73,6 +74,7 @@ class StatsGatherer:
         streams: PrefixStreams,
         replication: Replication,
         engines: Engines,
+        publisher: EventPublisher,
         expiry: Expiry,
         sampler: Sampler,
         hot_prefixes: HotPrefixes,
@@ -92,6 +94,7 @@ class StatsGatherer:
         self._streams = streams
         self._replication = replication
         self._engines = engines
+        self._publisher = publisher
         self._expiry = expiry
         self._sampler = sampler
         self._hot_prefixes = hot_prefixes
@@ -107,7 +110,8 @@ class StatsGatherer:
 
     def all(self) -> NodeStats:
         """The same of all tenants, and what is read most."""
-        return self._of(self._node.tenants.values(), self._hot_prefixes.hottest())
+        found = self._of(self._node.tenants.values(), self._hot_prefixes.hottest())
+        return msgspec.structs.replace(found, event_streams=self._publisher.stats())
 
     def _of(self, tenants: Collection[Tenant], hot: list[HotPrefix]) -> NodeStats:
         self._node.settle()

@@ -219,7 +219,11 @@ def compose(
     if config.publish_events:
         held = {"dram": SharedHoldings(node.inventory), "ssd": SharedHoldings(ssd)}
     publisher = EventPublisher(
-        config, {tier: each.reader() for tier, each in held.items()}, clocks.wall
+        config.publish_events,
+        config.node,
+        config.socket_mode,
+        {tier: each.reader() for tier, each in held.items()},
+        clocks.wall,
     )
     rules = TierRules(node, ssd, device)
     tenants = [tenant.name for tenant in config.all_tenants()]
@@ -245,6 +249,7 @@ def compose(
         streams,
         replication,
         engines,
+        publisher,
         expiry,
         sampler,
         hot_prefixes,

@@ -10,12 +10,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpool.client import Client, Presence
 from kvpool.engine_plugins.vllm.plan import pack
 
+PATIENCE_MS = 180_000
 MODEL = "tiny"
 MEMORY = "8MiB"
 """64 blocks of the tiny model."""
@@ -240,3 +245,41 @@ def test_blocks_on_disks_and_of_other_engines(
             assert any(memory for memory, _ in found)
             assert any(below > memory for memory, below in found)
             pool.close()
+
+
+def test_the_daemons_stream_is_of_vllms_form(
+    kit: Any, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As vLLM's classes decode it; and blocks have the names of the engine's own events."""
+    folder = tmp_path_factory.mktemp("d")
+    endpoint = f"ipc://{folder}/e"
+    settings = folder / "kvpool.toml"
+    settings.write_text(
+        f'[publish_events.one]\nmodel = "{llama}"\nendpoint = "{endpoint}"\ntopic = "t"\n'
+    )
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    prompt = kit.TINY.prompt(980, 320)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as stream,
+        kit.run_daemon(folder, MEMORY, more=["--config", str(settings)]) as daemon,
+        kit.run_engine(llama, daemon) as engine,
+    ):
+        stream.linger = 0
+        stream.subscribe(b"t")
+        stream.connect(endpoint)
+        assert stream.poll(PATIENCE_MS)  # it is connected
+        pool = Pool(engine, daemon, kit)
+        pool.learn(prompt)
+        compute(engine, [prompt])
+        names = {maybe_convert_block_hash(name) for name in pool.hashes[str(prompt)]}
+        known: set[int] = set()
+        while known != names:
+            assert stream.poll(PATIENCE_MS)
+            topic, _, payload = stream.recv_multipart()
+            assert topic == b"t"
+            for event in decoder.decode(payload).events:
+                if isinstance(event, BlockStored):
+                    assert (event.medium, event.block_size) == ("CPU", kit.BLOCK)
+                    known.update(event.block_hashes)
+        pool.close()

@@ -1,0 +1,149 @@
+"""What a stream of KV events tells, and what it can repeat."""
+
+from __future__ import annotations
+
+from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.ops.event_publisher import KEPT_BATCHES_MAX, KEPT_BYTES_MAX, Kept, space_of
+from kvpool.daemon.ops.published_blocks import (
+    EVENT_BLOCKS_MAX,
+    PublishedBlocks,
+    name_of,
+    needed,
+    removed,
+    stored,
+)
+from kvpool.daemon.ops.shared_holdings import SharedHoldings
+from kvpool.types import PartKind, PartSpec
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def here(*numbers: int) -> list[tuple[bytes, bool]]:
+    return [(key(number), True) for number in numbers]
+
+
+def gone(*numbers: int) -> list[tuple[bytes, bool]]:
+    return [(key(number), False) for number in numbers]
+
+
+def test_each_change_is_told_once() -> None:
+    blocks = PublishedBlocks()
+    assert blocks.changed("dram", A, here(1, 2)) == (keys(1, 2), [])
+    assert blocks.changed("dram", A, here(2, 3)) == (keys(3), [])
+    assert blocks.changed("dram", A, gone(4, 2)) == ([], keys(2))
+    assert blocks.changed("dram", A, gone(2) + here(2)) == (keys(2), [])
+    assert len(blocks) == 3
+    assert blocks.changed("ssd", A, here(1)) == (keys(1), [])
+
+
+def test_a_block_of_two_namespaces_is_there_until_none_has_it() -> None:
+    blocks = PublishedBlocks()
+    assert blocks.changed("dram", A, here(1)) == (keys(1), [])
+    assert blocks.changed("dram", B, here(1, 2)) == (keys(2), [])
+    assert sorted(key for _, some in blocks.known("dram") for key in some) == keys(1, 2)
+    assert blocks.changed("dram", A, gone(1)) == ([], [])
+    assert blocks.changed("dram", B, gone(1)) == ([], keys(1))
+    assert blocks.known("dram") == [(B, keys(2))]
+
+
+def test_blocks_that_follow_one_another_are_one_event() -> None:
+    before = {key(2): key(1), key(3): key(2), key(5): key(4)}
+    events = list(stored("dram", keys(1, 2, 3, 5, 6), 16, before.get))
+    assert [event["block_hashes"] for event in events] == [[1, 2, 3], [5], [6]]
+    assert [event["parent_block_hash"] for event in events] == [None, 4, None]
+    assert {event["block_size"] for event in events} == {16}
+    assert all("locality" not in event for event in events)
+    chain = keys(*range(1, 2 * EVENT_BLOCKS_MAX + 2))
+    long = list(stored("ssd", chain, 16, dict(zip(chain[1:], chain, strict=False)).get))
+    assert [len(event["block_hashes"]) for event in long] == [EVENT_BLOCKS_MAX] * 2 + [1]
+    assert {(event["medium"], event["locality"]) for event in long} == {("STORAGE", "LOCAL")}
+
+
+def test_removals() -> None:
+    (event,) = removed("dram", keys(7, 8))
+    assert event == {"type": "BlockRemoved", "block_hashes": [7, 8], "medium": "CPU"}
+    assert not list(removed("ssd", []))
+
+
+def test_a_name_is_the_end_of_the_hash() -> None:
+    """As `maybe_convert_block_hash` of vLLM makes it of the whole hash."""
+    whole = bytes(range(100, 132))
+    assert name_of(whole[-16:]) == int.from_bytes(whole, "big") & ((1 << 64) - 1)
+
+
+def namespace(*parts: PartSpec, fields: bytes = b"{}") -> NamespaceState:
+    class Tenant:
+        name = "red"
+
+    return NamespaceState(Tenant(), A, fields, parts, 0)  # type: ignore[arg-type]
+
+
+def test_windows_are_not_needed() -> None:
+    full, window = PartSpec(8), PartSpec(8, PartKind.WINDOW, 2)
+    assert needed(namespace(full, window, full)) == 0b101
+    assert needed(namespace(full, PartSpec(8, stride=2))) == 0b01
+    assert needed(namespace(window, window)) == 0b11
+
+
+def test_what_a_namespace_says() -> None:
+    found = space_of(namespace(PartSpec(8), fields=b'{"model": "m", "hash_tokens": 32}'))
+    assert (found.model, found.tenant, found.block_tokens) == ("m", "red", 32)
+    assert space_of(namespace(PartSpec(8), fields=b'{"block_tokens": "x"}')).block_tokens == 0
+
+
+def test_the_last_batches_are_kept() -> None:
+    kept = Kept(100)
+    assert kept.since(100) == []
+    assert kept.since(99) is None
+    numbers = [kept.add(b"x") for _ in range(3)]
+    assert numbers == [100, 101, 102]
+    assert kept.skip() == 103
+    assert kept.add(b"y") == 104
+    assert kept.since(102) == [(102, b"x"), (104, b"y")]
+    assert kept.since(0) is None
+    assert kept.since(105) == kept.since(1000) == []
+
+
+def test_no_more_are_kept_than_fit() -> None:
+    kept = Kept(0)
+    for _ in range(KEPT_BATCHES_MAX + 5):
+        kept.add(b"")
+    assert kept.since(4) is None
+    found = kept.since(5)
+    assert found is not None
+    assert len(found) == KEPT_BATCHES_MAX
+    kept = Kept(0)
+    for _ in range(5):
+        kept.add(bytes(KEPT_BYTES_MAX // 4))
+    assert kept.since(0) is None
+    assert len(kept.since(1) or []) == 4
+
+
+def test_every_reader_has_all_changes(make_pool) -> None:
+    """Also those that another one took first."""
+    pool = make_pool()
+    shared = SharedHoldings(pool.node.inventory)
+    told: list[str] = []
+    one, other = shared.reader(), shared.reader()
+    one.follow_changes(lambda: told.append("one"))
+    other.follow_changes(lambda: told.append("other"))
+    pool.put([1, 2])
+    pool.node.settle()
+    assert told == ["one", "other"]
+    assert [list(some) for _, some in one.take_changes()] == [keys(1, 2)]
+    pool.put([3])
+    pool.node.settle()
+    assert told == ["one", "other"] * 2
+    assert [key for _, some in other.take_changes() for key in some] == keys(1, 2, 3)
+    assert [key for _, some in one.take_changes() for key in some] == keys(3)
+    assert other.take_changes() == []
+    assert other.masks(pool.namespace.directory_digest, keys(1, 9)) == (1, [1, 0])
+    assert other.walk(0, 10)[0][0][1] == keys(1, 2, 3)
