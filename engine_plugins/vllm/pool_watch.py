@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvpool.client import Presence
@@ -29,7 +30,8 @@ ROUND_S = 5.0
 """How long it takes to ask for all blocks once."""
 FRESH_S = 5.0
 """How long blocks that became known are asked for at every turn: they are saved about then."""
-SLICE_BLOCKS = 4096
+SLICE_BLOCKS = 1024
+"""How many blocks the lock is held for at a time: whoever schedules waits for it."""
 AWAY_S = 2.0
 """A daemon that has not answered for so long has lost the blocks, or will not give them soon."""
 REFUSED_S = 1.0
@@ -153,15 +155,15 @@ class PoolWatch(Generic[Label]):
         """Whether there is something to take."""
         return bool(self._changed or self._gone)
 
-    def take(self) -> list[Change[Label]]:
-        """What has changed since the last call: blocks that are gone first."""
+    def take(self, most: int = SLICE_BLOCKS) -> list[Change[Label]]:
+        """What has changed since the last call, the first of it: blocks that are gone before others."""
         with self._lock:
-            changes, self._gone = self._gone, []
-            for name in self._changed:
+            changes, self._gone = self._gone[:most], self._gone[most:]
+            for name in [*islice(self._changed, most - len(changes))]:
+                del self._changed[name]
                 block = self._blocks[name]
                 changes.append(Change(block.label, block.told, block.now))
                 block.told = block.now
-            self._changed.clear()
             return changes
 
     def close(self) -> None:

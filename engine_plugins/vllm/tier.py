@@ -43,6 +43,7 @@ from kvpool.engine_plugins.vllm import tier_namespace
 from kvpool.engine_plugins.vllm.namespace import isa
 from kvpool.engine_plugins.vllm.plan import block_key
 from kvpool.engine_plugins.vllm.pool_watch import PoolWatch
+from kvpool.engine_plugins.vllm.scheduler import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.engine_plugins.vllm.tier_jobs import Jobs
 from kvpool.engine_plugins.vllm.tier_store import TierStore
@@ -162,7 +163,7 @@ class KvpoolTier(SecondaryTierManager):
             device=[device, name or isa(device)],
             weights=weights,
         )
-        self._store.enter(record)
+        self._store.enter(record, CHANGED_TTL_S if weights else 0.0)
         if self._watch is not None:
             self._watch.enter(record)
 
@@ -253,7 +254,7 @@ class KvpoolTier(SecondaryTierManager):
         self._stores.drain()
         if not self._config.fixed_weights:
             self._enter(uuid.uuid4().hex)
-        if self._watch is not None:
+        elif self._watch is not None:
             self._watch.forget_told()  # whoever hears vLLM's events hears that all is gone
 
     def take_events(self) -> Iterable[OffloadingEvent]:

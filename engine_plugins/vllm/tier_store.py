@@ -49,12 +49,13 @@ class Space:
         self._troubles = troubles
         self._lock = threading.Lock()
         self._record: NamespaceRecord | None = None
+        self._ttl_s = 0.0
         self._opened: Namespace | None = None
 
-    def enter(self, record: NamespaceRecord) -> None:
+    def enter(self, record: NamespaceRecord, ttl_s: float) -> None:
         """Use this namespace from now on; it is opened when it is first needed. Waits for an opening under way."""
         with self._lock:
-            self._record, left = record, self._opened
+            self._record, self._ttl_s, left = record, ttl_s, self._opened
             self._opened = None
         if left is not None:
             self.client.close_namespace(left)
@@ -76,7 +77,9 @@ class Space:
         with self._lock:
             if self._opened is None:
                 assert self._record is not None, "a namespace is entered before anything is asked"
-                self._opened = self.client.open(self._record, verify=self._verify)
+                self._opened = self.client.open(
+                    self._record, ttl_s=self._ttl_s, verify=self._verify
+                )
             return self._opened
 
 
@@ -106,9 +109,10 @@ class TierStore:
         self._clock = clock
         self._slice = max(1, min(SLICE_KEYS, SLICE_BYTES // chunk_bytes))
 
-    def enter(self, record: NamespaceRecord) -> None:
-        self._lookups.enter(record)
-        self._transfers.enter(record)
+    def enter(self, record: NamespaceRecord, ttl_s: float = 0.0) -> None:
+        """See `Space.enter`. ttl_s: chunks that nobody uses for so long are dropped; 0: none."""
+        self._lookups.enter(record, ttl_s)
+        self._transfers.enter(record, ttl_s)
 
     def present(self, part: int, keys: Sequence[bytes]) -> list[bool]:
         """Which chunks can be loaded: from here, or, as far as is known, from elsewhere."""

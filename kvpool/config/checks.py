@@ -43,6 +43,11 @@ def check(config: DaemonConfig) -> None:
         raise ConfigError(
             "join: other nodes pull from this one, so it must listen: set --listen tcp://HOST:PORT"
         )
+    for stream in config.publish_events:
+        if stream.tenant not in {tenant.name for tenant in config.all_tenants()}:
+            raise ConfigError(
+                f"publish_events.{stream.name}.tenant: there is no tenant {stream.tenant!r}"
+            )
     config.ssd_shares()  # raises if the parts exceed the disks
 
 

@@ -1002,3 +1002,14 @@ def test_passwords_go_over_the_network_in_the_clear_only_if_somebody_says_so(tmp
 )
 def test_without_a_password_or_on_this_machine_nothing_has_to_be_said(tmp_path, lines):
     from_file(tmp_path, f'listen = "tcp://127.0.0.1:7070"\n{lines}\n')
+
+
+def test_streams_are_of_tenants_that_there_are(tmp_path) -> None:
+    path = tmp_path / "kvpool.toml"
+    stream = '[publish_events.a]\nmodel = "m"\nendpoint = "ipc:///e"\ntenant = "red"\n'
+    path.write_text(stream)
+    with pytest.raises(ConfigError, match=r"publish_events\.a\.tenant: there is no tenant 'red'"):
+        load(file=str(path), environ={})
+    path.write_text(f"{stream}[tenants.red]\nmemory = 4096\n")
+    (found,) = load(file=str(path), environ={}).publish_events
+    assert found.tenant == "red"

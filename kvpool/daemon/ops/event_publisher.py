@@ -297,12 +297,15 @@ class EventPublisher:
             await asyncio.sleep(LINGER_S)
             self._awake.clear()
             for tier, held in self._held.items():
+                looked = 0
                 for namespace, keys in held.take_changes():
                     for at in range(0, len(keys), SLICE_BLOCKS):
-                        self.look(tier, held, namespace, keys[at : at + SLICE_BLOCKS])
-                        if at:
+                        some = keys[at : at + SLICE_BLOCKS]
+                        self.look(tier, held, namespace, some)
+                        looked += len(some)
+                        if looked >= SLICE_BLOCKS:
+                            looked = 0
                             await asyncio.sleep(0)
-                await asyncio.sleep(0)
 
     def look(
         self, tier: str, held: Holdings, namespace: NamespaceState, keys: Sequence[bytes]
@@ -323,6 +326,8 @@ class EventPublisher:
                 continue
             new, gone = stream.blocks.changed(tier, digest, zip(listed, here, strict=True))
             stream.spaces[digest] = namespace, space.block_tokens
+            if not stream.blocks.has(digest):
+                del stream.spaces[digest]
             before = partial(parent_of, namespace)
             events = [*removed(tier, gone), *stored(tier, new, space.block_tokens, before)]
             stream.publish(events)

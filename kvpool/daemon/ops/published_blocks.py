@@ -47,6 +47,10 @@ class PublishedBlocks:
     def __len__(self) -> int:
         return sum(len(keys) for tier in self._told.values() for keys in tier.values())
 
+    def has(self, digest: bytes) -> bool:
+        """Whether readers know of any block of this namespace."""
+        return any(digest in spaces for spaces in self._told.values())
+
     def changed(
         self, tier: str, digest: bytes, here: Iterable[tuple[bytes, bool]]
     ) -> tuple[list[bytes], list[bytes]]:

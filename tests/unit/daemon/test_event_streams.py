@@ -52,6 +52,8 @@ def test_a_block_of_two_namespaces_is_there_until_none_has_it() -> None:
     assert blocks.changed("dram", A, gone(1)) == ([], [])
     assert blocks.changed("dram", B, gone(1)) == ([], keys(1))
     assert blocks.known("dram") == [(B, keys(2))]
+    assert blocks.has(B)
+    assert not blocks.has(A)
 
 
 def test_blocks_that_follow_one_another_are_one_event() -> None:

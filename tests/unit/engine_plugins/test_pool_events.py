@@ -141,6 +141,19 @@ def test_of_too_many_the_first_are_given_up() -> None:
     assert turns(one, clock, 1) == [("b2", MEMORY, NOWHERE), ("b3", NOWHERE, MEMORY)]
 
 
+def test_many_changes_are_taken_a_few_at_a_time() -> None:
+    pool, clock = Pool(), Clock()
+    one = watch(pool, clock)
+    pool.where = {(key(number), 0): MEMORY for number in range(9)}
+    know(one, *range(9))
+    one.turn()
+    assert [len(one.take(4)) for _ in range(4)] == [4, 4, 1, 0]
+    one.enter(OTHER)
+    assert one.changed
+    assert [len(one.take(4)) for _ in range(4)] == [4, 4, 1, 0]
+    assert not one.changed
+
+
 def test_another_namespace_begins_anew() -> None:
     pool, clock = Pool(), Clock()
     one = watch(pool, clock)
