@@ -263,7 +263,7 @@ class KvpoolL2Adapter(L2AdapterInterface):
         # What was not locked, or is not any more: the lease has ended, or the lookup was refused its locks.
         rest = [index for index in range(len(keys)) if index not in done]
         for model, layout, indices in _alike(rest, keys, layouts.__getitem__):
-            with self._troubles.noted(f"objects of {model} are not loaded"):
+            with self._troubles.noted(_not_loaded(model)):
                 for lease, here in self._leases(model, layout, keys, indices, 0.0):
                     with lease:
                         copied = [
@@ -277,6 +277,8 @@ class KvpoolL2Adapter(L2AdapterInterface):
                 for index in loaded:
                     key = keys[index]
                     self._layouts.add(key.model_name, key.object_group_id, layouts[index])
+            for model in {keys[index].model_name for index in loaded}:
+                self._troubles.clear(_not_loaded(model))
             self._notify_keys_accessed([keys[index] for index in loaded])
         return found
 
@@ -412,6 +414,10 @@ def _alike(
     for index in indices:
         found.setdefault((keys[index].model_name, layout(index)), []).append(index)
     return [(model, each, chosen) for (model, each), chosen in found.items()]
+
+
+def _not_loaded(model: str) -> str:
+    return f"objects of {model} are not loaded"
 
 
 def _batches(indices: Sequence[int], most: int) -> Iterator[Sequence[int]]:

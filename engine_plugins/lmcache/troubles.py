@@ -31,7 +31,7 @@ class Troubles:
         except KvpoolError as error:
             self._note(consequence, error)
         else:
-            self._clear(consequence)
+            self.clear(consequence)
 
     def _note(self, consequence: str, error: KvpoolError) -> None:
         with self._lock:
@@ -41,7 +41,8 @@ class Troubles:
             self._present[consequence] = type(error)
         self._log.warning("%s: %s", consequence, error)
 
-    def _clear(self, consequence: str) -> None:
+    def clear(self, consequence: str) -> None:
+        """It is so no longer."""
         if consequence not in self._present:
             return
         with self._lock:

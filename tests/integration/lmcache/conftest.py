@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import json
 import os
 import select
+import subprocess
+import sys
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +35,8 @@ with warnings.catch_warnings():
 
     import kvpool.engine_plugins.lmcache.adapter  # noqa: F401
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S, until
 
 MODEL = "test/model"
 SHAPE = (2, 8, 64, 32)
@@ -225,3 +232,75 @@ def shared(start_one: Any) -> Iterator[Any]:
 def adapter(shared: Any, attach: Callable[..., Any]) -> Any:
     """On that daemon, with namespaces of its own."""
     return attach(shared, epoch=f"test-{next(_epochs)}")
+
+
+class Server:
+    """An `lmcache server` with the adapter."""
+
+    def __init__(self, process: subprocess.Popen[bytes], rpc: int, http: int, log: Path) -> None:
+        self.process = process
+        self.rpc = f"tcp://127.0.0.1:{rpc}"
+        self.http = f"http://127.0.0.1:{http}"
+        self.log = log
+
+    def ask(self, path: str, *, post: bool = False) -> Any:
+        request = urllib.request.Request(self.http + path, method="POST" if post else "GET")
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return json.load(answer)
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(OSError):
+            return bool(self.ask("/status")["is_healthy"])
+        return False
+
+    def idle(self) -> bool:
+        """Whether it has stored and loaded all that it was to."""
+        manager = self.ask("/status")["storage_manager"]
+        return all(
+            one["in_flight_task_count"] == 0 and one["pending_keys_count"] == 0
+            for one in manager["store_controllers"].values()
+        )
+
+    def clear(self) -> None:
+        """Its own memory."""
+        until(self.idle, "all is stored")
+        self.ask("/cache/clear", post=True)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[Any], Server]]:
+    """Starts servers, each with the adapter at a daemon; all end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(daemon: Any) -> Server:
+            rpc, http = free_port(), free_port()
+            log = tmp_path / f"server-{rpc}.log"
+            with log.open("wb") as said:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "lmcache.cli.main", "server"),
+                        *("--host", "127.0.0.1", "--port", str(rpc), "--http-port", str(http)),
+                        *("--l1-size-gb", "0.1", "--chunk-size", "64", "--eviction-policy", "LRU"),
+                        *("--supported-transfer-mode", "auto"),
+                        *("--l2-adapter", json.dumps(spec(daemon.socket))),
+                    ],
+                    stdout=said,
+                    stderr=said,
+                    env={**os.environ, "HOME": str(tmp_path)},
+                )
+            stack.callback(_end, process)
+            server = Server(process, rpc, http, log)
+            until(server.answers, "the server is ready", seconds=3 * PATIENCE_S)
+            return server
+
+        yield begin
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
