@@ -155,10 +155,7 @@ class KvpoolL2Adapter(L2AdapterInterface):
                     stored += [index for index, ok in zip(some, there, strict=True) if ok]
                     if not there.all():
                         raise PoolFull("leases, reservations or hard pins hold the pool's memory")
-        with self._lock:
-            for index in stored:
-                key = keys[index]
-                self._layouts.add(key.model_name, key.object_group_id, layouts[index])
+        self._learn(keys, layouts, stored)
         sizes = [layouts[index].nbytes for index in stored]
         if stored:
             self._notify_keys_stored([keys[index] for index in stored], sizes)
@@ -266,17 +263,11 @@ class KvpoolL2Adapter(L2AdapterInterface):
             with self._troubles.noted(_not_loaded(model)):
                 for lease, here in self._leases(model, layout, keys, indices, 0.0):
                     with lease:
-                        copied = [
-                            index for index, slot in here if self._copy(lease, slot, objects[index])
-                        ]
-                        loaded += copied if lease.valid else []
+                        loaded += self._copy_out(lease, here, objects)
         found = Bitmap(len(keys))
         found.batched_set(loaded)
         if loaded:
-            with self._lock:
-                for index in loaded:
-                    key = keys[index]
-                    self._layouts.add(key.model_name, key.object_group_id, layouts[index])
+            self._learn(keys, layouts, loaded)
             for model in {keys[index].model_name for index in loaded}:
                 self._troubles.clear(_not_loaded(model))
             self._notify_keys_accessed([keys[index] for index in loaded])
@@ -289,31 +280,49 @@ class KvpoolL2Adapter(L2AdapterInterface):
         layouts: Sequence[Layout],
     ) -> list[int]:
         """Which of the objects were copied from their locks in time."""
-        held = {}
+        held = []
+        by_lease: dict[int, tuple[Lease, list[tuple[int, int]]]] = {}
         for index, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             lock = self._holds.use(key, layout)
             if lock is not None:
-                held[index] = lock
-        copied = []
+                held.append(lock)
+                lease = lock.hold.lease
+                by_lease.setdefault(id(lease), (lease, []))[1].append((index, lock.index))
+        loaded = []
         try:
-            with self._troubles.noted("locked objects are not loaded"):
-                for index, lock in held.items():
-                    if self._copy(lock.hold.lease, lock.index, objects[index]):
-                        copied.append(index)
-            # Asked after the copies: slots of a lease that has ended may be others' by now.
-            return [index for index in copied if held[index].hold.lease.valid]
+            for lease, wanted in by_lease.values():
+                with self._troubles.noted("locked objects are not loaded"):
+                    loaded += self._copy_out(lease, wanted, objects)
         finally:
-            _release(self._holds.done(held.values()))
+            _release(self._holds.done(held))
+        return loaded
 
-    def _copy(self, lease: Lease, slot: int, target: MemoryObj) -> bool:
-        """Copy an object out of its slot; False: there is no time for it, the adapter is being closed."""
-        if self._loads.closing:
-            return False
+    def _copy_out(
+        self, lease: Lease, wanted: Iterable[tuple[int, int]], objects: Sequence[MemoryObj]
+    ) -> list[int]:
+        """Copy objects, given by index and slot, out of a lease: which of them are right.
+
+        Raises `InvalidRequest` where LMCache's memory cannot be written.
+        """
         slots = lease.slots[0]
-        np.copyto(
-            _host_bytes(target, writable=True), slots.table[int(slots.rows[slot]), : slots.nbytes]
-        )
-        return True
+        table, rows, nbytes = slots.table, slots.rows.tolist(), slots.nbytes
+        copied = []
+        for index, slot in wanted:
+            if self._loads.closing:
+                return []
+            np.copyto(_host_bytes(objects[index], writable=True), table[rows[slot], :nbytes])
+            copied.append(index)
+        # Asked after the copies: slots of a lease that has ended may be others' by now.
+        return copied if lease.valid else []
+
+    def _learn(
+        self, keys: Sequence[ObjectKey], layouts: Sequence[Layout], indices: Iterable[int]
+    ) -> None:
+        """Objects of these layouts are there."""
+        seen = {(keys[i].model_name, keys[i].object_group_id, layouts[i]) for i in indices}
+        with self._lock:
+            for model, group, layout in seen:
+                self._layouts.add(model, group, layout)
 
     # ---- keys ----------------------------------------------------------------------------------------
 
