@@ -422,12 +422,14 @@ store.close()
 
 
 @contextmanager
-def peer_store(folder: Path, segment_bytes: int = 512 << 20) -> Iterator[dict[str, str]]:
+def peer_store(
+    folder: Path, segment_bytes: int = 512 << 20, python: Path = VLLM_PYTHON
+) -> Iterator[dict[str, str]]:
     """The peer's master and a process that holds its segment. Gives the engines' environment.
 
-    Raises `Broken` where its wheel is missing or cannot be loaded.
+    python: of an environment that has the peer. Raises `Broken` where its wheel is missing or cannot be loaded.
     """
-    program = VLLM_PYTHON.parent / "mooncake_master"
+    program = python.parent / "mooncake_master"
     if not program.exists():
         raise Broken("the peer's wheel (mooncake-transfer-engine-non-cuda) is not installed")
     port, admin = free_port(), free_port()
@@ -439,7 +441,7 @@ def peer_store(folder: Path, segment_bytes: int = 512 << 20) -> Iterator[dict[st
         wait_for_port(port, master)
         store = Child(
             "peer-store",
-            [str(VLLM_PYTHON), "-c", PEER_STORE, address, str(segment_bytes)],
+            [str(python), "-c", PEER_STORE, address, str(segment_bytes)],
             folder,
         )
         while not (line := store.line(START_S)).startswith("ready"):
@@ -458,7 +460,14 @@ def peer_store(folder: Path, segment_bytes: int = 512 << 20) -> Iterator[dict[st
                 }
             )
         )
-        yield {"MOONCAKE_CONFIG_PATH": str(config)}
+        yield {
+            "MOONCAKE_CONFIG_PATH": str(config),  # which vLLM reads; SGLang reads the others
+            "MOONCAKE_MASTER": address,
+            "MOONCAKE_MASTER_METRICS_PORT": str(admin),
+            "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE": "0",
+        }
     finally:
         if store is not None:
             store.stop()
@@ -484,13 +493,13 @@ def wait_for_port(port: int, child: Child) -> None:
     raise Broken(f"{child.name} does not listen after {START_S:g} s\n{child.tail()}")
 
 
-def tiny_model(kind: str = "llama") -> Path:
-    """A model of `tiny_models.py`, made on first use."""
+def tiny_model(kind: str = "llama", python: Path = VLLM_PYTHON) -> Path:
+    """A model of `tiny_models.py`, made on first use. python: of an environment that has transformers."""
     out = ROOT / ".demo" / "models" / kind
     if not (out / "tokenizer.json").exists():
         script = str(ROOT / "bench" / "tiny_models.py")
         made = subprocess.run(
-            [str(VLLM_PYTHON), script, kind, str(out)], capture_output=True, text=True, check=False
+            [str(python), script, kind, str(out)], capture_output=True, text=True, check=False
         )
         if made.returncode:
             raise Broken(f"the tiny model could not be made\n{made.stderr}")

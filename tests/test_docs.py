@@ -21,6 +21,8 @@ import typer.main
 from kvpool.admin.tokens import read_tokens
 from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load, parse_setting
+from kvpool.engine_plugins import sglang
+from kvpool.engine_plugins.sglang.config import BackendConfig
 from kvpool.engine_plugins.vllm import NAME
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import following
@@ -328,6 +330,20 @@ def test_engines_are_given_what_the_plugin_takes(document: Path) -> None:
                 assert json.loads(events)["publisher"] == "zmq"
         except (AssertionError, ConfigError, ValueError) as error:
             raise AssertionError(f"{where}: {error}") from None
+
+
+@each_present
+def test_sglang_is_given_what_the_backend_takes(document: Path) -> None:
+    for where, words in commands_in(document):
+        extra = DOCS.option(words, "--hicache-storage-backend-extra-config")
+        if extra is None:
+            continue
+        assert DOCS.option(words, "--hicache-storage-backend") == "dynamic", where
+        given = json.loads(extra)
+        assert given["class_name"] == sglang.CLASS and given["module_path"] == sglang.__name__, (
+            where
+        )
+        assert BackendConfig.from_extra(given).pages, where
 
 
 def test_the_check_of_engines_sees_what_is_wrong() -> None:

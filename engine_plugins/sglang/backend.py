@@ -19,7 +19,7 @@ from sglang.version import __version__ as sglang_version
 from kvpool.client import Client
 from kvpool.engine_plugins.sglang import facts, hits
 from kvpool.engine_plugins.sglang.config import BackendConfig
-from kvpool.engine_plugins.sglang.pages import HostPages
+from kvpool.engine_plugins.sglang.pages import HostPages, Numbers
 from kvpool.engine_plugins.sglang.store import Complaints, PageStore, Transfers
 from kvpool.errors import ConfigError, InvalidRequest
 
@@ -194,10 +194,11 @@ class KvpoolHiCache(HiCacheStorage):
         held = self._held.get(name)
         if held is not None and held.store is None:
             return [True] * len(keys)
-        views = self._views(name, held, keys, host_indices)
-        if held is None or held.store is None or held.pages is None or views is None:
+        numbers = self._numbers(name, held, keys, host_indices)
+        if held is None or held.store is None or held.pages is None or numbers is None:
             return [False] * len(keys)
-        return held.store.read(keys, views, self._config.limit_s(len(keys) * held.pages.tokens))
+        limit_s = self._config.limit_s(len(keys) * held.pages.tokens)
+        return held.store.read(keys, held.pages, numbers, limit_s)
 
     def _set_pages(
         self, name: str, keys: Sequence[str], host_indices: Any, before: str | None
@@ -205,20 +206,20 @@ class KvpoolHiCache(HiCacheStorage):
         held = self._held.get(name)
         if held is not None and held.store is None:
             return [True] * len(keys)
-        views = self._views(name, held, keys, host_indices)
-        if held is None or held.store is None or views is None:
+        numbers = self._numbers(name, held, keys, host_indices)
+        if held is None or held.store is None or held.pages is None or numbers is None:
             return [False] * len(keys)
-        return held.store.write(keys, views, before)
+        return held.store.write(keys, held.pages.views(numbers), before)
 
-    def _views(
+    def _numbers(
         self, name: str, held: Held | None, keys: Sequence[str], host_indices: Any
-    ) -> list[list[Any]] | None:
-        """The pieces of the pages; None, and a line in the log, where they are not to be had."""
+    ) -> Numbers | None:
+        """Of the pages; None, and a line in the log, where they are not to be had."""
         if held is None or held.pages is None or host_indices is None:
             logger.error("no pages of pool %s to read or write", name)
             return None
         try:
-            return held.pages.views(host_indices, len(keys))
+            return held.pages.numbers(host_indices, len(keys))
         except InvalidRequest as error:
             logger.error("pool %s: %s", name, error)  # noqa: TRY400 - the message says it
             return None
@@ -240,7 +241,7 @@ class KvpoolHiCache(HiCacheStorage):
             for each in targets
         ]
         tokens = len(keys) * int(self.mem_pool_host.page_size)
-        here = store.read(keys, targets, self._config.limit_s(tokens))
+        here = store.read_into(keys, targets, self._config.limit_s(tokens))
         return [each if found else None for each, found in zip(targets, here, strict=True)]
 
     def set(

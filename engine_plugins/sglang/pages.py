@@ -18,6 +18,8 @@ import torch
 from kvpool.errors import ConfigError, InvalidRequest
 
 Rows = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+COPY_BYTES = 4 << 20
 
 
 class HostPages:
@@ -89,8 +91,8 @@ class HostPages:
                 return np.lib.stride_tricks.as_strided(flat[at:], (count, nbytes), (step, 1))
         raise ConfigError(f"{self._name}: its pages are not in its own tensors")
 
-    def views(self, host_indices: Any, n: int) -> list[list[Rows]]:
-        """The pieces of n pages, named as SGLang does: by the indices of all their tokens.
+    def numbers(self, host_indices: Any, n: int) -> Numbers:
+        """The numbers of n pages, named as SGLang does: by the indices of all their tokens.
 
         Raises `InvalidRequest` for indices that are not those of n whole pages.
         """
@@ -104,7 +106,25 @@ class HostPages:
         whole = not rest.any() and (by_page == by_page[:, :1] + np.arange(self.tokens)).all()
         if not whole or (n and not 0 <= pages.min() <= pages.max() < self.count):
             raise InvalidRequest(f"the indices are not those of whole pages of {self._name}")
-        return [[piece[page] for piece in self.pieces] for page in pages.tolist()]
+        return pages
+
+    def views(self, numbers: Numbers) -> list[list[Rows]]:
+        """The pieces of each of these pages."""
+        return [[piece[page] for piece in self.pieces] for page in numbers.tolist()]
+
+    def fill(self, numbers: Numbers, table: Rows, rows: Numbers) -> None:
+        """Copy rows of the segment `table` into these pages, one each.
+
+        In few large copies: SGLang's scheduler computes in the same process, and after each copy its interpreter
+        lock has to be waited for. In no larger ones: what is gathered for a copy is to stay in the processor's cache.
+        """
+        step = max(1, COPY_BYTES // self.nbytes)
+        for start in range(0, len(rows), step):
+            chosen, into, at = rows[start : start + step], numbers[start : start + step], 0
+            for piece in self.pieces:
+                width = piece.shape[1]
+                piece[into] = table[chosen, at : at + width]
+                at += width
 
 
 def _memory(pool: Any) -> Iterator[Rows]:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client import Client, Presence
+from kvpool.client import NO_ROW, Client, Presence
 from kvpool.engine_plugins.sglang.facts import key_of, packed_keys
+from kvpool.engine_plugins.sglang.pages import HostPages, Numbers
 from kvpool.errors import KvpoolError
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace, NamespaceRecord
 
@@ -144,19 +145,40 @@ class PageStore:
                 self._heard()
         return found
 
-    def read(self, hashes: Sequence[str], into: Sequence[Any], limit_s: float) -> list[bool]:
-        """Copy pages out of the pool; True for each that is complete, the rest of `into` is undefined.
+    def read(
+        self, hashes: Sequence[str], pages: HostPages, numbers: Numbers, limit_s: float
+    ) -> list[bool]:
+        """Copy pages out of the pool into those with these numbers; True for each that is complete.
 
-        into: for each page its bytes, or the list of its pieces. limit_s: returns by then.
+        The others are undefined. limit_s: returns by then.
         """
+        if self._verify:  # by the copies, which nobody writes to
+            return self.read_into(hashes, pages.views(numbers), limit_s)
+        return self._read(
+            hashes, limit_s, lambda ns, keys, wait_s: self._copy(ns, keys, pages, numbers, wait_s)
+        )
+
+    def read_into(self, hashes: Sequence[str], into: Sequence[Any], limit_s: float) -> list[bool]:
+        """The same into buffers. into: for each page one, or the list of its pieces."""
+        return self._read(
+            hashes,
+            limit_s,
+            lambda ns, keys, wait_s: self._client.get_into(ns, keys, list(into), wait_s=wait_s),
+        )
+
+    def _read(
+        self,
+        hashes: Sequence[str],
+        limit_s: float,
+        copy: Callable[[Namespace, bytes, float], Present],
+    ) -> list[bool]:
         namespace = self.open()
         here = [False] * len(hashes)
         if namespace is None or not hashes:
             return here
-        wait_s = max(0.0, limit_s - self._request_s)
         begun = self._clock()
         try:
-            found = self._client.get_into(namespace, packed_keys(hashes), list(into), wait_s=wait_s)
+            found = copy(namespace, packed_keys(hashes), max(0.0, limit_s - self._request_s))
         except KvpoolError as error:
             self._complaints.failed(type(error).__name__, error)
             return here
@@ -165,12 +187,30 @@ class PageStore:
         self.transfers.read(sum(here), self.nbytes, self._clock() - begun)
         return here
 
+    def _copy(
+        self,
+        namespace: Namespace,
+        keys: bytes,
+        pages: HostPages,
+        numbers: Numbers,
+        wait_s: float,
+    ) -> Present:
+        nothing: Present = np.zeros(len(numbers), np.bool_)
+        lease = self._client.acquire_each(namespace, keys, wait_s=wait_s)
+        if lease is None:
+            return nothing
+        with lease:
+            slots = lease.slots[0]
+            here: Present = slots.rows != NO_ROW
+            pages.fill(numbers[here], slots.table, slots.rows[here])
+            return here if lease.valid else nothing
+
     def write(
         self, hashes: Sequence[str], blocks: Sequence[Any], before: str | None = None
     ) -> list[bool]:
         """Store pages that follow each other; True for each that is stored afterwards.
 
-        blocks: as `into` of `read`. before: the page before the first one, where that is known.
+        blocks: as `into` of `read_into`. before: the page before the first one, where that is known.
         """
         if not self._writes:
             return [True] * len(hashes)

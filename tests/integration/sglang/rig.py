@@ -214,14 +214,14 @@ def tokens_of(seed: int, pages: int) -> array[int]:
     return array("q", (seed * 1_000_003 + index for index in range(pages * PAGE)))
 
 
-def hashes_of(tokens: array[int]) -> list[str]:
+def hashes_of(tokens: Any) -> list[str]:
     found = get_storage_hash_str(tokens, None, page_size=PAGE)
     assert isinstance(found, list)
     return found
 
 
 def back_up(
-    control: Any, tokens: array[int], host: Any, transfers: list[PoolTransfer] | None = None
+    control: Any, tokens: Any, host: Any, transfers: list[PoolTransfer] | None = None
 ) -> tuple[torch.Tensor, int]:
     """Store a chain from fresh pages of the host pool, as SGLang does. Their indices, and how many tokens were stored."""
     indices = host.alloc(len(tokens))
@@ -242,7 +242,7 @@ class Prefetched:
 
 
 def prefetch(
-    control: Any, tokens: array[int], host: Any, transfers: list[PoolTransfer] | None = None
+    control: Any, tokens: Any, host: Any, transfers: list[PoolTransfer] | None = None
 ) -> Prefetched:
     """Query and read a chain through SGLang's threads, playing its scheduler."""
     if transfers is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvpool.client import Client
 from kvpool.errors import ConfigError
@@ -212,6 +213,23 @@ def test_other_facts_are_another_namespace(rig: ModuleType, config: dict[str, An
             assert control.storage_backend.batch_exists(rig.hashes_of(tokens)) == 0, (extra, model)
     with rig.controller(same, config) as control:
         assert control.storage_backend.batch_exists(rig.hashes_of(tokens)) == 2
+
+
+def test_adapters_and_salts_have_pages_of_their_own(
+    rig: ModuleType, config: dict[str, Any]
+) -> None:
+    """SGLang's hashes say which; the backend leaves them as they are."""
+    tokens = rig.tokens_of(next(seeds), 2)
+    device, host = rig.mha("page_first")
+    with rig.controller((device, host), config) as control:
+        rig.back_up(control, RadixKey(tokens, extra_key="an-adapter"), host)
+        for key, hit in (
+            (RadixKey(tokens, extra_key="an-adapter"), len(tokens)),
+            (RadixKey(tokens, extra_key="another"), 0),
+            (RadixKey(tokens, extra_key="an-adapter", cache_salt="a-salt"), 0),
+            (RadixKey(tokens), 0),
+        ):
+            assert rig.prefetch(control, key, host).hit == hit
 
 
 def test_an_engine_starts_without_a_daemon_and_uses_it_later(

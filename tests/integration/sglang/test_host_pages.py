@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,13 +36,18 @@ def test_rows_are_the_pages() -> None:
     pages = HostPages(pool)
     assert (pages.count, pages.nbytes, pages.tokens) == (6, 32, TOKENS)
     indices = torch.cat([torch.arange(20, 24), torch.arange(8, 12)])
-    found = pages.views(indices, 2)
+    numbers = pages.numbers(indices, 2)
+    found = pages.views(numbers)
     assert [[bytes(piece) for piece in each] for each in found] == [
         [bytes(range(16 + 160, 16 + 192))],
         [bytes(range(16 + 64, 16 + 96))],
     ]
     found[0][0][:] = 7
     assert pool.buffer[16 + 160 :].tolist() == [7] * 32
+    table = np.arange(3 * 40, dtype=np.uint8).reshape(3, 40)
+    pages.fill(numbers, table, np.array([2, 0]))
+    assert pool.buffer[16 + 160 :].tolist() == list(range(80, 112))
+    assert pool.buffer[16 + 64 : 16 + 96].tolist() == list(range(32))
 
 
 class Elsewhere(Pool):

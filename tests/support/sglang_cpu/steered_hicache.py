@@ -34,6 +34,6 @@ class SteeredHiCache(KvpoolHiCache):
     def _zero(self, keys: Sequence[str], host_indices: Any) -> None:
         pages = self._held["kv"].pages
         assert pages is not None
-        for pieces in pages.views(host_indices, len(keys)):
+        for pieces in pages.views(pages.numbers(host_indices, len(keys))):
             for piece in pieces:
                 piece[:] = 0
