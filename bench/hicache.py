@@ -100,6 +100,7 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(ROOT / "tests/support/sglang_cpu"),
+            "PYTHONDONTWRITEBYTECODE": "",
             **backend.environment,
         }
         command = [

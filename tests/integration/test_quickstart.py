@@ -134,7 +134,9 @@ def test_one_node(folder: Path) -> None:
     shutil.copy(ROOT / "README.md", host.folder)
     blocks = DOCS.section(QUICKSTART, "One node, with vLLM")
     with TERMINALS.closing(host):
-        for _, command in typed(blocks, left_out=("pip install", "vllm ", "curl ")):
+        for _, command in typed(
+            blocks, left_out=("pip install", "vllm ", "python -m sglang", "curl ")
+        ):
             if command == "kvpool serve":
                 host.start(command).wait_said(" ready: ", PATIENCE_S)
                 continue

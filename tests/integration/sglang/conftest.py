@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PYTHONPATH=f"{CPU}{os.pathsep}{ROOT}", TQDM_DISABLE="1"
 )
 os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each engine would compile what we have changed
 
 
 def _module(name: str, path: Path) -> ModuleType:
@@ -165,7 +166,10 @@ class Engine:
     process: subprocess.Popen[str]
     folder: Path
     log: Path
-    asked: int = field(default=0)
+
+    def ready(self) -> None:
+        """Wait until it can be asked."""
+        assert self.receive() == {"runs": True}
 
     def ask(self, **request: Any) -> Any:
         self.send(**request)
@@ -213,7 +217,10 @@ def run_engine(
     environ: dict[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Engine]:
-    """An engine; with HiCache and this backend when a config is given. environ: of its processes."""
+    """An engine, that is starting; with HiCache and this backend when a config is given.
+
+    environ: of its processes.
+    """
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "device": "cpu",
@@ -257,7 +264,6 @@ def run_engine(
     ):
         engine = Engine(process, folder, log)
         try:
-            assert engine.receive() == {"runs": True}
             yield engine
         finally:
             assert process.stdin is not None

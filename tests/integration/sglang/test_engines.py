@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(500)
 
 STEERED = {"module_path": "steered_hicache", "class_name": "SteeredHiCache"}
 
@@ -34,6 +34,8 @@ def engines(
             model, folder / "b", kit.backend_config(cluster[1].socket, **STEERED)
         ) as second,
     ):
+        for each in (first, second):
+            each.ready()
         yield [first, second]
 
 
