@@ -231,6 +231,13 @@ class Memory:
             self._regions = _Regions(self._ranges)
             return True
 
+    def end_of(self, ptr: int) -> int | None:
+        """Of the registered range that an address is in."""
+        regions = self._regions
+        at = int(regions.starts.searchsorted(ptr, "right")) - 1
+        end = int(regions.ends[at]) if at >= 0 else 0
+        return end if ptr < end else None
+
     def runs(self, ptrs: Sequence[int], sizes: Sequence[int]) -> list[Pieces]:
         """One run an object."""
         starts, lengths = np.array(ptrs, np.int64), np.array(sizes, np.int64)

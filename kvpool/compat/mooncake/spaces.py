@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 import xxhash
@@ -171,9 +171,10 @@ class Spaces:
             spaces = self.all
             space = next((space for space in spaces if space.size not in asked), None)
             if space is None:
-                if looked or not self._look_again():
+                if looked or not self._look_due():
                     break
                 looked = True
+                self.look()
                 continue
             asked.add(space.size)
             keys = packed if len(left) == len(nearest) else _chosen(packed, left)
@@ -198,40 +199,36 @@ class Spaces:
             with self._lock:
                 self.all = [space, *(other for other in self.all if other is not space)]
 
-    def _look_again(self) -> bool:
-        """Whether the catalog had something new, if it is time to look."""
-        if self.all and self._now() - self._looked_at < LOOK_S:
-            return False
-        return self.look()
+    def _look_due(self) -> bool:
+        return not self.all or self._now() - self._looked_at >= LOOK_S
 
-    def look(self) -> bool:
-        """Read the catalog; whether it has namespaces that this process did not know."""
-        self._looked_at = self._now()
+    def look(self) -> None:
+        """Read the catalog, and learn of the namespaces that this process did not know."""
         prefixes = [0]
         for level in range(DEPTH):
-            codes = [
-                prefix << _DIGIT_BITS | d for prefix in prefixes for d in range(1 << _DIGIT_BITS)
-            ]
+            digits = range(1 << _DIGIT_BITS)
+            codes = [prefix << _DIGIT_BITS | digit for prefix in prefixes for digit in digits]
             keys = b"".join([_catalog_key(level, code) for code in codes])
             found = self._client.present(self._catalog, keys, wait_s=LOOKUP_S)
             prefixes = [codes[at] for at in np.flatnonzero(found).tolist()]
-            if not prefixes:
-                return False
-        return sum([self._learn(size) is not None for size in prefixes]) > 0
+        self._learn(prefixes)
+        self._looked_at = self._now()
 
-    def _learn(self, size: int) -> Space | None:
-        """The namespace, if it is new to this process."""
+    def _learn(self, sizes: Iterable[int]) -> None:
+        """All at once: another thread finds all of them, or none."""
         with self._lock:
-            if any(space.size == size for space in self.all):
-                return None
-            if size == _HEADS:
-                space = self.heads = Space(self._open("heads", HEAD_BYTES), size)
-            else:
-                space = Space(self._open("exact", size + LABEL_BYTES), size)
-                self.exact = {**self.exact, size: space}
-            self.all = [*self.all, space]
-            self._next_mark = _mark(len(self.all) + 1)
-            return space
+            known = {space.size for space in self.all}
+            new = [self._space(size) for size in sizes if size not in known]
+            if new:
+                self.exact = {**self.exact, **{space.size: space for space in new if space.size}}
+                self.heads = next((space for space in new if not space.size), self.heads)
+                self.all = [*self.all, *new]
+                self._next_mark = _mark(len(self.all) + 1)
+
+    def _space(self, size: int) -> Space:
+        if size == _HEADS:
+            return Space(self._open("heads", HEAD_BYTES), size)
+        return Space(self._open("exact", size + LABEL_BYTES), size)
 
     # ---- for puts ------------------------------------------------------------------------------------
 
@@ -265,10 +262,8 @@ class Spaces:
 
     def _add(self, size: int) -> Space:
         self.look()  # others may have added some
-        space = self._learn(size)
-        if space is None:
-            space = next(space for space in self.all if space.size == size)
-        return space
+        self._learn([size])
+        return next(space for space in self.all if space.size == size)
 
     def _make_known(self, space: Space) -> None:
         """Enter the namespace into the catalog from this node, once in each life of the daemon.
@@ -284,6 +279,7 @@ class Spaces:
             ]
         )
         self._put_zeros(self._catalog, keys, _CATALOG_BYTES)
+        self.look()  # of two that enter one each at a time, the later sees both
         self.put_marks()
         space.known_at = self._client.incarnation
 

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 5.0
 KEYS_TOGETHER = 8192
 """Larger batches are cut: a request has a limit of keys."""
+PORTS = range(12_300, 14_301)
+"""Those that Mooncake's clients listen at."""
 SESSIONS_MAX = 65_536
 SESSION_BYTES_MAX = 4 << 30
 
@@ -68,6 +70,8 @@ class MooncakeDistributedStore:
         self._memory = Memory()
         self._hostname = ""
         self._lock = threading.Lock()
+        self._pool: list[Any] = []
+        self._pool_left = 0
         self._reads: dict[str, int] = {}
         self._writes: dict[str, _PutSession] = {}
         self._writing_bytes = 0
@@ -121,15 +125,18 @@ class MooncakeDistributedStore:
         self.close()
         host, _, port = local_hostname.rpartition(":")
         if not port.isdigit():
-            host, port = local_hostname or "localhost", str(10_000 + os.getpid() % 50_000)
+            host, port = local_hostname or "localhost", str(PORTS[os.getpid() % len(PORTS)])
         with self._lock:
             self._client, self._objects = client, objects
             self._hostname = f"{host}:{port}"
         return codes.OK
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """As `setup`: each process talks to the daemon by itself."""
-        return self.setup("")
+        """As `setup`: each process talks to the daemon by itself. mem_pool_size: for `alloc_from_mem_pool`."""
+        code = self.setup("")
+        if code == codes.OK:
+            self._pool_left = mem_pool_size
+        return code
 
     def init_all(self, protocol: str, device_name: str, mount_segment_size: int = 0) -> int:
         return self.setup("")
@@ -164,6 +171,15 @@ class MooncakeDistributedStore:
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
         return codes.OK if self._memory.unregister(int(buffer_ptr)) else codes.INVALID
+
+    def alloc_from_mem_pool(self, size: int) -> int:
+        """The address of memory of this process, until the store is gone; 0: `setup_dummy` was told of less."""
+        with self._lock:
+            if not 0 < size <= self._pool_left:
+                return 0
+            self._pool_left -= size
+            self._pool.append(np.zeros(size, np.uint8))
+            return int(self._pool[-1].ctypes.data)
 
     # ---- presence ------------------------------------------------------------------------------------
 
@@ -398,25 +414,33 @@ class MooncakeDistributedStore:
     ) -> list[list[int]]:
         if not len(keys) == len(dst_offsets) == len(src_offsets) == len(sizes):
             return [[codes.INVALID] for _ in keys]
+        end = self._memory.end_of(buffer_ptr)
         found = []
         for key, to, at, size in zip(keys, dst_offsets, src_offsets, sizes, strict=True):
             if not len(to) == len(at) == len(size):
-                found.append(all_of(codes.INVALID, size))
+                found.append([codes.INVALID] * max(len(to), len(at), len(size)))
                 continue
             starts = [buffer_ptr + offset for offset in to]
-            found.append(self._read_ranges(key, starts, at, size))
+            found.append(self._read_ranges(key, starts, at, size, end))
         return found
 
     def _read_ranges(
-        self, key: str, ptrs: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+        self,
+        key: str,
+        ptrs: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        end: int | None = None,
     ) -> list[int]:
-        """Ranges of one object, through a copy of it: a code each."""
+        """Ranges of one object, through a copy of it: a code each. end: of the memory that all must be in."""
         data = self.get_buffer(key)
         if data is None:
             return all_of(codes.NOT_FOUND, sizes)
         whole = np.frombuffer(data, np.uint8)
         return [
-            self._copy_out(whole, ptr, offset, size)
+            codes.INVALID
+            if end is not None and ptr + size > end
+            else self._copy_out(whole, ptr, offset, size)
             for ptr, offset, size in zip(ptrs, offsets, sizes, strict=True)
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from types import NoneType
 
 import numpy as np
 
@@ -76,6 +77,14 @@ class ReplicateConfig:
         self.data_type = ObjectDataType.UNKNOWN
         self.group_ids: list[str] | None = None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises `TypeError` for another type, as programs expect."""
+        wanted = _TYPES.get(name, object)
+        good = isinstance(value, wanted) and (not isinstance(value, int) or 0 <= value < 1 << 64)
+        if not good:
+            raise TypeError(f"{name} cannot be {value!r}")
+        super().__setattr__(name, value)
+
     def valid_for(self, keys: int) -> bool:
         """Whether it may be used for so many keys: a group each, or none; a time to live only with a soft pin."""
         if self.group_ids is not None and len(self.group_ids) != keys:
@@ -94,6 +103,22 @@ class ReplicateConfig:
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}: {getattr(self, name)}" for name in self.__slots__)
         return f"ReplicateConfig: {{ {shown} }}"
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "replica_num": int,
+    "nof_replica_num": int,
+    "dfs_replica_num": int,
+    "soft_pin_action": SoftPinAction,
+    "soft_pin_ttl_ms": (int, NoneType),
+    "with_hard_pin": int,
+    "preferred_segment": str,
+    "preferred_segments": list,
+    "preferred_nof_segments": list,
+    "prefer_alloc_in_same_node": int,
+    "data_type": ObjectDataType,
+    "group_ids": (list, tuple, NoneType),
+}
 
 
 class BufferHandle(bytearray):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import numpy as np
@@ -232,6 +233,28 @@ for line in sys.stdin:
             assert store.batch_is_exist([f"{size}/{i}" for i in range(3)]) == [1, 1, 1]
             assert store.get(f"{size}/2") == b"\2" * size
         other.stdin.close()
+
+
+def test_threads_find_what_threads_have_put(pool):
+    """Of several sizes, by readers of one store that hear of their namespaces at the same time."""
+    sizes = (10, 1000, 3000, 70_000)
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        for number in range(8):
+            tenant = f"threads {number}"
+            writer, reader = set_up(pool.socket, tenant), set_up(pool.socket, tenant)
+            names = {size: [f"{size}/{i}" for i in range(3)] for size in sizes}
+
+            def put(size: int, writer=writer, names=names) -> int:
+                return writer.put_batch(names[size], [bytes([1]) * size] * 3)
+
+            def get(size: int, reader=reader, names=names) -> list[int]:
+                return [len(data) for data in reader.get_batch(names[size])]
+
+            assert list(threads.map(put, sizes)) == [0] * len(sizes)
+            assert list(threads.map(get, sizes)) == [[size] * 3 for size in sizes]
+            writer.remove_all()
+            writer.close()
+            reader.close()
 
 
 def test_keys_of_one_hash_are_a_miss(store, monkeypatch):
