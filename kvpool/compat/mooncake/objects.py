@@ -39,7 +39,7 @@ from kvpool.compat.mooncake.spaces import (
     Spaces,
     rung_for,
 )
-from kvpool.errors import KvpoolError, PoolFull
+from kvpool.errors import KvpoolError
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 
 logger = logging.getLogger(__name__)
@@ -574,52 +574,65 @@ class Objects:
             for at in np.flatnonzero(~stored).tolist():
                 found[at] = codes.NO_SPACE
         else:
-            left = self._store_together(ns, packed, list(range(n)), blocks, how, found)
-            for at in left:
-                # There is no space for all of them: as many as there is space for.
-                self._store_together(ns, _packed_of(packed, [at]), [at], blocks, how, found)
+            self._store_in_turns(ns, packed, blocks, how, found)
         if how.pin:
             self._pin(ns, packed, how.pin)
         return found
 
-    def _store_together(
+    def _store_in_turns(
         self,
         ns: Namespace,
         packed: bytes,
-        some: list[int],
         blocks: Sequence[list[Pieces]],
         how: How,
         found: list[int],
-    ) -> list[int]:
-        """All of them, and sets their codes; or those to be tried one by one."""
-        try:
-            [reservation] = self._client.reserve_parts(ns, packed, [0], NO_PARENT * len(some))
-        except PoolFull:
-            refused = True
-        else:
-            refused = reservation.refused > 0
-        if refused:
-            for at in some:
-                found[at] = codes.NO_SPACE
-            return some if len(some) > 1 else []
+    ) -> None:
+        """Sets their codes. As many at a time as there are slots for."""
+        left = list(range(len(blocks)))
+        turns = 0
+        while left:
+            turns += 1
+            done, bad = self._store_some(ns, packed, left, blocks, how)
+            for at in bad:
+                found[at] = codes.INVALID
+            left = [at for at in left if at not in bad]
+            if not done and not bad:
+                break
+            left = left[done:]
+        for at in left:
+            found[at] = codes.NO_SPACE
+        if turns > 1:
+            # What came last may have had the room of what came first.
+            there = self._client.contains(ns, packed)
+            for at in np.flatnonzero(~there).tolist():
+                found[at] = found[at] or codes.NO_SPACE
+
+    def _store_some(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        left: list[int],
+        blocks: Sequence[list[Pieces]],
+        how: How,
+    ) -> tuple[int, set[int]]:
+        """How many of the first are stored then; or, none being stored, which ones hold a bad address."""
+        chosen = packed if len(left) == len(blocks) else _packed_of(packed, left)
+        [reservation] = self._client.reserve_parts(ns, chosen, [0], NO_PARENT * len(left))
         bad: set[int] = set()
         with reservation:
             slots = reservation.slots
             table, fd, stride = slots.table, slots.fd, slots.stride
             for number, row in zip(reservation.missing.tolist(), slots.rows.tolist(), strict=True):
-                at = some[number]
+                at = left[number]
                 try:
                     _write(blocks[at], table[row], fd, row * stride)
                 except BadAddressError:
-                    found[at] = codes.INVALID
                     bad.add(at)
-            if not bad:
-                self._client.commit_parts([reservation], replicas=how.replicas)
-                for at in some:
-                    found[at] = codes.OK
-                return []
-        # A slot that was not filled is not committed, and with it none of its reservation.
-        return [at for at in some if at not in bad]
+            if bad:
+                # A slot that was not filled is not committed, and with it none of its reservation.
+                return 0, bad
+            self._client.commit_parts([reservation], replicas=how.replicas)
+        return len(left) - reservation.refused, bad
 
     def _pin(self, ns: Namespace, packed: bytes, pin: str) -> None:
         try:

@@ -11,9 +11,10 @@ request.
 
 The catalog is a set that only grows. A size is written into it as the presence of `DEPTH` blocks, one for each of its
 digits and those before it, so that two nodes that add sizes at a time cannot overwrite each other's. Who has added one
-puts *marks* into all namespaces: block k of a namespace says that there are at least k. A lookup asks for the next mark
-beside its keys, and so hears of a new namespace with its first miss. Marks may be lost, like all blocks, so a
-process that misses looks into the catalog every `LOOK_S` too.
+puts *marks* into all namespaces: block k of a namespace says that there are at least k. A process that knows of k asks
+for marks k and k + 1 beside the keys of a lookup, and looks into the catalog when the first is missing or the second is
+there: so it hears of a new namespace with its first miss. Marks are lost like other blocks, the later ones after the
+earlier ones: then the first is missing. Besides, a process that misses looks into the catalog every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 import xxhash
 
-from kvpool.client import Client, Presence
+from kvpool.client import Client
 from kvpool.errors import KvpoolError, LimitExceeded, PoolFull
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
 
@@ -53,7 +54,6 @@ LOOKUP_S = 0.05
 _DIGIT_BITS, DEPTH = 6, 4
 _HEADS = 0  # the catalog's number for the heads
 _CATALOG_BYTES = 64
-_NOWHERE = bytes([Presence.NOWHERE])
 
 
 def _ladder() -> list[int]:
@@ -98,7 +98,7 @@ class Spaces:
         self._chunks: dict[int, Namespace] = {}
         self._seen: Counter[int] = Counter()
         self._looked_at = -LOOK_S
-        self._next_mark = _mark(1)
+        self._marks = _mark(0) + _mark(1)
         self.exact: dict[int, Space] = {}
         self.heads: Space | None = None
         self.all: list[Space] = []
@@ -151,13 +151,12 @@ class Spaces:
             return self._find_on(packed, [None] * n, bytearray(n), set())
         space = spaces[0]
         # Where others may be asked, they are asked for the mark.
-        keys = packed if len(spaces) > 1 else packed + self._next_mark
+        keys = packed if len(spaces) > 1 else packed + self._marks
         found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
         here = found[:n]
         if 0 not in here:
             return [space] * n, here
-        if found[n:] > _NOWHERE:
-            self.look()
+        self._heed(found[n:])
         where = [space if near else None for near in here]
         return self._find_on(packed, where, bytearray(here), {space.size})
 
@@ -179,9 +178,9 @@ class Spaces:
             asked.add(space.size)
             keys = packed if len(left) == len(nearest) else _chosen(packed, left)
             if len(asked) == len(spaces):
-                keys += self._next_mark
+                keys += self._marks
             found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
-            marked = found[len(left) :] > _NOWHERE
+            marks = found[len(left) :]
             here = [at for at, near in zip(left, found, strict=False) if near]
             for at, near in zip(left, found, strict=False):
                 if near:
@@ -189,8 +188,8 @@ class Spaces:
             if here:
                 self._first(space)
                 left = [at for at in left if not nearest[at]]
-            if left and marked:
-                self.look()
+            if left:
+                self._heed(marks)
         return where, bytes(nearest)
 
     def _first(self, space: Space) -> None:
@@ -198,6 +197,19 @@ class Spaces:
         if self.all[0] is not space:
             with self._lock:
                 self.all = [space, *(other for other in self.all if other is not space)]
+
+    def _heed(self, marks: bytes) -> None:
+        """What a lookup found of this process's last mark and the next one; empty: it did not ask."""
+        if not marks:
+            return
+        last, further = marks
+        if not last or further:
+            self.look()
+        if not last and self._client.available:
+            try:
+                self.put_marks()
+            except KvpoolError as error:
+                logger.info("the marks of %d namespaces are lost: %s", len(self.all), error)
 
     def _look_due(self) -> bool:
         return not self.all or self._now() - self._looked_at >= LOOK_S
@@ -223,7 +235,7 @@ class Spaces:
                 self.exact = {**self.exact, **{space.size: space for space in new if space.size}}
                 self.heads = next((space for space in new if not space.size), self.heads)
                 self.all = [*self.all, *new]
-                self._next_mark = _mark(len(self.all) + 1)
+                self._marks = _mark(len(self.all)) + _mark(len(self.all) + 1)
 
     def _space(self, size: int) -> Space:
         if size == _HEADS:
@@ -286,8 +298,8 @@ class Spaces:
     def put_marks(self) -> None:
         """Raises `KvpoolError`."""
         spaces = self.all
-        marks = b"".join([_mark(count) for count in range(2, len(spaces) + 1)])
-        for space in spaces if marks else ():
+        marks = b"".join([_mark(count) for count in range(1, len(spaces) + 1)])
+        for space in spaces:
             self._put_zeros(space.ns, marks, (space.size or HEAD_BYTES - LABEL_BYTES) + LABEL_BYTES)
 
     def _put_zeros(self, ns: Namespace, keys: bytes, nbytes: int) -> None:
@@ -295,13 +307,13 @@ class Spaces:
         if not self._client.put_each(ns, keys, [block] * (len(keys) // KEY_BYTES)).all():
             raise PoolFull("there is no space for the entry of another size of objects")
         try:
-            self._client.pin(ns, keys, "hard")
-        except LimitExceeded:
             self._client.pin(ns, keys, "soft")
+        except LimitExceeded:
+            pass  # they are lost sooner
 
     def marks_in(self, space: Space) -> int:
         """How many of its blocks are marks."""
-        marks = b"".join([_mark(count) for count in range(2, len(self.all) + 1)])
+        marks = b"".join([_mark(count) for count in range(1, len(self.all) + 1)])
         return int(np.count_nonzero(self._client.contains(space.ns, marks))) if marks else 0
 
 
