@@ -43,7 +43,7 @@ EXACT_MAX = 4
 EXACT_BYTES_MAX = 4 << 20
 OFTEN = 4
 """A size that one process has put so often, or twice in one call, comes often."""
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 LADDER_FACTOR = 1.25
 LADDER_FIRST = 1024
 SIZES_COUNTED_MAX = 4096
