@@ -299,6 +299,8 @@ def known_variables() -> frozenset[str]:
 
 
 TIER_MODULE = "kvpool.engine_plugins.vllm.tier"
+VLLMS_OWN = {"MooncakeStoreConnector"}
+"""Connectors of vLLM's that kvpool serves."""
 
 
 def check_transfer(text: str) -> None:
@@ -310,10 +312,11 @@ def check_transfer(text: str) -> None:
             assert (tier.pop("type"), tier.pop("module_path")) == ("KvpoolTier", TIER_MODULE)
             TierConfig.from_given(tier)
         return
-    assert given["kv_connector"] == NAME
+    assert given["kv_connector"] in {NAME, *VLLMS_OWN}
     assert given["kv_role"] in {"kv_producer", "kv_consumer", "kv_both"}
     assert given["kv_load_failure_policy"] == "recompute"  # what docs/vllm.md asks for
-    PluginConfig.from_extra(given.get("kv_connector_extra_config"))
+    if given["kv_connector"] == NAME:
+        PluginConfig.from_extra(given.get("kv_connector_extra_config"))
 
 
 @each_present
