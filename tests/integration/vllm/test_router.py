@@ -48,9 +48,8 @@ def _engines() -> ModuleType:
 
 
 BENCH: Any = _engines()
-BENCH.free_port = (
-    free_port  # no test beside this one is given it, nor a connection: servers take long to begin
-)
+# No test beside this one is given the same, nor is a connection: servers take long to listen.
+BENCH.free_port = free_port
 
 
 @dataclass
