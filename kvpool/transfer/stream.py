@@ -118,6 +118,7 @@ class Stream:
 
     def send_buffers(self, buffers: list[memoryview]) -> None:
         """All bytes of all buffers, in order. Copied when this returns: the memory may change again."""
+        buffers = [buffer for buffer in buffers if len(buffer)]  # an empty one is never sent
         at = 0
         while at < len(buffers):
             sent = self._send_some(_batch(buffers, at))

@@ -411,7 +411,7 @@ def test_bytes_arrive_whatever_buffers_they_are_in(
 ) -> None:
     rng = random.Random(size)
     data = rng.randbytes(size)
-    out = cut(data, rng, most)
+    out = [memoryview(b""), *cut(data, rng, most), memoryview(b"")]
     into = bytearray(size)
     views, at = [], 0
     while at < size:
