@@ -63,7 +63,6 @@ from kvpool.engine_plugins.vllm.plan import (
 )
 from kvpool.engine_plugins.vllm.pool_events import (
     LOCALITIES,
-    MEDIA,
     Described,
     PoolEvents,
     Removed,
@@ -266,9 +265,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(told, Removed):
             return BlockRemoved(
                 block_hashes=[maybe_convert_block_hash(name) for name in told.names],
-                medium=MEDIA[told.place],
+                medium=told.medium,
                 group_idx=group,
-                locality=LOCALITIES.get(told.place),
+                locality=LOCALITIES.get(told.medium),
             )
         first = told.blocks[0]
         extra = [block.extra for block in told.blocks]
@@ -278,12 +277,12 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             token_ids=told.tokens,
             block_size=_hash_tokens(self._kv_cache_config),
             lora_id=first.lora_id,
-            medium=MEDIA[told.place],
+            medium=told.medium,
             lora_name=first.lora_name,
             extra_keys=to_event_extra_keys(extra) if any(extra) else None,
             group_idx=group,
             kv_cache_spec_kind=kind,
-            locality=LOCALITIES.get(told.place),
+            locality=LOCALITIES.get(told.medium),
         )
 
     @property

@@ -15,9 +15,16 @@ from typing import Any
 from kvpool.client import Presence
 from kvpool.engine_plugins.vllm.pool_watch import Change, PoolWatch
 
-MEDIA = {Presence.MEMORY: "CPU", Presence.DISK: "STORAGE"}
-"""vLLM's names."""
-LOCALITIES = {Presence.DISK: "LOCAL"}
+MEMORY, DISKS = "CPU", "STORAGE"  # vLLM's names
+MEDIA: dict[Presence, tuple[str, ...]] = {
+    Presence.NOWHERE: (),
+    Presence.DISK: (DISKS,),
+    Presence.MEMORY: (MEMORY, DISKS),
+}
+"""What is told of a block in each place. Routers add up tiers from above, and expect below what is above: what is in memory
+behind blocks that are on disks only would not count.
+"""
+LOCALITIES = {DISKS: "LOCAL"}
 EVENT_BLOCKS_MAX = 256
 
 
@@ -38,9 +45,9 @@ class Described:
 
 @dataclass(slots=True)
 class StoredRun:
-    """Blocks that follow one another and have come to one place."""
+    """Blocks that follow one another and have come to one medium."""
 
-    place: Presence
+    medium: str
     blocks: list[Described] = field(default_factory=list)
 
     @property
@@ -50,11 +57,10 @@ class StoredRun:
             found.frombytes(block.tokens)
         return found.tolist()
 
-    def takes(self, block: Described, place: Presence) -> bool:
+    def takes(self, block: Described) -> bool:
         last = self.blocks[-1]
         return (
-            place is self.place
-            and block.parent == last.name
+            block.parent == last.name
             and block.lora_name == last.lora_name
             and len(self.blocks) < EVENT_BLOCKS_MAX
         )
@@ -62,26 +68,29 @@ class StoredRun:
 
 @dataclass(slots=True)
 class Removed:
-    """Blocks that have left a place."""
+    """Blocks that have left a medium."""
 
-    place: Presence
+    medium: str
     names: list[bytes] = field(default_factory=list)
 
 
 def runs(changes: Iterable[Change[Described]]) -> list[StoredRun | Removed]:
     """The events to report for changes: what has left first."""
-    removed: dict[Presence, Removed] = {}
-    stored: list[StoredRun] = []
+    removed: dict[str, Removed] = {}
+    stored: dict[str, list[StoredRun]] = {MEMORY: [], DISKS: []}
     for change in changes:
-        if change.before is not Presence.NOWHERE:
-            left = removed.setdefault(change.before, Removed(change.before))
-            left.names.append(change.label.name)
-        if change.now is Presence.NOWHERE:
-            continue
-        if not stored or not stored[-1].takes(change.label, change.now):
-            stored.append(StoredRun(change.now))
-        stored[-1].blocks.append(change.label)
-    return [*removed.values(), *stored]
+        before, now = MEDIA[change.before], MEDIA[change.now]
+        for medium in before:
+            if medium not in now:
+                left = removed.setdefault(medium, Removed(medium))
+                left.names.append(change.label.name)
+        for medium in now:
+            if medium not in before:
+                found = stored[medium]
+                if not found or not found[-1].takes(change.label):
+                    found.append(StoredRun(medium))
+                found[-1].blocks.append(change.label)
+    return [*removed.values(), *stored[MEMORY], *stored[DISKS]]
 
 
 class PoolEvents:

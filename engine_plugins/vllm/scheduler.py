@@ -80,6 +80,8 @@ STEPS_MAX = 64
 """How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
+WATCHED_AT_ONCE = 1024
+"""How many blocks of a request are described for KV events in a step: some milliseconds."""
 AHEAD_TIMES = 2
 """How many times the workers' deadline a lookup of very many blocks may take, with those before it in its thread."""
 CHANGED_TTL_S = 3600.0
@@ -876,9 +878,10 @@ class SchedulerHalf:
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
             if self._pool_events is not None and whole > state.watched:
-                keys = [*map(block_key, state.hashes(whole)[state.watched : whole])]
+                end = min(whole, state.watched + WATCHED_AT_ONCE)
+                keys = [*map(block_key, state.hashes(end)[state.watched : end])]
                 self._pool_events.know(state.request, keys, state.watched)
-                state.watched = whole
+                state.watched = end
             if saving and whole > state.saved:
                 self._save(state, table_of(request_id), whole)
         self._release_ended()

@@ -161,13 +161,19 @@ def agree(
 ) -> list[tuple[int, int]]:
     """Wait until Dynamo says of each prompt what the pool says, and return that."""
     found: list[tuple[int, int]] = []
+    told: list[tuple[int, int]] = []
 
     def same() -> bool:
         engine.core.step_fn()  # vLLM publishes at its steps
         found[:] = [pool.tokens(prompt) for prompt in prompts]
-        return [indexer.tokens(number, prompt)[1:] for prompt in prompts] == found
+        told[:] = [indexer.tokens(number, prompt)[1:] for prompt in prompts]
+        return told == found
 
-    kit.until(same, "Dynamo's index and the pool agree")
+    try:
+        kit.until(same, "Dynamo's index and the pool agree")
+    except AssertionError as error:
+        error.add_note(f"Dynamo: {told}, the pool: {found}")
+        raise
     return found
 
 

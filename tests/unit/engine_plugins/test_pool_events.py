@@ -234,14 +234,13 @@ def test_runs() -> None:
         Change(block(10, 9), DISK, NOWHERE),
     ]
     found = runs(changes)
-    assert found[:2] == [Removed(MEMORY, [key(8), key(9)]), Removed(DISK, [key(10)])]
+    assert found[:2] == [Removed("CPU", [key(8), key(9)]), Removed("STORAGE", [key(9), key(10)])]
     stored = [each for each in found[2:] if isinstance(each, StoredRun)]
-    assert [[block.name for block in run.blocks] for run in stored] == [
-        [key(1), key(2)],
-        [key(3)],
-        [key(5)],
-        [key(6)],
-        [key(8)],
+    assert [(run.medium, [block.name for block in run.blocks]) for run in stored] == [
+        ("CPU", [key(1), key(2)]),
+        ("STORAGE", [key(1), key(2), key(3)]),
+        ("STORAGE", [key(5)]),
+        ("STORAGE", [key(6)]),
     ]
     assert stored[0].tokens == [1, 1, 2, 2]
 
@@ -249,7 +248,7 @@ def test_runs() -> None:
 def test_a_run_ends_at_some_length() -> None:
     many = [Change(block(at, at - 1), NOWHERE, MEMORY) for at in range(1, EVENT_BLOCKS_MAX + 2)]
     lengths = [len(run.blocks) for run in runs(many) if isinstance(run, StoredRun)]
-    assert lengths == [EVENT_BLOCKS_MAX, 1]
+    assert lengths == [EVENT_BLOCKS_MAX, 1] * 2
 
 
 def test_blocks_are_described_as_the_engine_has_them() -> None:
@@ -276,8 +275,10 @@ def test_blocks_are_described_as_the_engine_has_them() -> None:
     pool.where = {(key(number), 0): MEMORY for number in (1, 2, 3)}
     one.turn()
     own = object()
-    (run,) = events.take(own)
+    run, below = events.take(own)
     assert isinstance(run, StoredRun)
+    assert isinstance(below, StoredRun)
+    assert (run.medium, below.medium, run.blocks) == ("CPU", "STORAGE", below.blocks)
     assert [each.name for each in run.blocks] == names
     assert [each.parent for each in run.blocks] == [None, *names[:2]]
     assert run.tokens == [7, 8, 9, 10, 70_000, 12]
@@ -286,5 +287,5 @@ def test_blocks_are_described_as_the_engine_has_them() -> None:
     assert asked == [(0, 2), (2, 4), (4, 6)]
     assert events.take(own) == []
     assert (
-        len(events.take(object())) == 1
+        len(events.take(object())) == 2
     )  # the engine's cache was cleared, and with it what readers know
