@@ -20,7 +20,7 @@ from kvpool.client import Client
 from kvpool.engine_plugins.sglang import facts, hits
 from kvpool.engine_plugins.sglang.config import BackendConfig
 from kvpool.engine_plugins.sglang.pages import HostPages, Numbers
-from kvpool.engine_plugins.sglang.store import Complaints, PageStore, Transfers
+from kvpool.engine_plugins.sglang.store import PageStore, Transfers
 from kvpool.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,6 @@ class KvpoolHiCache(HiCacheStorage):
             token=self._config.token,
             timeout_s=self._request_s,
         )
-        self._complaints = Complaints(self._client.socket_path)
         self._transfers = Transfers()
         self._held: dict[str, Held] = {}
 
@@ -114,7 +113,7 @@ class KvpoolHiCache(HiCacheStorage):
         store = PageStore(
             self._client,
             record,
-            self._complaints,
+            name,
             self._transfers,
             writes=not replicated or facts.is_writer(self._storage),
             verify=self._config.verify,

@@ -27,11 +27,12 @@ GIB = 1 << 30
 Present = npt.NDArray[np.bool_]
 
 
-class Complaints:
-    """Logs why the pool is not used: once for each cause, and when it is used again. Thread-safe."""
+class Complaint:
+    """Logs what is wrong: once for each cause, and when it is over. Thread-safe."""
 
-    def __init__(self, socket_path: str) -> None:
-        self._socket_path = socket_path
+    def __init__(self, wrong: str, over: str) -> None:
+        self._wrong = wrong
+        self._over = over
         self._lock = threading.Lock()
         self._cause = ""
 
@@ -41,19 +42,14 @@ class Complaints:
             if cause == self._cause:
                 return
             self._cause = cause
-        logger.warning(
-            "the kvpool daemon at %s is not used, pages that it holds are computed: %s",
-            self._socket_path,
-            detail,
-        )
+        logger.warning("%s: %s", self._wrong, detail)
 
     def worked(self) -> None:
-        """The daemon has answered."""
         if not self._cause:
             return
         with self._lock:
             self._cause = ""
-        logger.info("the kvpool daemon at %s is used again", self._socket_path)
+        logger.info("%s", self._over)
 
 
 class Transfers:
@@ -87,7 +83,7 @@ class Transfers:
 class PageStore:
     """One host pool's pages, in a namespace of their own. Thread-safe; never raises for what the pool does.
 
-    writes: whether this rank stores pages; where another rank stores the same bytes, it reports them as stored.
+    name: of the host pool, in the log. writes: whether this rank stores pages; where another rank stores the same bytes, it reports them as stored.
     request_s: the client's time-out for a request, of the time that a call is given.
     """
 
@@ -95,7 +91,7 @@ class PageStore:
         self,
         client: Client,
         record: NamespaceRecord,
-        complaints: Complaints,
+        name: str,
         transfers: Transfers,
         *,
         writes: bool,
@@ -107,7 +103,11 @@ class PageStore:
         self.record = record
         self.transfers = transfers
         self._client = client
-        self._complaints = complaints
+        daemon = f"pool {name}: the kvpool daemon at {client.socket_path}"
+        self._outage = Complaint(
+            f"{daemon} is not used, pages are computed", f"{daemon} is used again"
+        )
+        self._full = Complaint(f"{daemon} has no space", f"{daemon} has space again")
         self._writes = writes
         self._verify = verify
         self._request_s = request_s
@@ -127,7 +127,7 @@ class PageStore:
                 try:
                     self._namespace = self._client.open(self.record, verify=self._verify)
                 except KvpoolError as error:
-                    self._complaints.failed(type(error).__name__, error)
+                    self._outage.failed(type(error).__name__, error)
                 else:
                     self._heard()
         return self._namespace
@@ -140,7 +140,7 @@ class PageStore:
             try:
                 found = self._client.present(namespace, packed_keys(hashes)) > Presence.NOWHERE
             except KvpoolError as error:
-                self._complaints.failed(type(error).__name__, error)
+                self._outage.failed(type(error).__name__, error)
             else:
                 self._heard()
         return found
@@ -180,7 +180,7 @@ class PageStore:
         try:
             found = copy(namespace, packed_keys(hashes), max(0.0, limit_s - self._request_s))
         except KvpoolError as error:
-            self._complaints.failed(type(error).__name__, error)
+            self._outage.failed(type(error).__name__, error)
             return here
         self._heard()
         here = [bool(each) for each in found]
@@ -223,12 +223,14 @@ class PageStore:
         try:
             stored = self._client.put_each(namespace, keys, list(blocks), parents=parents)
         except KvpoolError as error:
-            self._complaints.failed(type(error).__name__, error)
+            self._outage.failed(type(error).__name__, error)
             return [False] * len(hashes)
         self._heard()
         self.transfers.wrote(int(stored.sum()), self.nbytes, self._clock() - begun)
-        if not stored.all():
-            self._complaints.failed("no space", "it has no space for more pages")
+        if stored.all():
+            self._full.worked()
+        else:
+            self._full.failed("full", "pages are not stored")
         return [bool(each) for each in stored]
 
     def clear(self) -> bool:
@@ -241,13 +243,13 @@ class PageStore:
         try:
             self._client.clear_namespace(namespace)
         except KvpoolError as error:
-            self._complaints.failed(type(error).__name__, error)
+            self._outage.failed(type(error).__name__, error)
             return False
         return True
 
     def _heard(self) -> None:
         """After a call that did not fail: reads find nothing, without an error, where the daemon is away."""
         if self._client.available:
-            self._complaints.worked()
+            self._outage.worked()
         else:
-            self._complaints.failed("Unavailable", "it cannot be reached")
+            self._outage.failed("Unavailable", "it cannot be reached")
