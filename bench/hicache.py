@@ -1,6 +1,6 @@
 """How long until SGLang's first token: computed, from its own caches, from the pool, from its other storage backends?
 
-Real SGLang on the CPU, 2,000-token prompts, HiCache with storage. For each backend (kvpool, SGLang's `file` and
+Real SGLang on the CPU, 4,000-token prompts, HiCache with storage. For each backend (kvpool, SGLang's `file` and
 `mooncake`, over TCP) one engine computes and saves, and ends; then a fresh one (warmed by an unrelated prompt of that
 length) loads each prompt once. The engines of all backends take turns, in alternating order; medians. Own caches are
 those of kvpool's fresh engine: the device's right after a load, the host's once others have driven it from there.
@@ -44,7 +44,7 @@ from tiny_models import prompt
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 PAGE = 64
-PROMPT_TOKENS, NEW_TOKENS, WAKE_TOKENS = 2000, 8, 16
+PROMPT_TOKENS, NEW_TOKENS, WAKE_TOKENS = 4000, 8, 16
 ROUNDS, ROUNDS_QUICK = 20, 8
 DEVICE_TOKENS = 2 * PROMPT_TOKENS + 1000
 """Two prompts: the third drives the first from the device into host memory."""
