@@ -33,17 +33,20 @@ def install() -> ModuleType:
     from kvpool.compat.mooncake import facade
 
     present = sys.modules.get(_MODULE)
-    if present is not None and present is not facade:
+    if present is facade:
+        return facade
+    if present is not None:
         raise RuntimeError(
             "mooncake.store was imported before kvpool could take its place: install it earlier"
         )
-    if importlib.util.find_spec("mooncake") is not None:
+    there = importlib.util.find_spec("mooncake") is not None
+    sys.modules[_MODULE] = facade  # before the package, whose first lines may import it
+    if there:
         package = importlib.import_module("mooncake")
     else:
         package = ModuleType("mooncake", "Only `mooncake.store`, over kvpool.")
         package.__path__ = []
         sys.modules["mooncake"] = package
-    sys.modules[_MODULE] = facade
     package.store = facade  # type: ignore[attr-defined]
     return facade
 
