@@ -61,6 +61,11 @@ class Removals:
             await asyncio.sleep(0)
         return gone
 
+    @property
+    def others(self) -> bool:
+        """Whether there are other nodes now to ask."""
+        return bool(self._cluster.living)
+
     async def from_objects(self, namespace: NamespaceState, packed: bytes) -> int:
         """Remove blocks from object storage. Raises `KvpoolError` if it does not answer."""
         return await self._objects.remove(namespace, packed)

@@ -540,7 +540,8 @@ class ClientRequests:
     ) -> frame.Done | Coroutine[Any, Any, frame.Done]:
         namespace = self._namespace(holder, m.ns, m.keys)
         together = len(m.keys) <= TOGETHER * KEY_BYTES
-        if together and not self._config.object_store and not m.others_s:
+        alone = not m.others_s or not self._removals.others
+        if together and alone and not self._config.object_store:
             return frame.Done(self._removals.now(namespace, m.keys))
         return self._remove_in_turns(namespace, m)
 
