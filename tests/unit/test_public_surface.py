@@ -113,7 +113,7 @@ METHODS = {
         "pin_blocks",
         "scrub",
     },
-    "Lease": {"check", "release", "report", "valid"},
+    "Lease": {"check", "release", "release_later", "report", "valid"},
     "Reservation": {"abort"},
     "Slots": {"device_table", "expected", "fd", "offsets", "table", "view", "wrong"},
 }

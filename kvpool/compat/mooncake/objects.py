@@ -21,13 +21,14 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
-from kvpool.client import NO_ROW, Client, Presence
+from kvpool.client import NO_ROW, Client, Lease, Presence
 from kvpool.compat.mooncake import codes
 from kvpool.compat.mooncake.pieces import BadAddressError, Bytes1D, Made, Pieces, View
 from kvpool.compat.mooncake.spaces import (
@@ -44,7 +45,7 @@ from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 10.0
+LEASE_S = 5.0
 OBJECT_BYTES_MAX = 1 << 40
 DROPPED_MAX = 32
 DROPPED_BYTES_MAX = 32 << 20
@@ -76,6 +77,15 @@ def _label(kind: int, key: bytes, length: int) -> bytes:
     if long:
         key = hashlib.sha256(key).digest()
     return _HEAD.pack(_MAGIC, kind, long, len(key), length) + key.ljust(_KEY_BYTES_MAX, b"\0")
+
+
+@contextmanager
+def _reading(lease: Lease) -> Iterator[None]:
+    """Released with the next request: to say so at once takes as long as a small read."""
+    try:
+        yield
+    finally:
+        lease.release_later()
 
 
 def _view(data: bytes) -> View:
@@ -233,13 +243,13 @@ class Objects:
         lease = self._client.acquire_each(space.ns, packed, lease_s=LEASE_S)
         if wait and (lease is None or lease.blocks < len(keys)):
             if lease is not None:
-                lease.release()
+                lease.release_later()
             lease = self._client.acquire_each(
                 space.ns, packed, lease_s=LEASE_S, wait_s=self._limits.read_s
             )
         if lease is None:
             return found
-        with lease:
+        with _reading(lease):
             slots = lease.slots[0]
             table = slots.table
             blocks = [
@@ -306,7 +316,7 @@ class Objects:
             return
         size = space.size
         done: list[int] = []
-        with lease:
+        with _reading(lease):
             slots = lease.slots[0]
             table, fd, stride = slots.table, slots.fd, slots.stride
             rows = slots.rows
@@ -377,7 +387,7 @@ class Objects:
             )
             if lease is None:
                 return codes.NOT_FOUND
-            with lease:
+            with _reading(lease):
                 slots = lease.slots[0]
                 table, fd, stride = slots.table, slots.fd, slots.stride
                 for number, row in zip(numbers, slots.rows.tolist(), strict=True):
