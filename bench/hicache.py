@@ -48,7 +48,7 @@ PROMPT_TOKENS, NEW_TOKENS, WAKE_TOKENS = 4000, 8, 16
 ROUNDS, ROUNDS_QUICK = 20, 8
 DEVICE_TOKENS = 2 * PROMPT_TOKENS + 1000
 """Two prompts: the third drives the first from the device into host memory."""
-HOST_RATIO = 16
+HOST_RATIO = 10
 STORED_S = 60.0
 WARM_SEED = 1000
 PAGES = PROMPT_TOKENS // PAGE
