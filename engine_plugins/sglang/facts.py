@@ -69,9 +69,12 @@ def key_of(page_hash: str) -> bytes:
     """A page's key: the last half of its SHA-256, which SGLang writes as hex digits; of other names their own."""
     if len(page_hash) == 64:
         try:
-            return bytes.fromhex(page_hash)[-KEY_BYTES:]
+            digest = bytes.fromhex(page_hash)
         except ValueError:
             pass
+        else:
+            if len(digest) == 32:  # spaces are no digits, and are skipped
+                return digest[-KEY_BYTES:]
     return hashlib.sha256(b"name:" + page_hash.encode()).digest()[:KEY_BYTES]
 
 

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 REOPEN_S = 5.0
 """Between two attempts to register a namespace that the daemon refuses."""
+CLEAR_S = 3.0
+"""How long the cluster may take to empty a namespace."""
 KEPT_MAX = 4096
 GIB = 1 << 30
 Present = npt.NDArray[np.bool_]
@@ -241,7 +243,7 @@ class PageStore:
         if namespace is None:
             return False
         try:
-            self._client.clear_namespace(namespace)
+            self._client.clear_namespace(namespace, wait_s=CLEAR_S)
         except KvpoolError as error:
             self._outage.failed(type(error).__name__, error)
             return False

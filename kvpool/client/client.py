@@ -130,11 +130,11 @@ class Client:
             )
 
     def _check_protocol(self, since: int, what: str) -> None:
-        """Raises `Unavailable` unless the daemon speaks this protocol. what: it would be asked to."""
+        """Raises `InvalidRequest` for a daemon of an older protocol, and `Unavailable`. what: it would be asked to."""
         with self._connections.request() as connection:
             protocol = connection.daemon.protocol
         if protocol < since:
-            raise Unavailable(
+            raise InvalidRequest(
                 f"the daemon speaks protocol {protocol}, and only since {since} can it {what}: upgrade it"
             )
 
@@ -274,7 +274,8 @@ class Client:
         """For each key, where the nearest replica of a part of the block is: a `Presence`, u8 (n,).
 
         Anything above `Presence.NOWHERE` can be had with `wait_s` in `get_into` or `acquire_each`; what is elsewhere, or
-        on disk, may be gone by then. All 0 when the daemon is unreachable, or older than this version.
+        on disk, may be gone by then. All 0 when the daemon is unreachable. Raises `InvalidRequest` where it is older than
+        this version.
 
         wait_s: how long to wait for what others know of blocks that are not on this node; 0: they are not asked.
         """
@@ -697,9 +698,10 @@ class Client:
             ).value
         )
 
-    def clear_namespace(self, ns: Namespace) -> int:
+    def clear_namespace(self, ns: Namespace, *, wait_s: float = RESET_S) -> int:
         """Empty a namespace, for the whole cluster; returns its new epoch. Its clients find nothing, and go on storing.
 
+        wait_s: for the cluster's answer, on top of the client's time-out.
         Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then nothing has changed.
         """
         self._check_protocol(EACH_SINCE, "clear a namespace")
@@ -708,7 +710,8 @@ class Client:
                 connection,
                 ns,
                 lambda number: connection.ask(
-                    client_wire.ClearNamespace(number), self.timeout_s + RESET_S
+                    client_wire.ClearNamespace(number),
+                    self.timeout_s + finite(wait_s, "wait_s"),
                 ),
             )
         return int(answer.value)

@@ -23,6 +23,7 @@ from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts, parse_wish, rows
 from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.locate import LOOKUP_KEYS
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
@@ -532,8 +533,13 @@ class ClientRequests:
     async def _present_below(
         self, namespace: NamespaceState, m: client_wire.Present, keys: Sequence[bytes]
     ) -> frame.Bytes:
-        wait_s = min(max(0.0, m.wait_s), self._config.lease_s_max)
-        return frame.Bytes(await self._fetcher.presence(namespace.table(m.part), keys, wait_s))
+        deadline = self._clock() + min(max(0.0, m.wait_s), self._config.lease_s_max)
+        table, found = namespace.table(m.part), []
+        for at in range(0, len(keys), LOOKUP_KEYS):
+            wait_s = max(0.0, deadline - self._clock())
+            found.append(await self._fetcher.presence(table, keys[at : at + LOOKUP_KEYS], wait_s))
+            await asyncio.sleep(0)  # others are served in between
+        return frame.Bytes(b"".join(found))
 
     def _remove(
         self, holder: Holder, m: client_wire.Remove

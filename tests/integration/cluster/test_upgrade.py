@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvpool.errors import ConfigError, Unavailable
+from kvpool.errors import ConfigError, InvalidRequest, Unavailable
+from kvpool.types import NamespaceRecord
 from kvpool.wire import frame
 from tests.integration.cluster.conftest import Load
 from tests.support import version_before
@@ -166,3 +167,13 @@ def test_engines_may_be_older_or_newer_than_their_daemon(start_cluster, as_befor
                 "the second one finds what the first one put"
             )
             assert right == [True] * 10 + [False] * 10
+    # What it does not know is no miss: that would look like an empty pool.
+    with node.client() as client:
+        ns = client.open(NamespaceRecord.simple("new", block_bytes=64, block_tokens=1))
+        for ask in (
+            lambda: client.present(ns, bytes(16)),
+            lambda: client.clear_namespace(ns),
+            lambda: client.remove(ns, bytes(16), others_s=1.0),
+        ):
+            with pytest.raises(InvalidRequest, match="upgrade"):
+                ask()

@@ -163,7 +163,7 @@ def test_versions_without_newer_facts_are_read() -> None:
 def test_keys_are_the_last_half_of_page_hashes() -> None:
     page_hash = hashlib.sha256(b"page").hexdigest()
     assert key_of(page_hash) == hashlib.sha256(b"page").digest()[16:]
-    odd = ["", "a", "g" * 64, page_hash + ".k"]
+    odd = ["", "a", "g" * 64, " " * 64, "  " * 16 + "ab" * 16, page_hash + ".k"]
     assert len({key_of(each) for each in odd}) == len(odd)
     assert all(len(key_of(each)) == 16 for each in odd)
     assert packed_keys([page_hash, "a"]) == key_of(page_hash) + key_of("a")
