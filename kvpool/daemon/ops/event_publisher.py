@@ -45,6 +45,7 @@ LINGER_S = 0.002  # changes that come together are published together
 SLICE_BLOCKS = 512  # looked at before other tasks have their turn: well under a millisecond
 BATCH_EVENTS_MAX = 256
 QUEUED_BATCHES_MAX = 4096  # for one reader that is slow
+BLOCK_TOKENS_MAX = (1 << 31) - 1
 KEPT_BATCHES_MAX, KEPT_BYTES_MAX = 10_000, 16 << 20  # to be repeated
 REPLAYS_QUEUED_MAX = 64
 END = (-1).to_bytes(8, "big", signed=True)
@@ -65,10 +66,12 @@ def space_of(namespace: NamespaceState) -> Space:
     """By what its users have said of it."""
     fields = decode_json(namespace.fields, dict[str, Any], "a namespace's fields")
     tokens = fields.get("hash_tokens", fields.get("block_tokens", 0))
+    # A client may say anything, also what no message can carry.
+    told = type(tokens) is int and 0 <= tokens <= BLOCK_TOKENS_MAX
     return Space(
         str(fields.get("model", "")),
         namespace.tenant.name,
-        tokens if isinstance(tokens, int) else 0,
+        tokens if told else 0,
         needed(namespace),
     )
 
@@ -204,13 +207,16 @@ class Stream:
         self.replays += 1
         kept = self._kept.since(number)
         if kept is None:
-            # Taken now, and sent in turns: later changes have later numbers.
+            # All is taken now, and sent in turns: later changes have later numbers, and end namespaces.
             last = self._kept.next - 1
-            known = [(tier, *each) for tier in _TIERS for each in self.blocks.known(tier)]
+            known = [
+                (tier, *self.spaces[digest], keys)
+                for tier in _TIERS
+                for digest, keys in self.blocks.known(tier)
+            ]
             if number:
                 self._repeat(reader, last, self._payloads([CLEARED]))
-            for tier, digest, keys in known:
-                namespace, tokens = self.spaces[digest]
+            for tier, namespace, tokens, keys in known:
                 before = partial(parent_of, namespace)
                 for at in range(0, len(keys), SLICE_BLOCKS):
                     events = stored(tier, keys[at : at + SLICE_BLOCKS], tokens, before)
@@ -316,6 +322,8 @@ class EventPublisher:
         if space is None:
             space = self._spaces[digest] = space_of(namespace)
         if not any(stream.wants(space) for stream in self.streams):
+            if namespace.retired:
+                del self._spaces[digest]
             return
         listed = list(dict.fromkeys(keys))
         _, masks = held.masks(digest, listed)

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvpool.config.tables import StreamConfig
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.ops.event_publisher import KEPT_BATCHES_MAX, KEPT_BYTES_MAX, Kept, space_of
+from kvpool.daemon.ops.event_publisher import (
+    END,
+    KEPT_BATCHES_MAX,
+    KEPT_BYTES_MAX,
+    SLICE_BLOCKS,
+    Kept,
+    Stream,
+    space_of,
+)
 from kvpool.daemon.ops.published_blocks import (
     EVENT_BLOCKS_MAX,
     PublishedBlocks,
@@ -14,6 +32,7 @@ from kvpool.daemon.ops.published_blocks import (
 )
 from kvpool.daemon.ops.shared_holdings import SharedHoldings
 from kvpool.types import PartKind, PartSpec
+from tests.support.waiting import PATIENCE_S
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -99,6 +118,91 @@ def test_what_a_namespace_says() -> None:
     found = space_of(namespace(PartSpec(8), fields=b'{"model": "m", "hash_tokens": 32}'))
     assert (found.model, found.tenant, found.block_tokens) == ("m", "red", 32)
     assert space_of(namespace(PartSpec(8), fields=b'{"block_tokens": "x"}')).block_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [1 << 64, -(1 << 64), 10**30, -1, "true", "16.5"])
+def test_block_tokens_that_no_event_can_carry(tokens: object) -> None:
+    said = f'{{"block_tokens": {tokens}}}'.encode()
+    found = space_of(namespace(PartSpec(8), fields=said))
+    assert type(found.block_tokens) is int
+    assert found.block_tokens == 0
+
+
+class Replays:
+    """A stream, and readers of its replays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.at = f"ipc://{folder}/replay"
+        config = StreamConfig("one", "m", f"ipc://{folder}/events", self.at)
+        self.stream = Stream(config, "n", 0o600, 0, lambda: 1.0)
+        self._context = zmq.Context()
+        self._readers: list[Any] = []
+
+    def fill(self, digest: bytes, *numbers: int) -> None:
+        self.stream.blocks.changed("dram", digest, here(*numbers))
+        self.stream.spaces[digest] = namespace(PartSpec(8)), 16
+
+    def clear(self, digest: bytes, *numbers: int) -> None:
+        self.stream.blocks.changed("dram", digest, gone(*numbers))
+        del self.stream.spaces[digest]
+
+    def reader(self) -> Any:
+        found = self._context.socket(zmq.DEALER)
+        found.linger = 0
+        found.connect(self.at)
+        self._readers.append(found)
+        return found
+
+    def question(self) -> tuple[bytes, int]:
+        """The next that comes."""
+        assert self.stream.replaying.poll(PATIENCE_S * 1000)
+        (found,) = self.stream.questions()
+        return found
+
+    def answer(self, reader: Any) -> set[int]:
+        """The blocks that a reader hears of until the end of its answer."""
+        blocks: set[int] = set()
+        while True:
+            assert reader.poll(PATIENCE_S * 1000)
+            _, _, number, payload = reader.recv_multipart()
+            if number == END:
+                return blocks
+            for event in msgspec.msgpack.decode(payload)[1]:
+                blocks.update(event["block_hashes"])
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._context.term()
+        self.stream.close()
+
+
+@pytest.fixture
+def replays(tmp_path: Path) -> Iterator[Replays]:
+    found = Replays(tmp_path)
+    yield found
+    found.close()
+
+
+def test_namespaces_that_end_while_they_are_repeated(replays: Replays) -> None:
+    """What a replay sends is taken when it begins: of what has gone since, later batches tell."""
+    first = range(3 * SLICE_BLOCKS)
+    replays.fill(A, *first)
+    replays.fill(B, 1_000_000)
+    replays.stream.idle()
+    reader = replays.reader()
+    reader.send_multipart((b"", bytes(8)))
+    asked = replays.question()
+
+    async def story() -> None:
+        replaying = asyncio.create_task(replays.stream.replay(*asked))
+        await asyncio.sleep(0)
+        assert not replaying.done()
+        replays.clear(B, 1_000_000)
+        await replaying
+
+    asyncio.run(story())
+    assert replays.answer(reader) == {*first, 1_000_000}
 
 
 def test_the_last_batches_are_kept() -> None:
