@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,14 @@ from kvpool.engine_plugins.vllm.pool_events import (
     StoredRun,
     runs,
 )
-from kvpool.engine_plugins.vllm.pool_watch import AWAY_S, FRESH_S, REFUSED_S, Change, PoolWatch
+from kvpool.engine_plugins.vllm.pool_watch import (
+    AWAY_S,
+    FRESH_S,
+    HELD_BLOCKS,
+    REFUSED_S,
+    Change,
+    PoolWatch,
+)
 from kvpool.errors import StaleEpoch
 from kvpool.types import NamespaceRecord
 
@@ -212,6 +223,92 @@ def test_a_refusal_is_logged_once(caplog: Any) -> None:
         "the pool's blocks are missing in this engine's KV events: the epoch has ended"
     ]
     assert len(pool.asked) <= 11
+
+
+class Name:
+    """Can be referred to weakly."""
+
+
+def test_no_more_is_kept_while_the_daemon_is_away() -> None:
+    pool, clock = Pool(), Clock()
+    pool.available = False
+    one = watch(pool, clock, most=8)
+    names: weakref.WeakSet[Name] = weakref.WeakSet()
+    for turn in range(50):
+        for at in range(20):
+            name = Name()
+            names.add(name)
+            one.know(name, key(turn * 20 + at), (0,), lambda: "b")
+        del name
+        clock.now += 0.1
+        one.turn()
+    gc.collect()
+    assert len(names) == 8
+
+
+def lines(call: Callable[[], object]) -> int:
+    """How many lines of Python a call takes: its work, on however slow a machine."""
+    counted = 0
+
+    def trace(_: FrameType, what: str, __: Any) -> Any:
+        nonlocal counted
+        counted += what == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+def test_the_scheduler_waits_for_a_few_blocks_only() -> None:
+    """Whatever changes all of them: the thread looks at them, a few at a time."""
+    count = 20 * HELD_BLOCKS
+    pool, clock = Pool(), Clock()
+    one = watch(pool, clock, round_s=0.1)
+    pool.where = {(key(number), 0): MEMORY for number in range(count)}
+    know(one, *range(count))
+
+    def told() -> list[tuple[Presence, Presence]]:
+        found = []
+        for _ in range(count // HELD_BLOCKS):
+            clock.now += 0.1
+            one.turn()
+            found += [(change.before, change.now) for change in one.take()]
+        assert not one.changed
+        return found
+
+    assert told() == [(NOWHERE, MEMORY)] * count
+    most = 20 * HELD_BLOCKS
+    assert lines(one.forget_told) < 50
+    assert lines(lambda: one.take(1)) < most
+    assert told() == [(NOWHERE, MEMORY)] * (count - 1)
+    assert lines(one.leave) < 50
+    assert lines(lambda: one.take(1)) < most
+    assert told() == [(MEMORY, NOWHERE)] * (count - 1)
+    one.enter(RECORD)
+    assert told() == [(NOWHERE, MEMORY)] * count
+    assert lines(lambda: one.enter(OTHER)) < 100
+    assert lines(lambda: one.take(1)) < most
+    assert told() == [(MEMORY, NOWHERE)] * (count - 1)
+
+
+def test_what_is_forgotten_is_not_told_to_be_gone() -> None:
+    pool, clock = Pool(), Clock()
+    one = watch(pool, clock)
+    pool.where = {(key(number), 0): MEMORY for number in range(4)}
+    know(one, *range(4))
+    assert len(turns(one, clock, 1)) == 4
+    one.enter(OTHER)
+    know(one, 1)  # a block of that name was in the former namespace
+    one.forget_told()
+    assert turns(one, clock, 1) == [("b1", NOWHERE, MEMORY)]
+    one.enter(RECORD)
+    know(one, 1)
+    assert turns(one, clock, 0.1) == [("b1", MEMORY, NOWHERE), ("b1", NOWHERE, MEMORY)]
 
 
 # --- events
