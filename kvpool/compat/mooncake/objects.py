@@ -11,6 +11,9 @@ Chunks are stored before their head, under a name that was drawn for this versio
 other bytes than those that were put with it. A new version (`Objects.replace`) removes the old block or head from all
 nodes and stores a new head. So a reader gets one version or the other, whole, or nothing in between; a node that does
 not answer meanwhile may go on giving the old one, and the writer is told (`UNAVAILABLE`).
+
+Two puts of a key at a time may each find nothing, and store a block and a head. So a new version, like a removal, does
+not trust what was found: it removes the key from all namespaces, on all nodes.
 """
 
 from __future__ import annotations
@@ -138,7 +141,9 @@ class Head:
 
 @dataclass
 class Old:
-    """What is stored under some keys: in which namespace, and the heads that could be read, by the keys' places."""
+    """What is stored under some keys, as far as lookups tell: in which namespace, and the heads that could be read, by
+    the keys' places.
+    """
 
     where: list[Space | None]
     heads: dict[int, Head]
@@ -469,7 +474,7 @@ class Objects:
             if there:
                 space = self.spaces.for_heads()
                 self._put_heads(space, keys, objects, there, found, how, old)
-            self._put_missing(keys, objects, new, found, how)
+            self._put_missing(keys, objects, new, found, how, old)
             found = [found[last[key]] for key in keys]
         except KvpoolError as error:
             logger.warning("an upsert of %d objects failed: %s", len(keys), error)
@@ -483,7 +488,9 @@ class Objects:
         missing: list[int],
         found: list[int],
         how: How,
+        old: Old | None = None,
     ) -> None:
+        """old: of a new version; then a lookup may have missed what is removed first."""
         groups: dict[int, list[int]] = {}
         first: dict[bytes, int] = {}
         again: list[int] = []
@@ -496,12 +503,14 @@ class Objects:
         for size, some in groups.items():
             space = self.spaces.space_for(size, len(some))
             if space.size:
+                if old is not None:
+                    self._remove_everywhere(keys, old, some)
                 self._put_exact(space, keys, objects, some, found, how)
             else:
                 in_heads += some
         if in_heads:
             space = self.spaces.for_heads()
-            self._put_heads(space, keys, objects, in_heads, found, how)
+            self._put_heads(space, keys, objects, in_heads, found, how, old)
         for at in again:
             found[at] = found[first[keys[at]]]
 
@@ -546,7 +555,11 @@ class Objects:
         if not blocks:
             return
         if old is not None:
-            self._remove_found(keys, old, list(blocks))
+            try:
+                self._remove_everywhere(keys, old, list(blocks))
+            except KvpoolError:
+                self._drop(chunked.values())
+                raise
         packed = self.packed([keys[at] for at in blocks])
         stored = self._store(space.ns, packed, list(blocks.values()), how)
         for at, code in zip(blocks, stored, strict=True):
@@ -657,24 +670,16 @@ class Objects:
         if not keys:
             return []
         try:
-            if len(keys) == 1 and self._removed_from_first(keys):
-                return [codes.OK]
             old = self._old(keys)
             if old is None:
                 return [codes.UNAVAILABLE] * len(keys)
-            there = [at for at, space in enumerate(old.where) if space is not None]
-            self._remove_found(keys, old, there)
+            gone = self._remove_everywhere(keys, old, range(len(keys)))
         except KvpoolError as error:
             logger.warning("a removal of %d objects failed: %s", len(keys), error)
             return [codes.code_of(error)] * len(keys)
+        if len(keys) == 1 and gone:
+            return [codes.OK]  # whatever the lookup said
         return [codes.NOT_FOUND if space is None else codes.OK for space in old.where]
-
-    def _removed_from_first(self, keys: Sequence[bytes]) -> bool:
-        """Mostly a key is there: to look first costs as much as the removal itself."""
-        space = self.spaces.first
-        if space is None or not space.size:
-            return False
-        return self._client.remove(space.ns, self.packed(keys), others_s=self._limits.others_s) > 0
 
     def _old(self, keys: Sequence[bytes]) -> Old | None:
         """What is stored under the keys, the heads read; None: the daemon does not answer."""
@@ -689,7 +694,7 @@ class Objects:
         left = [at for at in range(len(keys)) if where[at] is None]
         if left:
             some = [keys[at] for at in left]
-            found, _ = self.spaces.find(self.packed(some))
+            found, _ = self.spaces.find(self.packed(some), hear=True)
             if not all(found) and self._away:
                 return None
             for at, one in zip(left, found, strict=True):
@@ -697,20 +702,21 @@ class Objects:
             unread = [at for at in left if (one := where[at]) is not None and not one.size]
             read = self._heads([keys[at] for at in unread])
             heads |= {at: head for at, head in zip(unread, read, strict=True) if head is not None}
+        else:
+            self.spaces.hear()
         self._replacing = bool(heads)
         return Old(where, heads)
 
-    def _remove_found(self, keys: Sequence[bytes], old: Old, some: Iterable[int]) -> None:
-        """Raises `KvpoolError` if a node did not answer."""
-        groups: dict[int, tuple[Space, list[int]]] = {}
-        for at in some:
-            space = old.where[at]
-            assert space is not None
-            groups.setdefault(space.size, (space, []))[1].append(at)
-        for space, listed in groups.values():
-            packed = self.packed([keys[at] for at in listed])
+    def _remove_everywhere(self, keys: Sequence[bytes], old: Old, some: Iterable[int]) -> int:
+        """From all namespaces, on all nodes; how many blocks there were. Raises `KvpoolError` if a node did not answer."""
+        listed = list(some)
+        packed = self.packed([keys[at] for at in listed])
+        gone = sum(
             self._client.remove(space.ns, packed, others_s=self._limits.others_s)
-            self._drop([old.heads.get(at) for at in listed])
+            for space in self.spaces.all
+        )
+        self._drop([old.heads.get(at) for at in listed])
+        return gone
 
     def _drop(self, heads: Iterable[Head | None]) -> None:
         """Chunks that no head leads to any more: removed together, or evicted if this process ends before."""

@@ -143,20 +143,25 @@ class Spaces:
 
     # ---- lookups -------------------------------------------------------------------------------------
 
-    def find(self, packed: bytes) -> tuple[list[Space | None], bytes]:
-        """For each key the namespace that has it, and how near its nearest replica is (`Presence`)."""
+    def find(self, packed: bytes, *, hear: bool = False) -> tuple[list[Space | None], bytes]:
+        """For each key the namespace that has it, and how near its nearest replica is (`Presence`).
+
+        hear: also of namespaces that others have added, though all keys are found without them.
+        """
         n = len(packed) // KEY_BYTES
         spaces = self.all
         if not spaces:
             return self._find_on(packed, [None] * n, bytearray(n), set())
         space = spaces[0]
         # Where others may be asked, they are asked for the mark.
-        keys = packed if len(spaces) > 1 else packed + self._marks
+        keys = packed if len(spaces) > 1 and not hear else packed + self._marks
         found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
         here = found[:n]
-        if 0 not in here:
+        if 0 not in here and not hear:
             return [space] * n, here
         self._heed(found[n:])
+        if 0 not in here:
+            return [space] * n, here
         where = [space if near else None for near in here]
         return self._find_on(packed, where, bytearray(here), {space.size})
 
@@ -197,6 +202,14 @@ class Spaces:
         if self.all[0] is not space:
             with self._lock:
                 self.all = [space, *(other for other in self.all if other is not space)]
+
+    def hear(self) -> None:
+        """Of namespaces that others have added since: one request if there are none."""
+        spaces = self.all
+        if spaces:
+            self._heed(self._client.present(spaces[0].ns, self._marks, wait_s=LOOKUP_S).tobytes())
+        else:
+            self.look()
 
     def _heed(self, marks: bytes) -> None:
         """What a lookup found of this process's last mark and the next one; empty: it did not ask."""

@@ -1,15 +1,17 @@
 """`mooncake.store` on two nodes, with a directory and without: what one has put the other reads, and removals reach it."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from kvpool.compat.mooncake.objects import Limits
 from kvpool.compat.mooncake.store import MooncakeDistributedStore
 from tests.support.waiting import PATIENCE_S, until
 
 SIZES = 10, 5000, 300_000, (2 << 20) + 77
-MISSING = -704
+MISSING, AWAY = -704, -900
 
 Two = tuple[MooncakeDistributedStore, MooncakeDistributedStore]
 
@@ -83,3 +85,29 @@ def test_removals_and_new_versions_reach_the_other_node(reading):
     assert b.get("all 1")
     assert a.remove_all(True) >= 5
     seen(lambda: b.get("all 1") == b"" and b.is_exist("all 2") == 0, "the other node is emptied")
+
+
+def test_what_a_lookup_has_missed_is_removed_from_the_other_node(start_cluster, monkeypatch):
+    """As when a node answers a lookup too late: the key is taken for a new one."""
+    world = start_cluster(nodes=2, memory="96MiB")
+    a, b = [set_up(seat.client.socket_path) for seat in world.seats()]
+    assert a.put_batch(["w0", "w1"], [b"w" * 2000] * 2) == a.put("small", b"s") == 0
+    seen(lambda: b.batch_is_exist(["w1", "small"]) == [1, 1], "both namespaces are known there")
+    for size in (20, 2000):
+        key = f"of {size}"
+        assert b.put(key, b"1" * size) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(a._objects.spaces, "find", lambda packed, hear: ([None], b"\0"))
+            assert a.upsert(key, b"2" * size) == 0
+        assert b.get(key) in {b"", b"2" * size}
+        assert a.get(key) == b"2" * size
+    assert b.put_batch(["k", "r"], [b"1" * 2000] * 2) == 0
+    for store in (a, b):
+        store._objects._limits = Limits(others_s=0.2)
+    world.nodes[1].signal(signal.SIGSTOP)
+    try:
+        assert [a.upsert("k", b"2" * 2000), a.remove("r")] == [AWAY, AWAY]
+    finally:
+        world.nodes[1].signal(signal.SIGCONT)
+    a.close()
+    b.close()

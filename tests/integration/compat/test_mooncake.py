@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from kvpool.compat.mooncake import objects
 from kvpool.compat.mooncake.store import MooncakeDistributedStore
 from kvpool.compat.mooncake.values import ReplicateConfig, SoftPinAction
+from kvpool.types import KEY_BYTES
 from tests.support.waiting import PATIENCE_S
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -295,6 +296,61 @@ def test_a_reader_gets_one_version_or_the_other(store, pool):
         writer.close()
     assert not wrong
     assert found >= {1, 2, 3, 4}
+
+
+def put_unseen(store, monkeypatch, key: str, data: bytes) -> None:
+    """A put whose lookup was answered before another's put of the key."""
+
+    def nothing(packed: bytes, *, hear: bool = False) -> tuple[list[None], bytes]:
+        n = len(packed) // KEY_BYTES
+        return [None] * n, bytes(n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._objects.spaces, "find", nothing)
+        assert store.put(key, data) == 0
+
+
+@pytest.mark.parametrize("exact_first", [True, False])
+@pytest.mark.parametrize("size", [20, 3000, 2 * MIB])
+def test_a_key_in_two_namespaces_is_replaced_and_removed_in_both(
+    store, pool, request, monkeypatch, size, exact_first
+):
+    other = set_up(pool.socket, request.node.name)
+    assert store.put_batch(["w0", "w1"], [b"w" * 2000] * 2) == 0
+    assert other.get("w0")
+    puts = [(store, b"A" * 2000), (other, b"B" * 1999)]
+    for number, key in enumerate(("replaced", "removed", "removed in a batch")):
+        for writer, data in puts if exact_first else reversed(puts):
+            put_unseen(writer, monkeypatch, key, data)
+        writer, *readers = (store, other, store) if number % 2 else (other, store, other)
+        for reader in readers:
+            assert reader.get(key)
+        if number == 0:
+            assert writer.upsert(key, b"C" * size) == 0
+            assert {reader.get(key) for reader in readers} == {b"C" * size}
+            assert writer.remove(key) == 0
+        elif number == 1:
+            assert writer.remove(key) == 0
+        else:
+            assert writer.batch_remove([key, "missing"]) == [0, MISSING]
+        for reader in readers:
+            assert (reader.is_exist(key), reader.get(key)) == (0, b"")
+    other.close()
+
+
+def test_an_upsert_hears_of_a_namespace_that_another_has_added(
+    store, pool, request, monkeypatch, memory
+):
+    other = set_up(pool.socket, request.node.name)
+    assert store.put("a", b"1") == other.put("b", b"1") == 0
+    assert other.get("a") == b"1"
+    assert store.put_batch(["w0", "w1"], [b"w" * 2000] * 2) == 0
+    put_unseen(store, monkeypatch, "a", b"2" * 2000)
+    assert store.get_into("a", address(memory), 2000) == 2000
+    assert other.upsert("a", b"3") == 0
+    assert store.get_into("a", address(memory), 2000) == 1
+    assert memory[0] == ord("3")
+    other.close()
 
 
 # ---- codes and conventions ---------------------------------------------------------------------------
