@@ -537,6 +537,14 @@ class Client:
         daemon = self._connections.daemon
         return daemon is not None and daemon.protocol >= PARTS_SINCE
 
+    @property
+    def serves_each(self) -> bool:
+        """Whether the daemon knows `present`, `clear_namespace` and `remove` from other nodes. False before the first
+        exchange with it.
+        """
+        daemon = self._connections.daemon
+        return daemon is not None and daemon.protocol >= EACH_SINCE
+
     def reserve_parts(
         self, ns: Namespace, keys: Keys, parts: Sequence[int], parents: Keys
     ) -> list[Reservation]:

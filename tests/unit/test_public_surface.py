@@ -97,6 +97,7 @@ METHODS = {
         "reserve",
         "reserve_parts",
         "reset",
+        "serves_each",
         "socket_path",
         "stats",
         "warm",

@@ -183,8 +183,10 @@ class Objects:
 
     @property
     def _away(self) -> bool:
-        """Whether the daemon did not answer the last request: then nothing was found because nobody was asked."""
-        return not self._client.available
+        """Whether the daemon did not answer the last request, or is too old to be asked: then nothing was found because
+        nobody was asked.
+        """
+        return not (self._client.available and self._client.serves_each)
 
     # ---- presence ------------------------------------------------------------------------------------
 
@@ -695,8 +697,6 @@ class Objects:
         if left:
             some = [keys[at] for at in left]
             found, _ = self.spaces.find(self.packed(some), hear=True)
-            if not all(found) and self._away:
-                return None
             for at, one in zip(left, found, strict=True):
                 where[at] = one
             unread = [at for at in left if (one := where[at]) is not None and not one.size]
@@ -704,6 +704,8 @@ class Objects:
             heads |= {at: head for at, head in zip(unread, read, strict=True) if head is not None}
         else:
             self.spaces.hear()
+        if self._away:
+            return None
         self._replacing = bool(heads)
         return Old(where, heads)
 
