@@ -228,7 +228,10 @@ class Spaces:
         return not self.all or self._now() - self._looked_at >= LOOK_S
 
     def look(self) -> None:
-        """Read the catalog, and learn of the namespaces that this process did not know."""
+        """Read the catalog, and learn of the namespaces that this process did not know.
+
+        What this process knows and the catalog has lost is entered anew.
+        """
         prefixes = [0]
         for level in range(DEPTH):
             digits = range(1 << _DIGIT_BITS)
@@ -238,6 +241,16 @@ class Spaces:
             prefixes = [codes[at] for at in np.flatnonzero(found).tolist()]
         self._learn(prefixes)
         self._looked_at = self._now()
+        listed = set(prefixes)
+        lost = [space for space in self.all if space.size not in listed]
+        if not lost or not self._client.available:
+            return
+        try:
+            for space in lost:
+                self._enter(space)
+            self.put_marks()
+        except KvpoolError as error:
+            logger.info("%d sizes are missing from the catalog: %s", len(lost), error)
 
     def _learn(self, sizes: Iterable[int]) -> None:
         """All at once: another thread finds all of them, or none."""
@@ -291,12 +304,19 @@ class Spaces:
         return next(space for space in self.all if space.size == size)
 
     def _make_known(self, space: Space) -> None:
-        """Enter the namespace into the catalog from this node, once in each life of the daemon.
+        """Enter the namespace into the catalog from this node, once in each life of the daemon; later, `look` does.
 
         Raises `KvpoolError`.
         """
         if space.known_at and space.known_at == self._client.incarnation:
             return
+        self._enter(space)
+        self.look()  # of two that enter one each at a time, the later sees both
+        self.put_marks()
+        space.known_at = self._client.incarnation
+
+    def _enter(self, space: Space) -> None:
+        """Raises `KvpoolError`."""
         keys = b"".join(
             [
                 _catalog_key(level, space.size >> _DIGIT_BITS * (DEPTH - 1 - level))
@@ -304,9 +324,6 @@ class Spaces:
             ]
         )
         self._put_zeros(self._catalog, keys, _CATALOG_BYTES)
-        self.look()  # of two that enter one each at a time, the later sees both
-        self.put_marks()
-        space.known_at = self._client.incarnation
 
     def put_marks(self) -> None:
         """Raises `KvpoolError`."""

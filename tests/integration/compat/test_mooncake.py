@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvpool.client import connections
 from kvpool.compat.mooncake import objects
+from kvpool.compat.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
 from kvpool.compat.mooncake.store import MooncakeDistributedStore
 from kvpool.compat.mooncake.values import ReplicateConfig, SoftPinAction
 from kvpool.types import KEY_BYTES
@@ -353,6 +354,26 @@ def test_an_upsert_hears_of_a_namespace_that_another_has_added(
     assert store.get_into("a", address(memory), 2000) == 1
     assert memory[0] == ord("3")
     other.close()
+
+
+def test_a_catalog_that_was_evicted_is_entered_again(store, pool, request, monkeypatch):
+    """By who knows what was in it, with the next look after a miss."""
+    assert store.put_batch(["a", "b"], [b"1" * 2000] * 2) == store.put("small", b"s") == 0
+    known = store._objects.spaces
+    client = store._client
+    keys = b"".join(
+        _catalog_key(level, space.size >> 6 * (DEPTH - 1 - level))
+        for space in known.all
+        for level in range(DEPTH)
+    )
+    assert client.remove(known._catalog, keys) > 0
+    monkeypatch.setattr(known, "_looked_at", -LOOK_S)
+    assert store.get("missing") == b""
+    fresh = set_up(pool.socket, request.node.name)
+    assert fresh.get_batch(["a", "small"]) == [b"1" * 2000, b"s"]
+    assert fresh.upsert("a", b"2" * 2000) == 0
+    assert store.get("a") == b"2" * 2000
+    fresh.close()
 
 
 # ---- codes and conventions ---------------------------------------------------------------------------
