@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from kvpool.client import Client, Presence
 from kvpool.compat.mooncake import codes
@@ -58,6 +59,14 @@ class _PutSession:
     config: ReplicateConfig
 
 
+@dataclass
+class _GetSession:
+    """An object that is read in pieces. checksum: of the version of which the first piece was, then."""
+
+    size: int
+    checksum: bytes = b""
+
+
 class MooncakeDistributedStore:
     """The pool under the interface of `mooncake.store`. All methods may be called from any thread.
 
@@ -72,7 +81,7 @@ class MooncakeDistributedStore:
         self._lock = threading.Lock()
         self._pool: list[Any] = []
         self._pool_left = 0
-        self._reads: dict[str, int] = {}
+        self._reads: dict[str, _GetSession] = {}
         self._writes: dict[str, _PutSession] = {}
         self._writing_bytes = 0
 
@@ -435,18 +444,30 @@ class MooncakeDistributedStore:
         offsets: Sequence[int],
         sizes: Sequence[int],
         end: int | None = None,
+        session: _GetSession | None = None,
     ) -> list[int]:
         """Ranges of one object, through a copy of it: a code each. end: of the memory that all must be in."""
         data = self.get_buffer(key)
         if data is None:
             return all_of(codes.NOT_FOUND, sizes)
         whole = np.frombuffer(data, np.uint8)
+        if session is not None and not self._is_same(session, whole):
+            return all_of(codes.NOT_FOUND, sizes)
         return [
             codes.INVALID
             if end is not None and ptr + size > end
             else self._copy_out(whole, ptr, offset, size)
             for ptr, offset, size in zip(ptrs, offsets, sizes, strict=True)
         ]
+
+    def _is_same(self, session: _GetSession, data: Any) -> bool:
+        """Whether it is the version that the session has read of, or its first one."""
+        if data.size != session.size:
+            return False
+        checksum = xxhash.xxh3_128_digest(data.data)
+        with self._lock:
+            session.checksum = session.checksum or checksum
+            return session.checksum == checksum
 
     def _copy_out(self, data: Any, ptr: int, offset: int, size: int) -> int:
         if offset < 0 or size <= 0 or ptr <= 0 or offset + size > data.size:
@@ -474,7 +495,7 @@ class MooncakeDistributedStore:
                 elif len(self._reads) >= SESSIONS_MAX and key not in self._reads:
                     started.append(codes.NO_SPACE)
                 else:
-                    self._reads[key] = size
+                    self._reads[key] = _GetSession(size)
                     started.append(codes.OK)
         return started
 
@@ -491,18 +512,21 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Ranges of objects whose session has started: for each key its bytes in all, or a code."""
+        """Ranges of objects whose session has started: for each key its bytes in all, or a code.
+
+        -704: it is gone, or in its place is another version than the one of which a session's first ranges were.
+        """
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
             return all_of(codes.INVALID, keys)
         found = []
         for key, ptrs, sizes, offsets in zip(
             keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
         ):
-            size = self._reads.get(key)
-            if size is None or not _ranges_valid(ptrs, sizes, offsets, size):
+            session = self._reads.get(key)
+            if session is None or not _ranges_valid(ptrs, sizes, offsets, session.size):
                 found.append(codes.INVALID)
                 continue
-            got = self._read_ranges(key, ptrs, offsets, sizes)
+            got = self._read_ranges(key, ptrs, offsets, sizes, session=session)
             found.append(sum(got) if min(got) > 0 else min(got))
         return found
 

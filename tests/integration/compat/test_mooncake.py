@@ -561,6 +561,25 @@ def test_ranges(store, memory):
     assert read(["a"], [[at]], [[10]], [[0]]) == [INVALID]
 
 
+@pytest.mark.parametrize("size", [20, 2000, 2 * MIB])
+def test_a_session_reads_one_version(store, memory, size):
+    at, half = address(memory), size // 2
+    start, end = store.batch_get_session_start, store.batch_get_session_end
+    read = store.batch_get_into_multi_buffer_ranges
+    assert store.put_batch(["a", "b"], [b"1" * size] * 2) == 0
+    assert start(["a", "b"]) == [0, 0]
+    assert read(["a"], [[at]], [[half]], [[0]]) == [half]
+    assert store.upsert_batch(["a", "b"], [b"2" * size, b"2" * (size + 1)]) == 0
+    assert read(["a", "b"], [[at + half]] * 2, [[half]] * 2, [[half]] * 2) == [MISSING, MISSING]
+    assert end(["a"]) == 0
+    assert start(["a"]) == [0]
+    for offset in (0, half):
+        assert read(["a"], [[at + offset]], [[half]], [[offset]]) == [half]
+    assert memory[:size].tobytes() == b"2" * size
+    assert store.upsert("a", b"3" * size) == store.upsert("a", b"2" * size) == 0
+    assert read(["a"], [[at]], [[half]], [[0]]) == [half], "the same bytes again"
+
+
 def test_writing_in_ranges(store, memory):
     memory[:] = np.arange(memory.size) % 251
     at = address(memory)
