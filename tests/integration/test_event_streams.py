@@ -152,6 +152,10 @@ class Pool:
         }
 
 
+def key(turn: int, number: int) -> bytes:
+    return (turn << 64 | number).to_bytes(16, "big")
+
+
 def name(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
@@ -313,6 +317,44 @@ def test_a_reader_that_does_not_read_delays_nobody(start, at, readers, until) ->
             client.put(pool.ns, keys, values)
         agree(readers[1], pool, until)
         agree(slow, pool, until)
+
+
+def test_whoever_asks_for_replays_ends_and_stalls_nothing(start, at, readers, until) -> None:
+    """Questions without end, that are none, of readers that do not read or are gone; while namespaces are cleared."""
+    daemon = start(config=at.config())
+    (reader,) = readers
+    context = zmq.Context()
+    hostile = [context.socket(zmq.DEALER) for _ in range(3)]
+    for one in hostile:
+        one.linger, one.rcvhwm = 0, 1
+        one.connect(at.replay)
+    with daemon.client(connect=True) as client:
+        pool = Pool(client)
+        pool.put(8)
+        agree(reader, pool, until)
+        huge = NamespaceRecord({"model": MODEL, "block_tokens": 1 << 64}, RECORD.parts)
+        for turn in range(20):
+            for one in hostile:
+                for number in (bytes(8), b"\xff" * 8, b"", bytes(1000), b"", *[bytes(8)] * 20):
+                    try:
+                        one.send_multipart((b"", number), zmq.NOBLOCK)
+                    except zmq.Again:
+                        break
+            if turn == 10:
+                hostile.pop().close()
+            ns = client.open(huge)
+            keys = [key(turn, at) for at in range(4)]
+            assert client.put_each(ns, keys, [bytes(NBYTES)] * 4).all()
+            client.remove(ns, keys)
+            client.clear_namespace(pool.ns)
+            pool.put(2)
+            reader.read()
+            reader.ask()
+        agree(reader, pool, until)
+    for one in hostile:
+        one.close()
+    context.term()
+    assert daemon.stop() == 0
 
 
 def test_an_address_in_use(start, at) -> None:

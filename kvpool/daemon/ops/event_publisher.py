@@ -47,7 +47,13 @@ BATCH_EVENTS_MAX = 256
 QUEUED_BATCHES_MAX = 4096  # for one reader that is slow
 BLOCK_TOKENS_MAX = (1 << 31) - 1
 KEPT_BATCHES_MAX, KEPT_BYTES_MAX = 10_000, 16 << 20  # to be repeated
-REPLAYS_QUEUED_MAX = 64
+REPLAYS_QUEUED_MAX = 64  # questions of one reader that were not looked at yet
+REPLAYS_MAX = 4  # readers that get something repeated at a time; others wait
+REPLAY_QUESTIONS_MAX = (
+    4  # of a reader to which something is being repeated; it has to ask others again
+)
+REPLAY_QUEUED_MAX = 64  # batches on their way to such a reader
+REPLAY_STALLED_S, REPLAY_S = 1.0, 30.0  # how long it may read nothing, and take in all
 END = (-1).to_bytes(8, "big", signed=True)
 NO_PYZMQ = "publish_events needs pyzmq: pip install 'kvpool[events]'"
 _TIERS = ("dram", "ssd")
@@ -108,6 +114,17 @@ class Kept:
         return [batch for batch in self._batches if batch[0] >= number]
 
 
+class Snapshot(msgspec.Struct, frozen=True):
+    """All blocks that readers know of as of a batch, by tier, namespace and block tokens. last: the batch's number."""
+
+    last: int
+    known: list[tuple[str, NamespaceState, int, list[bytes]]]
+
+
+class _NotRead(Exception):
+    """A reader is gone, or does not read what it has asked for."""
+
+
 class Stream:
     """One stream: its blocks and its sockets. Closed by `close`."""
 
@@ -130,17 +147,20 @@ class Stream:
         self._wall = wall
         self._topic = (config.topic or f"kv@{node}@{config.model}").encode()
         self._again = zmq.Again
+        self._error = zmq.ZMQError
+        self._left = zmq.EHOSTUNREACH
         self._noblock = zmq.NOBLOCK
         self._kept = Kept(first)
+        self._taken: Snapshot | None = None
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         try:
             self._publishing = self._bind(zmq.PUB, config.endpoint, QUEUED_BATCHES_MAX, mode)
             self.replaying: Any = None
             if config.replay:
-                # What is repeated to one reader has to fit into its queue.
-                most = KEPT_BATCHES_MAX + QUEUED_BATCHES_MAX
-                self.replaying = self._bind(zmq.ROUTER, config.replay, most, mode)
+                self.replaying = self._bind(zmq.ROUTER, config.replay, REPLAY_QUEUED_MAX, mode)
+                # Else what a reader has no room for is dropped, unnoticed.
+                self.replaying.setsockopt(zmq.ROUTER_MANDATORY, 1)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"publish_events.{self.name}: {error}") from None
@@ -190,54 +210,88 @@ class Stream:
         if batch:
             yield msgspec.msgpack.encode((self._wall(), batch, None))
 
-    def questions(self) -> list[tuple[bytes, int]]:
-        """Who asks for a replay, and from which number on."""
+    def questions(self) -> list[tuple[bytes, int]] | None:
+        """Who asks for a replay, and from which number on; of those that have come, some. None: nothing has come.
+
+        Anyone may send anything, without end.
+        """
         found: list[tuple[bytes, int]] = []
-        try:
-            while len(found) < REPLAYS_QUEUED_MAX:
+        for at in range(REPLAYS_QUEUED_MAX):
+            try:
                 frames = self.replaying.recv_multipart(self._noblock)
-                if len(frames) == 3 and len(frames[2]) == 8:
-                    found.append((frames[0], int.from_bytes(frames[2], "big")))
-        except self._again:
-            pass
+            except self._again:
+                return found if at else None
+            if len(frames) == 3 and len(frames[2]) == 8:
+                found.append((frames[0], int.from_bytes(frames[2], "big")))
         return found
 
-    async def replay(self, reader: bytes, number: int) -> None:
-        """Repeat batches to a reader, or tell it all that is here."""
+    async def replay(self, reader: bytes, number: int) -> bool:
+        """Repeat batches to a reader, or tell it all that is here. False: it reads too slowly, or is gone."""
         self.replays += 1
+        try:
+            async with asyncio.timeout(REPLAY_S):
+                await self._replay(reader, number)
+        except (TimeoutError, _NotRead):
+            return False
+        return True
+
+    async def _replay(self, reader: bytes, number: int) -> None:
         kept = self._kept.since(number)
         if kept is None:
+            taken, kept = self._snapshot()
+            if number:
+                await self._repeat(reader, taken.last, self._payloads([CLEARED]))
+            for tier, namespace, tokens, keys in taken.known:
+                before = partial(parent_of, namespace)
+                for at in range(0, len(keys), SLICE_BLOCKS):
+                    events = stored(tier, keys[at : at + SLICE_BLOCKS], tokens, before)
+                    await self._repeat(reader, taken.last, self._payloads(events))
+                    await asyncio.sleep(0)
+        for at, (one, payload) in enumerate(kept):
+            await self._repeat(reader, one, [payload])
+            if at % 64 == 63:
+                await asyncio.sleep(0)
+        await self._send_replay((reader, b"", b"", END, b""))
+
+    def _snapshot(self) -> tuple[Snapshot, list[tuple[int, bytes]]]:
+        """All that is here, and the batches that have come since that was taken."""
+        since = None if self._taken is None else self._kept.since(self._taken.last + 1)
+        if self._taken is None or since is None:
             # All is taken now, and sent in turns: later changes have later numbers, and end namespaces.
-            last = self._kept.next - 1
             known = [
                 (tier, *self.spaces[digest], keys)
                 for tier in _TIERS
                 for digest, keys in self.blocks.known(tier)
             ]
-            if number:
-                self._repeat(reader, last, self._payloads([CLEARED]))
-            for tier, namespace, tokens, keys in known:
-                before = partial(parent_of, namespace)
-                for at in range(0, len(keys), SLICE_BLOCKS):
-                    events = stored(tier, keys[at : at + SLICE_BLOCKS], tokens, before)
-                    self._repeat(reader, last, self._payloads(events))
-                    await asyncio.sleep(0)
-        else:
-            for at, (one, payload) in enumerate(kept):
-                self._repeat(reader, one, [payload])
-                if at % 64 == 63:
-                    await asyncio.sleep(0)
-        self._send_replay((reader, b"", b"", END, b""))
+            self._taken, since = Snapshot(self._kept.next - 1, known), []
+        return self._taken, since
 
-    def _repeat(self, reader: bytes, number: int, payloads: Iterable[bytes]) -> None:
+    def drop_snapshot(self) -> None:
+        """The next replay takes a new one. Until then many cost the time of one."""
+        self._taken = None
+
+    async def _repeat(self, reader: bytes, number: int, payloads: Iterable[bytes]) -> None:
         for payload in payloads:
-            self._send_replay((reader, b"", self._topic, number.to_bytes(8, "big"), payload))
+            await self._send_replay((reader, b"", self._topic, number.to_bytes(8, "big"), payload))
 
-    def _send_replay(self, frames: Sequence[bytes]) -> None:
-        try:
-            self.replaying.send_multipart(frames, self._noblock)
-        except self._again:
-            pass  # it does not read: it will miss the end, and ask again
+    async def _send_replay(self, frames: Sequence[bytes]) -> None:
+        """Waits until there is room. Raises `_NotRead`."""
+        waited, pause = 0.0, 0.001
+        while True:
+            try:
+                self.replaying.send_multipart(frames, self._noblock)
+            except self._again:
+                if waited >= REPLAY_STALLED_S:
+                    raise _NotRead from None
+            except self._error as error:
+                if error.errno != self._left:
+                    raise
+                raise _NotRead from None
+            else:
+                return
+            await asyncio.sleep(pause)
+            waited += pause
+            pause = min(2 * pause, 0.05)
 
     def close(self) -> None:
         for one in self._sockets:
@@ -349,24 +403,44 @@ class EventPublisher:
                 if stream.silent:
                     stream.idle()
                 stream.silent = True
+                stream.drop_snapshot()
 
     async def _answer(self, stream: Stream) -> None:
-        """Answer requests for replays, one at a time."""
+        """Answer requests for replays: those of a reader one after another, and of a few readers at a time."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         descriptor = stream.replaying.FD
+        free = asyncio.Semaphore(REPLAYS_MAX)
+        asked: dict[bytes, deque[int]] = {}
+
+        async def answer(reader: bytes) -> None:
+            try:
+                while asked[reader]:
+                    if not await stream.replay(reader, asked[reader].popleft()):
+                        break
+            finally:
+                del asked[reader]
+                free.release()
+
         while True:
             # The descriptor tells of changes only: what came before is looked for first.
             readable.clear()
             loop.add_reader(descriptor, readable.set)
             try:
                 questions = stream.questions()
-                if not questions:
+                if questions is None:
                     await readable.wait()
             finally:
                 loop.remove_reader(descriptor)
-            for reader, number in questions:
-                await stream.replay(reader, number)
+            for reader, number in questions or ():
+                if reader not in asked:
+                    await free.acquire()
+                    asked[reader] = deque([number])
+                    self._tasks.begin(answer(reader))
+                elif len(asked[reader]) < REPLAY_QUESTIONS_MAX:
+                    asked[reader].append(number)
+            # Others have their turn, however much is asked.
+            await asyncio.sleep(0)
 
 
 def parent_of(namespace: NamespaceState, key: bytes) -> bytes | None:

@@ -13,10 +13,12 @@ import zmq
 
 from kvpool.config.tables import StreamConfig
 from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.ops import event_publisher
 from kvpool.daemon.ops.event_publisher import (
     END,
     KEPT_BATCHES_MAX,
     KEPT_BYTES_MAX,
+    REPLAYS_QUEUED_MAX,
     SLICE_BLOCKS,
     Kept,
     Stream,
@@ -149,6 +151,7 @@ class Replays:
     def reader(self) -> Any:
         found = self._context.socket(zmq.DEALER)
         found.linger = 0
+        found.rcvhwm = 1
         found.connect(self.at)
         self._readers.append(found)
         return found
@@ -156,7 +159,7 @@ class Replays:
     def question(self) -> tuple[bytes, int]:
         """The next that comes."""
         assert self.stream.replaying.poll(PATIENCE_S * 1000)
-        (found,) = self.stream.questions()
+        (found,) = self.stream.questions() or ()
         return found
 
     def answer(self, reader: Any) -> set[int]:
@@ -203,6 +206,77 @@ def test_namespaces_that_end_while_they_are_repeated(replays: Replays) -> None:
 
     asyncio.run(story())
     assert replays.answer(reader) == {*first, 1_000_000}
+
+
+def test_many_replays_take_what_is_here_once(replays: Replays, monkeypatch: Any) -> None:
+    """And hear of what has changed since."""
+    stream = replays.stream
+    replays.fill(A, *range(5))
+    stream.idle()
+    taken: list[str] = []
+    known = stream.blocks.known
+
+    def count(tier: str) -> Any:
+        taken.append(tier)
+        return known(tier)
+
+    monkeypatch.setattr(stream.blocks, "known", count)
+
+    def ask() -> set[int]:
+        reader = replays.reader()
+        reader.send_multipart((b"", bytes(8)))
+        assert asyncio.run(stream.replay(*replays.question()))
+        return replays.answer(reader)
+
+    assert ask() == set(range(5))
+    replays.fill(A, 5)
+    stream.publish(stored("dram", keys(5), 16))
+    assert ask() == set(range(6))
+    assert taken == ["dram", "ssd"]
+    stream.drop_snapshot()
+    assert ask() == set(range(6))
+    assert len(taken) == 4
+
+
+def test_a_reader_that_does_not_read_what_is_repeated(replays: Replays, monkeypatch: Any) -> None:
+    """Little waits for it, and it is given up; one that is gone at once."""
+    monkeypatch.setattr(event_publisher, "REPLAY_STALLED_S", 0.05)
+    for _ in range(KEPT_BYTES_MAX >> 16):
+        replays.stream._kept.add(bytes(1 << 16))
+    reader = replays.reader()
+    reader.send_multipart((b"", bytes(8)))
+    assert asyncio.run(replays.stream.replay(*replays.question())) is False
+    assert asyncio.run(replays.stream.replay(b"nobody", 0)) is False
+
+
+def test_what_is_no_question_is_passed_over(replays: Replays) -> None:
+    """A few at a time, however many there are."""
+    reader = replays.reader()
+    wrong = (b"what?",), (b"", b"what?"), (b"", bytes(9)), (b"", bytes(8), b"")
+    for frames in wrong:
+        reader.send_multipart(frames)
+    reader.send_multipart((b"", b"\xff" * 8))
+    received = 0
+
+    class Endless:
+        def recv_multipart(self, _: int) -> list[bytes]:
+            nonlocal received
+            received += 1
+            return [b"reader", b"", b"what?"]
+
+    found: list[tuple[bytes, int]] = []
+    while not found:
+        assert replays.stream.replaying.poll(PATIENCE_S * 1000)
+        found += replays.stream.questions() or []
+    ((who, number),) = found
+    assert number == (1 << 64) - 1
+    assert asyncio.run(replays.stream.replay(who, number))
+    assert replays.answer(reader) == set()
+    assert replays.stream.questions() is None
+    real, replays.stream.replaying = replays.stream.replaying, Endless()
+    assert replays.stream.questions() == []
+    assert received == REPLAYS_QUEUED_MAX
+    replays.stream.replaying = real
 
 
 def test_the_last_batches_are_kept() -> None:
