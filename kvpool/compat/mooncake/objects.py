@@ -49,7 +49,10 @@ from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 logger = logging.getLogger(__name__)
 
 LEASE_S = 5.0
-OBJECT_BYTES_MAX = 1 << 40
+OBJECT_BYTES_MAX = 65_536 * CHUNK_BYTES
+"""All its chunks are asked for in one request, which has this limit of keys."""
+UNASKED_BYTES = 64 << 20
+"""Before the chunks of larger objects are stored, the daemon is asked how much it can hold."""
 DROPPED_MAX = 32
 DROPPED_BYTES_MAX = 32 << 20
 TOGETHER_BYTES = 1 << 20
@@ -570,6 +573,8 @@ class Objects:
                 self._drop([chunked[at]])
 
     def _put_chunks(self, head: Head, pieces: Pieces, how: How) -> int:
+        if head.length > UNASKED_BYTES and head.length > self._held_at_most():
+            return codes.NO_SPACE
         chunks = _chunks_of(head.length)
         keys = _chunk_keys(head.name, len(chunks))
         for rung, numbers in _by_rung(chunks).items():
@@ -586,6 +591,11 @@ class Objects:
                 self._drop([head])
                 return failed
         return codes.OK
+
+    def _held_at_most(self) -> int:
+        """Bytes of this node's memory and disks that the tenant may use. Raises `KvpoolError`."""
+        usage = self._client.stats().tenants[self._client.tenant].usage
+        return sum(place.part_bytes for place in usage.dram + usage.ssd)
 
     def _store(
         self, ns: Namespace, packed: bytes, blocks: Sequence[list[Pieces]], how: How

@@ -48,6 +48,7 @@ KEYS_TOGETHER = 8192
 PORTS = range(12_300, 14_301)
 """Those that Mooncake's clients listen at."""
 SESSIONS_MAX = 65_536
+BUFFER_BYTES_MAX = 1 << 40
 SESSION_BYTES_MAX = 4 << 30
 
 
@@ -741,7 +742,7 @@ def _worst(found: Sequence[int]) -> int:
 
 
 def _runs_valid(ptrs: Sequence[int], sizes: Sequence[int]) -> bool:
-    return all(ptr > 0 for ptr in ptrs) and all(0 < size <= OBJECT_BYTES_MAX for size in sizes)
+    return all(ptr > 0 for ptr in ptrs) and all(0 < size <= BUFFER_BYTES_MAX for size in sizes)
 
 
 def _gathered_valid(

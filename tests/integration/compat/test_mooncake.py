@@ -398,6 +398,25 @@ def test_puts(store):
     assert store.is_exist("larger than the pool") == 0
 
 
+def test_what_no_node_holds_is_refused_before_it_is_read(store, memory, monkeypatch):
+    def read(*_: object) -> None:
+        raise AssertionError("room was asked for")
+
+    at = address(memory)
+    assert store.put("here", b"1" * 5000) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "reserve_parts", read)
+        for size in (objects.OBJECT_BYTES_MAX + 1, 1 << 40):
+            assert (
+                store.put_from("huge", at, size) == store.upsert_from("huge", at, size) == INVALID
+            )
+        assert store.put_from("large", at, 8 << 30) == NO_SPACE
+        assert store.upsert_from("here", at, 8 << 30) == NO_SPACE
+        assert store.batch_put_from(["large"], [at], [objects.OBJECT_BYTES_MAX]) == [NO_SPACE]
+    assert store.get("here") == b"1" * 5000
+    assert store.is_exist("large") == 0
+
+
 def test_a_batch_with_a_key_twice_keeps_the_first(store, memory):
     memory[:] = np.arange(memory.size) % 251
     at = address(memory)
