@@ -48,6 +48,8 @@ KEYS_TOGETHER = 8192
 PORTS = range(12_300, 14_301)
 """Those that Mooncake's clients listen at."""
 SESSIONS_MAX = 65_536
+ADDRESSES_END = 1 << 62
+"""Beyond all addresses of a process, and sums with sizes are still numbers of 64 bits."""
 BUFFER_BYTES_MAX = 1 << 40
 SESSION_BYTES_MAX = 4 << 30
 
@@ -428,7 +430,7 @@ class MooncakeDistributedStore:
     ) -> list[list[int]]:
         if not len(keys) == len(dst_offsets) == len(src_offsets) == len(sizes):
             return [[codes.INVALID] for _ in keys]
-        end = self._memory.end_of(buffer_ptr)
+        end = self._memory.end_of(buffer_ptr) if _runs_valid([buffer_ptr], [1]) else None
         found = []
         for key, to, at, size in zip(keys, dst_offsets, src_offsets, sizes, strict=True):
             if not len(to) == len(at) == len(size):
@@ -471,7 +473,7 @@ class MooncakeDistributedStore:
             return session.checksum == checksum
 
     def _copy_out(self, data: Any, ptr: int, offset: int, size: int) -> int:
-        if offset < 0 or size <= 0 or ptr <= 0 or offset + size > data.size:
+        if offset < 0 or offset + size > data.size or not _runs_valid([ptr], [size]):
             return codes.INVALID
         with _Staged(size) as (staged, fd):
             np.copyto(staged, data[offset : offset + size])
@@ -547,7 +549,7 @@ class MooncakeDistributedStore:
     def _start_writing(self, key: str, size: int, config: ReplicateConfig, exists: int) -> int:
         if exists < 0:
             return codes.UNAVAILABLE
-        if not key or size <= 0:
+        if not _encoded_key(key) or size <= 0:
             return codes.INVALID
         with self._lock:
             if exists or key in self._writes:
@@ -720,7 +722,15 @@ def _limits() -> Limits:
 def _encoded(keys: Sequence[str]) -> list[bytes]:
     if isinstance(keys, (str, bytes)):
         raise TypeError("keys must be a list of str")
-    return [key.encode() for key in keys]
+    return [_encoded_key(key) for key in keys]
+
+
+def _encoded_key(key: str) -> bytes:
+    """What is no text has no key: it is treated as the empty one, which no object has."""
+    try:
+        return key.encode()
+    except UnicodeEncodeError:
+        return b""
 
 
 def _together(keys: list[bytes]) -> list[list[bytes]]:
@@ -742,7 +752,9 @@ def _worst(found: Sequence[int]) -> int:
 
 
 def _runs_valid(ptrs: Sequence[int], sizes: Sequence[int]) -> bool:
-    return all(ptr > 0 for ptr in ptrs) and all(0 < size <= BUFFER_BYTES_MAX for size in sizes)
+    return all(0 < ptr < ADDRESSES_END for ptr in ptrs) and all(
+        0 < size <= BUFFER_BYTES_MAX for size in sizes
+    )
 
 
 def _gathered_valid(

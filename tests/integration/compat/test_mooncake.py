@@ -650,6 +650,32 @@ def test_a_wild_address_is_a_code_and_not_the_end(store, memory, forbidden):
     ]
 
 
+def test_addresses_and_keys_that_cannot_be_are_codes(store, memory):
+    at = address(memory)
+    assert store.put("a", b"x" * 5000) == 0
+    read = store.batch_get_into_multi_buffer_ranges
+    assert store.batch_get_session_start(["a"]) == [0]
+    for ptr in (-1, 0, 1 << 47, (1 << 63) - 9, 1 << 63, (1 << 64) - 1, 1 << 64):
+        assert store.put_from("b", ptr, 10) == store.upsert_from("b", ptr, 10) == INVALID
+        assert store.get_into("a", ptr, 5000) == INVALID
+        assert store.batch_put_from_multi_buffers(["b"], [[at, ptr]], [[5, 5]]) == [INVALID]
+        assert store.batch_get_into_multi_buffers(["a"], [[at, ptr]], [[9, 4991]]) == [INVALID]
+        assert store.get_into_ranges([ptr], [["a"]], [[[0]]], [[[0]]], [[[9]]]) == [[[INVALID]]]
+        assert read(["a"], [[ptr]], [[9]], [[0]]) == [INVALID]
+        assert store.register_buffer(ptr, 10) == store.unregister_buffer(ptr) == INVALID
+    for size in (-1, 0, 1 << 63, 1 << 70):
+        assert store.put_from("b", at, size) == store.get_into("a", at, size) == INVALID
+        assert store.register_buffer(at, size) == INVALID
+    for key in ("\ud800", "a\udfff"):
+        assert store.put(key, b"x") == store.upsert(key, b"x") == INVALID
+        assert store.put_batch(["c", key], [b"x", b"y"]) == INVALID
+        assert (store.get(key), store.is_exist(key), store.get_size(key)) == (b"", 0, MISSING)
+        assert store.get_into(key, at, 9) == store.remove(key) == MISSING
+        assert store.batch_get_session_start([key]) == [MISSING]
+        assert store.batch_put_session_start([key], [9]) == [INVALID]
+        assert store.batch_get_replica_desc([key, "a"]).keys() == {"a"}
+
+
 def test_memory_that_was_not_registered_is_read_and_written_all_the_same(store):
     source = np.random.default_rng(2).integers(0, 256, 3 * MIB, dtype=np.uint8)
     out = np.zeros_like(source)
