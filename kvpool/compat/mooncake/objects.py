@@ -43,14 +43,16 @@ from kvpool.compat.mooncake.spaces import (
     Spaces,
     rung_for,
 )
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, Unavailable
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 5.0
-OBJECT_BYTES_MAX = 65_536 * CHUNK_BYTES
-"""All its chunks are asked for in one request, which has this limit of keys."""
+KEYS_MAX = 65_536
+"""In one request."""
+OBJECT_BYTES_MAX = KEYS_MAX * CHUNK_BYTES
+"""All its chunks are stored, and leased, by one request."""
 UNASKED_BYTES = 64 << 20
 """Before the chunks of larger objects are stored, the daemon is asked how much it can hold."""
 DROPPED_MAX = 32
@@ -236,11 +238,12 @@ class Objects:
             for rung, numbers in _by_rung(chunks).items():
                 wanted.setdefault(rung, []).extend((at, names[number]) for number in numbers)
         for rung, listed in wanted.items():
-            there = self._client.present(
-                self.spaces.chunks(rung), b"".join([key for _, key in listed])
-            )
-            for (at, _), near in zip(listed, there.tolist(), strict=True):
-                whole[at] &= near != Presence.NOWHERE
+            for first in range(0, len(listed), KEYS_MAX):
+                some = listed[first : first + KEYS_MAX]
+                packed = b"".join([key for _, key in some])
+                there = self.spaces.present(self.spaces.chunks(rung), packed)
+                for (at, _), near in zip(some, there.tolist(), strict=True):
+                    whole[at] &= near != Presence.NOWHERE
         return whole
 
     def _heads(self, keys: Sequence[bytes], *, wait: bool = True) -> list[Head | None]:
@@ -755,6 +758,8 @@ class Objects:
     def clear(self) -> int:
         """Remove all objects of the tenant, from all nodes; how many this node had. Raises `KvpoolError`."""
         self.spaces.look()
+        if self._away:
+            raise Unavailable("the daemon does not answer, or is too old")
         tenants = self._client.stats().tenants
         held = {
             digest: sum(stats.blocks)

@@ -26,10 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvpool.client import Client
-from kvpool.errors import KvpoolError, LimitExceeded, PoolFull
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,15 @@ class Spaces:
 
     # ---- lookups -------------------------------------------------------------------------------------
 
+    def present(self, ns: Namespace, packed: bytes) -> npt.NDArray[np.uint8]:
+        """`Client.present`; nothing, too, where the daemon is too old to be asked (`Client.serves_each`)."""
+        try:
+            return self._client.present(ns, packed, wait_s=LOOKUP_S)
+        except InvalidRequest:
+            if self._client.serves_each:
+                raise
+            return np.zeros(len(packed) // KEY_BYTES, np.uint8)
+
     def find(self, packed: bytes, *, hear: bool = False) -> tuple[list[Space | None], bytes]:
         """For each key the namespace that has it, and how near its nearest replica is (`Presence`).
 
@@ -155,7 +165,7 @@ class Spaces:
         space = spaces[0]
         # Where others may be asked, they are asked for the mark.
         keys = packed if len(spaces) > 1 and not hear else packed + self._marks
-        found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
+        found = self.present(space.ns, keys).tobytes()
         here = found[:n]
         if 0 not in here and not hear:
             return [space] * n, here
@@ -184,7 +194,7 @@ class Spaces:
             keys = packed if len(left) == len(nearest) else _chosen(packed, left)
             if len(asked) == len(spaces):
                 keys += self._marks
-            found = self._client.present(space.ns, keys, wait_s=LOOKUP_S).tobytes()
+            found = self.present(space.ns, keys).tobytes()
             marks = found[len(left) :]
             here = [at for at, near in zip(left, found, strict=False) if near]
             for at, near in zip(left, found, strict=False):
@@ -207,7 +217,7 @@ class Spaces:
         """Of namespaces that others have added since: one request if there are none."""
         spaces = self.all
         if spaces:
-            self._heed(self._client.present(spaces[0].ns, self._marks, wait_s=LOOKUP_S).tobytes())
+            self._heed(self.present(spaces[0].ns, self._marks).tobytes())
         else:
             self.look()
 
@@ -218,7 +228,7 @@ class Spaces:
         last, further = marks
         if not last or further:
             self.look()
-        if not last and self._client.available:
+        if not last and self._client.available and self._client.serves_each:
             try:
                 self.put_marks()
             except KvpoolError as error:
@@ -237,13 +247,13 @@ class Spaces:
             digits = range(1 << _DIGIT_BITS)
             codes = [prefix << _DIGIT_BITS | digit for prefix in prefixes for digit in digits]
             keys = b"".join([_catalog_key(level, code) for code in codes])
-            found = self._client.present(self._catalog, keys, wait_s=LOOKUP_S)
+            found = self.present(self._catalog, keys)
             prefixes = [codes[at] for at in np.flatnonzero(found).tolist()]
         self._learn(prefixes)
         self._looked_at = self._now()
         listed = set(prefixes)
         lost = [space for space in self.all if space.size not in listed]
-        if not lost or not self._client.available:
+        if not lost or not (self._client.available and self._client.serves_each):
             return
         try:
             for space in lost:

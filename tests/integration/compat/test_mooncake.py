@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvpool.client import connections
+from kvpool.client.connection import DaemonState
 from kvpool.compat.mooncake import objects
 from kvpool.compat.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
 from kvpool.compat.mooncake.store import MooncakeDistributedStore
@@ -741,7 +742,7 @@ def test_a_tenant_id_has_keys_of_its_own(pool):
 def test_a_daemon_that_is_too_old_is_refused(start, monkeypatch, caplog):
     """As a client sees one: by the protocol of its welcome."""
 
-    class Older(connections.DaemonState):
+    class Older(DaemonState):
         def __init__(self, welcome: Welcome, fd: int, *, writable: bool = True) -> None:
             super().__init__(welcome, fd, writable=writable)
             self.protocol = 9
