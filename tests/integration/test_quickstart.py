@@ -84,9 +84,13 @@ def run_block(block: Any, given: dict[str, Any]) -> dict[str, Any]:
     if "prefill" in names:
         names["keys"] = NEW_KEYS
     code = compile("\n" * (block.line - 1) + block.text, str(block.document), "exec")
+    loaded = set(sys.modules)
     try:
         exec(code, names)
     finally:
+        for module in sys.modules.keys() - loaded:
+            if module.partition(".")[0] == "mooncake":  # put in place of what others may import
+                del sys.modules[module]
         for value in names.values():
             if isinstance(value, Client) and value is not given["client"]:
                 value.close()

@@ -152,6 +152,8 @@ class Stream:
         self._noblock = zmq.NOBLOCK
         self._kept = Kept(first)
         self._taken: Snapshot | None = None
+        self.stirred = asyncio.Event()
+        """Set when questions may have come: whatever is done with a socket may take the news from its descriptor."""
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         try:
@@ -289,6 +291,8 @@ class Stream:
                 raise _NotRead from None
             else:
                 return
+            finally:
+                self.stirred.set()
             await asyncio.sleep(pause)
             waited += pause
             pause = min(2 * pause, 0.05)
@@ -408,7 +412,6 @@ class EventPublisher:
     async def _answer(self, stream: Stream) -> None:
         """Answer requests for replays: those of a reader one after another, and of a few readers at a time."""
         loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
         descriptor = stream.replaying.FD
         free = asyncio.Semaphore(REPLAYS_MAX)
         asked: dict[bytes, deque[int]] = {}
@@ -424,12 +427,12 @@ class EventPublisher:
 
         while True:
             # The descriptor tells of changes only: what came before is looked for first.
-            readable.clear()
-            loop.add_reader(descriptor, readable.set)
+            stream.stirred.clear()
+            loop.add_reader(descriptor, stream.stirred.set)
             try:
                 questions = stream.questions()
                 if questions is None:
-                    await readable.wait()
+                    await stream.stirred.wait()
             finally:
                 loop.remove_reader(descriptor)
             for reader, number in questions or ():
