@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client import NO_ROW, Client, Presence
+from kvpool.engine_plugins.complaint import Complaint
 from kvpool.engine_plugins.sglang.facts import key_of, packed_keys
 from kvpool.engine_plugins.sglang.pages import HostPages, Numbers
 from kvpool.errors import KvpoolError
@@ -27,31 +28,6 @@ CLEAR_S = 3.0
 KEPT_MAX = 4096
 GIB = 1 << 30
 Present = npt.NDArray[np.bool_]
-
-
-class Complaint:
-    """Logs what is wrong: once for each cause, and when it is over. Thread-safe."""
-
-    def __init__(self, wrong: str, over: str) -> None:
-        self._wrong = wrong
-        self._over = over
-        self._lock = threading.Lock()
-        self._cause = ""
-
-    def failed(self, cause: str, detail: object) -> None:
-        """cause: the same for what is to be said once."""
-        with self._lock:
-            if cause == self._cause:
-                return
-            self._cause = cause
-        logger.warning("%s: %s", self._wrong, detail)
-
-    def worked(self) -> None:
-        if not self._cause:
-            return
-        with self._lock:
-            self._cause = ""
-        logger.info("%s", self._over)
 
 
 class Transfers:
@@ -107,9 +83,9 @@ class PageStore:
         self._client = client
         daemon = f"pool {name}: the kvpool daemon at {client.socket_path}"
         self._outage = Complaint(
-            f"{daemon} is not used, pages are computed", f"{daemon} is used again"
+            logger, f"{daemon} is not used, pages are computed", f"{daemon} is used again"
         )
-        self._full = Complaint(f"{daemon} has no space", f"{daemon} has space again")
+        self._full = Complaint(logger, f"{daemon} has no space", f"{daemon} has space again")
         self._writes = writes
         self._verify = verify
         self._request_s = request_s

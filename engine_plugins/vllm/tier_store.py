@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client import Presence
+from kvpool.engine_plugins.complaint import Complaint
 from kvpool.errors import KvpoolError
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord
 
@@ -25,28 +26,13 @@ SLICE_BYTES = 32 << 20
 SLICE_KEYS = 4096
 
 
-class Troubles:
-    """Logs the cause of a failure once, and again after something has worked. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._told = ""
-
-    def failed(self, cause: str) -> None:
-        if cause != self._told:
-            self._told = cause
-            log.warning("vLLM's tier in the pool misses everything for now: %s", cause)
-
-    def worked(self) -> None:
-        self._told = ""
-
-
 class Space:
     """One client in the namespace that the engine is in. Thread-safe."""
 
-    def __init__(self, client: Client, verify: bool, troubles: Troubles) -> None:
+    def __init__(self, client: Client, verify: bool, complaint: Complaint) -> None:
         self.client = client
         self._verify = verify
-        self._troubles = troubles
+        self._complaint = complaint
         self._lock = threading.Lock()
         self._record: NamespaceRecord | None = None
         self._ttl_s = 0.0
@@ -65,12 +51,13 @@ class Space:
         try:
             answer = ask(self._namespace(), begin, end)
         except KvpoolError as error:
-            self._troubles.failed(str(error))
+            self._complaint.failed(str(error), error)
             return None
         if not self.client.available:  # for reads that is no error
-            self._troubles.failed(f"the daemon at {self.client.socket_path} does not answer")
+            silent = f"the daemon at {self.client.socket_path} does not answer"
+            self._complaint.failed(silent, silent)
             return None
-        self._troubles.worked()
+        self._complaint.worked()
         return answer
 
     def _namespace(self) -> Namespace:
@@ -101,9 +88,9 @@ class TierStore:
         verify: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        troubles = Troubles()
-        self._lookups = Space(lookups, verify, troubles)
-        self._transfers = Space(transfers, verify, troubles)
+        complaint = Complaint(log, "vLLM's tier in the pool misses everything for now")
+        self._lookups = Space(lookups, verify, complaint)
+        self._transfers = Space(transfers, verify, complaint)
         self._lookup_wait_s = lookup_wait_s
         self._load_wait_s = load_wait_s
         self._clock = clock

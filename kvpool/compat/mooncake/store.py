@@ -324,9 +324,7 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        if not len(keys) == len(buffer_ptrs) == len(sizes) or not _runs_valid(buffer_ptrs, sizes):
-            return all_of(codes.INVALID, keys)
-        return self._put(keys, self._memory.runs(buffer_ptrs, sizes), config)
+        return self._put_runs(keys, buffer_ptrs, sizes, config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -365,9 +363,20 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
+        return self._put_runs(keys, buffer_ptrs, sizes, config, replace=True)
+
+    def _put_runs(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None,
+        *,
+        replace: bool = False,
+    ) -> list[int]:
         if not len(keys) == len(buffer_ptrs) == len(sizes) or not _runs_valid(buffer_ptrs, sizes):
             return all_of(codes.INVALID, keys)
-        return self._put(keys, self._memory.runs(buffer_ptrs, sizes), config, replace=True)
+        return self._put(keys, self._memory.runs(buffer_ptrs, sizes), config, replace=replace)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
