@@ -82,7 +82,9 @@ def read_sessions(path: Path, merged: int = 1) -> list[Session]:
                 turns.append(Turn(at_s, agent, model, known[key], input_tokens, output_tokens))
             turns.sort(key=lambda turn: turn.at_s)
             sessions.append(Session(str(told["id"]), turns, len(unique)))
-            first += 1 + max(start + count for _, *_, runs, _ in told["requests"] for start, count in runs)
+            first += 1 + max(
+                start + count for _, *_, runs, _ in told["requests"] for start, count in runs
+            )
     return sessions
 
 
