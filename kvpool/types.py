@@ -91,6 +91,13 @@ class Presence(IntEnum):
     """In this node's memory."""
 
 
+class PauseKind(StrEnum):
+    """What a session waits for between two of its turns."""
+
+    TOOL = "tool"  # a tool's answer
+    PERSON = "person"
+
+
 class PartKind(StrEnum):
     """Which blocks of a prefix an engine needs from a cache group, so that it can use the prefix."""
 

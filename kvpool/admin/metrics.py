@@ -626,6 +626,21 @@ METRICS: tuple[Metric, ...] = (
         "counters.evicted_secondary",
     ),
     _counter(
+        "evicted_expendable_parts",
+        "Parts of blocks evicted from memory before others, because their session had left them or will pause for long.",
+        "counters.evicted_expendable",
+    ),
+    _counter(
+        "expended_parts",
+        "Parts of blocks that became expendable: evicted before others unless they are read again.",
+        "counters.expended",
+    ),
+    _counter(
+        "sessions_forgotten",
+        "Sessions forgotten because there were too many, the longest inactive first.",
+        "counters.sessions_forgotten",
+    ),
+    _counter(
         "evicted_soft_pinned_parts",
         "Soft-pinned parts of blocks evicted from memory.",
         "counters.evicted_soft_pins",

@@ -53,6 +53,7 @@ from kvpool.types import (
     Keys,
     Namespace,
     NamespaceRecord,
+    PauseKind,
     Recompute,
     pack_keys,
 )
@@ -821,6 +822,42 @@ class Client:
                     connection.tell(client_wire.Dropped(number, packed))
         except Unavailable:
             pass  # and who follows has a limit
+
+    def session_turn(
+        self,
+        ns: Namespace,
+        session: str,
+        keys: Keys,
+        *,
+        agent: str = "",
+        pause_s: float | None = None,
+        pause: PauseKind | None = None,
+        ended: bool = False,
+    ) -> None:
+        """A turn of a session has used these blocks: its prompt's and, if stored, its answer's, from the first on.
+
+        Blocks of the session's turn before that this one does not use, and all of a session that has ended, are evicted
+        before others; blocks of sessions that will pause for longest go next, where there is too little room. A hint:
+        it drops nothing, works in the client's own tenant only, and is skipped while all connections are busy; an
+        unreachable or older daemon is no error.
+
+        session, agent: at most 256 characters; `agent` is a strand of the session whose turns follow one another. keys:
+        of one chain; none: only what else is told is new. pause_s: until the next turn of the session; else `pause` says
+        what it waits for, and the daemon assumes what is usual. ended: there will be no further turn.
+        """
+        packed = pack_keys(keys)
+        seconds = None if pause_s is None else finite(pause_s, "pause_s")
+        try:
+            with self._connections.request(0.0) as connection:
+                number = connection.daemon.numbers.get(ns.digest)
+                if number is not None and connection.daemon.protocol >= EACH_SINCE:
+                    connection.tell(
+                        client_wire.SessionTurn(
+                            number, session, packed, agent, seconds, str(pause or ""), ended
+                        )
+                    )
+        except Unavailable:
+            pass
 
     def close_namespace(self, ns: Namespace) -> None:
         """This client does not use the namespace any more: one that holds nothing may make room for others.

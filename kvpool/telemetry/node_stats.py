@@ -45,6 +45,9 @@ class Counters(Branch):
     evicted_by_quota: int = 0  # of these: because their namespace exceeded its quota
     evicted_soft_pins: int = 0  # of these
     evicted_secondary: int = 0  # of these: secondary replicas
+    evicted_expendable: int = 0  # of these: blocks that their sessions had left
+    expended: int = 0  # parts of blocks that became expendable
+    sessions_forgotten: int = 0  # because there were too many
     slabs_reclaimed: int = 0
     removed: int = 0
     refused_full: int = 0

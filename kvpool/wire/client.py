@@ -36,6 +36,7 @@ type  message          direction             answer
 88    CloseNamespace   client → daemon       Done, or none
 134   Present          client → daemon       Bytes: a `Presence` a key
 135   ClearNamespace   client → daemon       Done: the new epoch
+140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
 132   CommitParts      client → daemon       CommittedParts
@@ -314,6 +315,23 @@ class ClearNamespace(Message, tag=135):
     ns: int
 
 
+class SessionTurn(Message, tag=140):
+    """A turn of a session has used these blocks, one chain from its head on; none: only the rest is news, and `ns` is
+    of no meaning.
+
+    `agent`: a strand of the session whose turns follow one another. `pause_s`: until the session's next turn; else
+    `pause`, what it waits for: tool, person, or empty: unknown. `ended`: there will be no further turn.
+    """
+
+    ns: int
+    session: str
+    keys: bytes
+    agent: str = ""
+    pause_s: Finite | None = None
+    pause: str = ""
+    ended: bool = False
+
+
 class Pin(Message, tag=23):
     """`kind`: soft, hard, or none (unpin)."""
 
@@ -501,6 +519,7 @@ ClientMessage = (
     | CloseNamespace
     | Present
     | ClearNamespace
+    | SessionTurn
     | AnnounceEngine
     | Engines
     | Prefixes

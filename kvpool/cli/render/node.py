@@ -63,6 +63,7 @@ _COUNTERS: Entries = (
         (
             ("evicted", "blocks evicted"),
             ("evicted_secondary", "of them secondary replicas"),
+            ("evicted_expendable", "of them left by their sessions"),
             ("evicted_soft_pins", "of them soft-pinned"),
             ("slabs_reclaimed", "slabs reassigned to another slot size"),
             ("removed", "blocks removed"),

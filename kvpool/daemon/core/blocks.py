@@ -19,8 +19,9 @@ from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.daemon.core.soft_pins import SoftPins
 from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
-from kvpool.storage.eviction import EvictionPolicy, Lru, MakePolicy
+from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
+from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst
 from kvpool.storage.slab import SlabAllocator
 from kvpool.telemetry.node_stats import Traffic
 from kvpool.types import PartSpec
@@ -316,8 +317,8 @@ class BlockObjects(RowIndex[Block]):
 class SlotClass:
     """All slots of one stride in a tenant's segment, and their eviction order.
 
-    Secondary replicas go first, the least recently used before the rest (`secondary`); then
-    the policy's victims; soft pins last. Each list of blocks is of one table.
+    Secondary replicas go first, the least recently used before the rest (`secondary`); then expendable blocks and
+    the policy's other victims; soft pins last. Each list of blocks is of one table.
     """
 
     __slots__ = (
@@ -332,11 +333,11 @@ class SlotClass:
     )
 
     def __init__(
-        self, stride: int, rows: int, policy: EvictionPolicy, by_row: BlockRecords
+        self, stride: int, rows: int, policy: ExpendableFirst, by_row: BlockRecords
     ) -> None:
         """policy: with queues of `by_row`."""
         self.stride = stride
-        self.policy = policy
+        self.policy: ExpendableFirst | QuotaEviction = policy
         # Its capacity bounds nothing.
         self.secondary: EvictionPolicy = Lru(1, new_queue=by_row.new_queue)
         self.soft: SoftPins[Block] = SoftPins(by_row.new_queue)
@@ -348,7 +349,9 @@ class SlotClass:
         self.by_row = by_row
         self.checksums = Checksums(rows)
 
-    def divide(self, base: bytes, capacity: int, make_policy: MakePolicy, *, empty: bool) -> None:
+    def divide(
+        self, base: bytes, capacity: int, make_policy: MakeExpendableFirst, *, empty: bool
+    ) -> None:
         """Give a namespace its own eviction order: see `QuotaEviction.divide`."""
         if not isinstance(self.policy, QuotaEviction):
             rows, new_queue = self.by_row, self.by_row.new_queue
@@ -400,6 +403,11 @@ class SlotClass:
             self.secondary.refresh([block for block in blocks if block.secondary])
             blocks = [block for block in blocks if not block.secondary]
         self.policy.refresh(blocks)
+
+    def expend(self, blocks: Sequence[Block], *, first: bool = False) -> int:
+        """Those of these that are candidates, and not secondary, go before others; how many are newly so. See `ExpendableFirst`."""
+        chosen = [block for block in blocks if not block.secondary and self.is_candidate(block)]
+        return self.policy.expend(chosen, first=first) if chosen else 0
 
     def discard(self, block: Block) -> None:
         """No longer a candidate."""

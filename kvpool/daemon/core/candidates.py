@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quotas import Quotas
+from kvpool.storage.eviction import EvictionPolicy
 
 
 class Place(NamedTuple):
@@ -43,7 +44,7 @@ class Candidates:
         self._ledger.settle()
         size = tenant.allocator.size
         free = 1 - tenant.allocator.bytes_used / size
-        places = [
+        places: list[tuple[Place, float, EvictionPolicy]] = [
             (Place(stride), free, slot_class.policy)
             for stride, slot_class in tenant.classes.items()
         ]
@@ -106,6 +107,40 @@ class Candidates:
         ]
         self._reclassify(chosen, True)
         return len(chosen)
+
+    # ---- expendable ---------------------------------------------------------------------------------
+
+    def expend(
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        last_used: int | None = None,
+        *,
+        first: bool = False,
+    ) -> int:
+        """These blocks go before others, in the given order, until they are read; how many parts are newly so.
+
+        first: before blocks that are expendable already. last_used: a tick; blocks that were used after it are left
+        alone. None: all. Leased blocks, secondary replicas
+        and pinned ones are ignored.
+        """
+        self._ledger.settle()
+        count = 0
+        for table in namespace.tables:
+            found = [
+                block
+                for block in table.blocks.found(keys)
+                if block is not None and not block.leases
+            ]
+            if last_used is not None:
+                found = [block for block in found if block.used <= last_used]
+            if found:
+                count += found[0].table.slots.expend(found, first=first)
+        return count
+
+    def expendable(self, tenant: Tenant) -> int:
+        """Number of parts of blocks that are expendable."""
+        return sum(slot_class.policy.expendable for slot_class in tenant.classes.values())
 
     def promote(self, blocks: Iterable[Block]) -> None:
         """This node's replicas of these turned out to be the last ones. They go in the given order, after others.

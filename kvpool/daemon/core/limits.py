@@ -18,5 +18,8 @@ class Limits:
     grant_bytes_per_holder: int = 64 << 20
     grant_share: float = 1 / 16  # of the segment, all holders together
     steal_tries: int = 8  # cold blocks examined to find a slab that can be emptied
+    sessions_per_tenant: int = 16_384
+    agents_per_session: int = 64
+    session_bytes_per_tenant: int = 64 << 20  # of the books of sessions: 16 bytes a block of each
     waiters_max: int = 128  # peers' requests that wait for blocks to be committed here
     waiters_per_peer_max: int = 32

@@ -52,6 +52,7 @@ from kvpool.daemon.core.puts import Puts
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.daemon.core.reclaimer import Reclaimer
 from kvpool.daemon.core.removal import Removal
+from kvpool.daemon.core.sessions import Sessions
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest
 from kvpool.storage.eviction import MakePolicy
@@ -95,6 +96,7 @@ class Node:
             *(limits, ledger, slots, self.ended_epochs),
             *(self.eviction, self.quotas, counters),
         )
+        self.sessions = Sessions(tenants, limits, ledger, self.candidates, self.idle_age, counters)
         self.namespaces = Namespaces(
             *(tenants, limits, ledger, self.ended_epochs),
             *(self.quotas, self.commit_waiters, counters),

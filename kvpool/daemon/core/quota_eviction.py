@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from kvpool.memory.private_pages import private_pages
 from kvpool.storage.eviction import Evictable, EvictionPolicy
+from kvpool.storage.expendable import ExpendableFirst
 
 _used, _base = attrgetter("used"), attrgetter("base")
 
@@ -245,6 +246,24 @@ class QuotaEviction:
     def discard(self, entries: Sequence[Any]) -> None:
         for _, some in groupby(entries, key=_base):
             self._policy_of(held := list(some)).discard(held)
+
+    def expend(self, entries: Sequence[Any], *, first: bool = False) -> int:
+        """See `ExpendableFirst.expend`: the policies must be such."""
+        policy = self._policy_of(entries)
+        assert isinstance(policy, ExpendableFirst), "secondary replicas cannot be expendable"
+        return policy.expend(entries, first=first)
+
+    @property
+    def expendable(self) -> int:
+        """Number of expendable entries."""
+        policies = (self._common, *self._parts.values())
+        return sum(each.expendable for each in policies if isinstance(each, ExpendableFirst))
+
+    def peek_ordinary(self) -> Any:
+        """The next victim, once none is expendable, of the policies'."""
+        policies = (self._common, *self._parts.values())
+        victims = [each.peek_ordinary() for each in policies if isinstance(each, ExpendableFirst)]
+        return min((block for block in victims if block is not None), key=_used, default=None)
 
     def _next(self) -> EvictionPolicy:
         """The policy whose next victim was used longest ago; of equals the common one."""

@@ -109,8 +109,8 @@ class Reclaimer:
 
         rows: gets those that are reserved already; the others are free.
 
-        In order: blocks of ended epochs, as many as one put can afford; this class's secondary replicas; a slab
-        of another class that is much colder; this class's own victims; a slab of another class whatever its age;
+        In order: blocks of ended epochs, as many as one put can afford; this class's secondary replicas; its
+        expendable blocks; a slab of another class that is much colder; this class's own victims; a slab of another class whatever its age;
         this class's soft pins; a slab of another class, soft pins included.
         """
         self._ledger.settle()
@@ -125,6 +125,14 @@ class Reclaimer:
             )
             if evicted:
                 self._counters.evicted_secondary += evicted
+                rows += reused
+                return True
+        if expendable := slot_class.policy.expendable:
+            evicted, reused = self._eviction.replace(
+                tenant, slot_class, slot_class.policy.take, min(n, expendable)
+            )
+            self._counters.evicted_expendable += evicted
+            if evicted:
                 rows += reused
                 return True
         several = len(tenant.classes) > 1

@@ -17,6 +17,7 @@ from kvpool.daemon.core.blocks import (
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.storage.eviction import MakePolicy
+from kvpool.storage.expendable import expendable_first
 
 
 class Slots:
@@ -34,7 +35,7 @@ class Slots:
         changes: ChangeFeed,
     ) -> None:
         """make_policy: for a class with so many slots. new_records: for its blocks, with so many rows."""
-        self.make_policy = make_policy
+        self.make_policy = expendable_first(make_policy)
         self._new_records = new_records
         self._ledger = ledger
         self._changes = changes

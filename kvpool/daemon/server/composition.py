@@ -41,6 +41,7 @@ from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.ops.session_keeper import SessionKeeper
 from kvpool.daemon.ops.shared_holdings import SharedHoldings
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
 from kvpool.daemon.server.connections import ClientConnections
@@ -108,6 +109,7 @@ class Daemon(Generic[T]):
     drainer: Drainer
     expiry: Expiry
     sampler: Sampler
+    sessions: SessionKeeper
     hot_prefixes: HotPrefixes
     prober: Prober
     operators: Operators
@@ -203,6 +205,7 @@ def compose(
     )
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
     removals = Removals(node, ssd, device, objects, cluster, transport, clock)
+    sessions = SessionKeeper(node, ssd, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(
@@ -288,6 +291,7 @@ def compose(
         engines,
         registry,
         removals,
+        sessions,
         operators,
         stats,
         hot_prefixes,
@@ -325,6 +329,7 @@ def compose(
         drainer=drainer,
         expiry=expiry,
         sampler=sampler,
+        sessions=sessions,
         hot_prefixes=hot_prefixes,
         prober=Prober(transport, cluster, peers, clock),
         operators=operators,

@@ -30,6 +30,7 @@ from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.removals import TOGETHER, Removals
+from kvpool.daemon.ops.session_keeper import SessionKeeper
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
 from kvpool.daemon.server.tracing import TRACED, traced
@@ -85,6 +86,7 @@ class ClientRequests:
         engines: Engines,
         registry: EngineRegistry,
         removals: Removals,
+        sessions: SessionKeeper,
         operators: Operators,
         stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
@@ -110,6 +112,7 @@ class ClientRequests:
         self._engines = engines
         self._registry = registry
         self._removals = removals
+        self._sessions = sessions
         self._operators = operators
         self._stats_of = stats
         self._hot_prefixes = hot_prefixes
@@ -151,6 +154,7 @@ class ClientRequests:
             client_wire.Prefixes: self._prefixes,
             client_wire.Present: self._present,
             client_wire.ClearNamespace: self._clear,
+            client_wire.SessionTurn: self._session_turn,
         }
         for kind in operators.requests:
             self._handlers[kind] = operators.bare
@@ -597,6 +601,21 @@ class ClientRequests:
         loop = asyncio.get_running_loop()
         loop.call_later(2 * DROPPED_S, lambda: waiters.forget_dropped(self._clock()))
         return frame.Done()
+
+    def _session_turn(self, holder: Holder, m: client_wire.SessionTurn) -> frame.Done:
+        namespace = self._namespace(holder, m.ns, m.keys) if m.keys else None
+        split_keys(m.keys)  # whole ones
+        goes_on = self._sessions.turn(
+            holder.tenant,
+            namespace,
+            m.session,
+            m.agent,
+            m.keys,
+            m.pause_s,
+            m.pause,
+            ended=m.ended,
+        )
+        return frame.Done(int(goes_on))
 
     def _close_namespace(self, holder: Holder, m: client_wire.CloseNamespace) -> frame.Done:
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)

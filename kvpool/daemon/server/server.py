@@ -248,6 +248,7 @@ async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) 
         daemon.expiry.run(),
         daemon.hot_prefixes.run(),
         daemon.sampler.run(),
+        daemon.sessions.run(),
         daemon.prober.run(daemon.operators.config.probe_s),
         _reclaim_garbage(daemon.node),
     ):

@@ -305,6 +305,14 @@ class SsdTier:
                 device.node.removal.remove(state, split_keys(packed))
         return len(masks) - masks.count(0)  # parts of a block may be on several disks
 
+    def expend(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
+        """These blocks go before others, in this order, until they are read."""
+        digest = namespace.directory_digest
+        for device in self.devices:
+            state = device.node.namespaces.by_directory(digest)
+            if state is not None:
+                device.node.candidates.expend(state, keys)
+
     def rules(self) -> list[Node]:
         """Those of each disk's slots."""
         return [device.node for device in self.devices]

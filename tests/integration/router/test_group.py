@@ -56,7 +56,9 @@ async def test_one_schedules_for_all(world: World) -> None:
     for number, (url, _) in enumerate(routers * 2):
         # What one router has answered the leader learns a moment later; until then its engine looks busy, and another
         # one may rightly be chosen.
-        await world.until(lambda: idle(world, routers[0][0]), "the leader knows of no active request")
+        await world.until(
+            lambda: idle(world, routers[0][0]), "the leader knows of no active request"
+        )
         said = await ask(world, url, prompt + [7] * (16 + number), max_tokens=3, stream=True)
         assert said.done
         assert said.text == world.right(prompt + [7] * (16 + number), 3)

@@ -9,7 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -553,7 +553,7 @@ def test_an_endless_chain_of_ancestors_costs_a_put_no_more() -> None:
             asked.append(len(entries))
             refresh(entries)
 
-    pool.tenant.classes[1024].policy = Counting()
+    pool.tenant.classes[1024].policy = cast(Any, Counting())
     pool.put([10], parent=key(3))
     pool.node.settle()
     assert len(asked) == 1

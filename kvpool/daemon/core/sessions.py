@@ -1,0 +1,364 @@
+"""Sessions: which blocks their next turns will use, and when. No I/O, no clock.
+
+A session is a conversation or a run of an agent: requests, its *turns*, that mostly begin with the same prompt. After
+each turn whoever serves it tells the blocks of its prompt and answer, and, if known, how long the session will pause,
+or that it has ended. From that follows which blocks are *expendable*, that is, evicted before all others (until they
+are read again):
+
+* those of the turn before that the new one left out, and all of a session that has ended;
+* if there is too little room, the ends of the chains of the sessions that are expected back last, where that is later
+  than the next ordinary victim was used ago: without other knowledge, a block is expected to be unused for about as
+  long as it already is.
+
+A block that others use too stays an ordinary one: one that was read since the turn, or that belongs to the chain of
+another of the sessions that were active last. Nothing is dropped: some of what was left out is used again.
+
+All of it is a hint. It moves blocks within the eviction order of one tenant's segment, and no further.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+
+from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.candidates import Candidates
+from kvpool.daemon.core.idle_age import IdleAge
+from kvpool.daemon.core.ledger import Ledger
+from kvpool.daemon.core.limits import Limits
+from kvpool.telemetry.node_stats import Counters
+from kvpool.types import KEY_BYTES, PauseKind, split_keys
+
+SLICE = 16
+"""Blocks that become expendable at a time for lack of room: a session loses the end of its chain first."""
+AHEAD_MIN = 64
+"""Parts of blocks that should be expendable in a full segment, at least; more if more was evicted since last time."""
+AHEAD_SLICES_MAX = 256  # in one call
+SHARED_LOOKED = 64
+"""Sessions that were active last, whose chains are compared to find out what others use too."""
+PAUSES_KEPT = 255  # of each kind, to know what is usual
+PAUSES_USED = 8  # before that the usual one is assumed
+ASSUMED_PAUSE_S = {PauseKind.TOOL: 5.0, PauseKind.PERSON: 120.0}
+WORK_MAX = 4096  # chains of blocks that should be expendable and are not yet: beyond it the oldest stay ordinary
+_OVERHEAD = 512  # bytes of a chain besides its keys
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """The blocks of an agent's last turn. tick: of that time. left: blocks, from the head on, that are ordinary."""
+
+    namespace: NamespaceState
+    keys: bytes
+    tick: int
+    left: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.keys) + _OVERHEAD
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session that is known. back_at: when its next turn is expected; None: unknown."""
+
+    name: str
+    tenant: Tenant
+    last_at: float
+    chains: dict[tuple[NamespaceState, str], _Chain] = field(default_factory=dict)
+    back_at: float | None = None
+    pause: PauseKind | None = None
+    turns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """The sessions of a tenant, the one that was active last at the end."""
+
+    sessions: OrderedDict[str, Session] = field(default_factory=OrderedDict)
+    returns: list[tuple[float, str]] = field(default_factory=list)  # sorted
+    nbytes: int = 0
+    pauses: dict[PauseKind, deque[float]] = field(default_factory=dict)
+
+
+class Sessions:
+    """All sessions of a node. Not thread-safe.
+
+    What becomes expendable is done later and piece by piece, by `work`: a chain may have many thousand blocks.
+    """
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        limits: Limits,
+        ledger: Ledger,
+        candidates: Candidates,
+        idle_age: IdleAge,
+        counters: Counters,
+    ) -> None:
+        self._tenants = tenants
+        self._limits = limits
+        self._ledger = ledger
+        self._candidates = candidates
+        self._idle_age = idle_age
+        self._counters = counters
+        self._known: dict[str, _Known] = {}
+        self._work: deque[tuple[NamespaceState, bytes, int]] = deque()
+        self._evicted = 0  # when `keep_ahead` was called last
+        self._below: Callable[[NamespaceState, Sequence[bytes]], object] = lambda _, __: None
+
+    def follow(self, expended: Callable[[NamespaceState, Sequence[bytes]], object]) -> None:
+        """expended: called with blocks that become expendable, for tiers below; in the order in which they should go."""
+        self._below = expended
+
+    # ---- what is told --------------------------------------------------------------------------------
+
+    def turn(
+        self,
+        tenant: Tenant,
+        namespace: NamespaceState | None,
+        name: str,
+        agent: str,
+        keys: bytes,
+        now: float,
+        *,
+        pause_s: float | None = None,
+        pause: PauseKind | None = None,
+        ended: bool = False,
+    ) -> Session | None:
+        """A turn has used these blocks, one chain from its head on, packed; none: only what else is told is new, and
+        `namespace` may be None.
+
+        agent: a strand of the session whose turns follow one another; empty: the main one. pause_s: until the next
+        turn of the session; without it `pause` says what the session waits for, and the usual time of that is assumed.
+        Returns the session, or None: it has ended, or is unknown and no blocks were told.
+        """
+        known = self._known.setdefault(tenant.name, _Known())
+        session = known.sessions.get(name)
+        if session is None:
+            if not keys or namespace is None:
+                return None
+            session = known.sessions[name] = Session(name, tenant, now)
+        else:
+            self._learn_pause(known, session, now)
+            known.sessions.move_to_end(name)
+        self._expect(known, session, None)
+        if keys and namespace is not None:
+            session.turns += 1
+            self._replace(known, session, (namespace, agent), keys)
+        session.last_at = now
+        if ended:
+            self._end(known, session)
+            return None
+        session.pause = pause
+        if pause_s is None and pause is not None:
+            pause_s = self.usual_pause_s(tenant, pause)
+        self._expect(known, session, None if pause_s is None else now + pause_s)
+        self._bound(known)
+        return session
+
+    def _replace(
+        self, known: _Known, session: Session, at: tuple[NamespaceState, str], keys: bytes
+    ) -> None:
+        """An agent's chain is another one now; what the old one had besides is expendable."""
+        self._ledger.settle()
+        before = session.chains.pop(at, None)
+        if before is None and len(session.chains) >= self._limits.agents_per_session:
+            del_at = next(iter(session.chains))
+            known.nbytes -= session.chains.pop(del_at).nbytes
+        new = _Chain(at[0], keys, self._ledger.tick, len(keys) // KEY_BYTES)
+        session.chains[at] = new
+        known.nbytes += new.nbytes
+        if before is not None:
+            known.nbytes -= before.nbytes
+            self._expend(known, before, common_blocks(before.keys, keys))
+
+    def end(self, tenant: Tenant, name: str) -> bool:
+        """A session has no further turns; returns whether it was known."""
+        known = self._known.get(tenant.name)
+        session = None if known is None else known.sessions.get(name)
+        if known is None or session is None:
+            return False
+        self._end(known, session)
+        return True
+
+    def _end(self, known: _Known, session: Session) -> None:
+        self._forget(known, session)
+        for chain in session.chains.values():
+            self._expend(known, chain, 0)
+
+    def _forget(self, known: _Known, session: Session) -> None:
+        self._expect(known, session, None)
+        del known.sessions[session.name]
+        known.nbytes -= sum(chain.nbytes for chain in session.chains.values())
+
+    def _bound(self, known: _Known) -> None:
+        """Forget the sessions that were active longest ago, if there are too many. Their blocks stay ordinary ones."""
+        limits = self._limits
+        while (
+            len(known.sessions) > limits.sessions_per_tenant
+            or known.nbytes > limits.session_bytes_per_tenant
+        ):
+            oldest = next(iter(known.sessions.values()))
+            self._forget(known, oldest)
+            self._counters.sessions_forgotten += 1
+
+    # ---- expendable blocks ---------------------------------------------------------------------------
+
+    def _expend(self, known: _Known, chain: _Chain, first: int) -> None:
+        """A chain's blocks from `first` on are expendable, as far as others do not use them."""
+        first = max(first, self._shared(known, chain))
+        if first * KEY_BYTES < len(chain.keys) and not chain.namespace.retired:
+            self._work.append((chain.namespace, chain.keys[first * KEY_BYTES :], chain.tick))
+            if len(self._work) > WORK_MAX:
+                self._work.popleft()
+
+    def _shared(self, known: _Known, chain: _Chain) -> int:
+        """How many blocks of a chain, from its head on, others of the sessions that were active last use too."""
+        shared = 0
+        for session in islice(reversed(known.sessions.values()), SHARED_LOOKED):
+            for other in session.chains.values():
+                if other is not chain and other.namespace is chain.namespace:
+                    shared = max(shared, common_blocks(chain.keys, other.keys))
+        return shared
+
+    def work(self, blocks_max: int) -> bool:
+        """Make up to so many blocks expendable that should be; returns whether there are more."""
+        left = blocks_max
+        while self._work and left > 0:
+            namespace, keys, tick = self._work.popleft()
+            if len(keys) > left * KEY_BYTES:
+                cut = len(keys) - left * KEY_BYTES
+                self._work.appendleft((namespace, keys[:cut], tick))
+                keys = keys[cut:]
+            left -= len(keys) // KEY_BYTES
+            self._expend_now(namespace, keys, tick, first=True)
+        return bool(self._work)
+
+    def _expend_now(
+        self, namespace: NamespaceState, keys: bytes, tick: int, *, first: bool = False
+    ) -> int:
+        """Tails first; how many parts are newly expendable in memory."""
+        if namespace.retired:
+            return 0
+        tail_first = split_keys(keys)[::-1]
+        count = self._candidates.expend(namespace, tail_first, tick, first=first)
+        self._counters.expended += count
+        self._below(namespace, tail_first)
+        return count
+
+    def keep_ahead(self, now: float) -> None:
+        """Where there is too little room, sessions that are expected back last give up the ends of their chains.
+
+        To be called a few times a second.
+        """
+        self._ledger.settle()
+        evicted = self._counters.evicted - self._evicted
+        self._evicted = self._counters.evicted
+        for name, known in self._known.items():
+            if evicted and known.returns:
+                self._keep_ahead(self._tenants[name], known, now, max(AHEAD_MIN, evicted))
+
+    def _keep_ahead(self, tenant: Tenant, known: _Known, now: float, wanted: int) -> None:
+        expendable = self._candidates.expendable(tenant)
+        for _ in range(AHEAD_SLICES_MAX):
+            last = self._last_to_return(known, now)
+            if last is None or expendable >= wanted:
+                return
+            session, remaining_s = last
+            age_s = self._next_victim_age_s(tenant, now)
+            if age_s is not None and remaining_s <= age_s:
+                return
+            chain = max(session.chains.values(), key=lambda each: each.left, default=None)
+            end = 0 if chain is None else chain.left
+            first = 0 if chain is None else max(end - SLICE, self._shared(known, chain))
+            if chain is None or first >= end:
+                self._expect(known, session, None)  # the rest is others' too
+                continue
+            chain.left = first
+            keys = chain.keys[first * KEY_BYTES : end * KEY_BYTES]
+            expendable += self._expend_now(chain.namespace, keys, chain.tick)
+
+    def _next_victim_age_s(self, tenant: Tenant, now: float) -> float | None:
+        """How long ago the next ordinary victim was used, of the size of blocks where that is shortest."""
+        ages = [
+            self._idle_age.age_s(victim.used, now)
+            for slot_class in tenant.classes.values()
+            if (victim := slot_class.policy.peek_ordinary()) is not None
+        ]
+        return min(ages, default=None)
+
+    # ---- expected returns ----------------------------------------------------------------------------
+
+    def _expect(self, known: _Known, session: Session, back_at: float | None) -> None:
+        if session.back_at is not None:
+            at = bisect.bisect_left(known.returns, (session.back_at, session.name))
+            del known.returns[at]
+        session.back_at = back_at
+        if back_at is not None:
+            bisect.insort(known.returns, (back_at, session.name))
+
+    @staticmethod
+    def _last_to_return(known: _Known, now: float) -> tuple[Session, float] | None:
+        """The session that is expected back last, and in how many seconds; one that is overdue is expected to take
+        as long again as it is late.
+        """
+        if not known.returns:
+            return None
+        (first_at, first), (last_at, last) = known.returns[0], known.returns[-1]
+        if now - first_at > last_at - now:
+            return known.sessions[first], now - first_at
+        return known.sessions[last], last_at - now
+
+    def _learn_pause(self, known: _Known, session: Session, now: float) -> None:
+        if session.pause is not None:
+            seen = known.pauses.setdefault(session.pause, deque(maxlen=PAUSES_KEPT))
+            seen.append(now - session.last_at)
+            session.pause = None
+
+    def usual_pause_s(self, tenant: Tenant, kind: PauseKind) -> float:
+        """The median of the last pauses of this kind."""
+        known = self._known.get(tenant.name)
+        seen = () if known is None else known.pauses.get(kind, ())
+        return median(seen) if len(seen) >= PAUSES_USED else ASSUMED_PAUSE_S[kind]
+
+    # ---- what is known -------------------------------------------------------------------------------
+
+    def get(self, tenant: Tenant, name: str) -> Session | None:
+        """A session, if it is known."""
+        known = self._known.get(tenant.name)
+        return None if known is None else known.sessions.get(name)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether any session is expected back."""
+        return any(known.returns for known in self._known.values())
+
+    def count(self, tenant: Tenant) -> int:
+        """Number of known sessions."""
+        known = self._known.get(tenant.name)
+        return 0 if known is None else len(known.sessions)
+
+    def expected(self, until: float) -> Iterable[Session]:
+        """Sessions that are expected back until then, and not overdue by more than their turn."""
+        for known in self._known.values():
+            for back_at, name in known.returns:
+                if back_at > until:
+                    break
+                yield known.sessions[name]
+
+
+def common_blocks(one: bytes, other: bytes) -> int:
+    """How many blocks two chains share. Keys are chained hashes: if two are equal, so are all before them."""
+    low, high = 0, min(len(one), len(other)) // KEY_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = (middle - 1) * KEY_BYTES
+        if one[at : at + KEY_BYTES] == other[at : at + KEY_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
