@@ -26,10 +26,10 @@ class ExpendableFirst:
         self._policy = policy
         self._expendable = new_queue()
 
-    def expend(self, entries: Sequence[Any], *, first: bool = False) -> int:
-        """These go before others, in this order; how many are newly so.
+    def expend(self, entries: Sequence[Any]) -> int:
+        """These go before others, in this order, and after those that are expendable already; how many are newly so.
 
-        first: before those that are expendable already, instead of after them. Entries that are not held are ignored.
+        Entries that are not held are ignored.
         """
         new = [entry for entry in entries if entry.queue and entry.queue != _EXPENDABLE]
         if not new:
@@ -37,11 +37,7 @@ class ExpendableFirst:
         self._policy.discard(new)
         for entry in new:
             entry.queue = _EXPENDABLE
-        if first:
-            for entry in reversed(new):
-                self._expendable.put_first(entry)
-        else:
-            self._expendable.append(new)
+        self._expendable.append(new)
         return len(new)
 
     @property

@@ -404,10 +404,10 @@ class SlotClass:
             blocks = [block for block in blocks if not block.secondary]
         self.policy.refresh(blocks)
 
-    def expend(self, blocks: Sequence[Block], *, first: bool = False) -> int:
+    def expend(self, blocks: Sequence[Block]) -> int:
         """Those of these that are candidates, and not secondary, go before others; how many are newly so. See `ExpendableFirst`."""
         chosen = [block for block in blocks if not block.secondary and self.is_candidate(block)]
-        return self.policy.expend(chosen, first=first) if chosen else 0
+        return self.policy.expend(chosen) if chosen else 0
 
     def discard(self, block: Block) -> None:
         """No longer a candidate."""

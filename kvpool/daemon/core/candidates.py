@@ -115,12 +115,10 @@ class Candidates:
         namespace: NamespaceState,
         keys: Sequence[bytes],
         last_used: int | None = None,
-        *,
-        first: bool = False,
     ) -> int:
         """These blocks go before others, in the given order, until they are read; how many parts are newly so.
 
-        first: before blocks that are expendable already. last_used: a tick; blocks that were used after it are left
+        last_used: a tick; blocks that were used after it are left
         alone. None: all. Leased blocks, secondary replicas
         and pinned ones are ignored.
         """
@@ -135,7 +133,7 @@ class Candidates:
             if last_used is not None:
                 found = [block for block in found if block.used <= last_used]
             if found:
-                count += found[0].table.slots.expend(found, first=first)
+                count += found[0].table.slots.expend(found)
         return count
 
     def expendable(self, tenant: Tenant) -> int:

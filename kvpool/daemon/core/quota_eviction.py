@@ -247,11 +247,11 @@ class QuotaEviction:
         for _, some in groupby(entries, key=_base):
             self._policy_of(held := list(some)).discard(held)
 
-    def expend(self, entries: Sequence[Any], *, first: bool = False) -> int:
+    def expend(self, entries: Sequence[Any]) -> int:
         """See `ExpendableFirst.expend`: the policies must be such."""
         policy = self._policy_of(entries)
         assert isinstance(policy, ExpendableFirst), "secondary replicas cannot be expendable"
-        return policy.expend(entries, first=first)
+        return policy.expend(entries)
 
     @property
     def expendable(self) -> int:

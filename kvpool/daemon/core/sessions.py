@@ -235,17 +235,15 @@ class Sessions:
                 self._work.appendleft((namespace, keys[:cut], tick))
                 keys = keys[cut:]
             left -= len(keys) // KEY_BYTES
-            self._expend_now(namespace, keys, tick, first=True)
+            self._expend_now(namespace, keys, tick)
         return bool(self._work)
 
-    def _expend_now(
-        self, namespace: NamespaceState, keys: bytes, tick: int, *, first: bool = False
-    ) -> int:
+    def _expend_now(self, namespace: NamespaceState, keys: bytes, tick: int) -> int:
         """Tails first; how many parts are newly expendable in memory."""
         if namespace.retired:
             return 0
         tail_first = split_keys(keys)[::-1]
-        count = self._candidates.expend(namespace, tail_first, tick, first=first)
+        count = self._candidates.expend(namespace, tail_first, tick)
         self._counters.expended += count
         self._below(namespace, tail_first)
         return count
@@ -265,13 +263,13 @@ class Sessions:
     def _keep_ahead(self, tenant: Tenant, known: _Known, now: float, wanted: int) -> None:
         expendable = self._candidates.expendable(tenant)
         for _ in range(AHEAD_SLICES_MAX):
-            last = self._last_to_return(known, now)
-            if last is None or expendable >= wanted:
+            if not known.returns or expendable >= wanted:
                 return
-            session, remaining_s = last
-            age_s = self._next_victim_age_s(tenant, now)
-            if age_s is not None and remaining_s <= age_s:
+            back_at, name = known.returns[-1]
+            # Who is overdue was used longer ago than that, and has its turn without a word.
+            if back_at - now <= (self._next_victim_age_s(tenant, now) or 0.0):
                 return
+            session = known.sessions[name]
             chain = max(session.chains.values(), key=lambda each: each.left, default=None)
             end = 0 if chain is None else chain.left
             first = 0 if chain is None else max(end - SLICE, self._shared(known, chain))
@@ -300,18 +298,6 @@ class Sessions:
         session.back_at = back_at
         if back_at is not None:
             bisect.insort(known.returns, (back_at, session.name))
-
-    @staticmethod
-    def _last_to_return(known: _Known, now: float) -> tuple[Session, float] | None:
-        """The session that is expected back last, and in how many seconds; one that is overdue is expected to take
-        as long again as it is late.
-        """
-        if not known.returns:
-            return None
-        (first_at, first), (last_at, last) = known.returns[0], known.returns[-1]
-        if now - first_at > last_at - now:
-            return known.sessions[first], now - first_at
-        return known.sessions[last], last_at - now
 
     def _learn_pause(self, known: _Known, session: Session, now: float) -> None:
         if session.pause is not None:
@@ -343,7 +329,7 @@ class Sessions:
         return 0 if known is None else len(known.sessions)
 
     def expected(self, until: float) -> Iterable[Session]:
-        """Sessions that are expected back until then, and not overdue by more than their turn."""
+        """Sessions that are expected back until then, the first of them first; those that are overdue too."""
         for known in self._known.values():
             for back_at, name in known.returns:
                 if back_at > until:

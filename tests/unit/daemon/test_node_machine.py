@@ -1060,6 +1060,17 @@ class NodeMachine(RuleBasedStateMachine):
         for copy in chosen:
             copy.secondary = True
 
+    @rule(data=st.data(), name=namespaces, tenant=tenants, keys=chains)
+    def expend(self, data: st.DataObject, name: bytes, tenant: str, keys: list[bytes]) -> None:
+        """They go before others: which ones may go, and how many, is as before."""
+        name, keys = self.aim(data, tenant, name, keys)
+        may = {copy for copy in self.evictable(tenant, soft=False) if not copy.secondary}
+        chosen = self.of_prefix(tenant, name, keys) & may
+        before = self.node.candidates.expendable(self.tenants[tenant])
+        new = self.node.candidates.expend(self.namespace(tenant, name), keys)
+        assert new <= len(chosen)
+        assert self.node.candidates.expendable(self.tenants[tenant]) == before + new
+
     @rule(tenant=tenants, n=st.integers(1, 20))
     def see_the_coldest(self, tenant: str, n: int) -> None:
         """Those that may go, and no others. What was seen may be gone when somebody comes back to it."""

@@ -1,0 +1,318 @@
+"""Sessions: what they leave goes first, what others use does not, and nobody gains by what they tell of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.daemon.core import sessions
+from kvpool.daemon.core.sessions import ASSUMED_PAUSE_S, PAUSES_USED, Session, common_blocks
+from kvpool.types import KEY_BYTES, PauseKind
+from tests.unit.daemon.conftest import Pool
+
+if TYPE_CHECKING:
+    import pytest
+
+
+class Told(Pool):
+    """A pool whose clients tell of their sessions. time: seconds, moved by the tests."""
+
+    def __init__(self, slabs: int = 4, **settings: Any) -> None:
+        super().__init__(slabs, **settings)
+        self.time = 0.0
+        self.below: list[tuple[int, ...]] = []
+        self.node.sessions.follow(
+            lambda _, keys: self.below.append(tuple(int.from_bytes(key, "big") for key in keys))
+        )
+
+    def turn(self, name: str, numbers: Iterable[int], **told: Any) -> Session | None:
+        """Reads and puts these blocks, and tells of it."""
+        numbers = list(numbers)
+        if here := self.here(numbers):
+            self.release(self.lease(here))
+        self.put(numbers)
+        return self.tell(name, numbers, **told)
+
+    def tell(
+        self, name: str, numbers: Iterable[int] = (), agent: str = "", **told: Any
+    ) -> Session | None:
+        self.node.settle()
+        session = self.node.sessions.turn(
+            self.tenant, self.namespace, name, agent, self.keys(numbers), self.time, **told
+        )
+        while self.node.sessions.work(3):
+            pass
+        return session
+
+    def expendable(self) -> list[int]:
+        """The blocks that go before others, the next one first."""
+        self.node.settle()
+        slot_class = self.tenant.classes[1024]
+        blocks: Any = slot_class.policy.coldest(slot_class.policy.expendable)
+        return [int.from_bytes(block.key, "big") for block in blocks]
+
+    def wait(self, seconds: float) -> None:
+        self.time += seconds
+        self.node.idle_age.note(self.time, self.node.ledger.tick)
+
+
+def test_what_a_turn_leaves_goes_first_and_from_its_end() -> None:
+    pool = Told(slabs=4)
+    pool.put(range(90, 94))
+    pool.turn("a", range(8))
+    pool.turn("a", [0, 1, 2, 20, 21])
+    assert pool.expendable() == [7, 6, 5, 4, 3]
+    assert pool.below == [(7, 6, 5), (4, 3)], "tiers below are told, in pieces"
+    pool.put([30, 31, 32, 33])
+    assert pool.here([*range(8), *range(90, 94)]) == [*range(6), *range(90, 94)]
+    assert pool.node.counters.evicted_expendable == 2
+
+
+def test_what_is_read_again_is_an_ordinary_block_again() -> None:
+    pool = Told()
+    pool.turn("a", range(6))
+    pool.turn("a", [0, 20])
+    pool.release(pool.lease([0, 1, 2, 3]))
+    assert pool.expendable() == [5, 4]
+
+
+def test_the_end_of_a_session_makes_all_of_it_expendable() -> None:
+    pool = Told()
+    pool.turn("a", range(4))
+    pool.turn("a", [40, 41], agent="sub")
+    assert pool.tell("a", ended=True) is None
+    assert sorted(pool.expendable()) == [0, 1, 2, 3, 40, 41]
+    assert pool.node.sessions.get(pool.tenant, "a") is None
+    assert not pool.node.sessions.end(pool.tenant, "a")
+
+
+def test_agents_of_a_session_do_not_replace_each_other() -> None:
+    pool = Told()
+    pool.turn("a", [0, 1, 2, 3])
+    pool.turn("a", [0, 1, 10, 11], agent="sub")
+    assert pool.expendable() == []
+    pool.turn("a", [0, 30], agent="sub")
+    assert pool.expendable() == [11, 10], "the main agent still has the others"
+
+
+def test_what_another_session_uses_stays() -> None:
+    pool = Told()
+    pool.turn("b", [0, 1, 2, 50])
+    pool.turn("a", [0, 1, 2, 3])
+    pool.tell("a", ended=True)
+    assert pool.expendable() == [3]
+
+
+def test_what_anybody_has_read_since_the_turn_stays() -> None:
+    pool = Told()
+    pool.turn("a", [0, 1, 2, 3])
+    pool.release(pool.lease([0, 1]))  # by who tells of no session
+    pool.tell("a", ended=True)
+    assert pool.expendable() == [3, 2]
+
+
+def test_leased_and_pinned_blocks_are_left_alone() -> None:
+    pool = Told()
+    pool.turn("a", [0, 1, 2, 3])
+    pool.pin([1], "soft")
+    lease = pool.lease([0])
+    pool.node.settle()
+    pool.tell("a", [0, 1, 2, 3])
+    pool.tell("a", ended=True)
+    assert pool.expendable() == [3, 2]
+    pool.release(lease)
+
+
+def test_blocks_of_an_ended_epoch_are_nobodys() -> None:
+    pool = Told()
+    pool.turn("a", [0, 1, 2, 3])
+    pool.reset()
+    pool.put([0, 1])
+    pool.tell("a", ended=True)
+    assert pool.expendable() == []
+
+
+# Pauses
+
+
+def pressed(pool: Told) -> None:
+    """Something was evicted, so room is short."""
+    first = 900 + 2 * pool.node.counters.evicted
+    pool.put([first, first + 1])
+    pool.node.sessions.keep_ahead(pool.time)
+
+
+def full(pool: Told, **pauses: dict[str, Any]) -> None:
+    """Sessions called by letters, four blocks each: a has 0 to 3, b 100 to 103, and so on. The pool has no free slot."""
+    for name, told in pauses.items():
+        first = 100 * (ord(name) - ord("a"))
+        pool.turn(name, range(first, first + 4), **told)
+        pool.wait(1.0)
+
+
+def test_who_is_expected_back_last_gives_way_first() -> None:
+    pool = Told(slabs=3)
+    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0}, c={"pause_s": 20.0})
+    pressed(pool)
+    assert pool.expendable()[:4] == [103, 102, 101, 100]
+
+
+def test_without_a_word_of_pauses_it_is_as_before() -> None:
+    pool = Told(slabs=3)
+    full(pool, a={}, b={}, c={})
+    pressed(pool)
+    assert pool.expendable() == []
+    assert pool.here(range(4)) == [0, 1], "the least recently used, from its end"
+
+
+def test_who_tells_of_pauses_does_not_give_way_to_what_is_unused_for_longer() -> None:
+    pool = Told(slabs=3)
+    full(pool, a={}, b={}, c={"pause_s": 60.0})
+    pool.wait(100.0)
+    pressed(pool)
+    assert pool.expendable() == []
+    pool.tell("c", pause_s=1000.0)
+    pressed(pool)
+    assert pool.expendable() == [203, 202, 201, 200]
+
+
+def test_a_turn_takes_its_blocks_back() -> None:
+    pool = Told(slabs=3)
+    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0}, c={"pause_s": 20.0})
+    pressed(pool)
+    left = pool.here(range(100, 104))
+    pool.turn("b", left)
+    assert not set(left) & set(pool.expendable())
+
+
+def test_only_where_room_is_short() -> None:
+    pool = Told(slabs=8)
+    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0})
+    pool.node.sessions.keep_ahead(pool.time)
+    assert pool.expendable() == []
+
+
+def test_a_long_chain_gives_way_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "AHEAD_MIN", 5)
+    monkeypatch.setattr(sessions, "SLICE", 3)
+    pool = Told(slabs=4)
+    pool.turn("a", range(12), pause_s=1000.0)
+    pool.wait(1.0)
+    pool.turn("b", range(100, 104), pause_s=1.0)
+    pool.node.counters.evicted += 1
+    pool.node.sessions.keep_ahead(pool.time)
+    assert pool.expendable() == [11, 10, 9, 8, 7, 6]
+
+
+def test_usual_pauses_are_learned_by_kind() -> None:
+    pool = Told()
+    assert pool.node.sessions.usual_pause_s(pool.tenant, PauseKind.TOOL) == ASSUMED_PAUSE_S["tool"]
+    for _ in range(PAUSES_USED + 1):
+        pool.turn("a", [0], pause=PauseKind.TOOL)
+        pool.wait(17.0)
+    assert pool.node.sessions.usual_pause_s(pool.tenant, PauseKind.TOOL) == 17.0
+    session = pool.turn("a", [0], pause=PauseKind.TOOL)
+    assert session is not None and session.back_at == pool.time + 17.0
+    assert pool.node.sessions.usual_pause_s(pool.tenant, PauseKind.PERSON) == 120.0
+
+
+# Limits
+
+
+def test_too_many_sessions_are_forgotten_and_their_blocks_stay() -> None:
+    pool = Told(sessions_per_tenant=2)
+    for number, name in enumerate("abc"):
+        pool.turn(name, [number], pause_s=5.0)
+    known = pool.node.sessions
+    assert [known.get(pool.tenant, name) is not None for name in "abc"] == [False, True, True]
+    assert known.count(pool.tenant) == 2 and pool.node.counters.sessions_forgotten == 1
+    assert pool.expendable() == []
+
+
+def test_the_books_of_sessions_have_a_limit() -> None:
+    pool = Told(slabs=64, session_bytes_per_tenant=4096)
+    for number in range(12):
+        pool.turn(str(number), range(100 * number, 100 * number + 16))
+    assert 1 <= pool.node.sessions.count(pool.tenant) < 6
+
+
+def test_so_have_agents() -> None:
+    pool = Told(agents_per_session=3)
+    for number in range(8):
+        session = pool.turn("a", [number], agent=str(number))
+    assert session is not None
+    assert [agent for _, agent in session.chains] == ["5", "6", "7"]
+
+
+def test_news_of_a_session_that_nobody_knows_is_no_session() -> None:
+    pool = Told()
+    assert pool.tell("a", pause_s=4.0) is None
+    assert pool.node.sessions.count(pool.tenant) == 0
+
+
+names = st.sampled_from("abcd")
+told = st.fixed_dictionaries(
+    {},
+    optional={
+        "pause_s": st.floats(0, 1e6),
+        "pause": st.sampled_from(list(PauseKind)),
+        "ended": st.booleans(),
+    },
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            names,
+            st.lists(st.integers(0, 30), unique=True, max_size=8),
+            st.sampled_from(["", "sub"]),
+            told,
+            st.floats(0, 100),
+        ),
+        max_size=30,
+    )
+)
+def test_books_stay_right_whatever_is_told(
+    turns: list[tuple[str, list[int], str, dict[str, Any], float]],
+) -> None:
+    """A put always finds room, expected returns are those of living sessions, and bytes add up."""
+    pool = Told(slabs=3, sessions_per_tenant=3)
+    for name, numbers, agent, what, seconds in turns:
+        if numbers:
+            pool.turn(name, numbers, agent=agent, **what)
+        else:
+            pool.tell(name, agent=agent, **what)
+        pool.wait(seconds)
+        pool.node.sessions.keep_ahead(pool.time)
+        assert pool.put([1000]) == 1 or pool.here([1000])
+        pool.node.removal.remove(pool.namespace, [pool.keys([1000])])
+        known = pool.node.sessions._known[pool.tenant.name]
+        assert known.nbytes == sum(
+            chain.nbytes for each in known.sessions.values() for chain in each.chains.values()
+        )
+        assert known.returns == sorted(
+            (each.back_at, each.name)
+            for each in known.sessions.values()
+            if each.back_at is not None
+        )
+
+
+chain = st.lists(st.integers(0, 3), max_size=20)
+
+
+@given(chain, chain)
+def test_common_blocks_of_chained_keys(one: list[int], other: list[int]) -> None:
+    def keys(numbers: list[int]) -> bytes:
+        return b"".join(
+            hash(tuple(numbers[: at + 1])).to_bytes(KEY_BYTES, "big", signed=True)
+            for at in range(len(numbers))
+        )
+
+    common = 0
+    while common < min(len(one), len(other)) and one[common] == other[common]:
+        common += 1
+    assert common_blocks(keys(one), keys(other)) == common
