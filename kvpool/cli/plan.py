@@ -14,7 +14,8 @@ def plan(
     trace: Annotated[
         str | None,
         typer.Argument(
-            help="A trace in Mooncake's format; default: the workload described by the options."
+            help="A recording of a router, or a trace in Mooncake's format; default: the workload described by the "
+            "options."
         ),
     ] = None,
     ttft: Annotated[float, typer.Option(help="Target for the time to first token, seconds.")] = 2.0,
@@ -70,16 +71,18 @@ def plan(
     from kvpool.cli.render.router_http import TOKEN, RouterHttp
     from kvpool.cli.render.text import make_console
     from kvpool.config import secret_of
-    from kvpool.planner.command import Room, requests_of, run, write
+    from kvpool.planner.command import Room, run, trace_of, write
     from kvpool.planner.measured import as_assumed, as_measured
     from kvpool.planner.trials import Targets
-    from kvpool.planner.workload import Workload
+    from kvpool.planner.workload import Workload, at_rate
     from kvpool.simulator.simulated_cluster import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
+    found = trace_of(trace, Workload(rate or 4.0, prompt, output, shared), limit, seed)
     shape = Shape(
         Speeds(load_hardware(hardware), load_model(model)),
         network_bytes_s=network * 1e9,
+        block_tokens=found.block_tokens,
         seed=seed,
     )
     if router:
@@ -90,9 +93,10 @@ def plan(
     console = make_console()
     console.print(known, markup=False)
     targets = Targets(ttft, tpot, share)
-    described = Workload(rate or 4.0, prompt, output, shared)
-    requests = requests_of(trace, described, rate, shape, limit)
+    if found.said:
+        console.print(found.said, markup=False)
+    requests = at_rate(found, rate if trace else 0.0, seed)
     room = Room(engines_max, dram_max * 1e9, ssd_max * 1e9)
-    found = run(requests, shape, targets, room, console)
+    planned = run(requests, shape, targets, room, console)
     if json_path is not None:
-        write(found, targets, json_path)
+        write(planned, targets, json_path)

@@ -14,7 +14,8 @@ def sim(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace in Mooncake's format, or gen:shared-prefixes, gen:multi-turn, gen:agent."
+            help="A recording of a router, a trace in Mooncake's format, or gen:shared-prefixes, gen:multi-turn, "
+            "gen:agent."
         ),
     ],
     prefill: Annotated[int, typer.Option(help="Number of engines that compute prompts.")] = 10,
@@ -78,7 +79,7 @@ def sim(
     from kvpool.cli.render.text import make_console
     from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
     from kvpool.scheduler.scheduler import Settings
-    from kvpool.simulator.command import requests_of, run, write_rows
+    from kvpool.simulator.command import requests_of, run, trace_of, write_rows
     from kvpool.simulator.plot import draw, require
     from kvpool.simulator.simulated_cluster import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
@@ -88,8 +89,10 @@ def sim(
     ttft_slo_s = math.inf if ttft_slo is None else ttft_slo
     tpot_slo_s = math.inf if tpot_slo is None else tpot_slo
     settings = Settings(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s) if reject else Settings()
+    found = trace_of(trace, limit=limit, rate=rate, seed=seed)
     shape = Shape(
         Speeds(load_hardware(hardware), load_model(model)),
+        block_tokens=found.block_tokens,
         prefill=prefill,
         decode=decode,
         mixed=mixed,
@@ -104,10 +107,12 @@ def sim(
         seed=seed,
     )
     chosen = list(POLICIES) if policy == ["all"] else policy or [DEFAULT_POLICY]
-    requests = requests_of(trace, shape, load=load, limit=limit, rate=rate)
+    requests = requests_of(found, shape, load=load)
     console = make_console()
+    if found.said:
+        console.print(found.said, markup=False)
     rows = run(requests, shape, chosen, console, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s)
     if json_path is not None:
-        write_rows(rows, json_path)
+        write_rows(rows, found, json_path)
     if plot is not None:
         draw(rows, plot)

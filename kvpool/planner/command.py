@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,12 @@ from rich.table import Table
 from kvpool.errors import InvalidRequest
 from kvpool.planner.search import Found, Limits, search
 from kvpool.planner.trials import Plan, Targets, Trial, Trials
-from kvpool.planner.workload import Workload, at_rate, unique_tokens
+from kvpool.planner.workload import Workload, unique_tokens
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import services_s
+from kvpool.simulator.recordings import Trace, load_trace
 from kvpool.simulator.report import quantile
 from kvpool.simulator.simulated_cluster import Shape
-from kvpool.simulator.traces import read_trace, step_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,29 +35,22 @@ class Room:
     ssd_bytes: float
 
 
-def requests_of(
-    trace: str | None, described: Workload, rate: float, shape: Shape, limit: int
-) -> list[Request]:
-    """The first `limit` requests of a trace, or so many of what is described.
-
-    rate: requests a second; 0 leaves a trace its own times.
-    """
+def trace_of(trace: str | None, described: Workload, limit: int, seed: int) -> Trace:
+    """The first `limit` requests of a trace file, or so many of what is described."""
     if trace is None:
-        entries = described.entries(limit, shape.seed)
-        return at_rate(entries, 0.0, shape.seed, 0.0)
+        return Trace(described.entries(limit, seed))
     path = Path(trace)
     if not path.is_file():
         raise InvalidRequest(f"there is no trace at {trace}")
-    entries = read_trace(path)
-    step_s = step_of(entries)
-    return at_rate(entries[:limit], rate, shape.seed, step_s)
+    found = load_trace(path)
+    return replace(found, entries=found.entries[:limit])
 
 
 def run(
     requests: Sequence[Request], shape: Shape, targets: Targets, room: Room, console: Console
 ) -> Found:
     """Search, print, and return what was found. shape: whatever a plan does not say."""
-    services = services_s(requests, shape.speeds, shape.step_tokens)
+    services = services_s(requests, shape.speeds, shape.step_tokens, shape.block_tokens)
     _require_possible(services, shape, targets)
     span_s = max(requests[-1].arrived_s - requests[0].arrived_s, *services)
     limits = Limits(
@@ -65,7 +58,7 @@ def run(
         room.dram_bytes,
         room.ssd_bytes,
         shape.network_bytes_s or shape.speeds.hardware.network_bytes_s,
-        unique_tokens(requests) * shape.speeds.model.kv_bytes,
+        unique_tokens(requests, shape.block_tokens) * shape.speeds.model.kv_bytes,
     )
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:

@@ -10,7 +10,6 @@ from kvpool.errors import ConfigError
 from kvpool.scheduler.values import Request
 from kvpool.simulator.report import mean, quantile
 from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation
-from kvpool.simulator.traces import BLOCK_TOKENS
 
 STABLE = 0.95
 """Engines that are busier than this share of the time are too few, whatever a short run says."""
@@ -101,8 +100,9 @@ class Trials:
 
     def _run(self, plan: Plan) -> Trial:
         kv_bytes = self._base.speeds.model.kv_bytes
-        blocks = [size / kv_bytes // BLOCK_TOKENS for size in (plan.dram_bytes, plan.ssd_bytes)]
-        dram, ssd = (int(count) * BLOCK_TOKENS * plan.computing for count in blocks)
+        block = self._base.block_tokens
+        blocks = [size / kv_bytes // block for size in (plan.dram_bytes, plan.ssd_bytes)]
+        dram, ssd = (int(count) * block * plan.computing for count in blocks)
         shape = replace(
             self._base,
             prefill=plan.prefill,

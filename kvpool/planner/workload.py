@@ -9,7 +9,8 @@ from random import Random
 
 from kvpool.errors import ConfigError
 from kvpool.scheduler.values import Request
-from kvpool.simulator.traces import BLOCK_TOKENS, Entry, arrivals
+from kvpool.simulator.recordings import Trace
+from kvpool.simulator.traces import BLOCK_TOKENS, Entry
 
 PREFIXES = 16
 """How many different prefixes the prompts of a described workload share."""
@@ -60,16 +61,17 @@ class Workload:
         return found
 
 
-def at_rate(entries: Sequence[Entry], rate: float, seed: int, step_s: float) -> list[Request]:
+def at_rate(trace: Trace, rate: float, seed: int) -> list[Request]:
     """The requests of a trace, faster or slower, so that so many come a second; 0: as they are."""
-    span_s = entries[-1].timestamp_s - entries[0].timestamp_s + step_s
+    entries = trace.entries
+    span_s = entries[-1].timestamp_s - entries[0].timestamp_s + trace.step_s
     scale = len(entries) / (rate * span_s) if rate and span_s else 1.0
-    return arrivals(entries, seed, scale, step_s=step_s)
+    return trace.requests(seed, scale)
 
 
-def unique_tokens(requests: Sequence[Request]) -> int:
+def unique_tokens(requests: Sequence[Request], block_tokens: int = BLOCK_TOKENS) -> int:
     """What a pool holds that forgets nothing."""
-    return len({key for request in requests for key in request.keys}) * BLOCK_TOKENS
+    return len({key for request in requests for key in request.keys}) * block_tokens
 
 
 def _length(rng: Random, mean: float) -> int:

@@ -26,11 +26,16 @@ def service_s(
     return seconds
 
 
-def services_s(requests: Sequence[Request], speeds: Speeds, step_tokens: int) -> list[float]:
+def services_s(
+    requests: Sequence[Request],
+    speeds: Speeds,
+    step_tokens: int,
+    block_tokens: int = BLOCK_TOKENS,
+) -> list[float]:
     """Of each request, over an infinite cache that has everything the moment it is asked for."""
     hits = ideal_hits(requests)
     return [
-        service_s(speeds, request.tokens, cached, step_tokens)
+        service_s(speeds, request.tokens, cached, step_tokens, block_tokens)
         for request, cached in zip(requests, hits, strict=True)
     ]
 
@@ -53,11 +58,17 @@ def central_queue(
 
 
 def scale_for(
-    requests: Sequence[Request], speeds: Speeds, engines: int, step_tokens: int, load: float
+    requests: Sequence[Request],
+    speeds: Speeds,
+    engines: int,
+    step_tokens: int,
+    load: float,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> float:
     """How many times longer the trace must be, so that its work is this share of what engines can do.
 
     The work is that over an infinite cache, so that a load is the same for every policy.
     """
     span_s = requests[-1].arrived_s - requests[0].arrived_s
-    return sum(services_s(requests, speeds, step_tokens)) / (engines * load * span_s)
+    work_s = sum(services_s(requests, speeds, step_tokens, block_tokens))
+    return work_s / (engines * load * span_s)

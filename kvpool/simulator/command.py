@@ -21,9 +21,10 @@ from rich.progress import (
 from kvpool.errors import InvalidRequest
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import scale_for
+from kvpool.simulator.recordings import Trace, load_trace
 from kvpool.simulator.report import show, summary
 from kvpool.simulator.simulated_cluster import Shape, Simulation
-from kvpool.simulator.traces import Entry, arrivals, generate, read_trace, step_of
+from kvpool.simulator.traces import generate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,30 +32,33 @@ if TYPE_CHECKING:
 SHAPE_PREFIX = "gen:"
 
 
-def requests_of(trace: str, shape: Shape, *, load: float, limit: int, rate: float) -> list[Request]:
-    """The requests of a trace file, or of `gen:SHAPE`, as they are to arrive.
-
-    load: of the engines that compute prompts, as a share of what they can do over an infinite cache; 0
-    leaves the trace's own times. limit: so many requests at most; 0 for all.
-    """
-    entries = _entries(trace, shape, limit, rate)
-    step_s = 0.0 if trace.startswith(SHAPE_PREFIX) else step_of(entries)
-    requests = arrivals(entries, shape.seed, step_s=step_s)
-    if not load:
-        return requests
-    engines = shape.prefill + shape.mixed
-    scale = scale_for(requests, shape.speeds, engines, shape.step_tokens, load)
-    return arrivals(entries, shape.seed, scale, step_s=step_s)
-
-
-def _entries(trace: str, shape: Shape, limit: int, rate: float) -> list[Entry]:
+def trace_of(trace: str, *, limit: int, rate: float, seed: int) -> Trace:
+    """A trace file, or `gen:SHAPE`. limit: so many requests at most; 0 for all. rate: of those that are generated."""
     if trace.startswith(SHAPE_PREFIX):
-        return generate(trace.removeprefix(SHAPE_PREFIX), limit or 2000, shape.seed, rate)
+        return Trace(generate(trace.removeprefix(SHAPE_PREFIX), limit or 2000, seed, rate))
     path = Path(trace)
     if not path.is_file():
         raise InvalidRequest(f"there is no trace at {trace}")
-    entries = read_trace(path, shape.block_tokens)
-    return entries[:limit] if limit else entries
+    found = load_trace(path)
+    return replace(found, entries=found.entries[:limit]) if limit else found
+
+
+def requests_of(trace: Trace, shape: Shape, *, load: float) -> list[Request]:
+    """The requests of a trace as they are to arrive. shape: in blocks of the trace's size.
+
+    load: of the engines that compute prompts, as a share of what they can do over an infinite cache; 0
+    leaves the trace's own times.
+    """
+    requests = trace.requests(shape.seed)
+    if not load:
+        return requests
+    if requests[-1].arrived_s == requests[0].arrived_s:
+        raise InvalidRequest("a load needs requests that arrive at different times")
+    engines = shape.prefill + shape.mixed
+    scale = scale_for(
+        *(requests, shape.speeds, engines, shape.step_tokens, load), block_tokens=trace.block_tokens
+    )
+    return trace.requests(shape.seed, scale)
 
 
 def run(
@@ -96,6 +100,10 @@ def _shown_in(progress: Progress, task: TaskID) -> Callable[[int], None]:
     return lambda done: progress.update(task, completed=done)
 
 
-def write_rows(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Write the rows as JSON."""
-    Path(path).write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+def write_rows(rows: Sequence[dict[str, Any]], trace: Trace, path: str) -> None:
+    """Write the rows as JSON, with how many requests of the trace were left out."""
+    left_out = {
+        "without_hashes": trace.without_hashes,
+        "without_answer": trace.without_answer,
+    }
+    Path(path).write_text(json.dumps({"rows": rows, "left_out": left_out}, indent=2) + "\n")

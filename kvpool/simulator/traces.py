@@ -1,4 +1,5 @@
-"""Requests to simulate: from traces in Mooncake's format, or generated. Deterministic by seed.
+"""Requests to simulate: from traces in Mooncake's format, or generated. Deterministic by seed. What routers record:
+`recordings.py`.
 
 A trace is JSON lines: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and
 `hash_ids`, the prompt's prefix chain, one id a block of `block_tokens` tokens.
@@ -23,12 +24,16 @@ STEP_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request of a trace."""
+    """A request of a trace. session, agent, tenant: ids; empty: it has none."""
 
     timestamp_s: float
     tokens: int
     output_tokens: int
     keys: tuple[int, ...]
+    session: str = ""
+    agent: str = ""
+    tenant: str = ""
+    priority: int = 0
 
 
 def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Entry]:
@@ -71,7 +76,12 @@ def step_of(entries: Sequence[Entry]) -> float:
 
 
 def arrivals(
-    entries: Sequence[Entry], seed: int, scale: float = 1.0, *, step_s: float = 0.0
+    entries: Sequence[Entry],
+    seed: int,
+    scale: float = 1.0,
+    *,
+    step_s: float = 0.0,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> list[Request]:
     """The requests in the order in which they arrive, each somewhere within its step of the trace.
 
@@ -84,18 +94,22 @@ def arrivals(
         ((entry.timestamp_s - first + rng.random() * step_s) * scale, number)
         for number, entry in enumerate(entries)
     )
-    return [
-        Request(
-            number,
-            entries[number].keys,
-            entries[number].tokens,
-            entries[number].output_tokens,
-            when,
-            # A trace has no sessions. What follows the first block tells conversations apart.
-            session=entries[number].keys[min(1, len(entries[number].keys) - 1)],
-        )
-        for when, number in timed
-    ]
+    return [_request(number, entries[number], when, block_tokens) for when, number in timed]
+
+
+def _request(number: int, entry: Entry, arrived_s: float, block_tokens: int) -> Request:
+    # Without a session: what follows the first `BLOCK_TOKENS` tells conversations apart.
+    second = min(max(1, BLOCK_TOKENS // block_tokens), len(entry.keys) - 1)
+    return Request(
+        number,
+        entry.keys,
+        entry.tokens,
+        entry.output_tokens,
+        arrived_s,
+        session=entry.session or entry.keys[second],
+        priority=entry.priority,
+        tenant=entry.tenant,
+    )
 
 
 def ideal_hits(requests: Sequence[Request]) -> list[int]:

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest
-from kvpool.planner.command import requests_of
+from kvpool.planner.command import trace_of
 from kvpool.planner.measured import as_measured
 from kvpool.planner.workload import Workload, at_rate
+from kvpool.simulator.recordings import Trace
 from kvpool.simulator.simulated_cluster import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import generate, ideal_hits, write_trace
@@ -182,7 +183,7 @@ def test_a_described_workload_is_as_described() -> None:
     assert len(entries) / entries[-1].timestamp_s == pytest.approx(5.0, rel=0.1)
     assert sum(e.tokens for e in entries) / 2000 == pytest.approx(8000, rel=0.1)
     assert sum(e.output_tokens for e in entries) / 2000 == pytest.approx(200, rel=0.1)
-    requests = at_rate(entries, 0.0, 1, 0.0)
+    requests = at_rate(Trace(entries), 0.0, 1)
     hits = 512 * sum(ideal_hits(requests)) / sum(r.tokens for r in requests)
     assert hits == pytest.approx(0.75, abs=0.05)
 
@@ -191,7 +192,7 @@ def test_a_trace_is_played_at_a_rate(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(generate("multi-turn", 200, seed=0), trace)
     for rate in (1.0, 10.0):
-        requests = requests_of(str(trace), Workload(), rate, SHAPE, 150)
+        requests = at_rate(trace_of(str(trace), Workload(), 150, seed=0), rate, seed=0)
         assert len(requests) == 150
         span_s = requests[-1].arrived_s - requests[0].arrived_s
         assert 150 / span_s == pytest.approx(rate, rel=0.05)
