@@ -70,7 +70,8 @@ class ActiveRequest:
     """See the module. `run` ends when all of it has ended: no calls to engines are left.
 
     caller: its calls; not shared between requests. ordered: whether any order was given for it. span: of the
-    request, if it is traced.
+    request, if it is traced. ttft_s: None: the time of its first token is not known. cached_tokens: of the prompt, as the
+    engine said that computed its beginning; None: it did not. answering: the call whose answer the client gets.
     """
 
     def __init__(
@@ -91,6 +92,9 @@ class ActiveRequest:
         self.account = account
         self.retries = 0
         self.ordered = False
+        self.ttft_s: float | None = None
+        self.cached_tokens: int | None = None
+        self.answering: Call | None = None
         self._outstanding: list[Call] = []  # calls whose orders the scheduler counts as open
         self._complete = False  # whether the client has its complete answer
         self._caller = caller
@@ -300,6 +304,7 @@ class ActiveRequest:
         stored = {} if saves is None else {"stored_tokens": saves.stored}
         self.account.note(call.ended_at, "computed", engine=call.spec.name, **call.tokens, **stored)
         if not call.answers:
+            self._note_cached(call)
             self._roster.succeeded(call.spec.name)
         timed = not call.answers or self.body.streams
         measured = Measured(call.sent_at, call.cached_tokens, timed, saves)
@@ -420,6 +425,9 @@ class ActiveRequest:
         call.began_at = self._clock()
         self.account.note(call.began_at, "first token", engine=call.spec.name)
         ttft_s = call.began_at - self.account.arrived_s
+        self.answering = call
+        if self.body.streams:
+            self.ttft_s = ttft_s
         if self._span is not None:
             self._span.set(engine=call.spec.name, ttft_s=ttft_s)
         self._metrics.time_to_first_token.observe(ttft_s)
@@ -430,6 +438,8 @@ class ActiveRequest:
         self._presumably_computed(call)
         self.account.note(self._clock(), "answered", engine=call.spec.name, **call.tokens)
         self.account.outcome = "answered"
+        if call.order is not None:
+            self._note_cached(call)
         name = call.spec.name
         self._roster.succeeded(name)
         took_s = self._clock() - call.began_at
@@ -438,6 +448,11 @@ class ActiveRequest:
         if call.events > 1:
             self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
         self._complete = True
+
+    def _note_cached(self, call: Call) -> None:
+        """What the first engine says that computed a part of the prompt: others find that part cached."""
+        if self.cached_tokens is None:
+            self.cached_tokens = call.cached_tokens
 
     def _presumably_computed(self, call: Call) -> None:
         """By its first token, or by the time it should have come, in an answer that is not streamed."""

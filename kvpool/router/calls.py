@@ -95,8 +95,8 @@ class Call:
 
     @property
     def answer_tokens(self) -> int:
-        """Of a streamed answer that has ended, at least one: as the engine says, or its parts."""
-        said = self.usage.get("completion_tokens")
+        """Of an answer that has begun, at least one: as the engine says, or the parts of its stream so far."""
+        said = self.usage.get("completion_tokens", self.usage.get("output_tokens"))
         return said if type(said) is int and said > 0 else max(self.events, 1)
 
     @property
@@ -222,6 +222,7 @@ class Caller:
         last = b""
         while piece := await answer.piece():
             data = events.feed(piece)
+            call.events = events.events
             if held.size or not data:
                 held.resize(events.waiting)
             if data:
@@ -242,7 +243,7 @@ class Caller:
             move(time() + stall_s)
         if not events.done:
             raise EngineFailed(call.spec.name, "cut", "the engine's answer ended early")
-        call.events, call.usage = events.events, events.usage
+        call.usage = events.usage
         await reply.end(last)
         passing.listener.answer_ended(call)
 

@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -51,6 +52,8 @@ from kvpool.router.orders import Orders
 from kvpool.router.own_tokenizers import OwnTokenizers
 from kvpool.router.pool_view import PoolViews
 from kvpool.router.prompts import Prompts
+from kvpool.router.record_file import RecordFile
+from kvpool.router.recorder import Recorder
 from kvpool.router.requests import Serving
 from kvpool.router.upstream import Upstream, open_session
 from kvpool.scheduler.cluster import Cluster, Traffic
@@ -115,6 +118,7 @@ class Router:
         self._exported = Counts()
         self._exported_before = Counts()  # as the metrics have it
         upstream = Upstream(session, api_key, config.connect_s)
+        self._recorder = _recorder(config)
         self._client = _pool(config)
         self._daemon = None if self._client is None else DaemonLink(self._client)
         self._catalog = EngineCatalog(
@@ -196,6 +200,7 @@ class Router:
             random=os.urandom,
             spans=self._spans if config.otlp else None,
             isolation=_isolation(config, secrets),
+            recorder=self._recorder,
         )
         books = Books(
             orders=self._orders,
@@ -323,6 +328,8 @@ class Router:
             self._daemon.close()
         if self._client is not None:
             self._client.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         await self._export_last()
 
     async def _take_spans(self, count: int) -> Batch:
@@ -364,6 +371,22 @@ def _exporter(config: RouterConfig) -> Exporter | None:
         return None
     _, port = config.address
     return Exporter(config.otlp, SERVICE, f"{socket.gethostname()}:{port}", __version__)
+
+
+def _recorder(config: RouterConfig) -> Recorder | None:
+    """Raises `ConfigError`."""
+    if not config.record:
+        return None
+    file = RecordFile(
+        Path(config.record),
+        config.record_file_bytes,
+        config.record_files,
+        rotates=config.record_full == "rotate",
+    )
+    file.open()
+    return Recorder(
+        file, block_tokens=config.record_block_tokens, random=os.urandom, clock=time.monotonic
+    )
 
 
 def _pool(config: RouterConfig) -> Client | None:

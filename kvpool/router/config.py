@@ -40,6 +40,7 @@ from kvpool.types import DATA_PARALLEL_RANKS_MAX
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
 API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
+RECORD_BYTES_MIN = 4096
 FOLLOW_S_MAX = 600
 """Block hash algorithms that the vLLM plugin accepts."""
 
@@ -460,6 +461,47 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             le=1,
         ),
     ] = 0.01
+    record: Annotated[
+        str,
+        kind(metavar="FILE"),
+        setting(
+            "A file for a [recording](router.md#recordings) of all requests, for `kvpool sim` and `kvpool plan`: "
+            "lengths, times and salted hashes, no text. Each router needs its own."
+        ),
+    ] = ""
+    record_block_tokens: Annotated[
+        Tokens,
+        setting(
+            "With `record`, the tokens of a prompt that one hash stands for; rounded up to whole blocks of the engines.",
+            file_only=True,
+        ),
+    ] = 64
+    record_file_bytes: Annotated[
+        int,
+        kind(f"a whole number from {RECORD_BYTES_MIN} to {1 << 40}"),
+        setting(
+            "The size at which a recording's file is full.",
+            ge=RECORD_BYTES_MIN,
+            le=1 << 40,
+            file_only=True,
+        ),
+    ] = 256 << 20
+    record_files: Annotated[
+        int,
+        setting(
+            "How many files of recordings are kept, the present one included: FILE.1 is the one before, and so on.",
+            ge=1,
+            le=1000,
+            file_only=True,
+        ),
+    ] = 8
+    record_full: Annotated[
+        Literal["rotate", "stop"],
+        setting(
+            "What follows a full file: the next one (`rotate`), or nothing (`stop`).",
+            file_only=True,
+        ),
+    ] = "rotate"
 
     @property
     def address(self) -> tuple[str, int]:

@@ -24,6 +24,10 @@ serve it; past its deadline; an error after the answer began; the client closed 
 SPAN_OUTCOMES = ("exported", "lost", "dropped")
 """How the export of a span ends: a collector accepted it; no collector accepted it; the buffer was full."""
 
+RECORD_OUTCOMES = ("written", "queue_full", "write_failed", "file_full")
+"""What becomes of a request's line in a recording: it is in the file; too many waited to be written; the disk did not
+take it; the file was full."""
+
 
 class Metrics:
     """The metrics of one router, in a registry of their own. Not thread-safe."""
@@ -135,6 +139,13 @@ class Metrics:
         self.spans = counter(
             "spans", "Ended trace spans, by outcome of their export.", ("outcome",)
         )
+        self.recorded_requests = counter(
+            "recorded_requests",
+            "Requests whose lines were written to the recording, or dropped, by what became of them.",
+            ("outcome",),
+        )
+        for outcome in RECORD_OUTCOMES:
+            self.recorded_requests.labels(outcome)
         for outcome in SPAN_OUTCOMES:
             self.spans.labels(outcome)
         for outcome in OUTCOMES:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpool.decoding import decode_json
@@ -22,12 +23,14 @@ from kvpool.router.calls import Caller, ClientGone, Limits, Reply
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
+from kvpool.router.hashing import Prompt
 from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
 from kvpool.router.isolation import Isolation
 from kvpool.router.memory import Held, Memory, NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observer
 from kvpool.router.orders import Ordering
+from kvpool.router.recorder import EndedRequest, Recorder
 from kvpool.router.sse import error_event
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Exhausted, Upstream
 from kvpool.scheduler.scheduler import Scheduler
@@ -67,8 +70,12 @@ class Serving:
         random: Callable[[int], bytes] = os.urandom,
         spans: Spans | None = None,
         isolation: Isolation | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """recorder: None: nothing is recorded."""
         self._config = config
+        self._recorder = recorder
+        self._recorded: dict[str, int] = {}  # as the metrics have it
         self._scheduler = scheduler
         self._orders = orders
         self._roster = roster
@@ -107,8 +114,9 @@ class Serving:
         self.accounts.add(account)
         span = self._span_of(incoming)
         outcome = "failed"
+        read = _Read()
         try:
-            outcome = await self._serve(incoming, reply, account, span)
+            outcome = await self._serve(incoming, reply, account, span, read)
         except asyncio.CancelledError:
             outcome = "client_left" if account.outcome == IN_FLIGHT else account.outcome
             raise
@@ -123,6 +131,8 @@ class Serving:
             if span is not None:
                 span.end(outcome if outcome in _ERRORS else "", outcome=outcome)
             self._metrics.requests.labels(outcome).inc()
+            if self._recorder is not None:
+                self._recorder.add(self._ended(account, read, outcome))
             log.info(
                 "request %s: %s after %.3f s",
                 incoming.ident,
@@ -130,6 +140,33 @@ class Serving:
                 self._clock() - arrived_s,
                 extra={"request": incoming.ident},
             )
+
+    def _ended(self, account: Account, read: _Read, outcome: str) -> EndedRequest:
+        """What is recorded of a request: nothing that it says, and names only to be hashed."""
+        ended = EndedRequest(
+            account.arrived_s, self._clock(), outcome, account.model, tenant=account.tenant
+        )
+        active, prompt = read.active, read.prompt
+        if active is None:
+            return ended
+        request, answering = active.request, active.answering
+        tokens = request.tokens
+        if prompt is None and answering is not None:
+            said = answering.usage.get("prompt_tokens", answering.usage.get("input_tokens"))
+            tokens = said if type(said) is int and said > 0 else tokens
+        hashing = None if prompt is None else prompt.spec
+        return replace(
+            ended,
+            tokens=tokens,
+            output_tokens=0 if answering is None else answering.answer_tokens,
+            keys=() if prompt is None else prompt.keys,
+            block_tokens=0 if hashing is None else hashing.block_tokens,
+            ttft_s=active.ttft_s,
+            cached=active.cached_tokens,
+            priority=request.priority,
+            session="" if request.session is None else str(request.session),
+            agent="",
+        )
 
     def _span_of(self, incoming: Incoming) -> Span | None:
         """If it is traced, and traces are exported."""
@@ -169,7 +206,7 @@ class Serving:
             self._reading -= 1
 
     async def _serve(
-        self, incoming: Incoming, reply: Reply, account: Account, span: Span | None
+        self, incoming: Incoming, reply: Reply, account: Account, span: Span | None, read: _Read
     ) -> str:
         config = self._config
         loop = asyncio.get_running_loop()
@@ -211,6 +248,7 @@ class Serving:
             clock=self._clock,
             span=span,
         )
+        read.active, read.prompt = active, prompt
         try:
             try:
                 rejection = None if direct is not None else await self._submit(active)
@@ -371,6 +409,11 @@ class Serving:
         metrics.requests_waiting.set(self._scheduler.waiting)
         metrics.draining.set(self.draining)
         metrics.held_bytes.set(self.memory.held)
+        if self._recorder is not None:
+            now, before = self._recorder.counts(), self._recorded
+            for outcome, count in now.items():
+                metrics.recorded_requests.labels(outcome).inc(count - before.get(outcome, 0))
+            self._recorded = now
         self._roster.refresh_metrics()
         metrics.engines_required.clear()  # of kinds that have left
         for kind, loads in self._scheduler.required(self._clock()).items():
@@ -406,6 +449,14 @@ class Serving:
     def _left(self) -> None:
         if not self._in_flight and self.draining:
             self._empty.set()
+
+
+@dataclass(slots=True)
+class _Read:
+    """What is known of a request once it was read: for its recording."""
+
+    active: ActiveRequest | None = None
+    prompt: Prompt | None = None
 
 
 _ERRORS = frozenset(("failed", "deadline", "broken_off"))

@@ -29,7 +29,7 @@ from kvpool.router.group.leader import Books
 from kvpool.router.group.messages import PROTOCOL, Hello
 from kvpool.router.group.questions import RouterQuestions
 from kvpool.router.group.rows import stranger
-from kvpool.router.hashing import Prompt
+from kvpool.router.hashing import HashSpec, Prompt
 from kvpool.router.health import Health
 from kvpool.router.intake import Incoming
 from kvpool.router.memory import Held
@@ -215,11 +215,12 @@ class ScriptedUpstream:
 
 
 class ScriptedKnowledge:
-    """Stands for `EngineCatalog` and `Prompts`: a token a character."""
+    """Stands for `EngineCatalog` and `Prompts`: a token a character. spec: how prompts say that they were hashed."""
 
     def __init__(self, engines: Sequence[EngineSpec]) -> None:
         self.engines = {spec.name: spec for spec in engines}
         self.refuses: Exception | None = None
+        self.spec: HashSpec | None = None
         self.looked: list[Prompt] = []
 
     async def prompt(
@@ -231,7 +232,7 @@ class ScriptedKnowledge:
         tokens = list(text.encode()) if isinstance(text, str) else []
         blocks = len(tokens) // BLOCK_TOKENS
         keys = [hash(bytes(tokens[: (n + 1) * BLOCK_TOKENS])) % 2**64 for n in range(blocks)]
-        return Prompt(MODEL, tokens, [], keys, frozenset((MODEL,)), None)
+        return Prompt(MODEL, tokens, [], keys, frozenset((MODEL,)), self.spec)
 
     async def look(self, prompt: Prompt, wait_s: float = 0.0) -> bool:
         self.looked.append(prompt)
@@ -310,13 +311,14 @@ def estimates() -> KindEstimates:
 
 @dataclass(slots=True)
 class Bench:
-    """A router over engines. Use as an asynchronous context manager."""
+    """A router over engines. Use as an asynchronous context manager. recording: stands for a `recorder.Recorder`."""
 
     specs: Sequence[EngineSpec]
     config: RouterConfig
     settings: Settings = field(default_factory=Settings)
     upstream: ScriptedUpstream = field(default_factory=ScriptedUpstream)
     recorder: Recorder = field(default_factory=Recorder)
+    recording: Any = None
     metrics: Metrics = field(default_factory=Metrics)
     index: PrefixIndex = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -390,6 +392,7 @@ class Bench:
             metrics=self.metrics,
             clock=clock,
             random=self.random.randbytes,
+            recorder=self.recording,
         )
         self.group = Group(
             Hello(PROTOCOL, self.random.randbytes(8).hex(), clock()),
