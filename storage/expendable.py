@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kvpool.storage.eviction import EvictionPolicy, MakePolicy, NewQueue
 from kvpool.storage.eviction_queue import EvictionQueue
 
-_EXPENDABLE = 3  # in `Evictable.queue`, which policies set to 1 and 2, and which has two bits
+_EXPENDABLE = 4  # in `Evictable.queue`, which policies set to less, and which has three bits
 
 
 class ExpendableFirst:

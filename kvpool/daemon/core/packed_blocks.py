@@ -46,7 +46,7 @@ _TAGS = [bytes([max(2, value)]) for value in range(256)]
 DEPTH_MAX = (1 << 24) - 1
 SCANNED = 1 << 16  # rows in one step of a search for the blocks of a table
 QUEUES_MAX = 1 << 16  # eviction queues of one size
-_QUEUE, _PIN_AT, _PIN, _USED_AGAIN = 0b11, 2, 0b1100, 0b10000  # in the flags
+_QUEUE, _PIN_AT, _PIN, _USED_AGAIN = 0b111, 3, 0b11000, 0b100000  # in the flags
 _GONE = 3  # in place of a pin, as in `Block`
 
 
