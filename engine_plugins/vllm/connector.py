@@ -129,9 +129,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         self._config = PluginConfig.from_extra(transfer.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
-        self._rules: list[GroupRule] = namespace.group_rules(
+        rules = namespace.group_rules(
             kv_cache_config, _hash_tokens(kv_cache_config), parallel.decode_context_parallel_size
         )
+        draft_blocks = namespace.draft_blocks(rules, vllm_config.speculative_config)
+        self._rules: list[GroupRule] = namespace.with_earlier_windows(rules, draft_blocks)
         namespace.check_codec(kv_cache_config, self._rules, self._config.codec)
         self._by_version = namespace.check_hashes(
             vllm_config.cache_config.prefix_caching_hash_algo,
@@ -184,6 +186,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                     answer_states=vllm_config.speculative_config is None,
+                    draft_blocks=draft_blocks,
                     stages=parallel.pipeline_parallel_size,
                     events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
                     record=engine_record(
@@ -324,6 +327,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             backends={layer.name: layer.backend for group in stored for layer in group.layers()},
             held=[group.held() for group in stored] if canonical else [],
             weights=loaded.digest(),
+            config=namespace.config_digest(self._vllm_config.model_config),
             place=f"{platform.node()}:{self._client.socket_path}",
         )
         on_host = device.type == "cpu"

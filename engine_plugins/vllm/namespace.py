@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -50,6 +51,21 @@ OF_RANKS = (
     "kv_cache_specs",
 )
 """Fields of a group's spec that depend on the ranks or on kernels; their `Held` says what matters of them."""
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What a model's folder says of how pictures and other media become what the model sees."""
+PROCESSOR_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+)
+"""What an engine is told of it. vLLM's hashes of media have what a request says, not what the engine was told."""
 HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec")
 HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -128,6 +144,31 @@ def group_rules(kv_cache_config: Any, hash_tokens: int, dcp: int) -> list[GroupR
     if not rules:
         raise ConfigError("the model has no cache group whose blocks can be stored")
     return rules
+
+
+def draft_blocks(rules: Sequence[GroupRule], speculative: Any) -> int:
+    """Blocks of the chain at the end of a hit that are computed all the same, for the sake of drafts; mostly 0.
+
+    Drafts from the model's own hidden states (EAGLE, MTP) have KV of a token that depends on tokens behind it. At a
+    block's end no hash of the block covers these, so that the draft's KV there may be another continuation's. vLLM
+    computes that block again for its own cache, too, unless `disable_eagle_block_drop` is set. Where there are states a
+    hit ends where one is, and the block before has none: these drafts are wrong at one token, which is verified anyway.
+    """
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return 0
+    if any(rule.state for rule in rules):
+        return 0
+    return math.lcm(*(rule.stride for rule in rules))
+
+
+def with_earlier_windows(rules: Iterable[GroupRule], blocks: int) -> list[GroupRule]:
+    """The rules of hits that may be used without their last `blocks` of the chain."""
+    return [
+        replace(rule, window_blocks=rule.window_blocks + blocks // rule.stride)
+        if rule.kind is PartKind.WINDOW
+        else rule
+        for rule in rules
+    ]
 
 
 def _check_states(group_id: int, specs: Iterable[Any]) -> None:
@@ -285,8 +326,12 @@ def record(
         device=sorted({report.device for report in reports}),
         weights=weights,
     )
+    # The engine's own process has it as it was before the model was loaded, unless the only rank is in it.
+    fields["config"] = reports[0].config or fields["config"]
     if config.form is Form.RANKS and not weights:
         fields |= {"revision": model.revision, "weights": _weights_before(model, load)}
+        fields["speculative"] = _speculative(vllm_config.speculative_config, draft={})
+        fields.pop("multimodal", None)
     if config.codec is not Codec.NONE:
         # Without a codec there is no field: namespaces of before there were codecs stay the same.
         fields["codec"] = {"name": str(config.codec), "version": CODEC_VERSION}
@@ -330,12 +375,13 @@ def engine_facts(
 ) -> dict[str, Any]:
     """What has to agree whatever form the KV is stored in; for the arguments see `record`. device: the ranks'."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    return {
+    speculative = vllm_config.speculative_config
+    facts = {
         "engine": "vllm",
         "model": naming.model or model.model,
         "revision": None if weights else _revision(model),
         "weights": weights or _weights(model, vllm_config.load_config),
-        "config": digest(model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version")),
+        "config": config_digest(model),
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_cache_dtype": str(cache.cache_dtype),
@@ -344,10 +390,13 @@ def engine_facts(
         "hash_seed": hashlib.sha256(seed.encode()).hexdigest()[:16],
         "versions": dict(versions),
         "device": list(device),
-        "speculative": _speculative(vllm_config.speculative_config),
+        "speculative": _speculative(speculative, _draft(model, speculative)),
         "tenant": naming.tenant,
         "epoch": naming.epoch,
     }
+    if model.multimodal_config is not None:
+        facts["multimodal"] = _media(model)
+    return facts
 
 
 def _rank_facts(parallel: Any, cache: Any, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -426,6 +475,11 @@ def digest(value: Any, drop: Sequence[str] = ()) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def config_digest(model: Any) -> str:
+    """Of the configuration that the model came with."""
+    return digest(model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version"))
+
+
 def _weights(model: Any, load: Any) -> Any:
     """What tells two sets of weights under one name apart, as far as it can be seen cheaply."""
     load_format = str(getattr(load.load_format, "value", load.load_format))
@@ -450,12 +504,41 @@ def _revision(model: Any) -> str | None:
     return getattr(model.hf_config, "_commit_hash", None) or model.revision
 
 
-def _speculative(speculative: Any) -> Any:
-    """Draft layers share the KV cache, and their method may shift what a block hash covers."""
+def _speculative(speculative: Any, draft: Mapping[str, Any]) -> Any:
+    """Draft layers share the KV cache, and their method may shift what a block hash covers. draft: see `_draft`."""
     if speculative is None:
         return None
     return {
         "method": str(speculative.method),
         "model": str(speculative.model),
         "tokens": speculative.num_speculative_tokens,
+        **draft,
+    }
+
+
+def _draft(model: Any, speculative: Any) -> dict[str, Any]:
+    """Which draft model's KV is stored beside the target's; empty where the target's checkpoint has it, or there is none."""
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or draft.model == model.model:
+        return {}
+    return {
+        "revision": _revision(draft),
+        "weights": stored(draft.model),
+        "config": _files(draft, ["config.json"]),
+    }
+
+
+def _media(model: Any) -> dict[str, Any]:
+    """How pictures and other media become what the model sees. Of models from a hub the revision says what files have."""
+    settings = {name: plain(getattr(model.multimodal_config, name)) for name in PROCESSOR_SETTINGS}
+    return {"files": _files(model, PROCESSOR_FILES), **settings}
+
+
+def _files(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Digests of those that the model's folder has."""
+    files = [Path(model.model) / name for name in names]
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        for file in files
+        if file.is_file()
     }

@@ -164,6 +164,8 @@ class RankReport:
     groups: for each stored group, its layers as (name, bytes a block).
     held: for each of them, how the rank's share of it is cut into parts; empty where every rank has its own parts.
     backends: attention backend of each layer.
+    config: digest of the model's configuration, once the model is loaded: some change it as they are, and only in
+        the rank's own process.
     place: the machine and the socket of the rank's daemon.
     life: of the daemon's spare device memory, if the rank is attached to it and computes on that very
         device; else 0.
@@ -186,6 +188,7 @@ class RankReport:
     reset: int = 0
     pinned: bool = True
     place: str = ""
+    config: str = ""
 
 
 @dataclass

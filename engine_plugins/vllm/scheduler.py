@@ -228,6 +228,7 @@ class Engine:
     sync_loads: whether failed synchronous loads can be reported, and lead to nothing else that is wrong.
     answer_states: whether states that it hands over are right behind the prompt too: not where it drafts tokens, since
         a state does not go back behind those that are rejected.
+    draft_blocks: at the end of a hit, computed all the same (`namespace.draft_blocks`).
     events: of its own cache.
     stages: of its pipeline. record: what routers are told of it; None: nothing.
     """
@@ -240,6 +241,7 @@ class Engine:
     loads: bool = True
     saves: bool = True
     answer_states: bool = True
+    draft_blocks: int = 0
     stages: int = 1
     events: Publisher | None = None
     record: EngineRecord | None = None
@@ -494,7 +496,7 @@ class SchedulerHalf:
             return None, False
         if self._states:
             self._keep_state(state, lookup)
-        blocks = lookup.end - state.local
+        blocks = lookup.end - state.local - self._engine.draft_blocks
         lookup.sync = self._synchronous(blocks)
         if lookup.sync:
             # A synchronous load must leave a token to compute in the step that it is for.

@@ -152,7 +152,9 @@ def _computed(layer: Any, parameter: Tensor) -> Tensor:
     """What a linear layer makes of vectors that have few inputs each, so that no change drowns in their sum."""
     import torch
 
-    inputs = layer.input_size_per_partition
+    # A layer that all ranks have whole says no more than its size.
+    whole = not hasattr(layer, "input_size_per_partition")
+    inputs = layer.input_size if whole else layer.input_size_per_partition
     rows = min(-(-inputs // PROBED_INPUTS), PROBES_MAX)
     probes = torch.zeros(rows, inputs, dtype=parameter.dtype, device=parameter.device)
     each = torch.arange(inputs)

@@ -104,6 +104,7 @@ def made(codec: Codec) -> NamespaceRecord:
             "revision": None,
             "dtype": "bfloat16",
             "quantization": None,
+            "multimodal_config": None,
             "hf_config": SimpleNamespace(to_dict=dict),
         },
         "cache_config": {

@@ -166,6 +166,18 @@ def test_a_layer_that_hides_its_weights_is_known_by_what_it_computes() -> None:
         before = loaded.digest()
 
 
+def test_a_hidden_layer_that_all_ranks_have_whole_is_known_too() -> None:
+    layer = packed()
+    del type(layer).input_size_per_partition
+    type(layer).input_size = 96
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4))
+    loaded = Loaded([model[1]])
+    before = loaded.digest()
+    assert before
+    layer.hidden[0][7, 95] += 1e-3
+    assert loaded.digest() not in ("", before)
+
+
 def test_weights_that_cannot_be_seen_have_no_digest() -> None:
     model = model_of()
     model[1][0].weight = torch.nn.Parameter(torch.empty(0))

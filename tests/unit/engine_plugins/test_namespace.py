@@ -13,6 +13,7 @@ import pytest
 from kvpool.engine_plugins.vllm.config import Form, PluginConfig
 from kvpool.engine_plugins.vllm.namespace import (
     check_hashes,
+    draft_blocks,
     first_parts,
     group_rules,
     part_rules,
@@ -20,6 +21,7 @@ from kvpool.engine_plugins.vllm.namespace import (
     plain,
     rank_bytes,
     record,
+    with_earlier_windows,
 )
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
@@ -107,6 +109,25 @@ def test_unknown_hashes_are_refused() -> None:
 # --- groups
 
 
+def drafts(*, drop: bool = True) -> Any:
+    return SimpleNamespace(use_eagle_block_drop=lambda: drop)
+
+
+def test_a_drafts_last_block_is_computed_again() -> None:
+    rules = [GroupRule(0), GroupRule(1, 2), GroupRule(2, 2, PartKind.WINDOW, 3)]
+    assert draft_blocks(rules[:1], drafts()) == 1
+    assert draft_blocks(rules, drafts()) == 2
+    assert draft_blocks(rules, drafts(drop=False)) == draft_blocks(rules, None) == 0
+    # A window has to be there at the end of what is left, too.
+    assert with_earlier_windows(rules, 2) == [*rules[:2], replace(rules[2], window_blocks=4)]
+    assert with_earlier_windows(rules, 0) == rules
+
+
+def test_a_hit_ends_at_a_state_with_drafts_too() -> None:
+    state = GroupRule(1, kind=PartKind.WINDOW, window_blocks=1, state=True)
+    assert draft_blocks([GroupRule(0), state], drafts()) == 0
+
+
 @pytest.mark.parametrize(
     ("window", "blocks"), [(1, 1), (2, 1), (33, 1), (34, 2), (64, 2), (65, 2), (66, 3)]
 )
@@ -165,6 +186,7 @@ def engine(**changes: Any) -> Any:
             "seed": 0,
             "dtype": "bfloat16",
             "quantization": None,
+            "multimodal_config": None,
             "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": "/x"}),
         },
         "cache_config": {
@@ -191,6 +213,16 @@ def engine(**changes: Any) -> Any:
 
 
 REPORT = RankReport(0, "cpu", "LBHNC", "x86 vec", [[("l0", 100), ("l1", 28)]], {"l0": "CPU"})
+
+
+MEDIA: dict[str, Any] = {
+    "mm_processor_kwargs": None,
+    "media_io_kwargs": {},
+    "video_pruning_rate": None,
+    "video_pruning_method": "evs",
+    "mm_encoder_attn_dtype": None,
+    "mm_encoder_fp8_scale_path": None,
+}
 
 
 def digest(
@@ -237,9 +269,11 @@ def test_equal_facts_are_one_namespace() -> None:
         {"load_config__load_format": "dummy"},
         {
             "speculative_config": SimpleNamespace(
-                method="eagle", model="d", num_speculative_tokens=2
+                method="eagle", model="d", num_speculative_tokens=2, draft_model_config=None
             )
         },
+        {"model_config__multimodal_config": SimpleNamespace(**MEDIA)},
+        {"report": replace(REPORT, config="as loading changed it")},
         {"seed": "1"},
         {"config": PluginConfig(epoch="1")},
         {"weights": "other"},
@@ -256,6 +290,75 @@ def test_equal_facts_are_one_namespace() -> None:
 )
 def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
     assert digest(**other) != digest()
+
+
+def with_draft(folder: Path, **changes: Any) -> bytes:
+    """Of an engine that drafts by what is in a folder."""
+    draft = SimpleNamespace(
+        model=str(folder), revision=None, hf_config=SimpleNamespace(), **changes
+    )
+    speculative = SimpleNamespace(
+        method="eagle", model="d", num_speculative_tokens=2, draft_model_config=draft
+    )
+    return digest(speculative_config=speculative)
+
+
+def test_another_draft_at_the_same_place_is_another_namespace(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    first = with_draft(tmp_path)
+    assert with_draft(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"WEIGHTS")
+    second = with_draft(tmp_path)
+    (tmp_path / "config.json").write_text('{"eagle_config": {}}')
+    assert len({first, second, with_draft(tmp_path)}) == 3
+
+
+def test_a_draft_in_the_targets_checkpoint_is_known_by_that(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    model = SimpleNamespace(model=str(tmp_path))
+    speculative = SimpleNamespace(
+        method="mtp", model="d", num_speculative_tokens=1, draft_model_config=model
+    )
+    fields = record(
+        engine(model_config__model=str(tmp_path), speculative_config=speculative),
+        cache(FullAttentionSpec()),
+        PluginConfig(),
+        [GroupRule(0)],
+        [REPORT],
+        seed="none",
+        versions={},
+        hash_tokens=32,
+        weights="",
+    ).fields
+    assert fields["speculative"] == {"method": "mtp", "model": "d", "tokens": 1}
+
+
+def seeing(folder: Path, **changes: Any) -> bytes:
+    """Of an engine whose model sees pictures. changes: of what it was told."""
+    config = SimpleNamespace(**{**MEDIA, **changes})
+    return digest(
+        PluginConfig(model="m"),
+        model_config__model=str(folder),
+        model_config__multimodal_config=config,
+    )
+
+
+@pytest.mark.parametrize("setting", ["mm_processor_kwargs", "media_io_kwargs"])
+def test_pictures_are_prepared_alike_in_a_namespace(tmp_path: Path, setting: str) -> None:
+    first = seeing(tmp_path)
+    assert seeing(tmp_path) == first != seeing(tmp_path, **{setting: {"size": 1}})
+    (tmp_path / "chat_template.json").write_text("{}")
+    assert seeing(tmp_path) == first
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert seeing(tmp_path) != first
+
+
+def test_the_configuration_is_that_of_the_ranks() -> None:
+    """Loading a model changes it in their processes, and so in the engine's own where the only rank is in it."""
+    report = replace(REPORT, config="changed")
+    before = SimpleNamespace(to_dict=lambda: {"layers": 2, "rope": "yarn"})
+    assert digest(report=report, model_config__hf_config=before) == digest(report=report)
 
 
 def test_a_hubs_revision_is_the_commit_that_was_loaded() -> None:

@@ -99,6 +99,7 @@ def engine(**changes: Any) -> Any:
             "dtype": "bfloat16",
             "quantization": None,
             "seed": 0,
+            "multimodal_config": None,
             "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2}),
         },
         "cache_config": {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"},

@@ -32,6 +32,7 @@ class Harness:
         loads: bool = True,
         saves: bool = True,
         answer_states: bool = True,
+        draft_blocks: int = 0,
         stages: int = 1,
         blocks: int | None = None,
         threads: Any = None,
@@ -53,6 +54,7 @@ class Harness:
             loads=loads,
             saves=saves,
             answer_states=answer_states,
+            draft_blocks=draft_blocks,
             stages=stages,
             events=events,
         )

@@ -71,6 +71,21 @@ def test_short_hits_are_left_alone_when_so_configured(pool: Any, block_pool: Any
     assert harness.half.matched_tokens(request, 0) == (0, False)
 
 
+@pytest.mark.parametrize("load_mode", ["sync", "async"])
+def test_the_end_of_a_hit_is_computed_for_drafts(
+    pool: Any, block_pool: Any, load_mode: str
+) -> None:
+    harness = Harness(pool, block_pool, draft_blocks=1, load_mode=load_mode)
+    request = harness.request("r", 8, extra_tokens=0)
+    harness.store(request.block_hashes)
+    sync = load_mode == "sync"
+    assert harness.half.matched_tokens(request, 0) == (7 * TOKENS, not sync)
+    assert harness.half.matched_tokens(request, 6 * TOKENS) == (1 * TOKENS, not sync)
+    # The engine has given up the last block of its own hit: the pool has no more than that.
+    assert harness.half.matched_tokens(request, 7 * TOKENS) == (0, False)
+    assert harness.pool.acquires == 1
+
+
 def test_a_daemon_that_hangs_is_left_alone_for_a_while(harness: Harness) -> None:
     acquire = harness.pool.acquire
 
