@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,58 +11,6 @@ import pytest
 
 Oracle = Callable[..., list[list[int]]]
 NEW = 40
-
-
-@pytest.fixture(scope="module")
-def eagle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft head of one layer for the llama. What it guesses is no good, which costs time only."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("eagle") / "eagle"
-    folder.mkdir()
-    config = json.loads((llama / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    tensors = load_file(llama / "model.safetensors")
-    first = "model.layers.0."
-    layer = {
-        "layers.0." + name[len(first) :]: tensor
-        for name, tensor in tensors.items()
-        if name.startswith(first) and "input_layernorm" not in name
-    }
-    hidden = config["hidden_size"]
-    fc = torch.cat([torch.eye(hidden), torch.eye(hidden)], 1).to(torch.bfloat16)
-    save_file({**layer, "fc.weight": fc}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_speculative_decoding(
-    kit: Any, llama: Path, eagle: Path, tmp_path: Path, oracle: Oracle, method: str
-) -> None:
-    """No token of a rejected draft is in a block that is saved, and the draft's own KV comes with the target's."""
-    draft = llama if method == "draft_model" else eagle
-    options = {
-        "speculative_config": {"method": method, "num_speculative_tokens": 3, "model": str(draft)}
-    }
-    asked = kit.prompts(42, (400, 333))
-    expected = oracle("llama", asked)
-    with (
-        kit.run_daemon(tmp_path) as daemon,
-        kit.run_engine(llama, daemon, **options) as engine,
-    ):
-        for turn in range(2):
-            outputs = engine.generate(asked)
-            assert [output.tokens for output in outputs] == expected, turn
-            assert bool(sum(output.cached for output in outputs)) == bool(turn)
-            engine.forget()
-        # The answers' blocks too.
-        longer = [prompt + answer for prompt, answer in zip(asked, expected, strict=True)]
-        for prompt, output in zip(longer, engine.generate(longer, 4), strict=True):
-            assert output.cached >= kit.hit(len(prompt)) - kit.BLOCK
-        (drafts,) = [m for m in engine.llm.get_metrics() if m.name.endswith("_num_drafts")]
-        assert drafts.value > 0
-        engine.assert_nothing_held(daemon)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])

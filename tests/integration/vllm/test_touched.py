@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVEventsConfig, SpeculativeConfig
+from vllm.config import KVEventsConfig, MultiModalConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
@@ -41,16 +41,18 @@ TOUCHED = {
     "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config attention_config lora_config",
     "CompilationConfig": "static_forward_context",
     "ModelConfig": "model revision dtype quantization seed hf_config served_model_name max_model_len "
-    "get_total_num_kv_heads",
+    "get_total_num_kv_heads multimodal_config",
     "CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
     "LoadConfig": "load_format",
     "ParallelConfig": "rank world_size tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
     "prefill_context_parallel_size cp_kv_cache_interleave_size data_parallel_index",
     "SchedulerConfig": "max_num_batched_tokens",
-    "SpeculativeConfig": "method model num_speculative_tokens",
+    "SpeculativeConfig": "method model num_speculative_tokens draft_model_config use_eagle_block_drop",
+    "MultiModalConfig": "mm_processor_kwargs media_io_kwargs video_pruning_rate video_pruning_method "
+    "mm_encoder_attn_dtype mm_encoder_fp8_scale_path",
     "KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint topic",
     "Attention": "get_attn_backend",
-    "LinearBase": "input_size_per_partition quant_method cpu_linear",
+    "LinearBase": "input_size input_size_per_partition quant_method cpu_linear",
     "QKVParallelLinear": "total_num_kv_heads",
     "kv_cache_utils": "DEFAULT_NONE_HASH_SEED resolve_none_hash_seed",
     "kv_cache_interface": "FullAttentionSpec MLAAttentionSpec ChunkedLocalAttentionSpec SlidingWindowSpec "
@@ -81,6 +83,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         "KVConnectorBlockState": KVConnectorBlockState,
         "KVConnectorTransferResults": KVConnectorTransferResults(),
         "SpeculativeConfig": SpeculativeConfig,
+        "MultiModalConfig": MultiModalConfig,
         "KVEventsConfig": KVEventsConfig(),
         "kv_cache_utils": kv_cache_utils,
         "kv_cache_interface": kv_cache_interface,
