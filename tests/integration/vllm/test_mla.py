@@ -59,6 +59,12 @@ def test_a_fresh_engine_loads_the_latents(
         assert [output.cached for output in outputs] == hits(sync=mode == "sync")
         assert [output.tokens for output in outputs] == saved
         assert engine.metric("loaded_blocks") == sum(hits(sync=mode == "sync")) // BLOCK
+        # The weights are known, and the same behind a reset.
+        engine.drain()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        outputs = engine.generate(asked, NEW)
+        assert [output.cached for output in outputs] == hits(sync=mode == "sync")
+        assert engine.metric("new_weights") == 0
         engine.assert_nothing_held(daemon)
 
 

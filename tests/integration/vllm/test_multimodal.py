@@ -114,7 +114,7 @@ def test_pictures_that_are_prepared_otherwise_are_others(
     kit: Any, idefics: Path, text: tuple[list[int], list[int]], pool: Any, tmp_path: Path, how: str
 ) -> None:
     """vLLM's hashes of pictures do not say what the engine makes of them before the model sees them."""
-    options = dict(OPTIONS)
+    options: dict[str, Any] = dict(OPTIONS)
     model, extra = idefics, {}
     if how == "settings":
         options["mm_processor_kwargs"] = {"image_std": [0.1, 0.1, 0.1]}
