@@ -104,8 +104,8 @@ class LocalTier(
         """
         ...
 
-    def remove(self, namespace: Namespace_contra, packed: bytes) -> int:
-        """Remove blocks, all their parts; returns how many blocks there were. packed: their keys.
+    def remove(self, namespace: Namespace_contra, packed: bytes) -> set[bytes]:
+        """Remove blocks, all their parts; returns the keys of those that were here. packed: of all.
 
         Loads under way finish. Memory removes them first: a block being stored is then not found here either. Not
         durable: blocks removed just before the tier's end may be there when it is opened again.
@@ -134,6 +134,6 @@ class SharedTier(
         """
         ...
 
-    async def remove(self, namespace: Namespace_contra, packed: bytes) -> int:
+    async def remove(self, namespace: Namespace_contra, packed: bytes) -> set[bytes]:
         """As `LocalTier.remove`. Raises `Unavailable`: then they may still be found."""
         ...

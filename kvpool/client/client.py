@@ -22,12 +22,13 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.connection import TIMEOUT_S_MAX
+from kvpool.client.connection import TIMEOUT_S_MAX, Connection
 from kvpool.client.connections import Connections
 from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of, wrong_blocks
 from kvpool.client.namespaces import OpenNamespaces
@@ -56,6 +57,7 @@ from kvpool.types import (
     PauseKind,
     Recompute,
     pack_keys,
+    split_keys,
 )
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -67,9 +69,7 @@ RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's 
 PARTS_SINCE = (
     9  # protocol of the first daemons that know `ReserveParts`, `Dropped` and `CloseNamespace`
 )
-EACH_SINCE = (
-    10  # of the first that know `Present`, `ClearNamespace`, and parents in `Store` and `Reserve`
-)
+EACH_SINCE = 10  # of the first that know `Present`, `RemoveEach`, `ClearNamespace`, and parents in `Store` and `Reserve`
 _PAGE = 4096
 
 
@@ -128,15 +128,6 @@ class Client:
         if self._connections.read_only:
             raise InvalidRequest(
                 "this client has mapped the pool's memory read-only: it writes no blocks"
-            )
-
-    def _check_protocol(self, since: int, what: str) -> None:
-        """Raises `InvalidRequest` for a daemon of an older protocol, and `Unavailable`. what: it would be asked to."""
-        with self._connections.request() as connection:
-            protocol = connection.daemon.protocol
-        if protocol < since:
-            raise InvalidRequest(
-                f"the daemon speaks protocol {protocol}, and only since {since} can it {what}: upgrade it"
             )
 
     def _operators_at(self, socket_path: str) -> str | None:
@@ -280,19 +271,39 @@ class Client:
 
         wait_s: how long to wait for what others know of blocks that are not on this node; 0: they are not asked.
         """
-        packed = pack_keys(keys)
-        if packed:
+        rows, _ = self.present_in((ns,), keys, part=part, wait_s=wait_s)
+        return np.frombuffer(rows[0], dtype=np.uint8)
+
+    def present_in(
+        self,
+        namespaces: Sequence[Namespace],
+        keys: Keys,
+        *,
+        part: int = 0,
+        first: bool = False,
+        beside: Keys = b"",
+        wait_s: float = 0.05,
+    ) -> tuple[list[bytes], bytes]:
+        """As `present`, in one exchange, of the same keys in several namespaces: for each of these one byte a key, a
+        `Presence`; then one for each key beside, in the first namespace.
+
+        first: a block that is in memory in one namespace is not looked for in those after it, and is 0 there. beside:
+        others are asked for these only if they are asked for one of `keys`.
+        Raises `LimitExceeded` for more than 16 namespaces, or 65,536 keys in all of them together.
+        """
+        packed, further = pack_keys(keys), pack_keys(beside)
+        n, asked = len(packed) // KEY_BYTES, len(namespaces)
+        data = b""
+        if asked and (packed or further):
             seconds = finite(wait_s, "wait_s")
+            rest = part, packed, seconds, first, further
             try:
-                self._check_protocol(EACH_SINCE, "say where blocks are")
-                answer = self._ask_ns(
-                    ns, lambda number: client_wire.Present(number, part, packed, seconds), seconds
-                )
+                data = self._ask_each(client_wire.Present, namespaces, rest, seconds)
             except Unavailable:
                 pass
-            else:
-                return np.frombuffer(answer.data, dtype=np.uint8)
-        return np.zeros(len(packed) // KEY_BYTES, dtype=np.uint8)
+        data = data or bytes(n * asked + len(further) // KEY_BYTES)
+        rows = [data[n * at : n * at + n] for at in range(asked)]
+        return rows, data[n * asked :]
 
     def acquire_each(
         self,
@@ -696,16 +707,34 @@ class Client:
         Raises `ClusterUnavailable` if some nodes did not remove them in time: repeat it.
         """
         packed = pack_keys(keys)
+        if finite(others_s, "others_s") > 0:
+            gone, _ = self.remove_each((ns,), packed, others_s=others_s)
+            return len(set(compress(split_keys(packed), gone)))
         if not packed:
             return 0
+        return int(self._ask_ns(ns, lambda number: client_wire.Remove(number, packed)).value)
+
+    def remove_each(
+        self,
+        namespaces: Sequence[Namespace],
+        keys: Keys,
+        *,
+        beside: Keys = b"",
+        others_s: float = 0.0,
+    ) -> tuple[bytes, bytes]:
+        """As `remove`, in one exchange, from several namespaces: one byte a key, 1 where any of them had it.
+
+        beside: keys that stay; a byte for each tells where its block of the first namespace is, as in `present_in`.
+        Raises `LimitExceeded` as that does, and `InvalidRequest` where the daemon is older than this version.
+        """
+        packed, further = pack_keys(keys), pack_keys(beside)
+        n = len(packed) // KEY_BYTES
+        if not namespaces or not (packed or further):
+            return bytes(n), bytes(len(further) // KEY_BYTES)
         seconds = finite(others_s, "others_s")
-        if seconds > 0:
-            self._check_protocol(EACH_SINCE, "remove blocks from other nodes")
-        return int(
-            self._ask_ns(
-                ns, lambda number: client_wire.Remove(number, packed, seconds), seconds
-            ).value
-        )
+        rest = packed, seconds, further
+        data = self._ask_each(client_wire.RemoveEach, namespaces, rest, max(seconds, 0.0))
+        return data[:n], data[n:]
 
     def clear_namespace(self, ns: Namespace, *, wait_s: float = RESET_S) -> int:
         """Empty a namespace, for the whole cluster; returns its new epoch. Its clients find nothing, and go on storing.
@@ -713,8 +742,8 @@ class Client:
         wait_s: for the cluster's answer, on top of the client's time-out.
         Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then nothing has changed.
         """
-        self._check_protocol(EACH_SINCE, "clear a namespace")
         with self._connections.request() as connection:
+            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_number(
                 connection,
                 ns,
@@ -996,6 +1025,24 @@ class Client:
                 lambda number: connection.ask(make(number), self.timeout_s + wait_s),
             )
 
+    def _ask_each(
+        self,
+        kind: Callable[..., frame.Message],
+        namespaces: Sequence[Namespace],
+        rest: tuple[Any, ...],
+        wait_s: float,
+    ) -> bytes:
+        """The answer to a message about several namespaces. rest: of its fields, after their numbers."""
+        limit_s = self.timeout_s + wait_s
+        with self._connections.request() as connection:
+            _check_protocol(connection, EACH_SINCE)
+            answer = self._namespaces.with_numbers(
+                connection,
+                namespaces,
+                lambda numbers: connection.ask(kind(numbers, *rest), limit_s),
+            )
+        return bytes(answer.data)
+
     def _acquire(
         self,
         ns: Namespace,
@@ -1019,6 +1066,15 @@ class Client:
                 return lease_of(self._connections, connection, answer, sent, device, life)
         except Unavailable:
             return None
+
+
+def _check_protocol(connection: Connection, since: int) -> None:
+    """Raises `InvalidRequest` for a daemon of an older protocol."""
+    protocol = connection.daemon.protocol
+    if protocol < since:
+        raise InvalidRequest(
+            f"the daemon speaks protocol {protocol}, and this request is of protocol {since}: upgrade it"
+        )
 
 
 def _price(recompute: Recompute | None) -> tuple[float, float] | None:

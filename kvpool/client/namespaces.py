@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvpool.client.connection import Connection
@@ -42,6 +42,18 @@ class OpenNamespaces:
             return request(self.number(connection, ns))
         except UnknownNamespace:
             return request(self.make_known(connection, ns))
+
+    def with_numbers(
+        self,
+        connection: Connection,
+        namespaces: Sequence[Namespace],
+        request: Callable[[list[int]], T],
+    ) -> T:
+        """As `with_number`, of several."""
+        try:
+            return request([self.number(connection, ns) for ns in namespaces])
+        except UnknownNamespace:
+            return request([self.make_known(connection, ns) for ns in namespaces])
 
     def make_known(self, connection: Connection, ns: Namespace) -> int:
         """Register a namespace with the daemon, which compares its sizes. Returns its number."""

@@ -116,12 +116,12 @@ class _DictTier:
         parts = [(part, self._kept.get((digest, part), {})) for part in range(self._parts[digest])]
         return [sum(1 << part for part, kept in parts if key in kept) for key in keys]
 
-    def _remove(self, namespace: NamespaceState, packed: bytes) -> int:
-        gone = set()
+    def _remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
+        gone: set[bytes] = set()
         for part in range(len(namespace.parts)):
             kept = self._kept.get((namespace.directory_digest, part), {})
             gone |= {key for key in split_keys(packed) if kept.pop(key, None) is not None}
-        return len(gone)
+        return gone
 
 
 class MemoryTier(_DictTier):
@@ -151,7 +151,7 @@ class MemoryTier(_DictTier):
             groups.setdefault(digest, []).append(key)
         return list(groups.items()), found[count - 1][0] if len(found) > count else None
 
-    def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+    def remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
         """See `LocalTier`."""
         return self._remove(namespace, packed)
 
@@ -175,6 +175,6 @@ class SharedMemoryTier(_DictTier):
         masks = zip(keys, self._masks(digest, keys), strict=True)
         return {key: mask & asked for key, mask in masks if mask & asked}
 
-    async def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+    async def remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
         """See `SharedTier`."""
         return self._remove(namespace, packed)

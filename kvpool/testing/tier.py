@@ -165,8 +165,8 @@ async def remove(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> int:
     memory.remove(numbers)
     packed = b"".join(keys_of(numbers))
     if isinstance(tier, base.SharedTier):
-        return await tier.remove(memory.namespace, packed)
-    return tier.remove(memory.namespace, packed)
+        return len(await tier.remove(memory.namespace, packed))
+    return len(tier.remove(memory.namespace, packed))
 
 
 async def masks_of(tier: AnyTier, memory: Memory, numbers: Iterable[int]) -> dict[int, int]:

@@ -16,7 +16,6 @@ from kvpool.wire.frame import KEYS_MAX, Bytes, Done, Error, Message
 from kvpool.wire.peer import (
     Ask,
     Corrupt,
-    Discard,
     Fetch,
     Fetched,
     LongQuestion,
@@ -105,7 +104,7 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
 
 def ask(stream: Stream, question: Question | LongQuestion) -> Done | Bytes:
     """The peer's answer to a request. Raises as `fetch` does."""
-    if isinstance(question, (Ask, Discard)):
+    if isinstance(question, Ask):
         return exchange(stream, question, 1, Done)
     return exchange(stream, question, 1, Bytes)
 

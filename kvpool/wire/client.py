@@ -34,8 +34,9 @@ type  message          direction             answer
 58    Prefixes         client → daemon       Bytes: a JSON object
 87    Dropped          client → daemon       Done, or none
 88    CloseNamespace   client → daemon       Done, or none
-134   Present          client → daemon       Bytes: a `Presence` a key
+134   Present          client → daemon       Bytes: a `Presence` a key, for each namespace, and of those beside
 135   ClearNamespace   client → daemon       Done: the new epoch
+138   RemoveEach       client → daemon       Bytes: 0 or 1 a key, and a `Presence` of those beside
 140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
@@ -293,20 +294,39 @@ class Contains(Message, tag=20):
 
 
 class Present(Message, tag=134):
-    """Where one part of each of the blocks is, if anywhere. `wait_s`: for the answers of others."""
+    """Where one part of each of the blocks is, if anywhere, in each of some namespaces. `wait_s`: for the answers of
+    others.
 
-    ns: int
+    `first`: a block that is in memory in one namespace is not looked for in those after it. `beside`: further keys,
+    looked for in the first namespace only; others are asked for them only if they are asked for one of `keys`.
+    """
+
+    namespaces: list[int]
     part: int
     keys: bytes
     wait_s: Finite
+    first: bool = False
+    beside: bytes = b""
 
 
 class Remove(Message, tag=22):
-    """Remove the blocks from all tiers of this node. `others_s`: then from all other nodes, within this time; 0: not."""
+    """Remove the blocks from all tiers of this node."""
 
     ns: int
     keys: bytes
+
+
+class RemoveEach(Message, tag=138):
+    """Remove the blocks of several namespaces from all tiers of this node. Which of the keys were in any of them?
+
+    `others_s`: then also from all other nodes, within this time; 0: not. `beside`: further keys, which stay: where
+    their blocks of the first namespace are, as in an answer to `Present`.
+    """
+
+    namespaces: list[int]
+    keys: bytes
     others_s: Finite = 0.0
+    beside: bytes = b""
 
 
 class ClearNamespace(Message, tag=135):
@@ -506,6 +526,7 @@ ClientMessage = (
     | Match
     | Contains
     | Remove
+    | RemoveEach
     | Pin
     | Stats
     | Pull

@@ -45,7 +45,8 @@ PROTOCOL_OLDEST = 6
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before its handshake ends
-KEYS_MAX = 1 << 16  # keys in one request
+KEYS_MAX = 1 << 16  # keys in one request, in all its namespaces together
+NAMESPACES_MAX = 16  # in one request
 NO_ROW = 0xFFFFFFFF
 
 

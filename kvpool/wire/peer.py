@@ -16,7 +16,7 @@ type  message          direction             answer
 57    Taken            daemon → daemon       none
 59    Operate          daemon → daemon       Bytes: the answer to the request in it
 136   Holds            daemon → daemon       Bytes: one byte a key, 1 where the block is there
-137   Discard          daemon → daemon       Done: blocks removed
+137   Discard          daemon → daemon       Bytes: one byte a key, 1 where there was a block
 """
 
 from __future__ import annotations
@@ -115,10 +115,12 @@ class Holds(Message, tag=136):
 
 
 class Discard(Message, tag=137):
-    """A client wants these blocks removed from all nodes: see `Remove`. `to`: the node that is meant."""
+    """A client wants these blocks of some namespaces removed from all nodes: see `RemoveEach`. `to`: the node that is
+    meant.
+    """
 
     tenant: str
-    digest: bytes
+    digests: list[bytes]
     keys: bytes
     deadline_s: Finite
     to: str

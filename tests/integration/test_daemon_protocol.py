@@ -247,6 +247,11 @@ def test_any_values_of_the_right_types(apart, data):
             st.builds(client_wire.Match, number, keys, parts),
             st.builds(client_wire.Contains, number, number, keys),
             st.builds(client_wire.Remove, number, keys),
+            st.builds(client_wire.RemoveEach, parts, keys, st.floats(-1e300, 0.01), keys),
+            st.builds(
+                client_wire.Present,
+                *(parts, number, keys, st.floats(-1e300, 0.01), st.booleans(), keys),
+            ),
             st.builds(
                 client_wire.Pin, number, keys, st.one_of(texts, st.just("soft"), st.just("hard"))
             ),
@@ -343,6 +348,19 @@ def test_too_many_keys(met):
     assert answer.code == "limit"
     assert str(frame.KEYS_MAX) in answer.message
     assert raw.ask(client_wire.Match(number, KEY * frame.KEYS_MAX, [])).value == 0
+
+
+def test_one_namespace_of_several_that_is_not_open_refuses_them_all(met):
+    raw, number = met
+    raw.ask(client_wire.Reserve(number, 0, 1, KEY))
+    raw.ask(client_wire.Commit(1, SUM))
+    for namespaces in ([number, -1], [2**40, number]):
+        assert raw.ask(client_wire.RemoveEach(namespaces, KEY)).code == "unknown_namespace"
+        assert raw.ask(client_wire.Present(namespaces, 0, KEY, 0.0)).code == "unknown_namespace"
+    assert raw.ask(client_wire.RemoveEach([], KEY)).code == "invalid"
+    assert raw.ask(client_wire.Present([], 0, KEY, 0.0)).code == "invalid"
+    assert raw.ask(client_wire.Present([number, number], 0, KEY, 0.0)).data == b"\3\3"
+    assert raw.ask(client_wire.RemoveEach([number, number], KEY, 0.0, KEY)).data[0] == 1
 
 
 def test_a_namespace_that_is_not_open(met):

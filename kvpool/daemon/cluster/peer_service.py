@@ -20,6 +20,7 @@ from kvpool.daemon.core.blocks import (
 )
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_of
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import check_counts
 from kvpool.errors import (
     Declined,
     InvalidRequest,
@@ -73,7 +74,7 @@ class PeerService:
         may_serve: Callable[[], bool] = lambda: True,
         stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
         take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None,
-        remove: Callable[[NamespaceState, bytes], Awaitable[int]] | None = None,
+        remove: Callable[[Sequence[NamespaceState], bytes], Awaitable[set[bytes]]] | None = None,
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
         spans: Spans | None = None,
@@ -119,16 +120,17 @@ class PeerService:
             raise InvalidRequest(f"part {question.part} does not exist in this node's namespace")
         return frame.Bytes(self._below.on_node(namespace.tables[question.part], keys))
 
-    async def discarded(self, order: peer_wire.Discard) -> frame.Done:
-        """Remove blocks from all tiers here: a client of another node wants it."""
+    async def discarded(self, order: peer_wire.Discard) -> frame.Bytes:
+        """Remove blocks from all tiers here: a client of another node wants it. One byte a key, 1 where there was one."""
         self._check_standing()
         self._check_meant(order.to)
         if self._remove is None:
             raise Unavailable("this node removes nothing for others: it is not in a cluster")
-        namespace = self._known(order.tenant, order.digest)
-        if namespace is None:
-            return frame.Done(0)
-        return frame.Done(await self._remove(namespace, order.keys))
+        check_counts(len(order.digests), order.keys)
+        known = [self._known(order.tenant, digest) for digest in order.digests]
+        found = [namespace for namespace in known if namespace is not None]
+        gone = await self._remove(found, order.keys)
+        return frame.Bytes(bytes([key in gone for key in split_keys(order.keys)]))
 
     async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
         """A peer asks this node to keep replicas of its blocks."""

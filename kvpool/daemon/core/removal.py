@@ -18,11 +18,11 @@ class Removal:
         self._slots = slots
         self._counters = counters
 
-    def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> int:
-        """Remove blocks, all their parts. Readers with leases finish; returns the number of removed blocks."""
+    def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> set[bytes]:
+        """Remove blocks, all their parts. Readers with leases finish; returns the keys of those that were here."""
         going = self._drop(namespace, keys, lambda _: True)
-        gone = len({block.key for block in going})
-        self._counters.removed += gone
+        gone = {block.key for block in going}
+        self._counters.removed += len(gone)
         self._counters.removed_parts += len(going)
         return gone
 

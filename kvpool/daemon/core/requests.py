@@ -8,11 +8,12 @@ from array import array
 from typing import Any
 
 from kvpool.decoding import JsonDecoder
-from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.errors import InvalidRequest, LimitExceeded, ProtocolError
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
 from kvpool.types import (
     DATA_PARALLEL_RANKS_MAX,
+    KEY_BYTES,
     PARTS_MAX,
     RECORD_BYTES_MAX,
     EngineRecord,
@@ -20,6 +21,7 @@ from kvpool.types import (
     PartSpec,
 )
 from kvpool.wire import client as client_wire
+from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
@@ -40,6 +42,23 @@ def rows(packed: bytes) -> array[int]:
     if len(packed) % 4:
         raise InvalidRequest("rows and indices must be packed as 4 bytes each")
     return array("I", packed)
+
+
+def check_counts(namespaces: int, packed: bytes, beside: bytes = b"") -> None:
+    """Of a request for the same keys in several namespaces, and for those beside in one. Raises `LimitExceeded`, and
+    `InvalidRequest` for no namespace, or what are no whole keys.
+    """
+    if not namespaces or len(packed) % KEY_BYTES or len(beside) % KEY_BYTES:
+        raise InvalidRequest(
+            f"{len(packed)} and {len(beside)} bytes of block keys, {KEY_BYTES} each, in {namespaces} namespaces: at "
+            "least one namespace is required, and whole keys"
+        )
+    keys = (len(packed) * namespaces + len(beside)) // KEY_BYTES
+    if namespaces > frame.NAMESPACES_MAX or keys > frame.KEYS_MAX:
+        raise LimitExceeded(
+            f"{keys} keys in {namespaces} namespaces in one request; the limit is {frame.NAMESPACES_MAX} namespaces, and "
+            f"{frame.KEYS_MAX} keys in all of them together"
+        )
 
 
 _decode_fields = JsonDecoder[dict[str, Any]](dict[str, Any], "a namespace's fields, a JSON object")

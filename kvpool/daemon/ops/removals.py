@@ -1,13 +1,18 @@
-"""Blocks that a client wants removed: from all tiers of this node, and from other nodes."""
+"""Blocks that a client wants removed: from all tiers of this node, and from other nodes.
+
+The same keys may be of several namespaces; the answers are the keys that any of them had.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.ports import ClusterView, LivingNode, PeerTransport
+from kvpool.daemon.ops.operators import asking_others
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
@@ -35,7 +40,11 @@ class Removals:
         cluster: ClusterView,
         transport: PeerTransport,
         clock: Callable[[], float],
+        *,
+        has_objects: bool,
     ) -> None:
+        """has_objects: whether this node is to use object storage, reachable or not."""
+        self._has_objects = has_objects
         self._node = node
         self._ssd = ssd
         self._device = device
@@ -44,34 +53,52 @@ class Removals:
         self._transport = transport
         self._clock = clock
 
-    def now(self, namespace: NamespaceState, packed: bytes) -> int:
-        """Remove up to `TOGETHER` blocks from this node's tiers; how many were there."""
-        gone = max(
-            self._node.removal.remove(namespace, split_keys(packed)),
-            self._ssd.remove(namespace, packed),
-        )
-        return gone if self._device is None else max(gone, self._device.remove(namespace, packed))
-
-    async def here(self, namespace: NamespaceState, packed: bytes) -> int:
-        """Remove blocks from this node's tiers, a few at a time, and others are served in between."""
-        step = TOGETHER * KEY_BYTES
-        gone = 0
-        for at in range(0, len(packed), step):
-            gone += self.now(namespace, packed[at : at + step])
-            await asyncio.sleep(0)
+    def now(self, namespaces: Sequence[NamespaceState], packed: bytes) -> set[bytes]:
+        """Remove up to `TOGETHER` blocks from this node's tiers; which were there."""
+        gone: set[bytes] = set()
+        keys = split_keys(packed)
+        for namespace in namespaces:
+            gone |= self._node.removal.remove(namespace, keys)
+            gone |= self._ssd.remove(namespace, packed)
+            if self._device is not None:
+                gone |= self._device.remove(namespace, packed)
         return gone
 
-    @property
-    def others(self) -> bool:
-        """Whether there are other nodes now to ask."""
-        return bool(self._cluster.living)
+    async def here(self, namespaces: Sequence[NamespaceState], packed: bytes) -> set[bytes]:
+        """Remove blocks from this node's tiers, a few at a time, and others are served in between."""
+        step = TOGETHER * KEY_BYTES
+        gone: set[bytes] = set()
+        for namespace in namespaces:
+            for at in range(0, len(packed), step):
+                gone |= self.now([namespace], packed[at : at + step])
+                await asyncio.sleep(0)
+        return gone
 
-    async def from_objects(self, namespace: NamespaceState, packed: bytes) -> int:
-        """Remove blocks from object storage. Raises `KvpoolError` if it does not answer."""
-        return await self._objects.remove(namespace, packed)
+    def at_once(self, namespaces: Sequence[NamespaceState], packed: bytes, others_s: float) -> bool:
+        """Whether `now` does all that `everywhere` would."""
+        few = len(packed) * len(namespaces) <= TOGETHER * KEY_BYTES
+        beyond = self._has_objects or (others_s > 0 and bool(self._cluster.living))
+        return few and not beyond
 
-    async def from_others(self, namespace: NamespaceState, packed: bytes, wait_s: float) -> int:
-        """Have all other living nodes remove blocks; the most that one of them had. Ends by `wait_s`.
+    async def everywhere(
+        self, namespaces: Sequence[NamespaceState], packed: bytes, others_s: float
+    ) -> set[bytes]:
+        """Remove blocks of one tenant from this node, then from object storage, and from all other nodes within
+        `others_s`; 0: not from those. Which were there. Raises `ClusterUnavailable` if others did not do it.
+        """
+        gone = await self.here(namespaces, packed)
+        with asking_others():
+            if self._has_objects:
+                for namespace in namespaces:
+                    gone |= await self._objects.remove(namespace, packed)
+            if others_s > 0:
+                gone |= await self._from_others(namespaces, packed, others_s)
+        return gone
+
+    async def _from_others(
+        self, namespaces: Sequence[NamespaceState], packed: bytes, wait_s: float
+    ) -> set[bytes]:
+        """Have all other living nodes remove blocks of one tenant; which were on any of them. Ends by `wait_s`.
 
         All, and not those that the directory names, which may be wrong: an older copy must not come back. Raises
         `ClusterUnavailable` if some did not do it.
@@ -79,26 +106,28 @@ class Removals:
         deadline = self._clock() + wait_s
         turns = asyncio.Semaphore(ASKED_AT_ONCE)
         failed: list[str] = []
+        tenant, keys = namespaces[0].tenant.name, split_keys(packed)
+        digests = [namespace.digest for namespace in namespaces]
 
-        async def ask(other: LivingNode) -> int:
+        async def ask(other: LivingNode) -> set[bytes]:
             async with turns:
                 left_s = deadline - self._clock()
                 if left_s <= 0 or other.record.protocol < DISCARD_SINCE:
                     failed.append(other.record.node)
-                    return 0
+                    return set()
                 # Without a membership a peer is known by its address only.
                 meant = "" if other.record.node == other.url else other.record.node
-                order = peer_wire.Discard(
-                    namespace.tenant.name, namespace.digest, packed, left_s, meant
-                )
+                order = peer_wire.Discard(tenant, digests, packed, left_s, meant)
                 try:
                     answer = await self._transport.ask(
                         worker_wire.AskPeer(other.url, order, left_s)
                     )
                 except KvpoolError:
                     failed.append(other.record.node)
-                    return 0
-                return answer.value if isinstance(answer, frame.Done) else 0
+                    return set()
+                return (
+                    set(compress(keys, answer.data)) if isinstance(answer, frame.Bytes) else set()
+                )
 
         found = await asyncio.gather(*map(ask, list(self._cluster.living.values())))
         if failed:
@@ -107,4 +136,4 @@ class Removals:
                 f"{len(failed)} of {len(found)} other nodes have not removed the blocks ({named}), which may come back "
                 "from there: repeat the request"
             )
-        return max(found, default=0)
+        return set().union(*found)

@@ -39,6 +39,7 @@ from kvpool.daemon.ops.event_publisher import EventPublisher
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.ops.session_keeper import SessionKeeper
@@ -204,7 +205,11 @@ def compose(
         PULLS.times(config.transfer_workers),
     )
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
-    removals = Removals(node, ssd, device, objects, cluster, transport, clock)
+    presences = Presences(node, fetcher, clock)
+    removals = Removals(
+        *(node, ssd, device, objects, cluster, transport, clock),
+        has_objects=bool(config.object_store),
+    )
     sessions = SessionKeeper(node, ssd, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
@@ -290,6 +295,7 @@ def compose(
         replication,
         engines,
         registry,
+        presences,
         removals,
         sessions,
         operators,

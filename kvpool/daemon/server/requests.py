@@ -21,15 +21,15 @@ from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartT
 from kvpool.daemon.core.commit_waiters import DROPPED_S
 from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.requests import parse_parts, parse_wish, rows
+from kvpool.daemon.core.requests import check_counts, parse_parts, parse_wish, rows
 from kvpool.daemon.fetch.fetcher import BlockFetcher
-from kvpool.daemon.fetch.locate import LOOKUP_KEYS
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
-from kvpool.daemon.ops.removals import TOGETHER, Removals
+from kvpool.daemon.ops.presence import Presences
+from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.session_keeper import SessionKeeper
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
@@ -51,12 +51,13 @@ from kvpool.placement.records import (
     NodeState,
 )
 from kvpool.telemetry.spans import Spans
-from kvpool.types import KEY_BYTES, NO_PARENT, Presence, Recompute, split_keys
+from kvpool.types import NO_PARENT, Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
+BESIDE_S = 0.05  # the longest wait of a removal for what others know of the keys beside it
 _INDIFFERENT_TO_RELEASES = {
     client_wire.Acquire,
     client_wire.Match,
@@ -85,6 +86,7 @@ class ClientRequests:
         replication: Replication,
         engines: Engines,
         registry: EngineRegistry,
+        presences: Presences,
         removals: Removals,
         sessions: SessionKeeper,
         operators: Operators,
@@ -111,6 +113,7 @@ class ClientRequests:
         self._replication = replication
         self._engines = engines
         self._registry = registry
+        self._presences = presences
         self._removals = removals
         self._sessions = sessions
         self._operators = operators
@@ -138,6 +141,7 @@ class ClientRequests:
             client_wire.Match: self._match,
             client_wire.Contains: self._contains,
             client_wire.Remove: self._remove,
+            client_wire.RemoveEach: self._remove_each,
             client_wire.Pin: self._pin,
             client_wire.Stats: self._stats,
             client_wire.Pull: self._pull,
@@ -187,6 +191,15 @@ class ClientRequests:
         namespace = self._node.namespaces.by_number(holder.tenant, number)
         self._engines.saw(namespace, keys)
         return namespace
+
+    def _namespaces(
+        self, holder: Holder, numbers: Sequence[int], keys: bytes, beside: bytes
+    ) -> list[NamespaceState]:
+        """Of a request for the same keys in each of them, and for further ones in the first. One that is unknown
+        refuses the whole request.
+        """
+        check_counts(len(numbers), keys, beside)
+        return [self._namespace(holder, number, keys) for number in numbers]
 
     def _opened(self, holder: Holder, number: int) -> NamespaceState:
         """One that stays in use: this client may be a new one to the daemon, after all its connections had closed."""
@@ -527,46 +540,68 @@ class ClientRequests:
     def _present(
         self, holder: Holder, m: client_wire.Present
     ) -> frame.Bytes | Coroutine[Any, Any, frame.Bytes]:
-        namespace = self._namespace(holder, m.ns, m.keys)
-        keys = split_keys(m.keys)
-        in_memory = self._node.leases.contains(namespace, m.part, keys)
-        if 0 not in in_memory or not self._fetcher.active:
-            return frame.Bytes(in_memory.replace(b"\x01", bytes([Presence.MEMORY])))
-        return self._present_below(namespace, m, keys)
+        check_counts(len(m.namespaces), m.keys, m.beside)
+        namespaces = [self._namespace(holder, m.namespaces[0], m.keys)]
+        if m.first and len(m.namespaces) > 1:
+            # Mostly the first one has all, and the others are not looked at.
+            found = self._presences.all_in_memory(namespaces[0], m.part, m.keys, m.beside)
+            if found is not None:
+                here, besides = found
+                return frame.Bytes(here + bytes(len(here) * (len(m.namespaces) - 1)) + besides)
+        namespaces += [self._namespace(holder, number, m.keys) for number in m.namespaces[1:]]
+        answer = self._presences.in_memory(
+            namespaces, m.part, m.keys, first=m.first, beside=m.beside
+        )
+        return self._present_below(namespaces, m) if answer is None else frame.Bytes(answer)
 
     async def _present_below(
-        self, namespace: NamespaceState, m: client_wire.Present, keys: Sequence[bytes]
+        self, namespaces: Sequence[NamespaceState], m: client_wire.Present
     ) -> frame.Bytes:
-        deadline = self._clock() + min(max(0.0, m.wait_s), self._config.lease_s_max)
-        table, found = namespace.table(m.part), []
-        for at in range(0, len(keys), LOOKUP_KEYS):
-            wait_s = max(0.0, deadline - self._clock())
-            found.append(await self._fetcher.presence(table, keys[at : at + LOOKUP_KEYS], wait_s))
-            await asyncio.sleep(0)  # others are served in between
-        return frame.Bytes(b"".join(found))
+        wait_s = min(max(0.0, m.wait_s), self._config.lease_s_max)
+        found = await self._presences.in_each(
+            namespaces, m.part, m.keys, wait_s, first=m.first, beside=m.beside
+        )
+        return frame.Bytes(found)
 
     def _remove(
         self, holder: Holder, m: client_wire.Remove
     ) -> frame.Done | Coroutine[Any, Any, frame.Done]:
-        namespace = self._namespace(holder, m.ns, m.keys)
-        together = len(m.keys) <= TOGETHER * KEY_BYTES
-        alone = not m.others_s or not self._removals.others
-        if together and alone and not self._config.object_store:
-            return frame.Done(self._removals.now(namespace, m.keys))
-        return self._remove_in_turns(namespace, m)
+        namespaces = [self._namespace(holder, m.ns, m.keys)]
+        if self._removals.at_once(namespaces, m.keys, 0.0):
+            return frame.Done(len(self._removals.now(namespaces, m.keys)))
+        return self._remove_in_turns(namespaces, m.keys)
 
     async def _remove_in_turns(
-        self, namespace: NamespaceState, m: client_wire.Remove
+        self, namespaces: Sequence[NamespaceState], keys: bytes
     ) -> frame.Done:
-        """From this node, and then beyond it."""
-        gone = await self._removals.here(namespace, m.keys)
-        with asking_others():
-            if self._config.object_store:
-                gone = max(gone, await self._removals.from_objects(namespace, m.keys))
-            if m.others_s > 0:
-                wait_s = min(m.others_s, self._config.lease_s_max)
-                gone = max(gone, await self._removals.from_others(namespace, m.keys, wait_s))
-        return frame.Done(gone)
+        return frame.Done(len(await self._removals.everywhere(namespaces, keys, 0.0)))
+
+    def _remove_each(
+        self, holder: Holder, m: client_wire.RemoveEach
+    ) -> frame.Bytes | Coroutine[Any, Any, frame.Bytes]:
+        namespaces = self._namespaces(holder, m.namespaces, m.keys, m.beside)
+        below = m.beside and self._fetcher.active  # where the keys beside are may take a while
+        if below or not self._removals.at_once(namespaces, m.keys, m.others_s):
+            return self._remove_each_in_turns(namespaces, m)
+        besides = self._presences.in_memory(namespaces[:1], 0, m.beside) or b""
+        return frame.Bytes(_flags(m.keys, self._removals.now(namespaces, m.keys)) + besides)
+
+    async def _remove_each_in_turns(
+        self,
+        namespaces: Sequence[NamespaceState],
+        m: client_wire.RemoveEach,
+    ) -> frame.Bytes:
+        others_s = min(max(0.0, m.others_s), self._config.lease_s_max)
+        deadline = self._clock() + min(others_s, BESIDE_S)
+        looking = asyncio.ensure_future(
+            self._presences.below(namespaces[0].table(0), split_keys(m.beside), deadline)
+        )
+        try:
+            gone = await self._removals.everywhere(namespaces, m.keys, others_s)
+            return frame.Bytes(_flags(m.keys, gone) + await looking)
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
 
     async def _pin(self, holder: Holder, m: client_wire.Pin) -> frame.Done:
         namespaces = [self._namespace(holder, m.ns, m.keys)]
@@ -718,6 +753,11 @@ def _parents(packed: bytes, keys: Sequence[bytes]) -> tuple[bytes, ...]:
     if len(parents) != len(keys):
         raise InvalidRequest(f"{len(keys)} keys with {len(parents)} parents: one each is required")
     return tuple(b"" if parent == NO_PARENT else parent for parent in parents)
+
+
+def _flags(packed: bytes, chosen: set[bytes]) -> bytes:
+    """One byte a key, 1 for those that were chosen."""
+    return bytes([key in chosen for key in split_keys(packed)])
 
 
 def _recompute(m: client_wire.Acquire | client_wire.Pull) -> Recompute | None:

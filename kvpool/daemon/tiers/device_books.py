@@ -169,10 +169,10 @@ class DeviceBooks:
         """See `Inventory.walk`."""
         return self.rules.inventory.walk(cursor, count)
 
-    def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+    def remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
         """See `LocalTier`."""
         state = self.rules.namespaces.by_directory(namespace.directory_digest)
-        return 0 if state is None else self.rules.removal.remove(state, split_keys(packed))
+        return set() if state is None else self.rules.removal.remove(state, split_keys(packed))
 
     @property
     def used_bytes(self) -> int:

@@ -231,7 +231,7 @@ class ObjectWriter:
             gone = split_keys(packed)
             await self._books.unlist(digest, part, gone, [pack] * len(gone))
 
-    async def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+    async def remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
         """See `SharedTier`. Their bytes are deleted when few other blocks in their objects are wanted."""
         digest, keys = namespace.directory_digest, split_keys(packed)
         gone: set[bytes] = set()
@@ -247,7 +247,7 @@ class ObjectWriter:
                 digest, table.part, b"".join(there.values()), FORGET_S
             )
             self._books.tasks.begin(self._forget(order))
-        return len(gone)
+        return gone
 
     async def _forget(self, order: storage_wire.ForgetBlocks) -> None:
         storage = self._books.storage

@@ -295,15 +295,14 @@ class SsdTier:
                 except KvpoolError:
                     pass  # it is retried, or the disk's next life begins without them
 
-    def remove(self, namespace: NamespaceState, packed: bytes) -> int:
+    def remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
         """See `LocalTier`: on all disks."""
-        digest = namespace.directory_digest
-        _, masks = self.masks(digest, list(dict.fromkeys(split_keys(packed))))
+        gone: set[bytes] = set()
         for device in self.devices:
-            state = device.node.namespaces.by_directory(digest)
+            state = device.node.namespaces.by_directory(namespace.directory_digest)
             if state is not None:
-                device.node.removal.remove(state, split_keys(packed))
-        return len(masks) - masks.count(0)  # parts of a block may be on several disks
+                gone |= device.node.removal.remove(state, split_keys(packed))
+        return gone
 
     def expend(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
         """These blocks go before others, in this order, until they are read."""

@@ -53,8 +53,8 @@ class Rules(Protocol):
         """Which of the blocks could be lent. Raises `KvpoolError`."""
         ...
 
-    def discarded(self, order: peer_wire.Discard) -> Coroutine[Any, Any, frame.Done]:
-        """Remove blocks, as a client of another node wants. Raises `KvpoolError`."""
+    def discarded(self, order: peer_wire.Discard) -> Coroutine[Any, Any, frame.Bytes]:
+        """Remove blocks, as a client of another node wants: which there were. Raises `KvpoolError`."""
         ...
 
     def offered(self, offer: peer_wire.Offer) -> Coroutine[Any, Any, frame.Bytes]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import NO_ROW, Client, OperatorClient, Presence
-from kvpool.errors import ClusterUnavailable, InvalidRequest
+from kvpool.errors import ClusterUnavailable, InvalidRequest, LimitExceeded
 from kvpool.types import NO_PARENT, Namespace, NamespaceRecord, PartSpec
 from kvpool.wire import operator as operator_wire
 from tests.support.waiting import PATIENCE_S, until
@@ -17,6 +17,7 @@ PAST_ONE_EXCHANGE = (
     4200  # blocks of part 0: more than 32 MiB, which a put does not copy before it asks
 )
 RECORD = NamespaceRecord({"model": "each"}, tuple(map(PartSpec, SIZES)))
+OTHERS = [NamespaceRecord({"model": f"each {n}"}, (PartSpec(SIZES[1]),)) for n in range(2)]
 
 
 def key(number: int) -> bytes:
@@ -135,6 +136,95 @@ def test_a_removal_reaches_the_other_node_and_nothing_comes_back(two):
     out = np.empty((len(gone), SIZES[0]), np.uint8)
     assert not b.get_into(ns, gone, out, wait_s=PATIENCE_S).any()
     assert a.contains(a.open(RECORD), keys_of(range(100))).all(), "the others stay"
+
+
+def put_in(client: Client, record: NamespaceRecord, numbers: Sequence[int]) -> None:
+    blocks = [block(n, 1) for n in numbers]
+    assert client.put_each(client.open(record), keys_of(numbers), blocks).all()
+
+
+def opened(client: Client) -> list[Namespace]:
+    return [client.open(record) for record in OTHERS]
+
+
+def test_presence_in_several_namespaces_at_a_time(two):
+    a, b = two
+    put_in(a, OTHERS[0], [1, 2])
+    put_in(a, OTHERS[1], [3, 4])
+    put_in(b, OTHERS[1], [2, 5])
+    here, there, no = Presence.MEMORY, Presence.ELSEWHERE, Presence.NOWHERE
+    until(
+        lambda: (
+            b.present_in(opened(b), keys_of([1, 3]), wait_s=PATIENCE_S)[0]
+            == [bytes([there, no]), bytes([no, there])]
+        ),
+        "what the other node has is known",
+    )
+    wanted = keys_of([1, 2, 3, 5, 9])
+    rows, beside = b.present_in(
+        opened(b), wanted, beside=keys_of([2, 9, 1]), first=True, wait_s=PATIENCE_S
+    )
+    assert rows == [bytes([there, no, no, no, no]), bytes([no, here, there, here, no])]
+    assert list(beside) == [there, no, there]
+    rows, _ = b.present_in(opened(b), wanted, wait_s=PATIENCE_S)
+    assert list(rows[0]) == [there, there, no, no, no], "without `first` each is asked for all"
+    rows, beside = b.present_in(
+        opened(b), keys_of([2, 5]), first=True, beside=keys_of([1]), wait_s=PATIENCE_S
+    )
+    assert rows == [bytes(2), bytes([here] * 2)]
+    assert list(beside) == [no], "nobody was asked for the keys, and so for those beside"
+    assert b.present_in([], wanted, beside=key(1)) == ([], bytes(1))
+    assert b.present_in(opened(b), []) == ([b"", b""], b"")
+
+
+def test_a_removal_from_several_namespaces_reaches_the_other_node(two):
+    a, b = two
+    put_in(a, OTHERS[0], [1, 2, 7])
+    put_in(a, OTHERS[1], [2, 3])
+    put_in(b, OTHERS[1], [4, 7])
+    until(
+        lambda: b.present_in(opened(b), key(7), wait_s=PATIENCE_S)[0][0][0] > 0,
+        "what the other node has is known",
+    )
+    gone, beside = b.remove_each(
+        opened(b), keys_of([1, 2, 3, 4, 9]), beside=keys_of([7, 9]), others_s=PATIENCE_S
+    )
+    assert gone == bytes([1, 1, 1, 1, 0]), "wherever each of them was"
+    assert [bool(one) for one in beside] == [True, False]
+    for client in (a, b):
+        for ns in opened(client):
+            assert not client.contains(ns, keys_of([1, 2, 3, 4])).any()
+    assert a.contains(opened(a)[0], key(7))[0]
+    assert b.contains(opened(b)[1], key(7))[0], "those beside stay"
+    assert b.remove_each(opened(b), keys_of([7, 7])) == (bytes([1, 1]), b""), "from this node"
+    assert a.contains(opened(a)[0], key(7))[0]
+    assert b.remove(opened(b)[0], keys_of([7, 7]), others_s=PATIENCE_S) == 1, "one block"
+
+
+def test_a_namespace_that_was_forgotten_is_opened_again_for_a_request_of_several(start):
+    client = start("--memory", "64MiB").client(connect=True)
+    put_in(client, OTHERS[0], [1])
+    numbers = client._connections.daemon.numbers
+    namespaces = opened(client)
+    numbers[namespaces[1].digest] = 2**31
+    rows, _ = client.present_in(namespaces, keys_of([1, 2]))
+    assert rows == [bytes([Presence.MEMORY, 0]), bytes(2)]
+    numbers[namespaces[1].digest] = 2**31
+    assert client.remove_each(namespaces, keys_of([1, 2]))[0] == bytes([1, 0])
+    client.close()
+
+
+def test_a_request_about_several_namespaces_has_limits(start):
+    client = start("--memory", "64MiB").client(connect=True)
+    namespaces = opened(client)
+    put_in(client, OTHERS[0], [1])
+    for ask in (client.present_in, client.remove_each):
+        with pytest.raises(LimitExceeded, match="namespaces"):
+            ask(namespaces * 9, key(1))
+        with pytest.raises(LimitExceeded, match="65536"):
+            ask(namespaces, key(1) * (1 << 15), beside=key(1))
+    assert client.contains(namespaces[0], key(1))[0], "nothing of a refused request is done"
+    client.close()
 
 
 def test_a_cleared_namespace_is_empty_everywhere_and_its_clients_go_on(start_cluster):

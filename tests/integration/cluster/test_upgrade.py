@@ -172,6 +172,8 @@ def test_engines_may_be_older_or_newer_than_their_daemon(start_cluster, as_befor
         ns = client.open(NamespaceRecord.simple("new", block_bytes=64, block_tokens=1))
         for ask in (
             lambda: client.present(ns, bytes(16)),
+            lambda: client.present_in([ns, ns], bytes(16)),
+            lambda: client.remove_each([ns], bytes(16)),
             lambda: client.clear_namespace(ns),
             lambda: client.remove(ns, bytes(16), others_s=1.0),
         ):

@@ -169,7 +169,7 @@ def test_a_client_that_was_fenced_off_reads_nothing_and_stores_nothing(make_pool
     ):
         with pytest.raises(StaleEpoch, match="opened it in epoch 0: open it again"):
             write()
-    assert pool.node.removal.remove(found, split_keys(pool.keys([1]))) == 0
+    assert not pool.node.removal.remove(found, split_keys(pool.keys([1])))
     assert not pool.node.pins.pin(found, split_keys(pool.keys([1])), "hard")
     assert pool.here([1, 2]) == [1]
     assert pool.holder.granted_bytes == 2 * 1024
@@ -498,9 +498,9 @@ def test_removed_and_corrupt_and_expired_around_the_end(make_pool) -> None:
     pool = make_pool(slabs=2)
     pool.put(range(6))
     lease = pool.lease(range(6))
-    assert pool.node.removal.remove(pool.namespace, split_keys(pool.keys([0]))) == 1
+    assert pool.node.removal.remove(pool.namespace, split_keys(pool.keys([0]))) == {pool.keys([0])}
     old = pool.reset()
-    assert pool.node.removal.remove(old, split_keys(pool.keys([1]))) == 0
+    assert not pool.node.removal.remove(old, split_keys(pool.keys([1])))
     pool.node.removal.drop_corrupt(old, 0, pool.keys([2]))
     assert pool.node.counters.checksum_mismatches == 1
     assert pool.node.ended_epochs.reclaim(3) == 3
