@@ -6,7 +6,7 @@ One node. kvpool: one daemon. Peer: the non-CUDA wheel with its master and a pro
 into which the caller's calls cross its TCP transport, as for every user whose objects are not in its own process; and,
 for the reads, once more with the segment in the caller's own process, where it copies memory (rows `own`, no check).
 Both are called from one process, which .venv-vllm's Python runs. The objects of a size are a tenant's of its own: what an engine
-has, whose pages have one size. Rows `mixed` are lookups of a tenant with three sizes.
+has, whose pages have one size. Rows `mixed` are of a tenant with three sizes and small objects.
 
 What was read is compared with what was put, outside the clock. Times are medians of a call.
 
@@ -287,12 +287,15 @@ def here(store: Any) -> Any:
 
 
 def mixed(report: Report, rounds: int, pool: Callable[[str], Any], peer: Any) -> None:
-    """Lookups where a tenant has objects of several sizes: each namespace may have to be asked."""
+    """Where a tenant has objects of several sizes, each of which is in a namespace of its own."""
     store = pool("mixed")
     callers = [Caller(store, size, f"mixed-{size}") for size in (16 * KIB, 64 * KIB, 256 * KIB)]
     expect(store.put("a small one", b"small"), 0, "put")
     theirs = Caller(peer, 64 * KIB, "mixed-peer")
-    for call in ("is_exist", "is_exist_missing", "get_size", "batch_get_into", "put"):
+    for call in (
+        *("is_exist", "is_exist_missing", "get_size", "batch_get_into"),
+        *("put", "remove", "upsert"),
+    ):
         pool_s, peer_s = map(median, timed(rounds, call, "64k", [callers[1], theirs]))
         report.row(
             f"mixed {call}",

@@ -9,11 +9,11 @@ keys with one hash are a miss and never each other's bytes. A chunk's label has 
 
 Chunks are stored before their head, under a name that was drawn for this version of the object: a head never leads to
 other bytes than those that were put with it. A new version (`Objects.replace`) removes the old block or head from all
-nodes and stores a new head. So a reader gets one version or the other, whole, or nothing in between; a node that does
+nodes and stores a new one. So a reader gets one version or the other, whole, or nothing in between; a node that does
 not answer meanwhile may go on giving the old one, and the writer is told (`UNAVAILABLE`).
 
-Two puts of a key at a time may each find nothing, and store a block and a head. So a new version, like a removal, does
-not trust what was found: it removes the key from all namespaces, on all nodes.
+Two puts of a key at a time may each find nothing, and store a block and a head. So a new version, like a removal, asks
+nobody where the key is: it removes it from all namespaces, on all nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,12 +33,21 @@ import xxhash
 
 from kvpool.client import NO_ROW, Client, Lease, Presence
 from kvpool.compat.mooncake import codes
-from kvpool.compat.mooncake.pieces import BadAddressError, Bytes1D, Made, Pieces, View
+from kvpool.compat.mooncake.pieces import (
+    Addresses,
+    BadAddressError,
+    Bytes1D,
+    Made,
+    Pieces,
+    View,
+)
 from kvpool.compat.mooncake.spaces import (
     CHUNK_BYTES,
+    EXACT_BYTES_MAX,
     HEAD_BYTES,
     INLINE_BYTES_MAX,
     LABEL_BYTES,
+    LOOKUP_S,
     Space,
     Spaces,
     rung_for,
@@ -110,6 +119,19 @@ def _write(block: Sequence[Pieces], slot: Bytes1D, fd: int, at: int) -> None:
         start = end
 
 
+def _safe(pieces: Pieces) -> Pieces | None:
+    """The same, of memory that is there: nothing is removed for an object that cannot be read. None: it is not there.
+
+    Large objects are stored in chunks before the old one is removed, so that they need not be copied first.
+    """
+    if not isinstance(pieces, Addresses) or pieces.nbytes > EXACT_BYTES_MAX:
+        return pieces
+    try:
+        return pieces.copied()
+    except BadAddressError:
+        return None
+
+
 def _same_length(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other)
 
@@ -144,14 +166,8 @@ class Head:
     name: bytes
 
 
-@dataclass
-class Old:
-    """What is stored under some keys, as far as lookups tell: in which namespace, and the heads that could be read, by
-    the keys' places.
-    """
-
-    where: list[Space | None]
-    heads: dict[int, Head]
+Heads = dict[int, Head]
+"""Those of a request's keys that could be read, by the keys' places."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +191,6 @@ class Objects:
         self._seed = xxhash.xxh3_64_intdigest(tenant_id.encode())
         self._lock = threading.Lock()
         self._dropped: list[Head] = []
-        self._replacing = False  # whether the last keys to be replaced or removed had heads
         self._missing = False  # whether the last read found nothing
         self.spaces = Spaces(client, tenant_id)
 
@@ -246,20 +261,21 @@ class Objects:
                     whole[at] &= near != Presence.NOWHERE
         return whole
 
-    def _heads(self, keys: Sequence[bytes], *, wait: bool = True) -> list[Head | None]:
-        """Those that are in memory here, or, with `wait`, come in time."""
+    def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
+        """Those that are in memory here, or come in time."""
+        found = self._heads_within(keys, 0.0)
+        if None in found:
+            found = self._heads_within(keys, self._limits.read_s)
+        return found
+
+    def _heads_within(self, keys: Sequence[bytes], wait_s: float) -> list[Head | None]:
         found: list[Head | None] = [None] * len(keys)
         space = self.spaces.heads
         if space is None or not keys:
             return found
-        packed = self.packed(keys)
-        lease = self._client.acquire_each(space.ns, packed, lease_s=LEASE_S)
-        if wait and (lease is None or lease.blocks < len(keys)):
-            if lease is not None:
-                lease.release_later()
-            lease = self._client.acquire_each(
-                space.ns, packed, lease_s=LEASE_S, wait_s=self._limits.read_s
-            )
+        lease = self._client.acquire_each(
+            space.ns, self.packed(keys), lease_s=LEASE_S, wait_s=wait_s
+        )
         if lease is None:
             return found
         with _reading(lease):
@@ -434,7 +450,7 @@ class Objects:
                 return [codes.UNAVAILABLE] * len(keys)
             in_heads = [at for at, one in enumerate(where) if one is not None and not one.size]
             if in_heads:
-                self._put_again(keys, objects, where, in_heads, found, how)
+                self._put_again(keys, objects, in_heads, found, how)
             self._put_missing(keys, objects, missing, found, how)
         except KvpoolError as error:
             logger.warning("a put of %d objects failed: %s", len(keys), error)
@@ -445,24 +461,19 @@ class Objects:
         self,
         keys: Sequence[bytes],
         objects: Sequence[Pieces],
-        where: list[Space | None],
         some: list[int],
         found: list[int],
         how: How,
     ) -> None:
         """Objects whose key has a head already: those of which chunks were evicted are stored anew."""
         heads = self._heads([keys[at] for at in some])
-        listed = dict(zip(some, heads, strict=True))
-        broken = [
-            at
-            for at, whole in zip(some, self._whole(heads), strict=True)
-            if not whole and listed[at] is not None
-        ]
+        whole = self._whole(heads)
+        known = {at: head for at, head in zip(some, heads, strict=True) if head is not None}
+        broken = [at for at, good in zip(some, whole, strict=True) if not good and at in known]
         if broken:
-            known = {at: head for at, head in listed.items() if head is not None}
             space = self.spaces.for_heads()
             unique = list({keys[at]: at for at in reversed(broken)}.values())
-            self._put_heads(space, keys, objects, unique, found, how, Old(where, known))
+            self._put_heads(space, keys, objects, unique, found, how, known)
 
     def replace(
         self,
@@ -474,19 +485,16 @@ class Objects:
         found = [codes.OK] * len(keys)
         try:
             last = {key: at for at, key in enumerate(keys)}  # of equal keys the last one counts
-            old = self._old(keys)
-            if old is None:
-                return [codes.UNAVAILABLE] * len(keys)
-            there = [at for at in last.values() if old.where[at] is not None]
-            new = [at for at in last.values() if old.where[at] is None]
-            if there:
-                space = self.spaces.for_heads()
-                self._put_heads(space, keys, objects, there, found, how, old)
-            self._put_missing(keys, objects, new, found, how, old)
+            safe = [_safe(each) for each in objects]
+            good = [at for at in last.values() if safe[at] is not None]
+            chosen = [objects[at] if one is None else one for at, one in enumerate(safe)]
+            for at in set(last.values()).difference(good):
+                found[at] = codes.INVALID
+            self._put_missing(keys, chosen, good, found, how, self._old(keys))
             found = [found[last[key]] for key in keys]
         except KvpoolError as error:
             logger.warning("an upsert of %d objects failed: %s", len(keys), error)
-            return [codes.code_of(error)] * len(keys)
+            return [self._code_of(error)] * len(keys)
         return found
 
     def _put_missing(
@@ -496,9 +504,9 @@ class Objects:
         missing: list[int],
         found: list[int],
         how: How,
-        old: Old | None = None,
+        old: Heads | None = None,
     ) -> None:
-        """old: of a new version; then a lookup may have missed what is removed first."""
+        """old: of a new version: then what has the keys is removed first, from wherever it is."""
         groups: dict[int, list[int]] = {}
         first: dict[bytes, int] = {}
         again: list[int] = []
@@ -512,7 +520,7 @@ class Objects:
             space = self.spaces.space_for(size, len(some))
             if space.size:
                 if old is not None:
-                    self._remove_everywhere(keys, old, some)
+                    self._remove_those(keys, old, some)
                 self._put_exact(space, keys, objects, some, found, how)
             else:
                 in_heads += some
@@ -544,7 +552,7 @@ class Objects:
         some: list[int],
         found: list[int],
         how: How,
-        old: Old | None = None,
+        old: Heads | None = None,
     ) -> None:
         """old: what they take the place of; it is removed once their chunks are stored."""
         blocks: dict[int, list[Pieces]] = {}
@@ -564,7 +572,7 @@ class Objects:
             return
         if old is not None:
             try:
-                self._remove_everywhere(keys, old, list(blocks))
+                self._remove_those(keys, old, blocks)
             except KvpoolError:
                 self._drop(chunked.values())
                 raise
@@ -685,58 +693,45 @@ class Objects:
         if not keys:
             return []
         try:
-            old = self._old(keys)
-            if old is None:
-                return [codes.UNAVAILABLE] * len(keys)
-            gone = self._remove_everywhere(keys, old, range(len(keys)))
+            gone = self._remove_everywhere(keys, self._old(keys))
         except KvpoolError as error:
             logger.warning("a removal of %d objects failed: %s", len(keys), error)
-            return [codes.code_of(error)] * len(keys)
-        if len(keys) == 1 and gone:
-            return [codes.OK]  # whatever the lookup said
-        return [codes.NOT_FOUND if space is None else codes.OK for space in old.where]
+            return [self._code_of(error)] * len(keys)
+        missing = codes.UNAVAILABLE if self._away else codes.NOT_FOUND
+        return [codes.OK if one else missing for one in gone]
 
-    def _old(self, keys: Sequence[bytes]) -> Old | None:
-        """What is stored under the keys, the heads read; None: the daemon does not answer."""
-        where: list[Space | None] = [None] * len(keys)
-        heads: dict[int, Head] = {}
-        space = self.spaces.heads
-        if space is not None and (space is self.spaces.first or self._replacing):
-            # Mostly all of them have heads.
-            for at, head in enumerate(self._heads(keys, wait=False)):
-                if head is not None:
-                    where[at], heads[at] = space, head
-        left = [at for at in range(len(keys)) if where[at] is None]
-        if left:
-            some = [keys[at] for at in left]
-            found, _ = self.spaces.find(self.packed(some), hear=True)
-            for at, one in zip(left, found, strict=True):
-                where[at] = one
-            unread = [at for at in left if (one := where[at]) is not None and not one.size]
-            read = self._heads([keys[at] for at in unread])
-            heads |= {at: head for at, head in zip(unread, read, strict=True) if head is not None}
-        else:
-            self.spaces.hear()
-        if self._away:
-            return None
-        self._replacing = bool(heads)
-        return Old(where, heads)
+    def _code_of(self, error: KvpoolError) -> int:
+        """Also of a request that an older daemon cannot serve."""
+        return codes.UNAVAILABLE if self._away else codes.code_of(error)
 
-    def _remove_everywhere(self, keys: Sequence[bytes], old: Old, some: Iterable[int]) -> int:
-        """From all namespaces, on all nodes; how many blocks there were. Raises `KvpoolError` if a node did not answer."""
-        listed = list(some)
-        packed = self.packed([keys[at] for at in listed])
-        gone = sum(
-            self._client.remove(space.ns, packed, others_s=self._limits.others_s)
-            for space in self.spaces.all
+    def _old(self, keys: Sequence[bytes]) -> Heads:
+        """The heads that are stored under the keys, to drop their chunks; what is not near is not waited for."""
+        if self.spaces.heads is None:
+            return {}
+        found = self._heads_within(keys, LOOKUP_S)
+        return {at: head for at, head in enumerate(found) if head is not None}
+
+    def _remove_those(self, keys: Sequence[bytes], old: Heads, some: Collection[int]) -> None:
+        """Those at some places."""
+        self._remove_everywhere(
+            [keys[at] for at in some], {at: old[at] for at in some if at in old}
         )
-        self._drop([old.heads.get(at) for at in listed])
+
+    def _remove_everywhere(self, keys: Sequence[bytes], old: Heads) -> bytes:
+        """From all namespaces, on all nodes; one byte a key, 1 where there was a block. Raises `KvpoolError` if a node
+        did not answer.
+
+        old: the heads under some of the keys, whose chunks are dropped.
+        """
+        gone = self.spaces.remove(self.packed(keys), self._limits.others_s)
+        if old:
+            self._drop(old.values())
         return gone
 
-    def _drop(self, heads: Iterable[Head | None]) -> None:
+    def _drop(self, heads: Iterable[Head]) -> None:
         """Chunks that no head leads to any more: removed together, or evicted if this process ends before."""
         with self._lock:
-            self._dropped += [head for head in heads if head is not None and head.inline is None]
+            self._dropped += [head for head in heads if head.inline is None]
             if (
                 len(self._dropped) < DROPPED_MAX
                 and sum(head.length for head in self._dropped) < DROPPED_BYTES_MAX

@@ -124,6 +124,15 @@ class Addresses:
         whole = slot.size == self.nbytes
         (self if whole else self.cut(0, slot.size))._copy(_preadv, fd, at)
 
+    def copied(self) -> View:
+        """The bytes as they are now, in memory of their own. Raises `BadAddressError`."""
+        fd = os.memfd_create("kvpool-object", os.MFD_CLOEXEC)
+        try:
+            self._copy(_pwritev, fd, 0)
+            return View(np.frombuffer(os.pread(fd, self.nbytes, 0), np.uint8))
+        finally:
+            os.close(fd)
+
     def cut(self, start: int, end: int) -> Addresses:
         ends = np.cumsum(self._sizes)
         begins = ends - self._sizes

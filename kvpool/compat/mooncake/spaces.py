@@ -6,15 +6,15 @@
     chunks     their bytes, in blocks of a ladder of sizes
     catalog    which sizes have a namespace
 
-An object is looked for in all exact namespaces and among the heads: where only one of these is used, a lookup is one
-request.
+An object is looked for in all exact namespaces and among the heads, by one request.
 
 The catalog is a set that only grows. A size is written into it as the presence of `DEPTH` blocks, one for each of its
 digits and those before it, so that two nodes that add sizes at a time cannot overwrite each other's. Who has added one
 puts *marks* into all namespaces: block k of a namespace says that there are at least k. A process that knows of k asks
-for marks k and k + 1 beside the keys of a lookup, and looks into the catalog when the first is missing or the second is
-there: so it hears of a new namespace with its first miss. Marks are lost like other blocks, the later ones after the
-earlier ones: then the first is missing. Besides, a process that misses looks into the catalog every `LOOK_S`.
+for marks k and k + 1 beside the keys of a lookup or a removal, and looks into the catalog when the first is missing or
+the second is there: so it hears of a new namespace with its first miss, and removes from it too. Marks are lost like
+other blocks, the later ones after the earlier ones: then the first is missing. Besides, a process that misses looks
+into the catalog every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import or_
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,8 @@ SIZES_COUNTED_MAX = 4096
 LOOK_S = 1.0
 LOOKUP_S = 0.05
 """How long a lookup waits for what other nodes know."""
+SPACES_TOGETHER = 7
+"""Namespaces in one request, which has a limit of keys in all of them together."""
 
 _DIGIT_BITS, DEPTH = 6, 4
 _HEADS = 0  # the catalog's number for the heads
@@ -103,7 +106,7 @@ class Spaces:
         self.exact: dict[int, Space] = {}
         self.heads: Space | None = None
         self.all: list[Space] = []
-        """In the order in which they are asked. Replaced, never changed."""
+        """That where something was found last comes first. Replaced, never changed."""
 
     def _open(self, kind: str, nbytes: int) -> Namespace:
         return self._client.open(self._record(kind, nbytes))
@@ -153,78 +156,96 @@ class Spaces:
                 raise
             return np.zeros(len(packed) // KEY_BYTES, np.uint8)
 
-    def find(self, packed: bytes, *, hear: bool = False) -> tuple[list[Space | None], bytes]:
-        """For each key the namespace that has it, and how near its nearest replica is (`Presence`).
-
-        hear: also of namespaces that others have added, though all keys are found without them.
-        """
-        n = len(packed) // KEY_BYTES
-        spaces = self.all
+    def find(self, packed: bytes) -> tuple[list[Space | None], bytes]:
+        """For each key the namespace that has it, and how near its nearest replica is (`Presence`)."""
+        spaces = self.all[:SPACES_TOGETHER]
         if not spaces:
-            return self._find_on(packed, [None] * n, bytearray(n), set())
-        space = spaces[0]
-        # Where others may be asked, they are asked for the mark.
-        keys = packed if len(spaces) > 1 and not hear else packed + self._marks
-        found = self.present(space.ns, keys).tobytes()
-        here = found[:n]
-        if 0 not in here and not hear:
-            return [space] * n, here
-        self._heed(found[n:])
-        if 0 not in here:
-            return [space] * n, here
-        where = [space if near else None for near in here]
-        return self._find_on(packed, where, bytearray(here), {space.size})
+            return self._find_on(packed, [], [], b"")
+        rows, marks = self._present_in(spaces, packed)
+        if 0 not in rows[0]:
+            return [spaces[0]] * len(rows[0]), rows[0]
+        return self._find_on(packed, spaces, rows, marks)
 
     def _find_on(
-        self, packed: bytes, where: list[Space | None], nearest: bytearray, asked: set[int]
+        self, packed: bytes, spaces: Sequence[Space], rows: Sequence[bytes], marks: bytes
     ) -> tuple[list[Space | None], bytes]:
-        """In the namespaces that were not asked yet."""
-        left = [at for at, near in enumerate(nearest) if not near]
+        """With what the first request has found in these namespaces, if there was one."""
+        n = len(packed) // KEY_BYTES
+        where: list[Space | None] = [None] * n
+        nearest = bytearray(n)
+        left: Sequence[int] = range(n)
+        asked = {space.size for space in spaces}
         looked = False
         while left:
-            spaces = self.all
-            space = next((space for space in spaces if space.size not in asked), None)
-            if space is None:
-                if looked or not self._look_due():
-                    break
+            if spaces:
+                having = [number for number, row in enumerate(rows) if row.count(0) < len(row)]
+                for number in having:
+                    for at, near in zip(left, rows[number], strict=True):
+                        if near > nearest[at]:
+                            where[at], nearest[at] = spaces[number], near
+                if having:
+                    self._first(spaces[having[0]])
+                    left = [at for at in left if not nearest[at]]
+                if left:
+                    self._heed(marks)
+            elif looked or not self._look_due():
+                break
+            else:
                 looked = True
                 self.look()
-                continue
-            asked.add(space.size)
-            keys = packed if len(left) == len(nearest) else _chosen(packed, left)
-            if len(asked) == len(spaces):
-                keys += self._marks
-            found = self.present(space.ns, keys).tobytes()
-            marks = found[len(left) :]
-            here = [at for at, near in zip(left, found, strict=False) if near]
-            for at, near in zip(left, found, strict=False):
-                if near:
-                    where[at], nearest[at] = space, near
-            if here:
-                self._first(space)
-                left = [at for at in left if not nearest[at]]
-            if left:
-                self._heed(marks)
+            spaces = self._unasked(asked)
+            if spaces and left:
+                rows, marks = self._present_in(spaces, _chosen(packed, left))
         return where, bytes(nearest)
 
+    def _unasked(self, asked: set[int]) -> list[Space]:
+        """Some of the namespaces whose sizes were not asked for yet, which they are then."""
+        spaces = [space for space in self.all if space.size not in asked][:SPACES_TOGETHER]
+        asked.update([space.size for space in spaces])
+        return spaces
+
+    def _present_in(self, spaces: Sequence[Space], packed: bytes) -> tuple[list[bytes], bytes]:
+        """Of the keys in each namespace, and of the marks. Nothing where the daemon is too old to be asked."""
+        namespaces = [space.ns for space in spaces]
+        try:
+            return self._client.present_in(
+                namespaces, packed, first=True, beside=self._marks, wait_s=LOOKUP_S
+            )
+        except InvalidRequest:
+            if self._client.serves_each:
+                raise
+            return [bytes(len(packed) // KEY_BYTES)] * len(spaces), bytes(2)
+
     def _first(self, space: Space) -> None:
-        """Ask the namespace where something was found first, next time."""
+        """Something was found in this one."""
         if self.all[0] is not space:
             with self._lock:
                 self.all = [space, *(other for other in self.all if other is not space)]
 
-    def hear(self) -> None:
-        """Of namespaces that others have added since: one request if there are none."""
-        spaces = self.all
-        if spaces:
-            self._heed(self.present(spaces[0].ns, self._marks).tobytes())
-        else:
+    def remove(self, packed: bytes, others_s: float) -> bytes:
+        """Remove keys from all namespaces, those included that others have added, on all nodes within `others_s`.
+
+        One byte a key, 1 where there was a block. Raises `KvpoolError`: if a node did not answer, it may keep some.
+        """
+        if not self.all:
             self.look()
+        gone = bytes(len(packed) // KEY_BYTES)
+        spaces = self.all[:SPACES_TOGETHER]
+        asked: set[int] = set()
+        while spaces:
+            found, marks = self._client.remove_each(
+                [space.ns for space in spaces], packed, beside=self._marks, others_s=others_s
+            )
+            self._heed(marks)
+            if len(self.all) == len(spaces):
+                return found  # by one request, mostly
+            gone = bytes(map(or_, gone, found))
+            asked.update([space.size for space in spaces])
+            spaces = self._unasked(asked)
+        return gone
 
     def _heed(self, marks: bytes) -> None:
-        """What a lookup found of this process's last mark and the next one; empty: it did not ask."""
-        if not marks:
-            return
+        """What a request found of this process's last mark and the next one."""
         last, further = marks
         if not last or further:
             self.look()
@@ -357,7 +378,7 @@ class Spaces:
         return int(np.count_nonzero(self._client.contains(space.ns, marks))) if marks else 0
 
 
-def _chosen(packed: bytes, indices: list[int]) -> bytes:
+def _chosen(packed: bytes, indices: Sequence[int]) -> bytes:
     return b"".join([packed[KEY_BYTES * at : KEY_BYTES * at + KEY_BYTES] for at in indices])
 
 
@@ -376,10 +397,12 @@ def rung_for(nbytes: int) -> int:
 
 __all__ = [
     "CHUNK_BYTES",
+    "EXACT_BYTES_MAX",
     "HEAD_BYTES",
     "INLINE_BYTES_MAX",
     "LABEL_BYTES",
     "LADDER",
+    "LOOKUP_S",
     "KvpoolError",
     "Space",
     "Spaces",

@@ -626,7 +626,8 @@ class MooncakeDistributedStore:
 
     def remove(self, key: str, force: bool = False) -> int:
         """0, or -704; readers finish, so there is nothing to force."""
-        return self.batch_remove([key])[0]
+        objects = self._objects
+        return codes.INVALID if objects is None else objects.remove([_encoded_key(key)])[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         objects = self._objects

@@ -16,14 +16,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvpool.client import connections
+from kvpool.client import connection, connections
 from kvpool.client.connection import DaemonState
-from kvpool.compat.mooncake import objects
+from kvpool.compat.mooncake import objects, spaces
 from kvpool.compat.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
 from kvpool.compat.mooncake.store import MooncakeDistributedStore
 from kvpool.compat.mooncake.values import ReplicateConfig, SoftPinAction
 from kvpool.types import KEY_BYTES
 from kvpool.wire.client import Welcome
+from kvpool.wire.frame import Message
 from tests.support.waiting import PATIENCE_S
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -196,8 +197,11 @@ class AgainstADict(RuleBasedStateMachine):
             assert size == MISSING or size == len(self.model[key])
 
 
-def test_what_is_read_is_what_was_put_or_nothing(start_one):
-    with start_one("--memory", "48MiB") as daemon:
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_is_read_is_what_was_put_or_nothing(start_one, tmp_path, disk):
+    """Also where blocks are written to a disk while others take their place, and come back from there."""
+    flags = ("--ssd", f"{tmp_path}/disk=96MiB", "--ssd-write", "through") if disk else ()
+    with start_one("--memory", "24MiB" if disk else "48MiB", *flags) as daemon:
         machine = type("Machine", (AgainstADict,), {"socket": daemon.socket})
         run_state_machine_as_test(
             machine,
@@ -305,7 +309,7 @@ def test_a_reader_gets_one_version_or_the_other(store, pool):
 def put_unseen(store, monkeypatch, key: str, data: bytes) -> None:
     """A put whose lookup was answered before another's put of the key."""
 
-    def nothing(packed: bytes, *, hear: bool = False) -> tuple[list[None], bytes]:
+    def nothing(packed: bytes) -> tuple[list[None], bytes]:
         n = len(packed) // KEY_BYTES
         return [None] * n, bytes(n)
 
@@ -438,6 +442,61 @@ def test_upserts(store):
     assert store.remove("b") == 0
     assert store.upsert("b", b"again") == 0
     assert store.get("b") == b"again"
+
+
+def test_a_new_version_of_a_usual_size_takes_the_place_of_the_old_one(store, pool, request):
+    """Block for block; one of another size is found all the same."""
+    other = set_up(pool.socket, request.node.name)
+    usual = [bytes([n]) * 5000 for n in range(4)]
+    assert store.put_batch(["a", "b"], usual[:2]) == 0
+    assert other.get("a") == usual[0]
+    for writer, reader in ((store, other), (other, store)):
+        for data in (usual[2], b"small", b"L" * 12_345, usual[3], b"M" * (2 * MIB), usual[0]):
+            assert writer.upsert("a", data) == 0
+            assert writer.get("a") == data
+            assert reader.get("a") == data
+            assert reader.get_size("a") == len(data)
+    assert store.batch_remove(["missing", "a", "b", "a"]) == [MISSING, 0, 0, 0]
+    assert other.batch_is_exist(["a", "b"]) == [0, 0]
+    other.close()
+
+
+@pytest.fixture
+def requests(monkeypatch) -> list[str]:
+    """The names of the requests that are sent."""
+    sent: list[str] = []
+    send = connection.Connection.send
+
+    def noting(self: connection.Connection, message: Message, timeout_s: float) -> int:
+        sent.append(type(message).__name__)
+        return send(self, message, timeout_s)
+
+    monkeypatch.setattr(connection.Connection, "send", noting)
+    return sent
+
+
+@pytest.mark.parametrize("sizes", [[64 * KIB], [16 * KIB, 64 * KIB, 256 * KIB]])
+def test_how_many_requests_a_call_takes(store, requests, monkeypatch, sizes):
+    monkeypatch.setattr(spaces, "LOOK_S", 1e9)  # it does not look into the catalog meanwhile
+    data = [bytes([1]) * size for size in sizes]
+    for number, each in enumerate(data):
+        assert store.put_batch([f"{number}/{at}" for at in range(12)], [each] * 12) == 0
+    name = f"{len(sizes) - 1}/"
+    assert store.upsert("warm", data[-1]) == store.upsert("warm", data[-1]) == 0
+    assert store.get("nobody") == b"", "after which the next read asks first"
+    for call, wanted, answer in (
+        (lambda: store.is_exist(name + "1"), ["Present"], 1),
+        (lambda: store.is_exist("nobody"), ["Present"], 0),
+        (lambda: store.batch_is_exist(["nobody", name + "2", "0/3"]), ["Present"], [0, 1, 1]),
+        (lambda: store.get("nobody"), ["Present"], b""),
+        (lambda: store.put("new", data[-1]), ["Present", "Store"], 0),
+        (lambda: store.remove(name + "4"), ["RemoveEach"], 0),
+        (lambda: store.batch_remove([name + "4", name + "5"]), ["RemoveEach"], [MISSING, 0]),
+        (lambda: store.upsert(name + "6", data[-1]), ["RemoveEach", "Store"], 0),
+    ):
+        requests.clear()
+        assert call() == answer
+        assert requests == wanted
 
 
 def test_reads(store, memory):
@@ -640,6 +699,9 @@ def test_a_wild_address_is_a_code_and_not_the_end(store, memory, forbidden):
         assert store.get_into(key, forbidden, size) == INVALID
         assert store.put_from(f"new {key}", forbidden, size) == INVALID
         assert store.upsert_from(f"newer {key}", forbidden, size) == INVALID
+        for other in (size, 2000, 20):
+            assert store.upsert_from(key, forbidden, other) == INVALID
+        assert len(store.get(key)) == size, "nothing was removed for what cannot be read"
     at = address(memory)
     got = store.batch_put_from(["c", "d", "e"], [at, forbidden, at + 9], [5000] * 3)
     assert got == [0, INVALID, 0], "only the one is not stored"
