@@ -48,7 +48,7 @@ vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 lmcache-venv: ## .venv-lmcache: LMCache, with a CPU build of vLLM and kvpool in it
 	@scripts/engine-venv lmcache
 
-sglang-venv: ## .venv-sglang: SGLang for a CPU with kvpool in it
+sglang-venv: ## .venv-sglang: SGLang for a CPU, and TransferQueue, with kvpool in it
 	@scripts/engine-venv sglang
 
 clean: ## remove what the other targets made, environments included

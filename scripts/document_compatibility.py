@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def document(text: str, table: dict[str, Any]) -> str:
-    """The page with regenerated tables: one of all engines, and what is to be said of each one."""
+    """The page with regenerated tables: one of all engines, what is to be said of each one, and other programs."""
     engines = table["engine"]
     heads = [f"[{one['name']}]({one['page']})" for one in engines]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(engines)) + "|"]
@@ -31,6 +31,12 @@ def document(text: str, table: dict[str, Any]) -> str:
             if cell["state"] != "none" or said:
                 state = "there is none" if cell["state"] == "none" else cell["state"]
                 lines.append(f"- {shown}: {state}{said}{by}")
+    lines += ["", "## Programs written for Mooncake Store", ""]
+    lines += ["Run unchanged over [`kvpool.compat.mooncake`](mooncake.md).", ""]
+    for one in table["program"]:
+        lines.append(
+            f"- {one['name']} {one['versions']}: {one['state']} ({one['note']}): `{one['by']}`"
+        )
     part = re.compile(r"(<!-- engines -->\n).*?(\n<!-- end -->)", re.DOTALL)
     made, count = part.subn(lambda found: found[1] + "\n".join(lines) + found[2], text)
     assert count == 1, "docs/compatibility.md has no place for the tables"

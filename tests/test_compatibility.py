@@ -17,6 +17,7 @@ CELLS = [
     for engine in TABLE["engine"]
     for name in FEATURES
 ]
+CELLS += [pytest.param(program, program, id=program["name"]) for program in TABLE["program"]]
 
 
 def test_the_page_is_made_of_the_table():
