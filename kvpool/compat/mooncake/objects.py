@@ -52,7 +52,7 @@ from kvpool.compat.mooncake.spaces import (
     Spaces,
     rung_for,
 )
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 
 logger = logging.getLogger(__name__)
@@ -159,11 +159,14 @@ def _by_rung(chunks: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
 
 @dataclass
 class Head:
-    """What a head says of an object. inline: the bytes of a small one; else name: of the chunks."""
+    """What a head says of an object. inline: the bytes of a small one; else name: of the chunks. kept: whether these have
+    hard pins.
+    """
 
     length: int
     inline: bytes | None
     name: bytes
+    kept: bool = False
 
 
 Heads = dict[int, Head]
@@ -563,10 +566,11 @@ class Objects:
                 label = _view(_label(_INLINE, keys[at], size))
                 blocks[at] = [label, objects[at], View(_ZEROS[: INLINE_BYTES_MAX - size])]
                 continue
-            head = chunked[at] = Head(size, None, secrets.token_bytes(_NAME_BYTES))
+            name = secrets.token_bytes(_NAME_BYTES)
+            head = chunked[at] = Head(size, None, name, how.pin == "hard")
             found[at] = self._put_chunks(head, objects[at], how)
             if found[at] == codes.OK:
-                start = _label(_CHUNKED, keys[at], size) + head.name
+                start = _label(_CHUNKED, keys[at], size) + head.name + bytes([head.kept])
                 blocks[at] = [_view(start), View(_ZEROS[: HEAD_BYTES - len(start)])]
         if not blocks:
             return
@@ -622,7 +626,7 @@ class Objects:
         else:
             self._store_in_turns(ns, packed, blocks, how, found)
         if how.pin:
-            self._pin(ns, packed, how.pin)
+            self._pin(ns, packed, how.pin, found)
         return found
 
     def _store_in_turns(
@@ -680,11 +684,18 @@ class Objects:
             self._client.commit_parts([reservation], replicas=how.replicas)
         return len(left) - reservation.refused, bad
 
-    def _pin(self, ns: Namespace, packed: bytes, pin: str) -> None:
+    def _pin(self, ns: Namespace, packed: bytes, pin: str, found: list[int]) -> None:
+        """Without its hard pin a block could be evicted, and its writer would never know: it is not stored then."""
         try:
-            self._client.pin(ns, packed, pin)
-        except KvpoolError as error:
-            logger.warning("objects are stored without their %s pin: %s", pin, error)
+            there = self._client.pin(ns, packed, pin)
+        except LimitExceeded as error:
+            logger.warning(
+                "the pool does not cover a %s pin of %d blocks: %s", pin, len(found), error
+            )
+            there = 0
+        if pin == "hard" and there < found.count(codes.OK):
+            self._client.remove(ns, packed)
+            found[:] = [code or codes.NO_SPACE for code in found]
 
     # ---- removing ------------------------------------------------------------------------------------
 
@@ -729,11 +740,15 @@ class Objects:
         return gone
 
     def _drop(self, heads: Iterable[Head]) -> None:
-        """Chunks that no head leads to any more: removed together, or evicted if this process ends before."""
+        """Chunks that no head leads to any more: removed together, or evicted if this process ends before. Those with hard
+        pins would stay for ever: they are removed at once, on all nodes.
+        """
         with self._lock:
             self._dropped += [head for head in heads if head.inline is None]
+            kept = any(head.kept for head in self._dropped)
             if (
-                len(self._dropped) < DROPPED_MAX
+                not kept
+                and len(self._dropped) < DROPPED_MAX
                 and sum(head.length for head in self._dropped) < DROPPED_BYTES_MAX
             ):
                 return
@@ -746,7 +761,8 @@ class Objects:
                 keys.setdefault(rung, []).extend(names[number] for number in numbers)
         for rung, listed in keys.items():
             try:
-                self._client.remove(self.spaces.chunks(rung), b"".join(listed))
+                others_s = self._limits.others_s if kept else 0.0
+                self._client.remove(self.spaces.chunks(rung), b"".join(listed), others_s=others_s)
             except KvpoolError as error:
                 logger.info("chunks of removed objects stay until they are evicted: %s", error)
 
@@ -785,5 +801,5 @@ def _head_of(key: bytes, block: bytes) -> Head | None:
     if kind == _INLINE and length <= INLINE_BYTES_MAX:
         return Head(length, body[:length], b"")
     if kind == _CHUNKED and length <= OBJECT_BYTES_MAX:
-        return Head(length, None, body[:_NAME_BYTES])
+        return Head(length, None, body[:_NAME_BYTES], bool(body[_NAME_BYTES]))
     return None

@@ -601,6 +601,34 @@ def test_configurations(store, pool):
         store.put("t", b"x", {"replica_num": 1})
 
 
+# Sizes that are all different are stored in chunks.
+@pytest.mark.parametrize(("size", "step"), [(64 * KIB, 0), (3 * MIB + 1, 1)])
+def test_hard_pins_are_kept_or_their_put_fails(start, size, step):
+    daemon = start("--memory", "128MiB")  # a quarter of which may have hard pins
+    store, other = set_up(daemon.socket), set_up(daemon.socket)
+    config = ReplicateConfig()
+    config.with_hard_pin = True
+    objects = {f"{n}": data_of(n, size + n * step) for n in range(40 * MIB // size)}
+    found = [store.put(key, data, config) for key, data in objects.items()]
+    kept = list(objects)[: found.index(NO_SPACE)]
+    assert len(kept) >= 2
+    assert found == [0] * len(kept) + [NO_SPACE] * (len(objects) - len(kept))
+    assert other.batch_is_exist(list(objects)) == [int(code == 0) for code in found]
+    for number in range(160 * MIB // size):
+        assert other.put(f"passing/{number}", data_of(0, size + number * step)) == 0
+    assert other.is_exist("passing/0") == 0, "memory was full"
+    assert all(other.get(key) == objects[key] for key in kept)
+    # What is replaced, removed or not stored keeps no pin, whoever has put it.
+    assert store.upsert(kept[0], b"small", config) == 0
+    assert store.upsert(kept[0], objects[kept[1]], config) == 0
+    assert other.get(kept[0]) == objects[kept[1]]
+    assert other.batch_remove(kept) == [0] * len(kept)
+    assert daemon.space().hard_pinned_bytes == 0
+    assert store.put("again", objects[kept[0]], config) == 0
+    store.close()
+    other.close()
+
+
 def test_descriptors(store):
     assert store.put("a", b"x" * 5000) == 0
     [found] = store.get_replica_desc("a")

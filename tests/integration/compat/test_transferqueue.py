@@ -155,6 +155,23 @@ def test_a_queue_whose_rows_are_in_the_pool(writer: Process, reader: Process) ->
     reader.refused(MISSING, "get_as", **one)
 
 
+def test_a_full_pool_refuses_what_it_could_not_keep(start: Any, run: Run) -> None:
+    """TransferQueue has each object pinned: there is no other copy of it."""
+    daemon = start()
+    with run(daemon.socket) as process:
+        stored: list[str] = []
+        for key in [f"mebibyte/{number}" for number in range(32)]:
+            if "error" in process.ask("put", keys=[key], seed=1):
+                break
+            stored.append(key)
+        process.refused(NO_SPACE, "put", keys=["mebibyte/more"], seed=1)
+        assert len(stored) > 2
+        got = process.done("get", keys=stored, seed=1, meta=[None] * len(stored))
+        assert got["same"] == [True] * len(stored)
+        process.done("clear", keys=stored)
+        process.done("put", keys=["mebibyte/more"], seed=1)
+
+
 def test_a_daemon_that_dies_is_an_error_and_the_next_one_is_used(start: Any, run: Run) -> None:
     daemon = start()
     keys = ["float32/0", "text/0"]
