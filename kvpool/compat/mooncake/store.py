@@ -324,7 +324,7 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        return self._put_runs(keys, buffer_ptrs, sizes, config)
+        return self._put_from((keys, buffer_ptrs, sizes), _runs_valid, self._memory.runs, config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -333,9 +333,8 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        if not _gathered_valid(keys, all_buffer_ptrs, all_sizes):
-            return all_of(codes.INVALID, keys)
-        return self._put(keys, self._memory.gathered(all_buffer_ptrs, all_sizes), config)
+        columns = keys, all_buffer_ptrs, all_sizes
+        return self._put_from(columns, _gathered_valid, self._memory.gathered, config)
 
     def put_from_with_metadata(
         self,
@@ -363,20 +362,28 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        return self._put_runs(keys, buffer_ptrs, sizes, config, replace=True)
+        columns = keys, buffer_ptrs, sizes
+        return self._put_from(columns, _runs_valid, self._memory.runs, config, replace=True)
 
-    def _put_runs(
+    def _put_from(
         self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
+        columns: tuple[Sequence[str], Sequence[Any], Sequence[Any]],
+        valid: Callable[[Sequence[Any], Sequence[Any]], list[bool]],
+        pieces_of: Callable[[Sequence[Any], Sequence[Any]], list[Pieces]],
         config: ReplicateConfig | None,
         *,
         replace: bool = False,
     ) -> list[int]:
-        if not len(keys) == len(buffer_ptrs) == len(sizes) or not _runs_valid(buffer_ptrs, sizes):
+        """columns: keys, addresses and sizes, of which `valid` tells whether they can be followed."""
+        keys = columns[0]
+        chosen = as_config(config, len(keys))
+        if chosen is None:
             return all_of(codes.INVALID, keys)
-        return self._put(keys, self._memory.runs(buffer_ptrs, sizes), config, replace=replace)
+
+        def put(some: Sequence[str], ptrs: Sequence[Any], sizes: Sequence[Any]) -> list[int]:
+            return self._put(some, pieces_of(ptrs, sizes), chosen, replace=replace, checked=True)
+
+        return _of_valid(columns, valid, put)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
@@ -385,9 +392,11 @@ class MooncakeDistributedStore:
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """For each key the object's bytes, or a code; -600 where the buffer is smaller than it."""
-        if not len(keys) == len(buffer_ptrs) == len(sizes) or not _runs_valid(buffer_ptrs, sizes):
-            return all_of(codes.INVALID, keys)
-        return self._read_into(keys, self._memory.runs(buffer_ptrs, sizes))
+
+        def read(some: Sequence[str], ptrs: Sequence[int], lengths: Sequence[int]) -> list[int]:
+            return self._read_into(some, self._memory.runs(ptrs, lengths))
+
+        return _of_valid((keys, buffer_ptrs, sizes), _runs_valid, read)
 
     def batch_get_into_multi_buffers(
         self,
@@ -396,9 +405,10 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        if not _gathered_valid(keys, all_buffer_ptrs, all_sizes):
-            return all_of(codes.INVALID, keys)
-        return self._read_into(keys, self._memory.gathered(all_buffer_ptrs, all_sizes))
+        def read(some: Sequence[str], ptrs: Sequence[Any], sizes: Sequence[Any]) -> list[int]:
+            return self._read_into(some, self._memory.gathered(ptrs, sizes))
+
+        return _of_valid((keys, all_buffer_ptrs, all_sizes), _gathered_valid, read)
 
     def _read_into(self, keys: Sequence[str], buffers: Sequence[Pieces]) -> list[int]:
         def target(at: int, size: int) -> Pieces | int:
@@ -439,7 +449,7 @@ class MooncakeDistributedStore:
     ) -> list[list[int]]:
         if not len(keys) == len(dst_offsets) == len(src_offsets) == len(sizes):
             return [[codes.INVALID] for _ in keys]
-        end = self._memory.end_of(buffer_ptr) if _runs_valid([buffer_ptr], [1]) else None
+        end = self._memory.end_of(buffer_ptr) if _run_valid(buffer_ptr, 1) else None
         found = []
         for key, to, at, size in zip(keys, dst_offsets, src_offsets, sizes, strict=True):
             if not len(to) == len(at) == len(size):
@@ -482,7 +492,7 @@ class MooncakeDistributedStore:
             return session.checksum == checksum
 
     def _copy_out(self, data: Any, ptr: int, offset: int, size: int) -> int:
-        if offset < 0 or offset + size > data.size or not _runs_valid([ptr], [size]):
+        if offset < 0 or offset + size > data.size or not _run_valid(ptr, size):
             return codes.INVALID
         with _Staged(size) as (staged, fd):
             np.copyto(staged, data[offset : offset + size])
@@ -761,21 +771,43 @@ def _worst(found: Sequence[int]) -> int:
     return next((code for code in found if code != codes.OK), codes.OK)
 
 
-def _runs_valid(ptrs: Sequence[int], sizes: Sequence[int]) -> bool:
-    return all(0 < ptr < ADDRESSES_END for ptr in ptrs) and all(
-        0 < size <= BUFFER_BYTES_MAX for size in sizes
-    )
+def _of_valid(
+    columns: tuple[Sequence[str], Sequence[Any], Sequence[Any]],
+    valid: Callable[[Sequence[Any], Sequence[Any]], list[bool]],
+    work: Callable[..., list[int]],
+) -> list[int]:
+    """What `work` gives for the rows that have a key and are valid; -600 for the others, or where columns differ in length.
 
-
-def _gathered_valid(
-    keys: Sequence[str], ptrs: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
-) -> bool:
+    columns: keys, addresses, sizes.
+    """
+    keys, ptrs, sizes = columns
     if not len(keys) == len(ptrs) == len(sizes):
-        return False
-    return all(
-        len(some) == len(lengths) > 0 and _runs_valid(some, lengths)
+        return all_of(codes.INVALID, keys)
+    good = valid(ptrs, sizes)
+    if all(good) and all(keys):
+        return work(*columns)
+    found = all_of(codes.INVALID, keys)
+    some = [at for at, key in enumerate(keys) if key and good[at]]
+    if some:
+        done = work(*[[column[at] for at in some] for column in columns])
+        for at, code in zip(some, done, strict=True):
+            found[at] = code
+    return found
+
+
+def _run_valid(ptr: int, size: int) -> bool:
+    return 0 < ptr < ADDRESSES_END and 0 < size <= BUFFER_BYTES_MAX
+
+
+def _runs_valid(ptrs: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+    return list(map(_run_valid, ptrs, sizes))
+
+
+def _gathered_valid(ptrs: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[bool]:
+    return [
+        len(some) == len(lengths) > 0 and all(map(_run_valid, some, lengths))
         for some, lengths in zip(ptrs, sizes, strict=True)
-    )
+    ]
 
 
 def _ranges_valid(
@@ -783,7 +815,7 @@ def _ranges_valid(
 ) -> bool:
     return (
         len(ptrs) == len(sizes) == len(offsets) > 0
-        and _runs_valid(ptrs, sizes)
+        and all(map(_run_valid, ptrs, sizes))
         and all(
             offset >= 0 and offset + size <= length
             for offset, size in zip(offsets, sizes, strict=True)

@@ -601,6 +601,26 @@ def test_configurations(store, pool):
         store.put("t", b"x", {"replica_num": 1})
 
 
+def test_a_bad_entry_of_a_batch_fails_alone(store, memory):
+    at = address(memory)
+    memory[:9] = 7
+    keys, ptrs, sizes = ["", "empty", "nowhere", "good"], [at, at, 0, at], [9, 0, 9, 9]
+    runs = [[ptr] for ptr in ptrs], [[size] for size in sizes]
+    expected = [INVALID] * 3 + [0]
+    assert store.batch_put_from(keys, ptrs, sizes) == expected
+    assert store.remove("good") == 0
+    assert store.batch_put_from_multi_buffers(keys, *runs) == expected
+    assert store.batch_upsert_from(keys, ptrs, sizes) == expected
+    assert store.batch_is_exist(keys) == [0, 0, 0, 1]
+    keys = ["good"] * 4
+    assert store.batch_get_into(keys, ptrs, sizes) == [9, INVALID, INVALID, 9]
+    assert store.batch_get_into_multi_buffers(keys, *runs) == [9, INVALID, INVALID, 9]
+    config = ReplicateConfig()
+    config.group_ids = ["one", "two"]
+    assert store.batch_put_from(["a", "b"], [at, 0], [9, 9], config) == [0, INVALID]
+    assert store.get("good") == store.get("a") == b"\x07" * 9
+
+
 # Sizes that are all different are stored in chunks.
 @pytest.mark.parametrize(("size", "step"), [(64 * KIB, 0), (3 * MIB + 1, 1)])
 def test_hard_pins_are_kept_or_their_put_fails(start, size, step):

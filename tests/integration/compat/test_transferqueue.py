@@ -133,12 +133,13 @@ def test_what_is_cleared_is_missing_and_all_else_stays(writer: Process, reader: 
     assert all(reader.done("get", keys=gone, seed=2, meta=meta)["same"])
 
 
-def test_wrong_shapes_and_missing_keys_fail_alone(writer: Process, reader: Process) -> None:
-    key = "float32/wrong/0"
-    writer.done("put", keys=[key], seed=1)
+def test_what_is_wrong_or_missing_fails_alone(writer: Process, reader: Process) -> None:
+    key = "float32/beside wrong ones"
+    said = writer.refused(INVALID, "put", keys=["empty/0", key], seed=1)  # so does the wheel
+    assert "empty/0" in said and key not in said
     assert key in reader.refused(INVALID, "get_as", keys=[key], shape=[3, 4])
-    said = reader.refused(MISSING, "get_as", keys=[key, "float32/never/0"], shape=[3, 5])
-    assert "float32/never/0" in said and key not in said
+    said = reader.refused(MISSING, "get_as", keys=[key, "float32/never put"], shape=[3, 5])
+    assert "float32/never put" in said and key not in said
     assert reader.done("get", keys=[key], seed=1, meta=[None])["same"] == [True]
 
 

@@ -62,6 +62,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Any]] = {
     "int64": lambda random: torch.from_numpy(random.integers(-9, 9, 1000)),
     "bool": lambda random: tensor(random, 77) > 0,
     "scalar": lambda random: tensor(random, 1)[0],
+    "empty": lambda random: tensor(random, 0, 5),
     "not contiguous": lambda random: tensor(random, 40, 30).t()[1::2],
     "of chunks": lambda random: tensor(random, 3, 400, 1000),
     "mebibyte": lambda random: tensor(random, 1 << 18),
