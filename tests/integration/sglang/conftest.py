@@ -10,11 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +23,13 @@ import pytest
 
 from kvpool.client import OperatorClient
 from kvpool.telemetry.node_stats import Counters
+from tests.support import waiting
+from tests.support.own_daemon import Daemon, run_daemon
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = ROOT / "tests/support/sglang_cpu"
 PATIENCE_S = 120.0
+until = partial(waiting.until, seconds=PATIENCE_S)
 PAGE = 16
 NEW = 12
 
@@ -63,55 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Poll until it is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
-
-
-@dataclass
-class Daemon:
-    """A `kvpool serve` process of its own."""
-
-    socket: str
-    process: subprocess.Popen[str]
-    client: OperatorClient
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def counters(self) -> Counters:
-        return self.client.stats().counters
-
-
-@contextmanager
-def run_daemon(
-    folder: Path, memory: str = "64MiB", socket: str | None = None, more: Sequence[str] = ()
-) -> Iterator[Daemon]:
-    """more: arguments of `kvpool serve`."""
-    path = socket or str(folder / "s")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "kvpool.cli", "serve", "--socket", path),
-            *("--memory", memory, "--data-dir", str(folder / "data"), *more),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        assert "ready" in process.stdout.readline()
-        with OperatorClient(path, connect=True) as client:
-            yield Daemon(path, process, client)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @dataclass

@@ -13,11 +13,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +37,8 @@ os.environ.update(
 os.environ.pop("PYTHONHASHSEED", None)
 
 from kvpool.client import OperatorClient
-from kvpool.telemetry.node_stats import Counters
+from tests.support import waiting
+from tests.support.own_daemon import Daemon, run_daemon
 
 with warnings.catch_warnings():
     # vLLM and torch warn of their own deprecations as they are imported.
@@ -53,6 +54,7 @@ SHARDS = 2
 NEW = 40
 LENGTHS = (700, 333, 64)
 PATIENCE_S = 180.0
+until = partial(waiting.until, seconds=PATIENCE_S)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,50 +79,6 @@ TINY = _tiny_models()
 
 def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [TINY.prompt(100 * seed + i, length) for i, length in enumerate(lengths)]
-
-
-@dataclass
-class Daemon:
-    """A `kvpool serve` process of its own."""
-
-    socket: str
-    process: subprocess.Popen[str]
-    client: OperatorClient
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def counters(self) -> Counters:
-        return self.client.stats().counters
-
-    def leases(self) -> int:
-        return int(self.client.stats().leases)
-
-
-@contextmanager
-def run_daemon(
-    folder: Path, memory: str = "128MiB", socket: str | None = None, more: Sequence[str] = ()
-) -> Iterator[Daemon]:
-    """more: arguments of `kvpool serve`."""
-    path = socket or str(folder / "s")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "kvpool.cli", "serve", "--socket", path),
-            *("--memory", memory, "--data-dir", str(folder / "data"), *more),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        assert "ready" in process.stdout.readline()
-        with OperatorClient(path, connect=True) as client:
-            yield Daemon(path, process, client)
-    finally:
-        process.terminate()
-        process.wait(10)
-        process.stdout.close()
 
 
 @dataclass
@@ -187,14 +145,6 @@ def run_cluster(folder: Path, nodes: int, *, traced: bool = False) -> Iterator[l
             )
             for each in found
         ]
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Poll until it is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
-        time.sleep(0.01)
 
 
 @dataclass
