@@ -14,10 +14,15 @@ import os
 import sys
 from typing import Any
 
+FLUSH_S = 60.0
+
 
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     if "flush" in request:
-        engine.flush_cache()
+        # Once it is idle: while a request is being finished or stored it would refuse, and go on with what it has.
+        flushing = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_S)
+        flushed = engine.loop.run_until_complete(flushing)
+        assert flushed.success, flushed.message
         return {}
     found = engine.generate(
         input_ids=[request["prompt"]],
