@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=32_768)
     blocks = parser.parse_args().blocks
-    node = Node(make_policy=policy_maker("a2q"))
+    node = Node(make_policy=policy_maker("aged"))
     node.inventory.follow_changes()
     tenant = node.add_tenant("default", 0, 2 * blocks * NBYTES)
     holder = node.holders.add("default", "bench")

@@ -13,25 +13,33 @@ must go before its head. Callers pass every batch head first, and policies queue
   their children, restores the order without counting as a read;
 * a read must `touch` the whole prefix that it used, never its last blocks only.
 
-Names for the configuration: `a2q` (`DEFAULT_POLICY`), `lru`, `s3fifo`; see `bench/eviction.py`.
+Names for the configuration: `aged` (`DEFAULT_POLICY`), `lru`, `s3fifo`; see `bench/eviction.py`.
 
 Nothing here is thread-safe; the process that decides has one thread.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import islice
 from typing import Any, Protocol
 
 from kvpool.errors import ConfigError
+from kvpool.storage.eviction_miniature import CORRELATED, GHOSTS_PER_PLACE, LEVELS, RUNGS, Trial
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue, Ghosts
 
-DEFAULT_POLICY = "a2q"
+DEFAULT_POLICY = "aged"
 
 GHOSTS_MAX = 1 << 20
-"""Idents that one policy remembers at most, whatever its capacity: 18 bytes each."""
+"""Idents that one policy remembers at most, whatever its capacity."""
+
+_SAMPLE, _SHIFT_MIN = (
+    512,
+    2,
+)  # places of a miniature: so many or up to twice that, or a quarter of a small tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,10 @@ def make_policy(
 
     Without costs all blocks are worth the same. `lru` and `s3fifo` ignore costs.
     """
+    if name == "a2q":
+        raise ConfigError(
+            f"the eviction policy 'a2q' was replaced by {DEFAULT_POLICY!r}, the default; name that, or none"
+        )
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"there is no eviction policy {name!r}; known are {known}")
@@ -252,7 +264,7 @@ class S3Fifo:
     does not send it back, and _KNOWN for one that was held before, whose ghost proves nothing.
     """
 
-    __slots__ = ("_evicted", "_ghosts", "_ghosts_max", "_main", "_small")
+    __slots__ = ("_ghosts", "_main", "_small")
 
     _READS, _IN_MAIN, _KNOWN = 3, 4, 8
     _SMALL_SHARE = 0.1
@@ -263,25 +275,25 @@ class S3Fifo:
     ) -> None:
         self._small = new_queue()
         self._main = new_queue()
-        self._evicted = 0  # from small: their numbers
-        self._ghosts_max = min(GHOSTS_MAX, _checked(capacity))
-        self._ghosts = Ghosts(self._ghosts_max)
+        self._ghosts = Ghosts(self._ghosts_of(capacity))  # of small
 
     def resize(self, capacity: int) -> None:
-        self._ghosts_max = min(GHOSTS_MAX, _checked(capacity))
-        self._ghosts.resize(self._ghosts_max)
+        self._ghosts.resize(self._ghosts_of(capacity))
+
+    @staticmethod
+    def _ghosts_of(capacity: int) -> int:
+        """So many that from 0.8 to 1.2 capacities are remembered, one in the mean."""
+        return min(GHOSTS_MAX, -(-_checked(capacity) * 4 // 5))
 
     def insert(self, entries: Sequence[Any]) -> None:
         small: list[Any] = []
         main: list[Any] = []
-        forgotten = self._evicted - self._ghosts_max
-        newest_last = entries[::-1]
-        ghosts = self._ghosts.take([entry.ident for entry in newest_last])
-        for position, entry in enumerate(newest_last):
+        ghosts = self._ghosts.take([entry.ident for entry in entries])
+        for entry in reversed(entries):
             if entry.queue:
                 raise _held_already(entry)
             if not entry.freq & self._KNOWN:
-                came_back = position in ghosts and ghosts[position][1] > forgotten
+                came_back = bool(ghosts) and entry.ident in ghosts
                 entry.freq = self._KNOWN | self._IN_MAIN if came_back else self._KNOWN
             if entry.freq & self._IN_MAIN:
                 main.append(entry)
@@ -330,8 +342,7 @@ class S3Fifo:
                 entry.queue = self._MAIN
             else:
                 entry.queue = 0
-                self._evicted += 1
-                self._ghosts.remember([entry.ident], 0, self._evicted)
+                self._ghosts.remember([entry.ident])
                 return entry
         while main:
             entry = main.pop()
@@ -383,251 +394,235 @@ class S3Fifo:
         return self._small.length + self._main.length
 
 
-class Adaptive2Q:
-    """2Q with LRU queues, long ghost lists, and a share between the queues that follows the load.
+class Aged:
+    """The oldest goes, and what was read again ages more slowly; how much more, a trial on a sample of the blocks finds.
 
-    A newcomer starts on *probation*. It is *proven* by a read, or by coming back after its eviction
-    (its ident is among the ghosts). Each queue is an LRU; the victim is the oldest on probation
-    while these are more than their share of what is held, else the oldest proven one. So a stream
-    of blocks that are used once passes through probation and leaves the proven ones alone.
+    An entry that came back after its eviction, or was read, has *level* 1, and 2 after another read; reads that follow
+    one another closely count as one (`CORRELATED`). Each level is an LRU queue. The next victim is the one of the three
+    oldest whose age, divided by a number for its level, is the greatest. There are four rungs of such numbers: LRU
+    (all 1); levels 1 and 2 age half as fast; they go only when level 0 is empty; level 2 goes as rarely as in LFU.
 
-    *The share.* A comeback soon after an eviction from probation means that probation was too
-    short, so its share grows; soon after an eviction of a proven entry, it shrinks. "Soon" is less
-    than a fifth of what is held ago, in evictions of that queue: what a somewhat longer queue would
-    have kept. (ARC, which counts its whole ghost lists, gets the direction wrong on KV traces.) It
-    starts in the middle: with few evictions there is nothing to learn from, and near LRU is best.
+    A *trial* replays a sample of all reads and puts on every rung (`eviction_miniature`), and counts the seconds that
+    hits saved there: recomputing a block far down a chain takes longer, unless the tier below has it (`Costs`). The
+    policy begins as LRU and moves by one rung when another has been ahead for too long to be chance. So where sessions
+    go on it stays LRU, and where most blocks are used once they soon leave those alone that are used again.
 
-    *What it costs.* How far a comeback moves the share goes by the seconds that the eviction has
-    lost (`Costs`), in proportion to those of a first block: recomputing a block far down a chain
-    takes longer, unless the tier below has it. A comeback that lost nothing moves nothing.
-
-    *Ghosts* of probation reach back three capacities: most second uses of a KV block come later
-    than one capacity, and a small tier lives on recognising them.
-
-    *Reads that prove nothing.* A decode node pulls each block once, right after a prefill put it. A
-    read before a tenth of what is held was inserted after the entry is taken as part of the same
-    request: the entry becomes the youngest again but stays on probation. Without this rule such
-    pulls prove everything, and 2Q, like S3-FIFO, falls back to plain LRU.
-
-    `freq` is _PROVEN, or the number of the insertion batch; both outlive a lease. Every operation
-    is O(1) in the worst case, not only amortised, dictionary growth apart. Order along chains: a
-    read of a tail reads its head too, so in each queue heads stay younger, and a tail is not proven
-    without its head; a proven head may only go before a tail on probation that is younger than
-    everything else there.
+    `freq` is the time of the last access (in accesses, modulo 2^37: whoever rests longer than that looks young), a bit
+    for a sampled entry, and the level; it outlives a lease. Order along chains: a read of a tail reads its head too,
+    and a head has at least its tail's level. Of equal ages level 0 goes first.
     """
 
     __slots__ = (
+        "_clock",
         "_costs",
+        "_divisors",
         "_ghosts",
-        "_inserted",
-        "_probation",
-        "_probation_evicted",
-        "_probation_ghosts_max",
-        "_proven",
-        "_proven_evicted",
-        "_proven_ghosts_max",
-        "_share",
+        "_places",
+        "_queues",
+        "_shift",
+        "_trial",
     )
 
-    # The step was chosen on the first half of the conversation trace, by the mean over nine sizes
-    # from 1 k to 40 k blocks. Steps of 4 to 10 are within 0.3 % of one another there, and 0.7 % on
-    # the second half; single sizes vary by up to 4 %. 3 is 0.8 % worse on the first half.
-    _START = 0.5
-    _LOWEST, _HIGHEST = 0.02, 0.9
-    _SOON = 0.2
-    _STEP, _STEP_MAX = 4, 0.05  # entries a comeback; as a share, which matters when few are held
-    _CORRELATED = 0.1
-
-    _PROVEN = -1
-    _ON_PROBATION, _AMONG_PROVEN = 1, 2
+    _LEVEL, _SAMPLED, _CLOCK_AT = 3, 4, 3  # in `freq`
+    _CLOCK = (1 << 37) - 1
 
     def __init__(
         self, capacity: int, costs: Costs | None = None, new_queue: NewQueue = EvictionQueue
     ) -> None:
         self._costs = costs
-        self._probation = new_queue()
-        self._proven = new_queue()
-        # Evictions are numbered from 1, so that 0 can mean "no ghost".
-        self._inserted = self._probation_evicted = self._proven_evicted = 0
-        self._share = self._START
-        self._probation_ghosts_max = self._proven_ghosts_max = 0
+        self._queues = tuple(new_queue() for _ in range(LEVELS))
+        self._trial = Trial()
+        self._divisors = RUNGS[self._trial.rung]
+        self._clock = 0  # accesses
+        self._shift = 0
         self._ghosts = Ghosts(1)
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
-        self._probation_ghosts_max = min(3 * _checked(capacity), GHOSTS_MAX * 3 // 4)
-        self._proven_ghosts_max = min(capacity, GHOSTS_MAX // 4)
-        self._ghosts.resize(self._probation_ghosts_max + self._proven_ghosts_max)
+        self._ghosts.resize(min(GHOSTS_PER_PLACE * _checked(capacity), GHOSTS_MAX))
+        self._places = capacity
+        shift = max(_SHIFT_MIN, (capacity // _SAMPLE).bit_length() - 1)
+        if shift != self._shift:
+            self._shift = shift
+            self._trial = Trial(self._trial.rung)
 
     def insert(self, entries: Sequence[Any]) -> None:
-        on_probation: list[Any] = []
-        proven: list[Any] = []
-        held = self._probation.length + self._proven.length
-        self._inserted += len(entries)
+        self._clock += len(entries)
+        now = (self._clock & self._CLOCK) << self._CLOCK_AT
+        others = (1 << self._shift) - 1
         newest_last = entries[::-1]
-        ghosts = self._ghosts.take([entry.ident for entry in newest_last])
-        for position, entry in enumerate(newest_last):
+        idents = [entry.ident for entry in newest_last]
+        ghosts = self._ghosts.take(idents)
+        sampled: list[Any] = []
+        levels: tuple[list[Any], ...] = ([], [], [])
+        lowest = 0
+        for entry, ident in zip(newest_last, idents, strict=True):
             if entry.queue:
                 raise _held_already(entry)
-            if not entry.freq:
-                entry.freq = self._inserted
-                if position in ghosts and self._came_back(entry, ghosts[position], held + position):
-                    entry.freq = self._PROVEN
-            if entry.freq == self._PROVEN:
-                proven.append(entry)
-                entry.queue = self._AMONG_PROVEN
-            else:
-                on_probation.append(entry)
-                entry.queue = self._ON_PROBATION
-        self._probation.append(on_probation)
-        if proven:
-            self._proven.append(proven)
-
-    def _came_back(self, entry: Any, ghost: tuple[int, int], held: int) -> bool:
-        """Whether an entry with this ghost counts as one that came back."""
-        among_proven, number = ghost
-        if among_proven:
-            since, most, direction = self._proven_evicted - number, self._proven_ghosts_max, -1
-        else:
-            since, most, direction = self._probation_evicted - number, self._probation_ghosts_max, 1
-        if since >= most:
-            return False
-        self._learn(since, direction, entry, held)
-        return True
+            freq = entry.freq
+            if not freq:
+                if not ident & others:
+                    freq = self._SAMPLED
+                    sampled.append(entry)
+                if ghosts and ident in ghosts:
+                    freq |= 1
+            level = freq & 3
+            lowest = max(lowest, level)
+            entry.freq = now | freq & 4 | lowest
+            entry.queue = lowest + 1
+            levels[lowest].append(entry)
+        for queue, some in zip(self._queues, levels, strict=True):
+            if some:
+                queue.append(some)
+        if sampled:
+            self._try(sampled)
 
     def put_back(self, entries: Sequence[Any]) -> None:
         for entry in entries:
             if entry.queue:
                 raise _held_already(entry)
             self._ghosts.take([entry.ident])
-            if entry.freq == self._PROVEN:
-                entry.queue = self._AMONG_PROVEN
-                self._proven.put_first(entry)
-            else:
-                entry.queue = self._ON_PROBATION
-                self._probation.put_first(entry)
-
-    def _learn(self, evictions_since: int, direction: int, entry: Any, held: int) -> None:
-        """An entry came back: would a little more room for its queue have kept it?"""
-        if held and evictions_since < self._SOON * held:
-            step = min(self._STEP * self._weight(entry) / held, self._STEP_MAX)
-            share = self._share + direction * step
-            self._share = min(max(share, self._LOWEST), self._HIGHEST)
-
-    def _weight(self, entry: Any) -> float:
-        """The cost of its eviction, in units of a first block."""
-        if self._costs is None:
-            return 1.0
-        unit = self._costs.lost_s(0)
-        lost = self._costs.lost_s(entry.depth)
-        # If first blocks are recomputed as fast as they are loaded, there is no such unit.
-        return lost / unit if unit else float(lost > 0)
+            level = entry.freq & self._LEVEL
+            entry.queue = level + 1
+            self._queues[level].put_first(entry)
 
     def touch(self, entries: Sequence[Any]) -> None:
-        # Insertions up to here are too recent for a read to prove anything.
-        settled = self._inserted - self._CORRELATED * (self._probation.length + self._proven.length)
-        on_probation: list[Any] = []
-        proven: list[Any] = []
-        newly = 0
+        none, once, often = self._queues
+        window = CORRELATED * (none.length + once.length + often.length)
+        before, clock = self._clock, self._CLOCK
+        self._clock += len(entries)
+        now = (self._clock & clock) << self._CLOCK_AT
+        sampled: list[Any] = []
+        levels: tuple[list[Any], ...] = ([], [], [])
+        risen: dict[tuple[int, int], int] = {}
+        lowest, known = 0, -1
+        fresh, queue, add = 0, 1, levels[0].append
         for entry in reversed(entries):
-            queue = entry.queue
-            if queue == 2:  # _AMONG_PROVEN, inlined: this is the hottest line
-                proven.append(entry)
-            elif queue:
-                if entry.freq < settled:
-                    entry.queue = self._AMONG_PROVEN
-                    entry.freq = self._PROVEN
-                    proven.append(entry)
-                    newly += 1
-                else:
-                    on_probation.append(entry)
-            elif 0 < entry.freq < settled:
-                entry.freq = self._PROVEN
-        if newly:
-            self._probation.give(self._proven, newly)
-        self._proven.renew(proven)
-        self._probation.renew(on_probation)
+            freq = entry.freq
+            if freq != known:  # neighbours are mostly put and read together
+                if not freq:
+                    continue
+                known = freq
+                level = freq & 3
+                if level < 2 and (before - (freq >> 3) & clock) > window:
+                    level += 1
+                lowest = max(lowest, level)
+                fresh, queue, add = now | freq & 4 | lowest, lowest + 1, levels[lowest].append
+            entry.freq = fresh
+            if held := entry.queue:
+                if held != queue:
+                    entry.queue = queue
+                    risen[held, queue] = risen.get((held, queue), 0) + 1
+                add(entry)
+            if freq & 4:
+                sampled.append(entry)
+        for (left, entered), count in risen.items():
+            self._queues[left - 1].give(self._queues[entered - 1], count)
+        for each, some in zip(self._queues, levels, strict=True):
+            if some:
+                each.renew(some)
+        if sampled:
+            self._try(sampled)
+
+    def _try(self, sampled: list[Any]) -> None:
+        """They were read or put, a tail first."""
+        others = (1 << self._shift) - 1  # maybe more of them than when an entry was put
+        idents = [ident for entry in sampled if not (ident := entry.ident) & others]
+        if not idents:
+            return
+        if self._costs is None:
+            lost_s = [1.0] * len(idents)
+        else:
+            lost_s = [
+                self._costs.lost_s(entry.depth) for entry in sampled if not entry.ident & others
+            ]
+        self._trial.replay((idents, lost_s), max(1, self._places >> self._shift))
+        self._divisors = RUNGS[self._trial.rung]
 
     def refresh(self, entries: Sequence[Any]) -> None:
-        found = entries[::-1]
-        self._proven.renew([entry for entry in found if entry.queue == self._AMONG_PROVEN])
-        self._probation.renew([entry for entry in found if entry.queue == self._ON_PROBATION])
+        self._clock += 1  # so that they are younger than their children
+        now = (self._clock & self._CLOCK) << self._CLOCK_AT
+        levels: tuple[list[Any], ...] = ([], [], [])
+        for entry in reversed(entries):
+            if entry.queue:
+                entry.freq = now | entry.freq & 7
+                levels[entry.queue - 1].append(entry)
+        for queue, some in zip(self._queues, levels, strict=True):
+            queue.renew(some)
 
     def discard(self, entries: Sequence[Any]) -> None:
-        # A class's names take time here, and a slab has thousands.
-        on_probation, among_proven = self._ON_PROBATION, self._AMONG_PROVEN
-        self._probation.remove([entry for entry in entries if entry.queue == on_probation])
-        self._proven.remove([entry for entry in entries if entry.queue == among_proven])
+        levels: tuple[list[Any], ...] = ([], [], [], [])
         for entry in entries:
+            levels[entry.queue].append(entry)
             entry.queue = 0
+        for queue, some in zip(self._queues, levels[1:], strict=True):
+            if some:
+                queue.remove(some)
 
-    def _from_probation(self) -> bool:
-        probation = self._probation.length
-        return probation > self._share * (probation + self._proven.length)
+    def _slowed(self, entry: Any) -> float:
+        """Its age, as it is compared."""
+        freq = entry.freq
+        age: int = self._clock - (freq >> self._CLOCK_AT) & self._CLOCK
+        slowed: float = age / self._divisors[freq & self._LEVEL]
+        return slowed
 
-    def _next_queues(self, n: int) -> list[bool]:
-        """For each of the next n victims, whether it leaves probation. As `_from_probation`, n times."""
-        probation, share = self._probation.length, self._share
-        most = probation + self._proven.length
-        order = []
-        for held in range(most, max(0, most - n), -1):
-            from_probation = probation > share * held
-            probation -= from_probation
-            order.append(from_probation)
-        return order
+    def _next_queue(self) -> int:
+        """The queue that the next victim is the oldest of."""
+        found, oldest = 0, -1.0
+        for at, queue in enumerate(self._queues):
+            if queue.length:
+                age = self._slowed(queue.peek())
+                if age > oldest:
+                    found, oldest = at, age
+        return found
 
     def pop(self) -> Any:
-        if self._from_probation():
-            entry = self._probation.pop()
-            self._probation_evicted += 1
-            self._ghosts.remember([entry.ident], 0, self._probation_evicted)
-        elif self._proven.length:
-            entry = self._proven.pop()
-            self._proven_evicted += 1
-            self._ghosts.remember([entry.ident], 1, self._proven_evicted)
-        else:
-            return None
-        entry.queue = 0
-        return entry
+        for entry in self.take(1):
+            return entry
+        return None
 
     def take(self, n: int) -> list[Any]:
-        if n == 1:  # a put of one block, and faster
-            entry = self.pop()
-            return [] if entry is None else [entry]
-        order = self._next_queues(n)
-        newcomers = sum(order)
-        on_probation = self._probation.take(newcomers)
-        among_proven = self._proven.take(len(order) - newcomers)
-        ghosts = self._ghosts
-        if on_probation:
-            first = self._probation_evicted + 1
-            ghosts.remember([entry.ident for entry in on_probation], 0, first)
-            self._probation_evicted += len(on_probation)
-        if among_proven:
-            first = self._proven_evicted + 1
-            ghosts.remember([entry.ident for entry in among_proven], 1, first)
-            self._proven_evicted += len(among_proven)
-        victims = on_probation + among_proven
+        victims: list[Any] = []
+        held = len(self)
+        if not held:
+            return victims
+        self._places = held
+        while len(victims) < min(n, held):
+            at = self._next_queue()
+            victims += self._queues[at].take(self._run(at, n - len(victims)))
         for entry in victims:
             entry.queue = 0
+        self._ghosts.remember([entry.ident for entry in victims])
         return victims
 
+    def _run(self, at: int, n: int) -> int:
+        """How many of the n oldest of this queue go before the others' oldest. The first does."""
+        rival = -1.0
+        for other, queue in enumerate(self._queues):
+            if other != at and queue.length:
+                # Of equal ages the lower level goes.
+                rival = max(rival, self._slowed(queue.peek()) + (1e-9 if other < at else 0))
+        if n == 1 or rival < 0:
+            return n
+        oldest = self._queues[at].oldest(n)
+        if self._slowed(oldest[-1]) >= rival:
+            return n
+        return max(1, bisect_right(oldest, -rival, key=lambda entry: -self._slowed(entry)))
+
     def peek(self) -> Any:
-        return (self._probation if self._from_probation() else self._proven).peek()
+        return self._queues[self._next_queue()].peek()
 
     def coldest(self, n: int) -> list[Any]:
-        order = self._next_queues(n)
-        newcomers = sum(order)
-        on_probation = iter(self._probation.oldest(newcomers))
-        among_proven = iter(self._proven.oldest(len(order) - newcomers))
-        return [next(on_probation if newcomer else among_proven) for newcomer in order]
+        oldest = [queue.oldest(n) for queue in self._queues]
+        return list(islice(merge(*oldest, key=lambda entry: -self._slowed(entry)), n))
 
     def __len__(self) -> int:
-        return self._probation.length + self._proven.length
+        none, once, often = self._queues
+        return none.length + once.length + often.length
 
 
 POLICIES: dict[str, Callable[[int, Costs | None, NewQueue], EvictionPolicy]] = {
-    "a2q": Adaptive2Q,
+    "aged": Aged,
     "lru": Lru,
     "s3fifo": S3Fifo,
 }

@@ -1,16 +1,14 @@
 """A queue of entries, and the memory of evicted ones: what eviction policies are made of.
 
-Both are built so that no single operation takes longer when they hold millions: a dictionary of
-that many entries is copied from time to time, which takes most of a second.
+Both are built so that no single operation takes longer when they hold millions: a dictionary or set
+of that many is copied from time to time, which takes most of a second.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
-
-from kvpool.memory.private_pages import private_pages
 
 
 class EntryQueue(Protocol):
@@ -171,69 +169,44 @@ class EvictionQueue:
         return found
 
 
-_NUMBER_BITS = 38
-_NUMBERS = (1 << _NUMBER_BITS) - 1
-_MARK = (1 << 64) - (1 << _NUMBER_BITS + 1)  # the bits of an ident that are kept
-_SMALLEST = 4096  # groups; their memory exists once it is written
-_GROUP = 8
-_BYTES = [bytes([value]) for value in range(256)]
+_GENERATIONS = 2  # that a Ghosts has at least, full ones
+_GENERATION_MAX = 1 << 17  # idents: a set that grows is copied, in a few milliseconds
 
 
 class Ghosts:
-    """The idents of evicted entries of two kinds (0 and 1), with the number of their eviction. Not thread-safe.
+    """The idents of the last evictions, in generations: the oldest one is forgotten as a whole. Not thread-safe.
 
-    Idents share groups of eight places, which are used in turn; where eight more came, an ident is forgotten. So
-    nothing is ever moved or copied at once, 18 bytes are needed for each one to be remembered, one in a hundred is
-    forgotten early, and one in 2^22 of the others is mistaken for one of them.
+    About 70 bytes for each.
     """
 
-    __slots__ = ("_any", "_groups", "_places", "_tags", "_turns")
+    __slots__ = ("_full", "_generations", "_left", "_size")
 
     def __init__(self, remembered: int) -> None:
-        """remembered: evictions, of both kinds."""
-        self._groups = 0
+        """remembered: evictions; up to half as many more are."""
+        self._generations: list[set[int]] = [set()]
+        self._left = 0  # evictions until the newest generation is full
         self.resize(remembered)
 
     def resize(self, remembered: int) -> None:
-        """Remember about so many from now on. A table that must grow begins empty."""
-        groups = max(_SMALLEST, 2 * remembered // _GROUP)
-        if groups > self._groups:
-            self._places = memoryview(private_pages(8 * _GROUP * groups)).cast("Q")
-            self._tags = private_pages(_GROUP * groups)  # the lowest byte of each
-            self._turns = private_pages(groups)  # the next place of each group
-            self._groups = groups
-            self._any = False
+        """Remember so many from now on; fewer will do so with the next evictions."""
+        self._size = max(1, min(-(-remembered // _GENERATIONS), _GENERATION_MAX))
+        self._full = -(-remembered // self._size)
+        self._left = min(self._left, self._size)
 
-    def remember(self, idents: Iterable[int], kind: int, number: int) -> None:
-        """Entries were evicted. idents: 64 bits each, spread evenly. number: of the first, from 1 on; the
-        others follow. Below 2^38.
-        """
-        places, tags, turns, groups = self._places, self._tags, self._turns, self._groups
-        word = kind << _NUMBER_BITS | number
-        for ident in idents:
-            group = ident % groups
-            turn = turns[group]
-            turns[group] = (turn + 1) & _GROUP - 1
-            at = group * _GROUP + turn
-            places[at] = ident & _MARK | word
-            tags[at] = ident & 255
-            word += 1
-        self._any = True
+    def remember(self, idents: Sequence[int]) -> None:
+        """Entries were evicted, in this order. idents: 64 bits each, spread evenly."""
+        if self._left <= 0:
+            self._generations.append(set())
+            del self._generations[: -self._full - 1]
+            self._left = self._size
+        self._generations[-1].update(idents)
+        self._left -= len(idents)
 
-    def take(self, idents: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """Of those that are known, by their position: (kind, number) of the last eviction. They are forgotten."""
-        found: dict[int, tuple[int, int]] = {}
-        if not self._any:
-            return found
-        find, groups = self._tags.find, self._groups
-        for position, ident in enumerate(idents):
-            at = ident % groups * _GROUP
-            place = find(_BYTES[ident & 255], at, at + _GROUP)
-            while place >= 0:
-                word = self._places[place]
-                if word and word & _MARK == ident & _MARK:
-                    self._places[place] = 0
-                    found[position] = word >> _NUMBER_BITS & 1, word & _NUMBERS
-                    break
-                place = find(_BYTES[ident & 255], place + 1, at + _GROUP)
-        return found
+    def take(self, idents: Sequence[int]) -> set[int]:
+        """Those that are known. They are forgotten."""
+        known: set[int] = set()
+        for generation in self._generations:
+            if some := generation.intersection(idents):
+                generation.difference_update(some)
+                known |= some
+        return known

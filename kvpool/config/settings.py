@@ -85,7 +85,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 30.0
     policy: Annotated[
-        Text, setting("Eviction policy: `a2q`, `s3fifo` or `lru`.", default="a2q")
+        Text, setting("Eviction policy: `aged`, `s3fifo` or `lru`.", default="aged")
     ] = ""
     listen: Annotated[
         Urls,

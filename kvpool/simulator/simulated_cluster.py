@@ -71,7 +71,7 @@ class Shape:
     settings: Settings = field(default_factory=Settings)
     pool_tokens: int = 50_000_000
     ssd_tokens: int = 0
-    eviction: str = "a2q"
+    eviction: str = "aged"
     shared: bool = True
     network_bytes_s: float = 0.0
     slow: Mapping[tuple[str, str], float] = field(default_factory=dict)

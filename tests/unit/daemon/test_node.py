@@ -1050,7 +1050,7 @@ def test_stats_tell_what_a_tenant_has() -> None:
 # ---- held in place -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["a2q", "lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["aged", "lru", "s3fifo"])
 @pytest.mark.parametrize("pin", ["none", "soft"])
 def test_what_was_only_held_in_place_keeps_its_place(make_pool, policy: str, pin: str) -> None:
     """As for a write to disk: it is passed over as long as that lasts, and is next then."""
@@ -1091,7 +1091,7 @@ def test_what_was_read_while_it_was_held_is_young(make_pool) -> None:
 
 def test_hot_first_blocks_never_leave(make_pool) -> None:
     """Of a prefix that every tenth prompt begins with, whatever the others put and read again."""
-    pool = make_pool(slabs=256, policy="a2q")  # 1,024 blocks
+    pool = make_pool(slabs=256, policy="aged")  # 1,024 blocks
     dice = random.Random(3)
     system, fresh = [*range(40)], itertools.count(1000)
     pool.put(system)

@@ -22,7 +22,7 @@ from kvpool.telemetry.node_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
 QUARTER = (PartSpec(1024),)
-POLICIES = ("a2q", "lru", "s3fifo")
+POLICIES = ("aged", "lru", "s3fifo")
 SLOT = 1024
 
 policies = pytest.mark.parametrize("policy", POLICIES)
