@@ -28,7 +28,8 @@ GHOSTS_PER_PLACE = 3
 """Evictions that are remembered: most second uses of a KV block come later than one capacity."""
 
 _HORIZON = 32  # capacities, in accesses: what counts less than a third is older
-_SURE = 2.5  # as in "so many standard deviations"
+# As in "so many standard deviations". Leaving LRU needs more: below 4.5, streams of agents leave it by chance.
+_SURE, _SURE_OF_LEAVING_LRU = 2.5, 4.5
 _TOGETHER = 16  # batches that are replayed at a time
 
 
@@ -104,8 +105,9 @@ class Trial:
     """Which rung keeps most, by miniatures of all of them. Not thread-safe.
 
     rung: the one to follow. It moves by one, towards a rung that has saved more since the last move, when that is
-    unlikely to be chance: when the difference is above `_SURE` times the root of the sum of its squares. The fewer the
-    hits, the less there is to lose by a wrong move, so this is scaled by the root of the share of hits.
+    unlikely to be chance: when the difference is above so many times (`_SURE`) the root of the sum of its squares. The
+    fewer the hits, the less there is to lose by a wrong move, so this is scaled by the root of the share of hits; a
+    single difference is never enough.
     """
 
     __slots__ = ("_ahead_s", "_asked_s", "_miniatures", "_saved_s", "_squares", "_waiting", "rung")
@@ -150,5 +152,7 @@ class Trial:
             self._restart()
 
     def _is_sure(self, rung: int) -> bool:
-        chance = _SURE**2 * self._squares[rung] * self._saved_s[self.rung]
-        return self._ahead_s[rung] ** 2 * self._asked_s > chance
+        hit = self._saved_s[self.rung] / self._asked_s
+        sure = _SURE if self.rung else _SURE_OF_LEAVING_LRU
+        # Not below 1: that is a single difference.
+        return self._ahead_s[rung] ** 2 > max(1.0, sure**2 * hit) * self._squares[rung]

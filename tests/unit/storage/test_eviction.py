@@ -712,6 +712,15 @@ def test_where_sessions_go_on_it_stays_lru() -> None:
     assert rung_after(sessions()) == 0
 
 
+def test_a_single_difference_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that came back once is a hit on rung 2 after a long scan, and not under LRU."""
+    monkeypatch.setattr(eviction_miniature, "_TOGETHER", 1)
+    twice = [[1], *([number] for number in range(1_000, 1_010)), [1]]
+    scans = [[[number] for number in range(start, start + 41)] for start in (2_000, 3_000, 4_000)]
+    assert rung_after([*twice, *scans[0], [1]]) == 0
+    assert rung_after([*twice, *scans[0], [1], *scans[1], [1], *scans[2], [1]]) == 1
+
+
 def test_what_costs_nothing_teaches_nothing() -> None:
     assert rung_after(scans(600), lost_s=0.0) == 0
 
