@@ -475,7 +475,7 @@ class Aged:
             if some:
                 queue.append(some)
         if sampled:
-            self._try(sampled)
+            self._try(sampled, [True] * len(sampled))
 
     def put_back(self, entries: Sequence[Any]) -> None:
         for entry in entries:
@@ -494,8 +494,9 @@ class Aged:
         now = (self._clock & clock) << self._CLOCK_AT
         sampled: list[Any] = []
         levels: tuple[list[Any], ...] = ([], [], [])
+        anew: list[bool] = []  # of those
         risen: dict[tuple[int, int], int] = {}
-        lowest, known = 0, -1
+        lowest, known, settled = 0, -1, False
         fresh, queue, add = 0, 1, levels[0].append
         for entry in reversed(entries):
             freq = entry.freq
@@ -504,7 +505,8 @@ class Aged:
                     continue
                 known = freq
                 level = freq & 3
-                if level < 2 and (before - (freq >> 3) & clock) > window:
+                settled = (before - (freq >> 3) & clock) > window
+                if level < 2 and settled:
                     level += 1
                 lowest = max(lowest, level)
                 fresh, queue, add = now | freq & 4 | lowest, lowest + 1, levels[lowest].append
@@ -516,28 +518,29 @@ class Aged:
                 add(entry)
             if freq & 4:
                 sampled.append(entry)
+                anew.append(settled)
         for (left, entered), count in risen.items():
             self._queues[left - 1].give(self._queues[entered - 1], count)
         for each, some in zip(self._queues, levels, strict=True):
             if some:
                 each.renew(some)
         if sampled:
-            self._try(sampled)
+            self._try(sampled, anew)
 
-    def _try(self, sampled: list[Any]) -> None:
-        """They were read or put, a tail first."""
+    def _try(self, sampled: list[Any], anew: list[bool]) -> None:
+        """They were read or put, a tail first. anew: not right after their last access, so that a hit saves something."""
         others = (1 << self._shift) - 1  # maybe more of them than when an entry was put
-        idents = [ident for entry in sampled if not (ident := entry.ident) & others]
-        if not idents:
-            return
-        if self._costs is None:
-            lost_s = [1.0] * len(idents)
-        else:
-            lost_s = [
-                self._costs.lost_s(entry.depth) for entry in sampled if not entry.ident & others
-            ]
-        self._trial.replay((idents, lost_s), max(1, self._places >> self._shift))
-        self._divisors = RUNGS[self._trial.rung]
+        idents: list[int] = []
+        lost_s: list[float] = []
+        for entry, counts in zip(sampled, anew, strict=True):
+            ident = entry.ident
+            if not ident & others:
+                idents.append(ident)
+                cost_s = 1.0 if self._costs is None else self._costs.lost_s(entry.depth)
+                lost_s.append(cost_s if counts else 0.0)
+        if idents:
+            self._trial.replay((idents, lost_s), max(1, self._places >> self._shift))
+            self._divisors = RUNGS[self._trial.rung]
 
     def refresh(self, entries: Sequence[Any]) -> None:
         self._clock += 1  # so that they are younger than their children

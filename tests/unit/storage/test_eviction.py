@@ -613,11 +613,14 @@ def test_a_part_of_all_reads_and_puts_is_tried_with_what_they_cost() -> None:
     chain = [Entry(block, depth) for depth, block in enumerate(range(400))]
     policy.insert(chain)
     policy.touch(chain[:200])
-    (put, put_s, places), (read, read_s, _) = policy._trial.given
+    policy.insert(entries(*range(1_000, 1_100)))
+    policy.touch(chain[:200])
+    (put, put_s, places), pulled, _, (read, read_s, _) = policy._trial.given
     assert 70 < len(put) < 130 and 30 < len(read) < 70
     depths = {entry.ident: entry.depth for entry in chain}
     assert put_s == [min(1.0 + 0.5 * depths[ident], 2.0) for ident in put]
     assert read == [ident for ident in put if depths[ident] < 200]
+    assert pulled == (read, [0.0] * len(read), places), "right after the put it saves nothing"
     assert read_s == put_s[-len(read) :]
     assert places == 250
 
