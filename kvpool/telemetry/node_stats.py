@@ -165,8 +165,18 @@ class Traffic(Branch):
     loads: dict[str, Loads] = {}
 
 
+class Missed(Branch):
+    """Reads that ended before all blocks that they asked for, and those blocks."""
+
+    requests: int = 0
+    blocks: int = 0
+
+
 class NamespaceStats(Branch):
-    """A namespace in memory. blocks, part_bytes: of each part. quota_bytes: 0 for none. settings: as in etcd."""
+    """A namespace in memory. blocks, part_bytes: of each part. quota_bytes: 0 for none. settings: as in etcd.
+
+    misses: by reason, one of `kvpool.telemetry.misses.Reason`.
+    """
 
     fields: dict[str, Any] = {}
     epoch: int = 0
@@ -175,6 +185,7 @@ class NamespaceStats(Branch):
     quota_bytes: int = 0
     blocks: list[int] = []
     part_bytes: list[int] = []
+    misses: dict[str, Missed] = {}
 
 
 class NamespaceUsage(Branch):

@@ -23,7 +23,7 @@ from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
 from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst
 from kvpool.storage.slab import SlabAllocator
-from kvpool.telemetry.node_stats import Traffic
+from kvpool.telemetry.node_stats import Missed, Traffic
 from kvpool.types import PartSpec
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
@@ -183,20 +183,25 @@ class NamespaceState:
     settings: the cluster's, within this node's limits.
     quota: bytes that it may hold in this tier; 0: the tenant's limit.
     retired: its epoch has ended.
+    space: 64 bits for the tenant and the base, the same in every tier.
+    misses: of reads, by reason; kept from epoch to epoch.
     """
 
     __slots__ = (
         "base",
+        "base_hex",
         "digest",
         "directory_digest",
         "epoch",
         "fields",
         "generation",
+        "misses",
         "number",
         "parts",
         "quota",
         "retired",
         "settings",
+        "space",
         "tables",
         "tenant",
     )
@@ -213,6 +218,9 @@ class NamespaceState:
     ) -> None:
         self.tenant = tenant
         self.base = base
+        self.base_hex = base.hex()
+        self.space = int.from_bytes(directory_digest(tenant.name, base)[:8])
+        self.misses: dict[str, Missed] = {}
         self.epoch = epoch
         self.generation = generation
         self.digest = epoch_digest(base, epoch)

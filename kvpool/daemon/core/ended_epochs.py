@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.misses import Reason
 from kvpool.telemetry.node_stats import Counters
 
 RECLAIMED_PER_PUT = 1024  # blocks: about 4 ms
@@ -50,7 +51,7 @@ class EndedEpochs:
             if tenant is not None and table.namespace.tenant is not tenant:
                 continue
             while table.garbage and gone < n:
-                self._slots.part_with(table.garbage.pop_any())
+                self._slots.part_with(table.garbage.pop_any(), Reason.EPOCH)
                 gone += 1
             if table.garbage:
                 break

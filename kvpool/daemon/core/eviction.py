@@ -8,8 +8,10 @@ from typing import Any
 
 from kvpool.daemon.core.blocks import Block, PartTable, SlotClass, Tenant
 from kvpool.daemon.core.change_feed import ChangeFeed
+from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
+from kvpool.telemetry.misses import Reason
 from kvpool.telemetry.node_stats import Counters
 
 EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
@@ -24,11 +26,13 @@ class Eviction:
         tenants: Mapping[str, Tenant],
         ledger: Ledger,
         changes: ChangeFeed,
+        departures: TierDepartures,
         counters: Counters,
     ) -> None:
         self._tenants = tenants
         self._ledger = ledger
         self._changes = changes
+        self._departures = departures
         self._counters = counters
         self._victims: list[tuple[int, int]] = []  # see `take_victims`
 
@@ -38,12 +42,13 @@ class Eviction:
         slot_class: SlotClass,
         take: Callable[[int], Sequence[Any]],
         n: int,
+        reason: Reason = Reason.FULL,
     ) -> int:
         """Evict up to n of a policy's next victims; returns how many. Leased ones are set aside.
 
         take: see `EvictionPolicy.take`.
         """
-        rows = self._evict(slot_class, take, n)
+        rows = self._evict(slot_class, take, n, reason)
         tenant.allocator.free(slot_class.stride, rows)
         return len(rows)
 
@@ -53,13 +58,18 @@ class Eviction:
         slot_class: SlotClass,
         take: Callable[[int], Sequence[Any]],
         n: int,
+        reason: Reason = Reason.FULL,
     ) -> tuple[int, list[int]]:
         """The same, with their slots reserved at once for others: how many were evicted, and these rows."""
-        rows = self._evict(slot_class, take, n)
+        rows = self._evict(slot_class, take, n, reason)
         return len(rows), tenant.allocator.reuse(slot_class.stride, rows)
 
     def _evict(
-        self, slot_class: SlotClass, take: Callable[[int], Sequence[Any]], n: int
+        self,
+        slot_class: SlotClass,
+        take: Callable[[int], Sequence[Any]],
+        n: int,
+        reason: Reason = Reason.FULL,
     ) -> list[int]:
         """Evict up to n victims; returns their rows, which are the caller's."""
         rows: list[int] = []
@@ -73,7 +83,7 @@ class Eviction:
                     going.append(block)
                     rows.append(block.row)
                     last_use = block.used
-            self.forget(going)
+            self.forget(going, reason)
         self._counters.evicted += len(rows)
         if rows:
             slot_class.by_row.clear(rows)
@@ -81,23 +91,32 @@ class Eviction:
                 self._victims.append((last_use, len(rows)))
         return rows
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def forget(self, blocks: Sequence[Block], reason: Reason = Reason.FULL) -> None:
         """These are no longer found, and that is announced. Their slots stay the caller's."""
         at = 0
+        departures = self._departures
         while at < len(blocks):
-            table = blocks[at].table
+            first, table = at, blocks[at].table
             keys = []
             while at < len(blocks) and blocks[at].table is table:
                 keys.append(blocks[at].key)
                 at += 1
             table.forget(keys)
             self._changes.tell(table.namespace, keys)
+            why = Reason.EPOCH if table.namespace.retired else reason
+            space, used = table.namespace.space, blocks[at - 1].used
+            if not departures.above_disks:
+                departures.tell(space, keys, why, used)
+                continue
+            for kept in (False, True):
+                some = [b.key for b in blocks[first:at] if (b.written >= 0) is kept]
+                departures.tell(space, some, why, used, kept=kept)
 
     def evict_part(
         self, tenant: Tenant, slot_class: SlotClass, order: QuotaEviction, base: bytes, n: int
     ) -> int:
         """The same for a namespace with a quota, from one of the class's orders."""
-        evicted = self.evict(tenant, slot_class, partial(order.take_of, base), n)
+        evicted = self.evict(tenant, slot_class, partial(order.take_of, base), n, Reason.QUOTA)
         if order is slot_class.secondary:
             self._counters.evicted_secondary += evicted
         return evicted
@@ -151,7 +170,7 @@ class Eviction:
         gone = nbytes = 0
         for slot_class in tenant.classes.values():
             for policy in (slot_class.secondary, slot_class.policy):
-                went = self.evict(tenant, slot_class, policy.take, n - gone)
+                went = self.evict(tenant, slot_class, policy.take, n - gone, Reason.OPERATOR)
                 gone += went
                 nbytes += went * slot_class.stride
                 if gone == n:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+import numpy as np
+import numpy.typing as npt
+
 LEVELS = 40
 """Bands of age, each as long as all younger ones together: the first is one sample wide."""
 PER_LEVEL = 4  # samples
@@ -43,6 +46,11 @@ class IdleAge:
         if at == len(self._ticks):
             return 0.0
         return now - self._times[at]
+
+    def ages_s(self, ticks: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
+        """The same of several."""
+        times = np.array([*self._times, now])
+        return now - times[np.searchsorted(self._ticks, ticks)]
 
     def tick_before(self, seconds: float, now: float) -> int:
         """Everything with this tick or an earlier one is at least this old. -1: nothing is known to be."""

@@ -36,6 +36,7 @@ from kvpool.daemon.core.blocks import BlockObjects, Tenant
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
+from kvpool.daemon.core.departures import Departures, TierDepartures
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.grants import Grants
@@ -73,28 +74,35 @@ class Node:
         limits: Limits | None = None,
         incarnation: str = "0",
         packed: bool = False,
+        departures: Departures | None = None,
+        tier: str = "dram",
+        above_disks: bool = False,
     ) -> None:
         """make_policy: for a class with so many slots. packed: blocks are kept in arrays, for a tier of tens of
-        millions of them: see `packed_blocks`.
+        millions of them: see `packed_blocks`. departures: of all tiers of the daemon; None: nobody wants to know. above_disks:
+        the daemon has disks, and this is its memory.
         """
         self.limits = limits = limits or Limits()
         self.incarnation = incarnation
         self.counters = counters = Counters()
         self.idle_age = IdleAge()
+        self.departures = departures or Departures(0)
+        departs = TierDepartures(self.departures, tier, self.idle_age)
+        departs.above_disks = above_disks
         self.commit_waiters = CommitWaiters(limits.waiters_max, limits.waiters_per_peer_max)
         self.tenants: dict[str, Tenant] = {}
         tenants = self.tenants
         changes = ChangeFeed()
         self.ledger = ledger = Ledger(changes, self.commit_waiters)
         new_records = PackedBlocks if packed else lambda _: BlockObjects()
-        slots = Slots(make_policy, new_records, ledger, changes)
+        slots = Slots(make_policy, new_records, ledger, changes, departs)
         self.ended_epochs = EndedEpochs(slots, counters)
-        self.eviction = Eviction(tenants, ledger, changes, counters)
+        self.eviction = Eviction(tenants, ledger, changes, departs, counters)
         self.quotas = Quotas(ledger, slots, self.ended_epochs, self.eviction, counters)
         self.candidates = Candidates(tenants, ledger, self.quotas)
         reclaimer = Reclaimer(
             *(limits, ledger, slots, self.ended_epochs),
-            *(self.eviction, self.quotas, counters),
+            *(self.eviction, self.quotas, departs, counters),
         )
         self.sessions = Sessions(tenants, limits, ledger, self.candidates, self.idle_age, counters)
         self.namespaces = Namespaces(

@@ -14,6 +14,7 @@ from kvpool.daemon.core.blocks import (
     SlotClass,
     Tenant,
 )
+from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
@@ -21,6 +22,7 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.daemon.core.slots import Slots
 from kvpool.storage.slab import SlabAllocator
+from kvpool.telemetry.misses import Reason
 from kvpool.telemetry.node_stats import Counters
 
 
@@ -35,6 +37,7 @@ class Reclaimer:
         ended: EndedEpochs,
         eviction: Eviction,
         quotas: Quotas,
+        departures: TierDepartures,
         counters: Counters,
     ) -> None:
         self._limits = limits
@@ -43,6 +46,7 @@ class Reclaimer:
         self._ended = ended
         self._eviction = eviction
         self._quotas = quotas
+        self._departures = departures
         self._counters = counters
         self._ended_left = 0  # blocks of ended epochs that the current put may still free
         self._kept: list[Block] = []  # by the current put: see `allocate`
@@ -95,6 +99,7 @@ class Reclaimer:
         self, tenant: Tenant, table: PartTable, slot_class: SlotClass, n: int, rows: list[int]
     ) -> None:
         """Add rows up to n of them, reclaiming as many as are missing."""
+        self._departures.by = table.namespace.base_hex
         if table.namespace.quota:
             n = self._quotas.within(table, n)
         # Freeing a slab of another size may need many evictions: the rest is done between puts.
@@ -102,7 +107,8 @@ class Reclaimer:
         while len(rows) < n:
             rows += tenant.allocator.alloc(table.stride, n - len(rows))
             if len(rows) < n and not self._reclaim(tenant, slot_class, n - len(rows), rows):
-                return
+                break
+        self._departures.by = ""
 
     def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]) -> bool:
         """Make room for up to n slots of the class, at least one; False if nothing can be evicted.
@@ -129,7 +135,8 @@ class Reclaimer:
                 return True
         if expendable := slot_class.policy.expendable:
             evicted, reused = self._eviction.replace(
-                tenant, slot_class, slot_class.policy.take, min(n, expendable)
+                *(tenant, slot_class, slot_class.policy.take, min(n, expendable)),
+                Reason.SUPERSEDED,
             )
             self._counters.evicted_expendable += evicted
             if evicted:

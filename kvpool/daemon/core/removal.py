@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, Block, NamespaceState
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.misses import Reason
 from kvpool.telemetry.node_stats import Counters
 
 
@@ -20,7 +21,7 @@ class Removal:
 
     def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> set[bytes]:
         """Remove blocks, all their parts. Readers with leases finish; returns the keys of those that were here."""
-        going = self._drop(namespace, keys, lambda _: True)
+        going = self._drop(namespace, keys, Reason.REMOVED, lambda _: True)
         gone = {block.key for block in going}
         self._counters.removed += len(gone)
         self._counters.removed_parts += len(going)
@@ -31,7 +32,7 @@ class Removal:
 
         Hard pins stay; leased blocks are freed with their last lease.
         """
-        going = self._drop(namespace, keys, lambda block: block.pin != PIN_HARD)
+        going = self._drop(namespace, keys, Reason.OPERATOR, lambda block: block.pin != PIN_HARD)
         gone = len({block.key for block in going})
         self._counters.given_up_parts += len(going)
         self._counters.removed += gone
@@ -42,13 +43,18 @@ class Removal:
         unused = self._drop(
             namespace,
             keys,
+            Reason.TTL,
             lambda block: block.used <= tick and not block.leases and block.pin == PIN_NONE,
         )
         self._counters.unused_parts += len(unused)
         return len(unused)
 
     def _drop(
-        self, namespace: NamespaceState, keys: Sequence[bytes], goes: Callable[[Block], bool]
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        reason: Reason,
+        goes: Callable[[Block], bool],
     ) -> list[Block]:
         """All parts that are here of these blocks and that go; returns them."""
         self._ledger.settle()
@@ -59,7 +65,7 @@ class Removal:
             for block in table.blocks.found(keys)
             if block is not None and goes(block)
         ]
-        self._slots.drop_all(going)
+        self._slots.drop_all(going, reason)
         return going
 
     def drop_corrupt(self, namespace: NamespaceState, part: int, key: bytes) -> None:
@@ -68,5 +74,5 @@ class Removal:
         self._counters.checksum_mismatches += 1
         block = namespace.table(part).blocks.get(key)
         if block is not None:
-            self._slots.drop(block)
+            self._slots.drop(block, Reason.CORRUPT)
             self._counters.corrupt_parts += 1

@@ -15,9 +15,11 @@ from kvpool.daemon.core.blocks import (
     by_table,
 )
 from kvpool.daemon.core.change_feed import ChangeFeed
+from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.storage.eviction import MakePolicy
 from kvpool.storage.expendable import expendable_first
+from kvpool.telemetry.misses import Reason
 
 
 class Slots:
@@ -33,12 +35,14 @@ class Slots:
         new_records: Callable[[int], BlockRecords],
         ledger: Ledger,
         changes: ChangeFeed,
+        departures: TierDepartures,
     ) -> None:
         """make_policy: for a class with so many slots. new_records: for its blocks, with so many rows."""
         self.make_policy = expendable_first(make_policy)
         self._new_records = new_records
         self._ledger = ledger
         self._changes = changes
+        self._departures = departures
         self.classes: list[SlotClass] = []
         self.releases = 0
 
@@ -95,12 +99,12 @@ class Slots:
         for block in blocks[0].table.slots.discard_all(blocks):
             self.take_out(block)
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: Block, reason: Reason) -> None:
         """Remove a block from its table, and drop it."""
         del block.table.blocks[block.key]
-        self.part_with(block)
+        self.part_with(block, reason)
 
-    def drop_all(self, blocks: Iterable[Block]) -> None:
+    def drop_all(self, blocks: Iterable[Block], reason: Reason) -> None:
         """Drop each: the same, announced and freed together."""
         self.releases += 1
         self._ledger.settle()
@@ -108,7 +112,9 @@ class Slots:
             tenant = table.namespace.tenant
             slot_class = tenant.classes[table.stride]
             rows = []
-            table.blocks.remove([block.key for block in some])
+            keys = [block.key for block in some]
+            table.blocks.remove(keys)
+            self._departures.tell(table.namespace.space, keys, reason, some[-1].used)
             self.take_all_out(some)
             for block in some:
                 if block.leases:
@@ -118,11 +124,13 @@ class Slots:
                     rows.append(block.row)
             slot_class.by_row.clear(rows)
             tenant.allocator.free(table.stride, rows)
-            self._changes.tell(table.namespace, [block.key for block in some])
+            self._changes.tell(table.namespace, keys)
 
-    def part_with(self, block: Block) -> None:
+    def part_with(self, block: Block, reason: Reason) -> None:
         """It is in no table any more. Its slot is freed now, or when its last lease ends."""
-        self._changes.tell(block.table.namespace, (block.key,))
+        namespace, keys = block.table.namespace, (block.key,)
+        self._changes.tell(namespace, keys)
+        self._departures.tell(namespace.space, keys, reason, block.used)
         self.take_out(block)
         if block.leases:
             block.go()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.daemon.core.blocks import OWN, Block, Holder, Lease, NamespaceState, Origin
+from kvpool.daemon.core.departures import Departures
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.storage.eviction import policy_maker
@@ -37,6 +38,7 @@ class Pool:
             make_policy=policy_maker(policy),
             packed=self.packed,
             limits=Limits(**{"grant_share": 1.0, **limits}),
+            departures=Departures(4096),
         )
         self.tenant = self.node.add_tenant("red", 0, slabs * SLAB, SLAB)
         self.holder = self.node.holders.add("red", "engine")

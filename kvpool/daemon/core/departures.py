@@ -1,0 +1,269 @@
+"""Which blocks have left this node's tiers lately, when, and why: a bounded memory, so that a miss can be explained.
+
+Whoever takes blocks out of a tier tells it in one call for all of them, which only appends to a list. From there they
+are entered into arrays, some thousands at once: a ring in the order of departure, and for each bucket of identities
+the last entry, from which earlier ones of the bucket follow. A departure takes 34 bytes and is forgotten when `most` others
+came after it.
+
+No I/O, no clock: `pass_time` tells the time, and departures bear the one that was told last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.daemon.core.idle_age import IdleAge
+from kvpool.types import KEY_BYTES
+
+ENTERED_TOGETHER = 4096  # blocks: a fraction of a millisecond
+CAUSES_MAX = 1 << 15  # of different ones, that are told apart
+KINDS_MAX = 1024  # that a tier has at hand
+_ODD = 0x9E3779B97F4A7C15
+_BITS = (1 << 64) - 1
+
+
+class Cause(NamedTuple):
+    """Why blocks left: `reason` is one of `kvpool.telemetry.misses.Reason`, `tier` that from which they went.
+
+    by: the namespace (its digest, in hex) whose put needed the room; empty: no put did. kept: a disk had them too, by
+    then.
+    """
+
+    reason: str
+    tier: str
+    by: str = ""
+    kept: bool = False
+
+
+class Departed(NamedTuple):
+    """One departure. at: on the clock of `pass_time`. idle_s: how long it was unused by then."""
+
+    cause: Cause
+    at: float
+    idle_s: float
+
+
+class Kind(NamedTuple):
+    """What departures have in common. cause: its number."""
+
+    space: int
+    cause: int
+    ages: IdleAge
+
+
+class Departures:
+    """See the module. Not thread-safe.
+
+    most: how many departures are remembered; 0: none. A space is 64 bits for a tenant's namespace, the same in all its
+    epochs and in all tiers.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0  # in all
+        self._now = self._began = 0.0
+        self._bits = max(1, (most - 1).bit_length())
+        self._causes: dict[Cause, int] = {}
+        self._cause_of: list[Cause] = []
+        # What was told and is not entered yet: of each call the kind, the keys, packed, and the tick.
+        self._kinds: list[Kind] = []
+        self._packed: list[bytes] = []
+        self._ticks: list[int] = []
+        self._waiting = 0  # blocks
+        self._idents: npt.NDArray[np.uint64] = np.zeros(most, dtype=np.uint64)
+        self._at: npt.NDArray[np.float32] = np.zeros(most, dtype=np.float32)  # since `began`
+        self._idle: npt.NDArray[np.float32] = np.zeros(most, dtype=np.float32)
+        self._why: npt.NDArray[np.uint16] = np.zeros(most, dtype=np.uint16)
+        # By number of the departure, from 1 on; 0: there was none before it in its bucket.
+        self._before: npt.NDArray[np.int64] = np.zeros(most, dtype=np.int64)
+        self._last: npt.NDArray[np.int64] = np.zeros(1 << self._bits if most else 0, dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its arrays."""
+        arrays = (self._idents, self._at, self._idle, self._why, self._before, self._last)
+        return sum(each.nbytes for each in arrays)
+
+    def begin(self, now: float) -> None:
+        """The time before any departure."""
+        self._now = self._began = now
+
+    def pass_time(self, now: float) -> None:
+        """It is this late: those that left since the last call did so now."""
+        self._now = max(self._now, now)
+        self._enter()
+
+    def kind(self, space: int, cause: Cause, ages: IdleAge) -> Kind:
+        """Of departures from this space for this cause, whose ticks are those of this tier. Good for any number of calls."""
+        return Kind(space, self._number_of(cause), ages)
+
+    def add(self, kind: Kind, keys: Sequence[bytes], used: int) -> None:
+        """These blocks have left. used: the tick of the last use of one of them."""
+        self._kinds.append(kind)
+        self._packed.append(b"".join(keys))  # keys that were kept would be in no cache when they go
+        self._ticks.append(used)
+        self._waiting += len(keys)
+        if self._waiting >= ENTERED_TOGETHER:
+            self._enter()
+
+    def find(self, space: int, key: bytes) -> Departed | None:
+        """The last departure of this block."""
+        if not self.most:
+            return None
+        self._enter_if(key, (space,))
+        ident = _ident(space, key)
+        number = int(self._last[self._bucket(ident)])
+        while number > self.count - self.most and number:
+            row = number % self.most
+            if int(self._idents[row]) == ident:
+                return Departed(
+                    self._cause_of[self._why[row]],
+                    self._began + float(self._at[row]),
+                    float(self._idle[row]),
+                )
+            number = int(self._before[row])
+        return None
+
+    def first_of(self, spaces: Sequence[int], key: bytes) -> int:
+        """The position of a space in which the block has departed; -1: in none is that known. A departure is found if it
+        is the last one in its bucket.
+        """
+        self._enter_if(key, spaces)
+        if not self.count or not spaces:
+            return -1
+        idents = np.array(spaces, dtype=np.uint64) ^ np.uint64(_ident(0, key))
+        buckets = (idents * np.uint64(_ODD)) >> np.uint64(64 - self._bits)
+        numbers = self._last[buckets]
+        known = (self._idents[numbers % self.most] == idents) & (numbers > self.count - self.most)
+        at = int(np.argmax(known & (numbers > 0)))
+        return at if known[at] and numbers[at] else -1
+
+    def reach_s(self) -> float | None:
+        """For how long nothing was forgotten; None: since the node began."""
+        if self.count + self._waiting <= self.most or not self.most:
+            return None
+        self._enter()
+        oldest = (self.count + 1) % self.most
+        return max(0.0, self._now - self._began - float(self._at[oldest]))
+
+    # ---- the arrays --------------------------------------------------------------------------------
+
+    def _bucket(self, ident: int) -> int:
+        return (ident * _ODD & _BITS) >> (64 - self._bits)
+
+    def _enter_if(self, key: bytes, spaces: Sequence[int]) -> None:
+        """Enter what was told if this block of one of these spaces is among it: to look is cheaper."""
+        for kind, packed in zip(self._kinds, self._packed, strict=True):
+            if key in packed and kind.space in spaces:
+                self._enter()
+                return
+
+    def _enter(self) -> None:
+        if not self._packed:
+            return
+        kinds, self._kinds = self._kinds, []
+        packed, self._packed = self._packed, []
+        ticks, self._ticks = np.array(self._ticks), []
+        total, self._waiting = self._waiting, 0
+        counts = [len(each) // KEY_BYTES for each in packed]
+        low = np.frombuffer(b"".join(packed), dtype="<u8")[1::2]
+        different = set(kinds)
+        if len(different) == 1:
+            (only,) = different
+            idle = np.repeat(only.ages.ages_s(ticks, self._now), counts)
+            idents = np.bitwise_xor(low, np.uint64(only.space))
+            why = np.full(total, only.cause, dtype=np.uint16)
+        else:
+            spaces = np.array([kind.space for kind in kinds], dtype=np.uint64)
+            idents = np.bitwise_xor(low, np.repeat(spaces, counts))
+            why = np.repeat(np.array([kind.cause for kind in kinds], dtype=np.uint16), counts)
+            each_idle = np.empty(len(kinds))
+            for ages in {kind.ages for kind in different}:
+                of_tier = np.array([kind.ages is ages for kind in kinds], dtype=np.bool_)
+                each_idle[of_tier] = ages.ages_s(ticks[of_tier], self._now)
+            idle = np.repeat(each_idle, counts)
+        for at in range(0, total, self.most):  # where there are fewer places than these
+            some = slice(at, at + self.most)
+            self._enter_some(idents[some], idle[some], why[some])
+
+    def _enter_some(
+        self,
+        idents: npt.NDArray[np.uint64],
+        idle: npt.NDArray[np.float64],
+        why: npt.NDArray[np.uint16],
+    ) -> None:
+        count, most = len(idents), self.most
+        first = (self.count + 1) % most
+        until_end = min(count, most - first)
+        for rows, some in (
+            (slice(first, first + until_end), slice(0, until_end)),
+            (slice(0, count - until_end), slice(until_end, count)),
+        ):
+            self._idents[rows] = idents[some]
+            self._at[rows] = self._now - self._began
+            self._idle[rows] = idle[some]
+            self._why[rows] = why[some]
+        numbers = np.arange(self.count + 1, self.count + 1 + count, dtype=np.int64)
+        buckets = (idents * np.uint64(_ODD)) >> np.uint64(64 - self._bits)
+        before = self._last[buckets]
+        self._before[first : first + until_end] = before[:until_end]
+        self._before[: count - until_end] = before[until_end:]
+        self._last[buckets] = numbers
+        # Of those that share a bucket, one is the last; the others follow it.
+        last = self._last[buckets]
+        for at in np.flatnonzero(last != numbers).tolist():
+            head = int(last[at]) % most
+            self._before[(first + at) % most] = self._before[head]
+            self._before[head] = numbers[at]
+        self.count += count
+
+    def _number_of(self, cause: Cause) -> int:
+        number = self._causes.get(cause)
+        if number is None:
+            if len(self._causes) >= CAUSES_MAX and cause.by:
+                return self._number_of(cause._replace(by=""))
+            number = self._causes[cause] = len(self._cause_of)
+            self._cause_of.append(cause)
+        return number
+
+
+class TierDepartures:
+    """What one tier's rules tell of.
+
+    by: the namespace that is being put, in hex, while room is made for it. above_disks: blocks of this tier may be on
+    disks too.
+    """
+
+    __slots__ = ("_ages", "_kinds", "_memory", "_tier", "above_disks", "by", "on")
+
+    def __init__(self, memory: Departures, tier: str, ages: IdleAge) -> None:
+        self._memory = memory
+        self._tier = tier
+        self._ages = ages
+        self._kinds: dict[tuple[int, str, str, bool], Kind] = {}  # of the last departures
+        self.by = ""
+        self.above_disks = False
+        self.on = memory.most > 0
+
+    def tell(
+        self, space: int, keys: Sequence[bytes], reason: str, used: int, *, kept: bool = False
+    ) -> None:
+        """These blocks are not in the tier any more: see `Departures.add`. kept: a disk has them."""
+        if not self.on or not keys:
+            return
+        what = (space, reason, self.by, kept)
+        kind = self._kinds.get(what)
+        if kind is None:
+            if len(self._kinds) >= KINDS_MAX:
+                self._kinds.clear()
+            cause = Cause(reason, self._tier, self.by, kept)
+            kind = self._kinds[what] = self._memory.kind(space, cause, self._ages)
+        self._memory.add(kind, keys, used)
+
+
+def _ident(space: int, key: bytes) -> int:
+    return int.from_bytes(key[8:], "little") ^ space
