@@ -18,6 +18,7 @@ from typing import Any
 
 from kvpool.telemetry.histogram import Histogram
 from kvpool.telemetry.node_stats import (
+    Missed,
     NamespaceStats,
     NodeStats,
     PeerWays,
@@ -185,14 +186,19 @@ def _spaces(stats: NodeStats, most: int) -> list[tuple[tuple[str, str, str], Map
             "quota": space.quota_bytes,
             "blocks": max(space.blocks, default=0),
             "epoch": space.epoch,
+            "misses": space.misses,
         }
         shown.append(((tenant, digest, model), entry))
-    rest: dict[str, dict[str, int]] = {}
+    rest: dict[str, dict[str, Any]] = {}
     for _, tenant, _, space, on_disks in found[most:]:
-        total = rest.setdefault(tenant, {"dram": 0, "ssd": 0, "blocks": 0})
+        total = rest.setdefault(tenant, {"dram": 0, "ssd": 0, "blocks": 0, "misses": {}})
         total["dram"] += space.held_bytes
         total["ssd"] += on_disks
         total["blocks"] += max(space.blocks, default=0)
+        for reason, missed in space.misses.items():
+            known = total["misses"].setdefault(reason, Missed())
+            known.requests += missed.requests
+            known.blocks += missed.blocks
     return shown + [((tenant, OTHERS, ""), total) for tenant, total in rest.items()]
 
 
@@ -200,6 +206,15 @@ def _space(name: str, view: View, *labels: str) -> Iterator[Sample]:
     for space, entry in view.spaces():
         if name in entry:
             yield (*space, *labels), entry[name]
+
+
+def _misses(name: str) -> Source:
+    def read(view: View) -> Iterator[Sample]:
+        for space, entry in view.spaces():
+            for reason, missed in entry["misses"].items():
+                yield (*space, reason), getattr(missed, name)
+
+    return read
 
 
 def _space_in(tier: str) -> Source:
@@ -750,6 +765,20 @@ METRICS: tuple[Metric, ...] = (
         "Current epoch of a namespace. A reset or clear starts a new one.",
         partial(_space, "epoch"),
         labels=("tenant", "namespace", "model"),
+    ),
+    _counter(
+        "missed_reads",
+        "Reads that ended before all blocks that they asked for, by why the first missing one was not there "
+        "([reasons](operations.md#why-was-it-a-miss)). The questions of an engine about one prompt count once, ten "
+        "seconds later.",
+        _misses("requests"),
+        labels=("tenant", "namespace", "model", "reason"),
+    ),
+    _counter(
+        "missed_blocks",
+        "The blocks that these reads did not get.",
+        _misses("blocks"),
+        labels=("tenant", "namespace", "model", "reason"),
     ),
     # Peers.
     _counter(

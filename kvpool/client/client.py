@@ -1006,6 +1006,18 @@ class Client:
             answer = connection.ask(message, self.timeout_s + wait_s)
         return {node: (first, last) for node, (first, last) in json.loads(answer.data).items()}
 
+    def why_missing(self, digest: bytes, keys: Keys, *, node: str = "") -> dict[str, Any]:
+        """Why a node could not provide more of a prompt, now and when it was last read: see
+        `kvpool.wire.client.WhyMissing`.
+
+        digest: of the namespace, which must be open on that node. node: its name; empty: this client's. Raises
+        `Unavailable`, and `InvalidRequest` for a namespace that is not open there.
+        """
+        found: dict[str, Any] = self._ask_json(
+            client_wire.WhyMissing(digest, pack_keys(keys), node)
+        )
+        return found
+
     def _ask_json(self, message: frame.Message) -> Any:
         with self._connections.request() as connection:
             return json.loads(connection.ask(message, self.timeout_s + RESET_S).data)

@@ -589,6 +589,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 16
     lease_s_max: Annotated[Seconds, setting("The longest lease.", panel=LIMITS)] = 60.0
+    departures_max: Annotated[
+        int,
+        setting(
+            "How many blocks that left a tier of this node are remembered, to say [why a read missed them]"
+            "(operations.md#why-was-it-a-miss): 34 bytes each. 0: none, and reads are not told apart.",
+            panel=LIMITS,
+            ge=0,
+            le=1 << 24,
+        ),
+    ] = 1 << 17
 
     def __repr__(self) -> str:
         shown = (

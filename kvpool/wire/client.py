@@ -38,6 +38,7 @@ type  message          direction             answer
 135   ClearNamespace   client → daemon       Done: the new epoch
 138   RemoveEach       client → daemon       Bytes: 0 or 1 a key, and a `Presence` of those beside
 140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
+145   WhyMissing       client → daemon       Bytes: a JSON object
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
 132   CommitParts      client → daemon       CommittedParts
@@ -510,6 +511,20 @@ class Prefixes(Message, tag=58):
     wait_s: Finite
 
 
+class WhyMissing(Message, tag=145):
+    """Why a node could not provide more of a prompt. JSON: `asked`; `memory_blocks` and `blocks` that it could, from
+    memory and from disks too; `missing`, the first block that it could not, and `last`, the last read that ended at one
+    of these blocks, each with `block` (its index), `key`, `reason`, `words`, `tier`, `age_s`, `idle_s`, `by`, `where`,
+    `differs`, or null; `reach_s`: for how long departures are remembered, null: all.
+
+    `digest`: of the namespace, without its epoch. `node`: its name; empty: the one that is asked.
+    """
+
+    digest: bytes
+    keys: bytes
+    node: str = ""
+
+
 ClientMessage = (
     Hello
     | OpenNamespace
@@ -544,6 +559,7 @@ ClientMessage = (
     | AnnounceEngine
     | Engines
     | Prefixes
+    | WhyMissing
     | OperatorMessage
 )
 DaemonMessage = (

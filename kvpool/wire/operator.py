@@ -21,6 +21,7 @@ type  message          direction             answer
 108   Settings         operator → daemon     Bytes: a JSON array
 109   ChangeSettings   operator → daemon     Done
 121   TakeSpans        operator → daemon     Bytes: a JSON object
+146   HitCurves        operator → daemon     Bytes: a JSON object
 """
 
 from __future__ import annotations
@@ -201,6 +202,13 @@ class TakeSpans(Message, tag=121):
     count: int
 
 
+class HitCurves(Message, tag=146):
+    """What a tenant has of this node's memory and disks, and the reuse distances of its reads.
+
+    JSON: a `kvpool.telemetry.hit_curve.Memory`.
+    """
+
+
 OperatorMessage = (
     Cluster
     | Locate
@@ -221,4 +229,5 @@ OperatorMessage = (
     | Settings
     | ChangeSettings
     | TakeSpans
+    | HitCurves
 )

@@ -1358,7 +1358,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --node n --cluster k --join etcds://u@e:1 --join-ca /1 --join-cert /2 --join-key /3"
         " --directory rediss://r:1 --directory-ca /4 --directory-cert /5 --directory-key /6"
         " --label zone=a --label rack=7 --no-forward --member-ttl-s 9 --directory-timeout-s 0.25"
-        " --replicas-max 4 --namespace-unused-days 9 --replication-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6"
+        " --replicas-max 4 --namespace-unused-days 9 --replication-bandwidth 1MiB --socket-mode 660 --peers-max 5 --lease-s-max 6 --departures-max 9"
         " --ssd /e=8MiB --ssd /f=1GiB --ssd-write none --ssd-bytes-per-day 1TiB --ssd-flush-s 3"
         " --ssd-drain-s 9 --memory-wait-s 4 --encryption-secret-file /e"
         " --audit-file /a --audit-file-bytes 1MiB --audit-files 2"
@@ -1396,6 +1396,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         1 << 20,
     )
     assert (config.member_ttl_s, config.directory_timeout_s, config.lease_s_max) == (9, 0.25, 6)
+    assert config.departures_max == 9
     assert (config.socket_mode, config.clients_max, config.peers_max) == (0o660, 3, 5)
     assert config.ssd == (DiskConfig("/e", 8 << 20), DiskConfig("/f", 1 << 30))
     assert (config.ssd_write, config.ssd_bytes_per_day, config.ssd_flush_s) == ("none", 1 << 40, 3)

@@ -150,6 +150,7 @@ memory_wait_s = 4
 peers_max = 6
 engines_max = 7
 lease_s_max = 7
+departures_max = 8
 log_level = "debug"
 log_format = "json"
 otlp = "https://collector:4318/tenant/"
@@ -242,6 +243,7 @@ tenant = "red"
         peers_max=6,
         engines_max=7,
         lease_s_max=7.0,
+        departures_max=8,
         log_level="debug",
         log_format="json",
         otlp="https://collector:4318/tenant",
@@ -325,6 +327,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "peers_max": "6",
         "engines_max": "64",
         "lease_s_max": "7.5",
+        "departures_max": "0",
         "log_level": "error",
         "log_format": "json",
         "otlp": "http://127.0.0.1:4318",
@@ -359,7 +362,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
     assert config.forward is False
     assert (config.events, config.engines_max) == (False, 64)
     assert (config.member_ttl_s, config.directory_timeout_s) == (2.5, 0.1)
-    assert config.lease_s_max == 7.5
+    assert (config.lease_s_max, config.departures_max) == (7.5, 0)
     assert (config.log_level, config.log_format) == ("error", "json")
     assert config.otlp == "http://127.0.0.1:4318"
     assert (config.http, config.http_rate) == (("[::1]:7071", "unix:/h"), 0.5)

@@ -104,6 +104,7 @@ METHODS = {
         "socket_path",
         "stats",
         "warm",
+        "why_missing",
     },
     "OperatorClient": {
         "ask_node",

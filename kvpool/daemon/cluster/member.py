@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +27,7 @@ from kvpool.daemon.cluster.unused_namespaces import UnusedNamespaces
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
-from kvpool.daemon.fetch.ports import LivingNode
+from kvpool.daemon.fetch.ports import GoneNode, LivingNode
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.directory.announcer import Announcer
 from kvpool.placement.directory.base import TIERS, Directory, Entry
@@ -56,6 +57,7 @@ log = logging.getLogger("kvpool.daemon")
 
 TICK_S = 1.0
 REJOIN_S = (0.1, 5.0)
+GONE_MAX = 256  # nodes that have left, and are known by name
 SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 
 
@@ -99,6 +101,7 @@ class ClusterMember:
         self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
         self._living: dict[bytes, LivingNode] = dict(self._static)
+        self._gone: OrderedDict[bytes, GoneNode] = OrderedDict()
         self._by_url: dict[str, NodeRecord] = {}
         self._routes: dict[
             str, tuple[NodeRecord, Route]
@@ -190,6 +193,11 @@ class ClusterMember:
         return self._living
 
     @property
+    def gone(self) -> Mapping[bytes, GoneNode]:
+        """The last nodes that have left, by incarnation."""
+        return self._gone
+
+    @property
     def directory(self) -> Directory | None:
         return self._directory
 
@@ -269,6 +277,12 @@ class ClusterMember:
             if held is None or held.incarnation_bytes != self._followed_as:
                 left.append(self._followed_as)
             self._followed_as = self.own
+        for old, _ in nodes:
+            if old is not None and old.incarnation_bytes not in here:
+                drained = old.state in {NodeState.DRAINING, NodeState.GONE}
+                self._gone[old.incarnation_bytes] = GoneNode(old.node, drained)
+        while len(self._gone) > GONE_MAX:
+            self._gone.popitem(last=False)
         self._dead.left([incarnation for incarnation in left if incarnation not in here])
         self._dead.came(here)
         if not nodes:

@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
@@ -59,6 +60,16 @@ from kvpool.types import PartKind, Presence, Recompute
 ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong
 SHORTER_SHARE = 0.25  # of the time left for a prefix; for a shorter one that needs other blocks
 TRIAL_BYTES = 1 << 20  # loaded to measure a source's speed, or one block if that is more
+
+
+class Pulled(NamedTuple):
+    """What a pull could have brought. blocks: of the prefix, those that were to be here at its end. declined: others
+    were there that are computed sooner. late: it ended because its time was over.
+    """
+
+    blocks: int
+    declined: bool = False
+    late: bool = False
 
 
 class BlockFetcher:
@@ -140,7 +151,7 @@ class BlockFetcher:
         recompute: Recompute | None = None,
         *,
         direct: bool = False,
-    ) -> None:
+    ) -> Pulled:
         """Bring the missing blocks of a prefix here, of which `here` blocks are usable already. Ends by `wait_s`.
 
         recompute: the price of computing the blocks instead; blocks that take longer to load are left out.
@@ -149,8 +160,9 @@ class BlockFetcher:
         if not wait_s > 0:
             raise InvalidRequest(f"wait_s = {wait_s} is not a valid number of seconds")
         if here == len(keys) or not self.active:
-            return
+            return Pulled(here)
         deadline = self._clock() + wait_s
+        most, some_declined = here, False
         tables = namespace.tables_of(parts)
         located = self.locator.on_this_node(tables, keys)
         asked = not self.locator.elsewhere
@@ -176,8 +188,10 @@ class BlockFetcher:
             if recompute is not None:
                 keys = keys[:there]  # decided once: declined blocks are not considered again
                 self._decline(declined)
+                some_declined = some_declined or bool(declined)
+            most = max(most, there)
             if there <= here or self._clock() >= deadline:
-                return
+                break
             besides = self._on_device if direct else None
             there = self._fitting(tables, keys[:there], located, besides)
             wanted = partial(missing, tables, keys[:there], located, besides)
@@ -190,7 +204,7 @@ class BlockFetcher:
                 until -= SHORTER_SHARE * (deadline - self._clock())
             failed = await self._bring_prefix(namespace, tables, keys[:there], wanted, until)
             if not failed:
-                return
+                break
             here = self.match(namespace, parts, keys, direct=direct)
             if self._clock() < until or unasked <= here:
                 _strike_out(located, failed)
@@ -200,6 +214,7 @@ class BlockFetcher:
                     await self.locator.prefix(namespace, tables, keys[:unasked], here, deadline),
                 )
                 asked, unasked = True, 0
+        return Pulled(most, some_declined, self._clock() >= deadline)
 
     def _doubtful(self, located: Located) -> bool:
         """Whether some of these are on a place of this node that has answered nothing since it was slow or failed."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress, repeat
 
@@ -39,6 +40,7 @@ HOLDS_SINCE = (
 )
 NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
 REMEMBERED_MAX = 1 << 18
+LOST_MAX = 1024
 
 
 class Locator:
@@ -65,6 +67,9 @@ class Locator:
         self._clock = clock
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
+        self._lost: OrderedDict[bytes, bytes] = (
+            OrderedDict()
+        )  # incarnations by directory digest and key
         self._stats = stats
 
     @property
@@ -292,7 +297,37 @@ class Locator:
                         strangers.setdefault(entry, []).append(key)
         for entry, some in strangers.items():
             self._cluster.met(namespace, some, entry)
+        if strangers:
+            self._note_lost(namespace, keys, entries, kept)
         return kept
+
+    def _note_lost(
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        entries: Sequence[Sequence[Entry]],
+        kept: Sequence[Sequence[Entry]],
+    ) -> None:
+        """Remember the first block whose replicas all are on nodes that are gone: a miss is explained by its first one."""
+        for key, found, left in zip(keys, entries, kept, strict=True):
+            if found and not left:
+                name = namespace.directory_digest + key
+                self._lost.pop(name, None)
+                self._lost[name] = found[0].incarnation
+                if len(self._lost) > LOST_MAX:
+                    self._lost.popitem(last=False)
+                return
+
+    def lost_with(self, namespace: NamespaceState, key: bytes) -> bytes | None:
+        """The incarnation, not living any more, that the directory last named for this block; None: it named none."""
+        name = namespace.directory_digest + key
+        lost = self._lost.get(name)
+        if lost is None:
+            known = self._remembered.recall(namespace.directory_digest, [key])[0]
+            lost = known[0].incarnation if known else None
+            if any(entry.incarnation in self._cluster.living for entry in known):
+                return None
+        return None if lost in self._cluster.living else lost
 
     async def _ask_peers(
         self,

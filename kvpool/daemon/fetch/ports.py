@@ -60,12 +60,23 @@ class PeerTransport(Protocol):
     async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes: ...
 
 
+class GoneNode(NamedTuple):
+    """A node that has left. drained: it was to leave, and had copied its blocks."""
+
+    node: str
+    drained: bool
+
+
 class ClusterView(Protocol):
     """A node's view of its cluster."""
 
     @property
     def living(self) -> Mapping[bytes, LivingNode]:
         """The other nodes that may be pulled from, by incarnation."""
+
+    @property
+    def gone(self) -> Mapping[bytes, GoneNode]:
+        """Nodes that were in the cluster, by incarnation; only the last ones."""
 
     @property
     def directory(self) -> Directory | None: ...

@@ -26,6 +26,7 @@ from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
 from kvpool.daemon.ops.event_log import AUDIT, EventLog
 from kvpool.daemon.ops.jobs import JobRunner, Work
 from kvpool.daemon.ops.listing import list_blocks, show_blocks
+from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.runtime_settings import changed, describe
@@ -69,6 +70,7 @@ BY_CHARACTERS_MAX = 200
 OPERATE_SINCE = 7  # protocol
 
 Answer = frame.Done | frame.Bytes
+_OF_CLIENTS = {client_wire.Prefixes, client_wire.WhyMissing}
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -106,6 +108,7 @@ class Operators:
         transport: Asks,
         journal: EventLog,
         stats: StatsGatherer,
+        miss_reasons: MissReasons,
         spans: Spans,
         clock: Callable[[], float],
     ) -> None:
@@ -123,6 +126,7 @@ class Operators:
         self._transport = transport
         self._clock = clock
         self._stats = stats
+        self._miss_reasons = miss_reasons
         self._spans = spans
         work = Work(tiers, fetcher, rules.by_tier, self._list_on, self._evict_on, clock)
         tenants = [each.name for each in config.all_tenants()]
@@ -132,6 +136,8 @@ class Operators:
             operator_wire.Inspect: self._inspect,
             operator_wire.Locate: self._locate,
             client_wire.Prefixes: self._prefixes,
+            client_wire.WhyMissing: self._why_missing,
+            operator_wire.HitCurves: self._hit_curves,
             operator_wire.ListBlocks: self._list_blocks,
             operator_wire.ShowBlocks: self._show_blocks,
             operator_wire.Drain: self._drain,
@@ -152,7 +158,7 @@ class Operators:
     @property
     def requests(self) -> tuple[type, ...]:
         """Requests that operators may make without an envelope; clients make some of these themselves."""
-        return tuple(kind for kind in self._handlers if kind is not client_wire.Prefixes)
+        return tuple(kind for kind in self._handlers if kind not in _OF_CLIENTS)
 
     async def close(self) -> None:
         """End all jobs."""
@@ -274,6 +280,35 @@ class Operators:
     async def _prefixes(self, tenant: Tenant, _by: str, m: client_wire.Prefixes) -> frame.Bytes:
         keys = _keys(m.keys, frame.KEYS_MAX)
         return _json(await prefixes(self.cluster, tenant, m.digest, keys, m.wait_s))
+
+    async def _why_missing(
+        self, tenant: Tenant, _by: str, m: client_wire.WhyMissing
+    ) -> frame.Bytes:
+        return self.why_missing(tenant, m)
+
+    def why_missing(self, tenant: Tenant, m: client_wire.WhyMissing) -> frame.Bytes:
+        """Of this node, whatever node it names. Raises `InvalidRequest`."""
+        keys = _keys(m.keys, frame.KEYS_MAX)
+        if not keys:
+            raise InvalidRequest("no keys: name those of a prompt, in their order")
+        (namespace,) = self._chosen(tenant, m.digest)
+        return _json(self._miss_reasons.explain(namespace, [], keys))
+
+    async def why_missing_on(self, holder: Holder, m: client_wire.WhyMissing) -> Answer:
+        """The same of another node, for a tenant's own client."""
+        with asking_others():
+            return await self._on(
+                m.node,
+                holder.tenant.name,
+                f"client {holder.name}",
+                msgspec.structs.replace(m, node=""),
+                ANSWER_S,
+            )
+
+    async def _hit_curves(
+        self, tenant: Tenant, _by: str, _m: operator_wire.HitCurves
+    ) -> frame.Bytes:
+        return _json(self._miss_reasons.memory(tenant))
 
     async def _list_blocks(
         self, tenant: Tenant, _by: str, m: operator_wire.ListBlocks

@@ -25,6 +25,7 @@ from kvpool.daemon.cluster.namespaces import Namespaces
 from kvpool.daemon.cluster.peer_service import PeerService
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.departures import Departures
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
@@ -38,6 +39,7 @@ from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.event_publisher import EventPublisher
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.logins import Logins
+from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.removals import Removals
@@ -112,6 +114,7 @@ class Daemon(Generic[T]):
     sampler: Sampler
     sessions: SessionKeeper
     hot_prefixes: HotPrefixes
+    miss_reasons: MissReasons
     prober: Prober
     operators: Operators
     requests: ClientRequests
@@ -121,9 +124,15 @@ class Daemon(Generic[T]):
 
 
 def make_rules(
-    config: DaemonConfig, incarnation: str, costs: Costs, *, packed: bool = False
+    config: DaemonConfig,
+    incarnation: str,
+    costs: Costs,
+    departures: Departures,
+    tier: str,
+    *,
+    packed: bool = False,
 ) -> Node:
-    """Rules of an empty tier. packed: see `Node`."""
+    """Rules of an empty tier. departures, packed: see `Node`."""
     policy = config.policy or DEFAULT_POLICY
     return Node(
         make_policy=policy_maker(policy, costs),
@@ -131,12 +140,21 @@ def make_rules(
         limits=Limits(lease_s_max=config.lease_s_max, waiters_max=max(1, config.peers_max // 2)),
         incarnation=incarnation,
         packed=packed,
+        departures=departures,
+        tier=tier,
+        above_disks=bool(config.ssd) and tier == "dram",
     )
 
 
-def make_memory_rules(config: DaemonConfig, incarnation: str) -> Node:
-    """Rules of DRAM, or of spare device memory."""
-    return make_rules(config, incarnation, dram_costs(disks=bool(config.ssd)))
+def make_memory_rules(
+    config: DaemonConfig,
+    incarnation: str,
+    departures: Departures | None = None,
+    tier: str = "dram",
+) -> Node:
+    """Rules of DRAM, or of spare device memory. departures: as remembered so far; None: begin a memory of them."""
+    departures = departures or Departures(config.departures_max)
+    return make_rules(config, incarnation, dram_costs(disks=bool(config.ssd)), departures, tier)
 
 
 def compose(
@@ -174,7 +192,9 @@ def compose(
         config,
         node,
         clock,
-        lambda: make_rules(config, node.incarnation, ssd_costs(), packed=True),
+        lambda: make_rules(
+            config, node.incarnation, ssd_costs(), node.departures, "ssd", packed=True
+        ),
         adopt,
         encryption,
     )
@@ -184,7 +204,10 @@ def compose(
     device: DeviceTier | None = None
     if config.device is not None:
         device = DeviceTier(
-            config.device, node, clock, lambda: make_memory_rules(config, node.incarnation)
+            config.device,
+            node,
+            clock,
+            lambda: make_memory_rules(config, node.incarnation, node.departures, "device"),
         )
     engines = Engines(
         config,
@@ -243,6 +266,12 @@ def compose(
     expiry = Expiry(lambda: [tier for _, tier in rules], rules.ttl_s, clock)
     sampler = Sampler(lambda: rules, clock)
     hot_prefixes = HotPrefixes()
+    node.departures.begin(clock())
+    disks_bytes = sum(disk.size for disk in config.ssd)
+    disk_bytes = {name: int(share * disks_bytes) for name, share in config.ssd_shares().items()}
+    miss_reasons = MissReasons(
+        *(config.node, node, fetcher, cluster, tenants, disk_bytes, ssd.lost_since, clock)
+    )
     spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
     counts = ConnectionCounts()
     stats = StatsGatherer(
@@ -280,6 +309,7 @@ def compose(
         transport,
         events,
         stats,
+        miss_reasons,
         spans,
         clock,
     )
@@ -301,6 +331,7 @@ def compose(
         operators,
         stats,
         hot_prefixes,
+        miss_reasons,
         may_free,
         spans,
         loop_shares,
@@ -337,6 +368,7 @@ def compose(
         sampler=sampler,
         sessions=sessions,
         hot_prefixes=hot_prefixes,
+        miss_reasons=miss_reasons,
         prober=Prober(transport, cluster, peers, clock),
         operators=operators,
         requests=requests,

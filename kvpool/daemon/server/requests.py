@@ -20,11 +20,13 @@ from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable
 from kvpool.daemon.core.commit_waiters import DROPPED_S
 from kvpool.daemon.core.loop_shares import LoopShares
+from kvpool.daemon.core.misses import Stage
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_counts, parse_parts, parse_wish, rows
-from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.fetcher import BlockFetcher, Pulled
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
@@ -92,6 +94,7 @@ class ClientRequests:
         operators: Operators,
         stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
+        miss_reasons: MissReasons,
         may_free: Callable[[NamespaceState], bool],
         spans: Spans,
         loop_shares: LoopShares | None,
@@ -119,6 +122,7 @@ class ClientRequests:
         self._operators = operators
         self._stats_of = stats
         self._hot_prefixes = hot_prefixes
+        self._miss_reasons = miss_reasons
         self._clock = clock
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_due = math.inf
@@ -156,6 +160,7 @@ class ClientRequests:
             client_wire.AnnounceEngine: self._announce_engine,
             client_wire.Engines: self._describe_engines,
             client_wire.Prefixes: self._prefixes,
+            client_wire.WhyMissing: self._why_missing,
             client_wire.Present: self._present,
             client_wire.ClearNamespace: self._clear,
             client_wire.SessionTurn: self._session_turn,
@@ -327,6 +332,7 @@ class ClientRequests:
         if stored and reservation is not None:
             namespace, part = reservation.table.namespace, reservation.table.part
             _count_put(reservation.table, stored)
+            self._miss_reasons.put(reservation.table, reservation.keys)
             self._replication.wish(namespace, reservation.keys, replicas)
             self._ssd.stored(namespace, part, lambda: reservation.keys)
         return stored
@@ -360,6 +366,7 @@ class ClientRequests:
             self._replication.wish(namespace, split_keys(m.keys), m.replicas)
         if new:
             _count_put(namespace.tables[m.part], new)
+            self._miss_reasons.put(namespace.tables[m.part], m.keys)
             self._ssd.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
         if m.count > 0:
@@ -420,8 +427,9 @@ class ClientRequests:
         keys: Sequence[bytes],
         asked_at: float,
         here: int = frame.KEYS_MAX,
+        pulled: Pulled | None = None,
     ) -> client_wire.Leased:
-        """here: the most blocks that could have been leased without waiting."""
+        """here: the most blocks that could have been leased without waiting. pulled: what a wait for others was for."""
         now = self._clock()
         counters, before = self._node.counters, self._node.counters.leased_bytes
         direct = self._direct(m)
@@ -438,7 +446,13 @@ class ClientRequests:
                 scattered=m.scattered,
             )
         traffic = holder.tenant.traffic
-        traffic.reads.add(len(keys), 0 if lease is None else lease.blocks, here)
+        found = 0 if lease is None else lease.blocks
+        traffic.reads.add(len(keys), found, here)
+        if m.scattered:
+            self._miss_reasons.read_each(namespace, m.parts[0], m.keys, keys, found)
+        else:
+            stage = Stage.AGAIN if m.wait_s > 0 else Stage.HERE
+            self._miss_reasons.read(namespace, m.parts, m.keys, keys, found, stage, pulled)
         if lease is None:
             return _NOTHING_LEASED
         traffic.read_bytes += counters.leased_bytes - before
@@ -464,10 +478,11 @@ class ClientRequests:
         here: int,
     ) -> client_wire.Leased:
         wait_s = min(m.wait_s, self._config.lease_s_max)
+        pulled = None
         if m.scattered:
             await self._fetcher.pull_each(namespace, m.parts, keys, wait_s)
         else:
-            await self._fetcher.pull(
+            pulled = await self._fetcher.pull(
                 namespace,
                 m.parts,
                 keys,
@@ -477,7 +492,7 @@ class ClientRequests:
                 direct=self._direct(m) is not None,
             )
         self._fetcher.waited(self._clock() - asked_at)
-        return self._acquire_now(holder, namespace, m, keys, asked_at, here)
+        return self._acquire_now(holder, namespace, m, keys, asked_at, here, pulled)
 
     def _join(self, holder: Holder, m: client_wire.Join) -> client_wire.Leased:
         if len(set(m.parts)) != len(m.parts):
@@ -617,9 +632,12 @@ class ClientRequests:
         keys = split_keys(m.keys)
         here = self._fetcher.match(namespace, [], keys, direct=direct)
         asked_at = self._clock()
-        await self._fetcher.pull(namespace, [], keys, here, wait_s, _recompute(m), direct=direct)
+        pulled = await self._fetcher.pull(
+            namespace, [], keys, here, wait_s, _recompute(m), direct=direct
+        )
         found = self._fetcher.match(namespace, [], keys, direct=direct)
         holder.tenant.traffic.pulls.add(len(keys), found, here)
+        self._miss_reasons.read(namespace, [], m.keys, keys, found, Stage.PULLED, pulled)
         self._fetcher.waited(self._clock() - asked_at)
         return frame.Done(found)
 
@@ -676,6 +694,11 @@ class ClientRequests:
         keys = split_keys(m.keys)
         found = await prefixes(self._cluster, holder.tenant, m.digest, keys, m.wait_s)
         return frame.Bytes(msgspec.json.encode(found))
+
+    async def _why_missing(self, holder: Holder, m: client_wire.WhyMissing) -> Any:
+        if m.node in {"", self._config.node}:
+            return self._operators.why_missing(holder.tenant, m)
+        return await self._operators.why_missing_on(holder, m)
 
     async def _reset(self, holder: Holder, m: client_wire.Reset) -> client_wire.Opened:
         namespace = self._opened(holder, m.ns)

@@ -247,6 +247,7 @@ async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) 
         daemon.replication.forward(),
         daemon.expiry.run(),
         daemon.hot_prefixes.run(),
+        daemon.miss_reasons.run(),
         daemon.sampler.run(),
         daemon.sessions.run(),
         daemon.prober.run(daemon.operators.config.probe_s),

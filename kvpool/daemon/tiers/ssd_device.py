@@ -34,6 +34,7 @@ class SsdDevice(SsdBooks):
         weight: float = 1.0,
     ) -> None:
         super().__init__(path, size, shares, make_node, clock, weight=weight)
+        self.lost_at: float | None = None  # when its process ended last
         restorer, writer, reader = SsdRestorer(self), SsdWriter(self), SsdReader(self)
         self.restore = restorer.restore
         self.may_write, self.write = writer.may_write, writer.write
@@ -43,6 +44,7 @@ class SsdDevice(SsdBooks):
         """The process is dead, or cannot be started: empty until it is restored."""
         self.forget_all()
         self.state, self.error = TierState.FAILED, error
+        self.lost_at = self.clock()
 
     def stats(self) -> SsdStats:
         """Counters, with how it is now."""

@@ -101,6 +101,12 @@ def test_every_metric_is_told(world, numbers, until) -> None:
         writer.put(listed)
         until(lambda writer=writer: writer.announced)
         assert reader.read(listed) == 4
+    assert a.read(list(numbers(2))) == 0
+
+    def misses():
+        return a.stats.tenants["default"].namespaces[a.ns.digest.hex()].misses
+
+    until(misses, "a miss is counted, some seconds later")
     view = View(inspect(a), 200, 200)
     silent = {metric.name for metric in METRICS if not metric.samples(view)}
     assert silent == NOT_HERE

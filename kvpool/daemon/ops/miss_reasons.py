@@ -1,0 +1,266 @@
+"""Why a block is not here: what this node's books, its tiers and the directory know of it. Event loop only.
+
+Nobody is asked: a verdict costs some microseconds, and is made for the first missing block of a read only. A block that
+another node has dropped is known to that node; `kvpool lookup --why` asks all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.misses import Miss, Misses, Stage, Verdict, first_missing
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.reuse import ReuseCurve
+from kvpool.daemon.fetch.fetcher import BlockFetcher, Pulled
+from kvpool.daemon.fetch.ports import ClusterView
+from kvpool.decoding import decode_json
+from kvpool.hit_rule import usable
+from kvpool.telemetry.hit_curve import Memory, Reuse
+from kvpool.telemetry.misses import WORDS, Reason
+
+LOOK_S = 1.0
+OTHERS_MAX = 64  # namespaces of a tenant that are compared
+FACTS_MAX = 8
+FACT_CHARACTERS_MAX = 80
+
+
+class MissReasons:
+    """Finds reasons, and counts them."""
+
+    def __init__(
+        self,
+        name: str,
+        node: Node,
+        fetcher: BlockFetcher,
+        cluster: ClusterView,
+        tenants: Sequence[str],
+        disk_bytes: Mapping[str, int],
+        disk_lost_since: Callable[[float], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """tenants: all names that there will be. disk_bytes: each one's part of the disks; without any empty.
+        disk_lost_since: the name of a disk that was lost since then; empty: none was.
+        """
+        self._disk_lost_since = disk_lost_since
+        self._disk_bytes = disk_bytes
+        self._name = name
+        self._node = node
+        self._fetcher = fetcher
+        self._cluster = cluster
+        self._clock = clock
+        self._departures = node.departures
+        self.misses = Misses(self._counted)
+        self.on = self._departures.most > 0
+        self._curves = {name: ReuseCurve() for name in tenants} if self.on else {}
+
+    # ---- for reads -----------------------------------------------------------------------------------
+
+    def read(
+        self,
+        namespace: NamespaceState,
+        parts: Sequence[int],
+        packed: bytes,
+        keys: Sequence[bytes],
+        found: int,
+        stage: Stage,
+        pulled: Pulled | None = None,
+    ) -> None:
+        """A client asked for these blocks, and got `found` of them; the first ones, if they are a prefix."""
+        misses = self.misses
+        if not self.on or not keys:
+            return
+        now, before = 0.0, None
+        if misses.waits or found < len(keys):
+            now = self._clock()
+            misses.settle(now)
+            before = misses.asked(namespace, keys, stage)
+        curve = self._curves[namespace.tenant.name]
+        if before is None:
+            curve.asked(namespace, packed, found)
+        elif before < found:
+            curve.came(namespace, keys[before:found])
+        if found < len(keys):
+            tables = namespace.tables_of(parts)
+            table, at = first_missing(tables, keys, found)
+            verdict = self._verdict_of_read(table, keys[at], found, pulled, now)
+            misses.missed(Miss(now, namespace, keys[at], len(keys), found, verdict), keys, stage)
+        elif misses.waits or stage is Stage.PULLED:
+            misses.found(namespace, keys, stage, now or self._clock())
+
+    def read_each(
+        self, namespace: NamespaceState, part: int, packed: bytes, keys: Sequence[bytes], found: int
+    ) -> None:
+        """The same of blocks that are no chain: the first one that is missing stands for all."""
+        if not self.on or not keys:
+            return
+        whole = found == len(keys)
+        self._curves[namespace.tenant.name].asked(namespace, packed, found if whole else 0)
+        if whole:
+            return
+        now = self._clock()
+        self.misses.settle(now)
+        table = namespace.table(part)
+        key = next((key for key in keys if key not in table.blocks), keys[-1])
+        self.misses.asked(namespace, [key], Stage.AGAIN)
+        verdict = self.why(table, key, now)
+        self.misses.missed(Miss(now, namespace, key, len(keys), found, verdict), [key], Stage.AGAIN)
+
+    def put(self, table: PartTable, keys: bytes | Sequence[bytes]) -> None:
+        """A client has stored blocks, of each part by itself."""
+        if self.on and table.part == 0:
+            self._curves[table.namespace.tenant.name].put(table.namespace, keys)
+
+    def _verdict_of_read(
+        self, table: PartTable, key: bytes, found: int, pulled: Pulled | None, now: float
+    ) -> Verdict:
+        if pulled is not None:
+            if pulled.declined and found >= pulled.blocks:
+                return Verdict(Reason.DECLINED)
+            if found < pulled.blocks:
+                return Verdict(Reason.LATE if pulled.late else Reason.DROPPED_ELSEWHERE)
+        return self.why(table, key, now)
+
+    def _counted(self, miss: Miss) -> None:
+        if miss.verdict.reason is not Reason.DECLINED:
+            self._curves[miss.namespace.tenant.name].missed(miss.asked - miss.found)
+
+    async def run(self) -> None:
+        """Until cancelled: give departures their time, count reads that have ended, and follow what was asked for."""
+        while True:
+            now = self._clock()
+            self._departures.pass_time(now)
+            self.misses.settle(now)
+            for name, curve in self._curves.items():
+                if (tenant := self._node.tenants.get(name)) is not None:
+                    curve.present_bytes = tenant.allocator.size + self._disk_bytes.get(name, 0)
+                for _ in curve.turns(now):
+                    await asyncio.sleep(0)
+            await asyncio.sleep(LOOK_S)
+
+    def memory(self, tenant: Tenant) -> Memory:
+        """What the tenant has here, and what was measured of its reads."""
+        curve = self._curves.get(tenant.name)
+        reuse = Reuse() if curve is None else curve.reuse()
+        return Memory(
+            self._name, tenant.allocator.size, self._disk_bytes.get(tenant.name, 0), reuse
+        )
+
+    # ---- for one block -------------------------------------------------------------------------------
+
+    def why(self, table: PartTable, key: bytes, now: float) -> Verdict:
+        """The reason why a part of a block is not in memory here."""
+        namespace = table.namespace
+        if namespace.retired:
+            return Verdict(Reason.EPOCH)
+        locator = self._fetcher.locator
+        if key in locator.on_this_node([table], [key]):
+            return Verdict(Reason.NOT_ASKED)
+        departed = self._departures.find(namespace.space, key)
+        lost = locator.lost_with(namespace, key)
+        if lost is not None and (departed is None or departed.cause.reason in _ROOM):
+            gone = self._cluster.gone.get(lost)
+            drained = gone is not None and gone.drained
+            reason = Reason.DRAINED if drained else Reason.NODE_LOST
+            return Verdict(reason, where=lost.hex() if gone is None else gone.node)
+        if departed is not None:
+            cause = departed.cause
+            age_s = max(0.0, now - departed.at)
+            reason = Reason(cause.reason)
+            if cause.kept and (disk := self._disk_lost_since(departed.at)):
+                return Verdict(Reason.DISK_LOST, "ssd", where=disk)
+            return Verdict(reason, cause.tier, age_s, departed.idle_s, cause.by)
+        if any(key in each.garbage for each in self._node.ended_epochs.tables_of(namespace)):
+            return Verdict(Reason.EPOCH)
+        other = self._elsewhere(namespace, key)
+        if other is not None:
+            differs = differing(namespace.fields, other.fields)
+            return Verdict(Reason.OTHER_NAMESPACE, where=other.base_hex, differs=differs)
+        complete = self._departures.most and self._departures.reach_s() is None
+        return Verdict(Reason.NEVER_STORED if complete else Reason.FORGOTTEN)
+
+    def _elsewhere(self, namespace: NamespaceState, key: bytes) -> NamespaceState | None:
+        """Another namespace of the tenant that has the block, or has had it lately."""
+        others = list(islice(_others(namespace.tenant, namespace), OTHERS_MAX))
+        for other in others:
+            if any(key in table.blocks for table in other.tables):
+                return other
+        at = self._departures.first_of([other.space for other in others], key)
+        return others[at] if at >= 0 else None
+
+    # ---- for operators -------------------------------------------------------------------------------
+
+    def explain(
+        self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]
+    ) -> dict[str, Any]:
+        """What a read of this prefix would find here now, and why not more; and the last one that did not."""
+        now = self._clock()
+        self._node.settle()
+        tables = namespace.tables_of(parts)
+        in_memory = usable([each.spec for each in tables], [each.blocks for each in tables], keys)
+        on_node = self._fetcher.usable_on_node(namespace, parts, keys)
+        told: dict[str, Any] = {
+            "asked": len(keys),
+            "memory_blocks": in_memory,
+            "blocks": on_node,
+            "missing": None,
+            "last": None,
+            "reach_s": self._departures.reach_s(),
+        }
+        if on_node < len(keys):
+            table, at = self._first_missing_on_node(tables, keys, on_node)
+            told["missing"] = {
+                "block": at,
+                "key": keys[at].hex(),
+                **describe(self.why(table, keys[at], now)),
+            }
+        if (last := self.misses.last(namespace, keys)) is not None:
+            told["last"] = {
+                "block": keys.index(last.key),
+                "key": last.key.hex(),
+                "asked": last.asked,
+                "found": last.found,
+                "ago_s": now - last.at,
+                **describe(last.verdict),
+            }
+        return told
+
+    def _first_missing_on_node(
+        self, tables: Sequence[PartTable], keys: Sequence[bytes], found: int
+    ) -> tuple[PartTable, int]:
+        """Not in memory, and in no tier below it."""
+        below = self._fetcher.locator.on_this_node(tables, keys)
+        for at in range(found, len(keys)):
+            for table in tables:
+                if keys[at] not in table.blocks and keys[at] not in below:
+                    return table, at
+        return tables[0], found
+
+
+_ROOM = {Reason.FULL, Reason.QUOTA, Reason.SUPERSEDED}
+"""Reasons for which a block leaves one node only: another one has it, unless it is gone."""
+
+
+def _others(tenant: Tenant, namespace: NamespaceState) -> Iterable[NamespaceState]:
+    return (each for each in tenant.namespaces.values() if each is not namespace)
+
+
+def differing(ours: bytes, theirs: bytes) -> dict[str, list[object]]:
+    """Facts of two namespaces that are not the same, each with its value there and here; at most `FACTS_MAX`."""
+    mine: Mapping[str, Any] = decode_json(ours, dict[str, Any], "a namespace's fields")
+    other: Mapping[str, Any] = decode_json(theirs, dict[str, Any], "a namespace's fields")
+    names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
+    return {name: [_short(other.get(name)), _short(mine.get(name))] for name in names[:FACTS_MAX]}
+
+
+def _short(value: object) -> object:
+    text = value if isinstance(value, str) else repr(value)
+    return text[:FACT_CHARACTERS_MAX] if len(text) > FACT_CHARACTERS_MAX else value
+
+
+def describe(verdict: Verdict) -> dict[str, Any]:
+    """For JSON, with the reason in words too."""
+    return {**verdict._asdict(), "words": WORDS[verdict.reason]}

@@ -1,0 +1,84 @@
+"""Why a read missed, where other nodes have a part in it."""
+
+import signal
+
+from kvpool.telemetry.misses import Reason
+from kvpool.types import Recompute
+from tests.support.waiting import PATIENCE_S
+
+
+def keys(numbers):
+    return [number.to_bytes(16, "big") for number in numbers]
+
+
+def last(seat, numbers):
+    return seat.client.why_missing(seat.ns.digest, keys(numbers))["last"]
+
+
+def counted(seat):
+    return seat.stats.tenants["default"].namespaces[seat.ns.digest.hex()].misses
+
+
+def test_a_node_that_was_lost_and_what_is_computed_sooner(start_cluster, numbers, until):
+    world = start_cluster(nodes=3, environ={"KVPOOL_MEMBER_TTL_S": "2"})
+    a, b, c = world.seats()
+    some = list(numbers(8))
+    a.put(some)
+    until(lambda: a.announced, "they are announced")
+
+    # There, but the engine computes them sooner.
+    until(lambda: b.replicas(some) == [1] * 8)
+    cheap = Recompute(1e-9)
+    assert b.client.pull(b.ns, keys(some), wait_s=PATIENCE_S, recompute=cheap) == 0
+    assert last(b, some)["reason"] == Reason.DECLINED
+    assert last(b, some)["found"] == 0
+
+    # From another node's daemon, for a tenant's own client, and of the node itself.
+    assert c.client.why_missing(c.ns.digest, keys(some), node="b")["last"]["reason"] == "declined"
+    told = c.client.why_missing(c.ns.digest, keys(some), node="a")
+    assert (told["blocks"], told["missing"]) == (8, None)
+
+    # Gone with its node; the directory still names it.
+    world.node("a").kill()
+    until(lambda: "a" not in c.members, "its end is known")
+    assert c.client.pull(c.ns, keys(some), wait_s=PATIENCE_S) == 0
+    found = last(c, some)
+    assert (found["reason"], found["where"]) == (Reason.NODE_LOST, "a")
+    until(lambda: counted(c), "it is counted")
+    assert {reason: (m.requests, m.blocks) for reason, m in counted(c).items()} == {
+        "node_lost": (1, 8)
+    }
+
+    # Never seen by anybody.
+    never = list(numbers(4))
+    assert c.client.pull(c.ns, keys(never), wait_s=PATIENCE_S) == 0
+    assert last(c, never)["reason"] == Reason.NEVER_STORED
+
+
+def test_a_pull_that_comes_too_late(start_cluster, numbers, until):
+    world = start_cluster(nodes=2)
+    a, b = world.seats()
+    some = list(numbers(4))
+    a.put(some)
+    until(lambda: a.announced)
+    until(lambda: b.replicas(some) == [1] * 4)
+    a.node.signal(signal.SIGSTOP)
+    try:
+        assert b.client.pull(b.ns, keys(some), wait_s=1.0) == 0
+    finally:
+        a.node.signal(signal.SIGCONT)
+    assert last(b, some)["reason"] == Reason.LATE
+
+
+def test_a_block_that_another_node_has_dropped(start_cluster, numbers, until):
+    """The node that is asked does not know; the one that dropped it does, and the command asks all."""
+    world = start_cluster(nodes=2)
+    a, b = world.seats()
+    some = list(numbers(4))
+    a.put(some)
+    a.client.remove(a.ns, keys(some))
+    until(lambda: a.announced)
+    assert b.client.pull(b.ns, keys(some), wait_s=PATIENCE_S) == 0
+    assert last(b, some)["reason"] == Reason.NEVER_STORED
+    told = b.client.why_missing(b.ns.digest, keys(some), node="a")
+    assert told["missing"]["reason"] == Reason.REMOVED
