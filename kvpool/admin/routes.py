@@ -87,6 +87,7 @@ def _namespaces(looking: Looking, changing: Changing) -> list[Route]:
             body_optional=True,
         ),
         Route("GET", "/v1/tenants", looking.list_tenants, "viewer", t.TenantList, t.TenantPage),
+        Route("GET", "/v1/memory", looking.get_memory, "viewer", t.MemoryInfo, t.OfTenant),
     ]
 
 
@@ -101,6 +102,10 @@ def _blocks(blocks: Blocks) -> list[Route]:
             *("POST", "/v1/lookup", blocks.lookup, "viewer"),
             *(t.LookupInfo, t.OfTenant, t.LookupRequest),
             routers=True,
+        ),
+        Route(
+            *("POST", "/v1/why", blocks.why, "viewer"),
+            *(t.WhyInfo, t.OfTenant, t.WhyRequest),
         ),
         Route("POST", "/v1/pins", blocks.pin, "operator", t.PinInfo, t.OfTenant, t.PinRequest),
     ]

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvpool.placement.records import DrainProgress, NamespaceSettings, TransportRecord
-from kvpool.telemetry.node_stats import HotPrefix, SlabClass
+from kvpool.telemetry.hit_curve import Curve
+from kvpool.telemetry.node_stats import HotPrefix, Missed, SlabClass
 from kvpool.wire.jobs import JobName, JobSpec, JobState, JobView
 
 LIMIT_MAX = 1000
@@ -505,6 +506,67 @@ class LookupInfo(msgspec.Struct, frozen=True):
 
     items: list[PrefixOn]
     asked: int
+
+
+class WhyRequest(Given, frozen=True):
+    """keys: of a prompt's blocks in their order."""
+
+    namespace: Hex32
+    keys: Annotated[list[Hex32], msgspec.Meta(min_length=1, max_length=LOOKUP_KEYS_MAX)]
+
+
+class WhyBlock(msgspec.Struct, frozen=True):
+    """Why a block was not there. block: its index in the prompt. reason: one of the words of `kvpool_missed_reads_total`;
+    words: for people. What is not known is empty or null. tier: that which it left, `age_s` ago, after it was unused for
+    `idle_s`. by: the namespace whose put took its room. where: the other namespace, or the node that is lost. differs:
+    facts of that namespace, each with its value there and here. asked, found, ago_s: of a read, its blocks and when.
+    """
+
+    block: int
+    key: str
+    reason: str
+    words: str
+    tier: str = ""
+    age_s: float | None = None
+    idle_s: float | None = None
+    by: str = ""
+    where: str = ""
+    differs: dict[str, list[Any]] | None = None
+    asked: int | None = None
+    found: int | None = None
+    ago_s: float | None = None
+
+
+class WhyOn(msgspec.Struct, frozen=True):
+    """Of a node: blocks of the prompt that it could provide from memory, and from its disks too; the first one that it
+    could not, and the last read that ended at one of these blocks. reach_s: for how long it remembers blocks that left;
+    null: since it began.
+    """
+
+    node: str
+    asked: int
+    memory_blocks: int
+    blocks: int
+    missing: WhyBlock | None
+    last: WhyBlock | None
+    reach_s: float | None
+
+
+class WhyInfo(msgspec.Struct, frozen=True):
+    """By node. Nodes that do not have the namespace are left out."""
+
+    items: list[WhyOn]
+    unreachable: Unreachable = {}
+
+
+class MemoryInfo(msgspec.Struct, frozen=True):
+    """What more memory would give a tenant. curve: all nodes together. misses: by reason, since the nodes started."""
+
+    tenant: str
+    nodes: int
+    curve: Curve
+    misses: dict[str, Missed]
+    unreachable: Unreachable = {}
 
 
 class TenantInfo(msgspec.Struct, frozen=True):

@@ -27,6 +27,10 @@ def lookup(
             help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
         ),
     ] = None,
+    why: Annotated[
+        bool,
+        typer.Option("--why", help="Show of each node why it lacks the first block that it lacks."),
+    ] = False,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
@@ -34,8 +38,11 @@ def lookup(
     """Show how much of a prefix each node could provide. Exit status 1 if no node has any of it.
 
     Example: kvpool lookup 3fa9 00112233445566778899aabbccddeeff
+
+    Example: kvpool lookup 3fa9 --keys-file prompt.keys --why
     """
     from kvpool.cli.render.blocks import show_prefixes
+    from kvpool.cli.render.misses import ask_why, show_why
     from kvpool.cli.render.naming import block_keys
 
     wanted = block_keys(keys or [], keys_file)
@@ -44,13 +51,18 @@ def lookup(
     with base.client_of(socket, tenant) as client:
         chosen = base.resolve(client, tenant, digest)
         found = client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
+        told, silent = ask_why(client, tenant, chosen, wanted) if why else ({}, {})
     if as_json:
         rows = [
             {"node": name, "memory_blocks": memory, "blocks": both}
             for name, (memory, both) in found.items()
         ]
-        base.print_json({"keys": len(wanted), "items": rows})
+        reasons = {"why": told, "silent": silent} if why else {}
+        base.print_json({"keys": len(wanted), "items": rows, **reasons})
     else:
         show_prefixes(found, len(wanted))
+        show_why(told)
+        for name, reason in silent.items():
+            base.complain(f"{name}: {reason}")
     if not found:
         raise typer.Exit(EXIT_ERROR)

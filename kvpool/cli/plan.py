@@ -1,15 +1,58 @@
-"""`kvpool plan`: finds how many engines and how large a pool a workload needs."""
+"""`kvpool plan`: finds how many engines and how large a pool a workload needs, and what more memory would give a running
+pool."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from kvpool.cli.base import app
+from kvpool.cli import base
+from kvpool.cli.base import AsJson, Socket, Tenant, app
+
+WORKLOAD = "workload"
 
 
-@app.command()
+class _PlanGroup(TyperGroup):
+    """`kvpool plan TRACE` is `kvpool plan workload TRACE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = [WORKLOAD, *args]
+        return super().parse_args(ctx, args)
+
+
+plan_app = typer.Typer(cls=_PlanGroup, pretty_exceptions_enable=False)
+app.add_typer(
+    plan_app,
+    name="plan",
+    help="Find how much a workload needs (`workload`, which may be left out), or what more memory would give a running "
+    "pool (`memory`).",
+)
+
+
+@plan_app.command()
+def memory(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+    """Show what more memory would give: the hit rate for several amounts of it, and why blocks are missed now.
+
+    The nodes measure it while they run, for what a tenant's engines ask for.
+
+    Example: kvpool plan memory
+    """
+    from kvpool.cli.render.memory import gather, show_memory
+
+    with base.client_of(socket, tenant) as client:
+        found = gather(client, tenant)
+    if as_json:
+        base.print_json(found)
+    else:
+        show_memory(found)
+    for node, why in found.unreachable.items():
+        base.complain(f"{node}: {why}")
+
+
+@plan_app.command(WORKLOAD)
 def plan(
     trace: Annotated[
         str | None,
@@ -64,9 +107,9 @@ def plan(
         str | None, typer.Option("--json", help="Write all trials to this file.")
     ] = None,
 ) -> None:
-    """Find how many engines of each role, and how large a pool, a workload needs.
+    """Find how many engines of each role, and how large a pool, a workload needs. `workload` may be left out.
 
-    Example: kvpool plan trace.jsonl --ttft 3 --tpot 0.1 --router http://10.0.0.2:8080
+    Example: kvpool plan workload trace.jsonl --ttft 3 --tpot 0.1 --router http://10.0.0.2:8080
     """
     from kvpool.cli.render.router_http import TOKEN, RouterHttp
     from kvpool.cli.render.text import make_console

@@ -65,6 +65,7 @@ class Prompts(Protocol):
         self, body: Mapping[str, Any], kind: str, *, deadline_s: float = ...
     ) -> Prompt: ...
     async def look(self, prompt: Prompt, wait_s: float = ...) -> bool: ...
+    async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None: ...
 
 
 class Intake:
@@ -146,6 +147,10 @@ class Intake:
             "whole": whole,
         }
         return body, prompt, request
+
+    async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None:
+        """Why the engine's node could not provide more of a prompt; None: not known."""
+        return await self._prompts.why(prompt, engine)
 
     def _output_tokens(self, body: Body, tokens: int) -> int:
         """The expected tokens; never more than the engine would generate."""

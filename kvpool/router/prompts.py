@@ -228,6 +228,29 @@ class Prompts:
         self._pools.told(namespace, keys, found, self._clock())
         self._told(namespace, keys, found)
 
+    async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None:
+        """Why the engine's node could not provide more of a prompt: see `kvpool.wire.client.WhyMissing`.
+
+        None: the node or its namespace is not known. `error`, if the daemon did not say.
+        """
+        spec = self._catalog.engines.get(engine)
+        daemon = self._daemon
+        known = spec is not None and spec.node and spec.namespace and spec.hashing == prompt.spec
+        if daemon is None or spec is None or not known or not prompt.keys:
+            return None
+        if self._looking >= LOOKS_MAX:
+            return {"error": "too many lookups are in progress"}
+        packed = b"".join([each[-KEY_BYTES:] for each in prompt.hashes])
+        self._looking += 1
+        try:
+            return await daemon.ask(
+                lambda client: client.why_missing(spec.namespace, packed, node=spec.node)
+            )
+        except KvpoolError as error:
+            return {"error": str(error)}
+        finally:
+            self._looking -= 1
+
     def stats(self) -> dict[str, int]:
         """Plain values, counted from the start."""
         return {

@@ -385,7 +385,7 @@ class Serving:
         account = Account(incoming.ident, "", incoming.tenant, self._clock())
         limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
         try:
-            _, _, request = await self._intake.read(incoming, account, limit_s)
+            _, prompt, request = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
             raise self.no_room(error) from None
         said = await elsewhere(request, account.model)
@@ -393,6 +393,8 @@ class Serving:
             shown = decode_json(said, dict[str, Any], "an explanation")
         else:
             shown = dry_run(request, self._scheduler.explain(request, self._clock()))
+        if prompt is not None and isinstance(engine := shown.get("engine"), str):
+            shown["missing"] = await self._intake.why(prompt, engine)
         return {"model": account.model, **account.facts, **shown}
 
     # Running

@@ -238,6 +238,9 @@ class ScriptedKnowledge:
         self.looked.append(prompt)
         return True
 
+    async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None:
+        return None
+
     async def verify(self, name: str) -> str:
         return "verified"
 

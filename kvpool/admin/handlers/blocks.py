@@ -27,6 +27,10 @@ from kvpool.admin.types import (
     PinnedOn,
     PinRequest,
     PrefixOn,
+    WhyBlock,
+    WhyInfo,
+    WhyOn,
+    WhyRequest,
 )
 from kvpool.errors import KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
@@ -58,6 +62,15 @@ class _Shown(msgspec.Struct, frozen=True):
     key: str
     namespace: str
     here: list[dict[str, Any]]
+
+
+class _Why(msgspec.Struct, frozen=True):
+    asked: int
+    memory_blocks: int
+    blocks: int
+    missing: WhyBlock | None
+    last: WhyBlock | None
+    reach_s: float | None
 
 
 class Blocks:
@@ -230,6 +243,23 @@ class Blocks:
             sorted(items, key=lambda each: (-each.blocks, -each.memory_blocks, each.node)),
             len(body.keys),
         )
+
+    async def why(self, call: Call, wanted: OfTenant, body: WhyRequest) -> WhyInfo:
+        """Why each node lacks the first block of a prompt that it lacks."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        nodes, _, answers = await self._places(tenant, body.namespace)
+        keys = b"".join(map(bytes.fromhex, body.keys))
+        found = await self._cluster.json_each(
+            nodes,
+            client_wire.WhyMissing(bytes.fromhex(body.namespace), keys),
+            _Why,
+            tenant=tenant,
+        )
+        items = [
+            WhyOn(node=node, **msgspec.structs.asdict(each))
+            for node, each in sorted(found.by_node.items())
+        ]
+        return WhyInfo(items, {**answers.unreachable, **found.unreachable})
 
     # ---- pins --------------------------------------------------------------------------------------
 

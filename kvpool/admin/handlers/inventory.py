@@ -12,12 +12,13 @@ from kvpool.admin.cluster_view import Answers, Cluster, View
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
-from kvpool.admin.scope import check_namespace, check_node, tenant_of
+from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
 from kvpool.admin.tokens import ALL, Principal
 from kvpool.admin.types import (
     ClusterInfo,
     HeldOn,
     Me,
+    MemoryInfo,
     NamespaceInfo,
     NamespaceList,
     Node,
@@ -26,6 +27,7 @@ from kvpool.admin.types import (
     Nothing,
     OfNamespace,
     OfNode,
+    OfTenant,
     Page,
     SegmentInfo,
     SegmentList,
@@ -38,7 +40,9 @@ from kvpool.admin.types import (
 from kvpool.decoding import decode_json
 from kvpool.errors import KvpoolError
 from kvpool.placement.records import NamespaceSettings, NodeRecord
+from kvpool.telemetry.hit_curve import Memory, curve, misses_of
 from kvpool.telemetry.node_stats import NodeStats
+from kvpool.wire import operator as operator_wire
 
 SERVING = "serving"
 STANDINGS = ("member", "away")
@@ -176,6 +180,23 @@ class Looking:
         found = gather_tenants(answers, _seen(call.who, wanted.tenant))
         items, after = page(found, lambda each: each.tenant, wanted.limit, wanted.cursor)
         return TenantList(items, after, answers.unreachable)
+
+    async def get_memory(self, call: Call, wanted: OfTenant) -> MemoryInfo:
+        """The hit rate over memory, and why blocks are missed now."""
+        tenant = tenant_of(call.who, wanted.tenant)
+        answers = await self._cluster.stats()
+        if wanted.tenant:
+            check_tenant(answers, tenant)
+        found = await self._cluster.json_each(
+            having(answers, tenant), operator_wire.HitCurves(), Memory, tenant=tenant
+        )
+        return MemoryInfo(
+            tenant=tenant,
+            nodes=len(found.by_node),
+            curve=curve(list(found.by_node.values())),
+            misses=misses_of(answers.by_node.values(), tenant),
+            unreachable={**answers.unreachable, **found.unreachable},
+        )
 
 
 def show_node(view: View, name: str, who: Principal) -> Node:

@@ -4,6 +4,7 @@ import { Problem, change, get, list, path, session } from "./api.js";
 import { History, chart, hit_rate, mean_of_last, nice_bytes, summed } from "./charts.js";
 import { field, h, morph, notify, open_dialog } from "./dom.js";
 import { DASH, bytes, by_name, count, duration, milliseconds, percent, plural, rate, time_of, title_of } from "./format.js";
+import { memory_cards } from "./memory.js";
 import { bar, card, empty, heading, live, message, namespace_href, namespace_name, pairs, pill, ranking, short_key,
   state_pill, table, tier_meter, tier_name, told } from "./parts.js";
 
@@ -67,11 +68,12 @@ export function cluster_view(root) {
   const drawn = charts();
   const view = live(root, async (signal) => {
     const hot = (by, limit) => get(path(["hot"], { by, limit }), signal);
-    const [cluster, nodes, , spaces, prefixes, tenants, engines] = await Promise.all([
+    const [cluster, nodes, , spaces, prefixes, tenants, engines, memory] = await Promise.all([
       get(path(["cluster"]), signal), list(["nodes"], {}, { signal }), refresh_history(signal),
       list(["namespaces"], {}, { signal }), hot("prefix", PREFIXES), hot("tenant", RANKS), list(["engines"], {}, { signal }),
+      get(path(["memory"]), signal),
     ]);
-    return { cluster, nodes, spaces, prefixes: prefixes.items, tenants: tenants.items, engines };
+    return { cluster, nodes, spaces, prefixes: prefixes.items, tenants: tenants.items, engines, memory };
   }, (data) => {
     document.getElementById("cluster-name").textContent = data.cluster.cluster;
     const nodes = all_nodes(data.nodes);
@@ -81,6 +83,7 @@ export function cluster_view(root) {
       tiles(nodes),
       h("section", { "aria-label": "Nodes", class: "grid" }, nodes.map(node_card)),
       session.whole ? drawn.element : null,
+      memory_cards(data.memory),
       ranked(data),
     ];
   }, { head: () => heading("Cluster") });

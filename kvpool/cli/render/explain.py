@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from rich.markup import escape
 
+from kvpool.cli.render.misses import lines_of
 from kvpool.cli.render.text import make_console, make_table, size_text
 from kvpool.errors import InvalidRequest
 
@@ -89,6 +90,11 @@ def show_possible(told: Mapping[str, Any], console: Console | None = None) -> No
     if told["decode_candidates"]:
         console.print()
         _print_rows(told["decode_candidates"], _DECODER, None, console)
+    if (why := told.get("missing")) is not None:
+        console.print()
+        lines = [why["error"]] if "error" in why else lines_of(told["engine"], why)
+        for line in lines:
+            console.print(line, markup=False)
 
 
 def _print_rows(

@@ -121,6 +121,8 @@ def hexed(numbers):
         ("POST", f"/v1/namespaces/{DIGEST}/clear", {}),
         ("GET", "/v1/blocks/{key}", None),
         ("POST", "/v1/lookup", {"namespace": DIGEST, "keys": ["{key}"]}),
+        ("POST", "/v1/why", {"namespace": DIGEST, "keys": ["{key}"]}),
+        ("GET", "/v1/memory", None),
         ("POST", "/v1/pins", {"namespace": DIGEST, "keys": ["{key}"], "kind": "hard"}),
         ("POST", "/v1/jobs", {"spec": {"kind": "evict"}}),
         ("POST", "/v1/jobs", {"spec": {"kind": "evict", "keys": ["{key}"]}}),
@@ -154,6 +156,8 @@ def test_another_tenants_blocks_are_not_guessed(gate, blues, until):
         assert eye.ask("GET", f"/v1/blocks/{each}?namespace={DIGEST}").status == 404
     body = {"namespace": DIGEST, "keys": hexed(some)}
     assert eye.change("POST", "/v1/lookup", body)["items"] == []
+    why = eye.change("POST", "/v1/why", body)["items"]
+    assert [each["missing"]["reason"] for each in why] == ["never_stored"] * len(why)
     listed = eye.every(f"/v1/namespaces/{DIGEST}/blocks")
     assert {each["key"] for each in listed}.isdisjoint(hexed(some))
     assert set(hexed(mine)) <= {each["key"] for each in listed}

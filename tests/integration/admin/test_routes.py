@@ -92,6 +92,34 @@ def test_namespaces_blocks_and_tenants(gate, seat_of, numbers, until):
     assert tenants["default"]["ssd_bytes"] > 0
 
 
+def test_why_each_node_lacks_a_block(gate, seat_of, numbers, until):
+    a, g = seat_of("a"), seat_of("g")
+    some = numbers(8)
+    a.put(some)
+    a.client.remove(a.ns, [number.to_bytes(16, "big") for number in some[5:]])
+    assert g.read(numbers(3)) == 0
+    found = gate.change("POST", "/v1/why", {"namespace": DIGEST, "keys": hexed(some)})
+    assert found["unreachable"] == {}
+    at_a, at_g = found["items"]
+    assert (at_a["node"], at_a["blocks"], at_g["node"], at_g["blocks"]) == ("a", 5, "g", 0)
+    assert (at_a["missing"]["block"], at_a["missing"]["reason"]) == (5, "removed")
+    assert at_a["missing"]["words"] == "removed by a client"
+    assert at_g["missing"]["reason"] == "never_stored"
+    for wrong in ({}, {"namespace": DIGEST, "keys": []}, {"namespace": DIGEST, "keys": ["x"]}):
+        assert gate.ask("POST", "/v1/why", wrong).code == "invalid"
+
+    def planned():
+        told = gate.get("/v1/memory")
+        return told if told["misses"] else None
+
+    told = until(planned, "the miss is counted")
+    assert (told["tenant"], told["nodes"], told["unreachable"]) == ("default", 2, {})
+    assert told["misses"]["never_stored"]["blocks"] >= 3
+    assert told["curve"]["asked"] >= 3
+    assert 0 <= told["curve"]["ceiling"] <= 1
+    assert [point["times"] for point in told["curve"]["points"]][-2:] == [32.0, None]
+
+
 def test_prefixes_of_each_node(gate, seat_of, numbers, until):
     a, g = seat_of("a"), seat_of("g")
     some = numbers(20)

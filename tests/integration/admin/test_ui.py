@@ -585,6 +585,28 @@ def test_dialogs_please_axe_too(tab):
     assert [each["id"] for each in Axe().run(page).response["violations"]] == []
 
 
+def test_what_more_memory_would_give_and_why_blocks_were_missed(tab, server):
+    page = tab.enter(ADMIN)
+    planned = page.get_by_role("region", name="What more memory would give")
+    expect(planned).to_contain_text("Hit rate now 41.2 %, at most 58.9 % with infinite memory")
+    assert planned.get_by_role("img").count() == 1
+    planned.get_by_text("Show as table").click()
+    expect(planned.get_by_role("row")).to_have_count(10)
+    expect(planned.get_by_role("row", name="256 GiB")).to_contain_text("47.1 %")
+    expect(planned.get_by_role("row", name="infinite")).to_contain_text("58.9 %")
+    why = page.get_by_role("region", name="Why blocks were missed").get_by_role("listitem")
+    expect(why.first).to_contain_text("never stored 40 reads")
+    expect(why.last).to_contain_text("1 block")
+    server.answers["memory"] = {
+        **server.answers["memory"],
+        "misses": {},
+        "curve": {**server.answers["memory"]["curve"], "hit": None},
+    }
+    page.reload()
+    expect(planned).to_contain_text("No blocks have been asked for yet.", timeout=PATIENCE_MS)
+    expect(page.get_by_text("No read has missed a block.")).to_be_visible()
+
+
 def test_nothing_comes_from_elsewhere(tab, server):
     page = tab.enter(ADMIN)
     for view in VIEWS:

@@ -64,6 +64,13 @@ def test_what_two_daemons_tell(pair, open_tab, numbers):
     expect(page.locator(".tile").first).to_contain_text("2 of 2")
     expect(page.locator(".node").first).to_contain_text("of 16 MiB")
     expect(page.get_by_text("1 read of one prefix")).to_be_visible(timeout=PATIENCE_MS)
+    planned = page.get_by_role("region", name="What more memory would give")
+    expect(planned).to_contain_text("at most 100 %", timeout=PATIENCE_MS)
+    planned.get_by_text("Show as table").click()
+    expect(planned.get_by_role("row", name=re.compile("infinite"))).to_be_visible()
+    assert g.read(numbers(3)) == 0
+    why = page.get_by_role("region", name="Why blocks were missed")
+    expect(why).to_contain_text("never stored", timeout=PATIENCE_MS)
     views = {
         "nodes/a": "Links to other nodes",
         "nodes/g": "Memory by tenant",

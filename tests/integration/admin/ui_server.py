@@ -105,6 +105,22 @@ ACCOUNT = {
 }  # fmt: skip
 
 
+MEMORY = {
+    "tenant": "default", "nodes": 2, "unreachable": {},
+    "curve": {
+        "dram_bytes": 128 * GIB, "ssd_bytes": 2000 * GIB, "asked": 9e6, "hit": 0.412, "ceiling": 0.589,
+        "error": 0.009, "samples": 8000, "skipped": 0,
+        "points": [
+            *({"times": times, "dram_bytes": int(128 * GIB * times), "hit": 0.589 * times / (times + 0.5)}
+              for times in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)),
+            {"times": None, "dram_bytes": None, "hit": 0.589},
+        ],
+    },
+    "misses": {"never_stored": {"requests": 40, "blocks": 900}, "full": {"requests": 1, "blocks": 1},
+               HOSTILE: {"requests": 2, "blocks": 5}},
+}  # fmt: skip
+
+
 class UiServer:
     """Answers by path; `answers` may be changed by a test. Requests that changed something are in `changes`."""
 
@@ -167,6 +183,7 @@ class UiServer:
             ],
             "namespaces": spaces,
             "tenants": [{"tenant": "default"}],
+            "memory": MEMORY,
             "engines": [{
                 "name": "10.0.0.97:8000", "url": "http://10.0.0.97:8000", "node": "a", "role": "both", "model": HOSTILE,
                 "tenant": "default", "namespace": DIGESTS[0], "routers": {}}],

@@ -102,6 +102,66 @@ def test_the_longest_prefix_by_node(pair, numbers, kvpool, until, tmp_path):
     assert (done.status, f"{file}, line 1: '00' is no block key" in done.err) == (1, True)
 
 
+def test_why_a_prompt_is_not_all_there(pair, numbers, kvpool, until):
+    a, b = pair
+    some = numbers(4)
+    b.put(some)
+    b.client.remove(b.ns, keys_of(some[2:3]))
+    until(lambda: b.announced)
+    until(lambda: a.holders(some[0]) == {"b"})
+    done = kvpool(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    assert (done.status, done.err) == (0, "")
+    assert "a: block 1 of 4: never stored" in done.out
+    text = r"b: block 3 of 4: removed by a client, \d+ s ago from dram, \d+ s after its last use"
+    assert re.search(text, done.out), done.out
+    told = kvpool.json(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    assert told["silent"] == {}
+    assert told["why"]["b"]["missing"]["key"] == hexes(some)[2]
+    b.put(some[2:3])
+    until(lambda: b.announced)
+    done = kvpool(b.node, "lookup", DIGEST, *hexes(some), "--why")
+    assert "b: all 4 blocks are there" in done.out
+    b.node.signal(signal.SIGSTOP)
+    try:
+        done = kvpool(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    finally:
+        b.node.signal(signal.SIGCONT)
+    assert "kvpool: b: " in done.err
+
+
+def test_what_more_memory_would_give(pair, numbers, kvpool, until):
+    a, b = pair
+    assert "no blocks have been asked for yet" in kvpool(a.node, "plan", "memory").out
+    once, again = numbers(20), numbers(20)
+    a.put(once)
+    a.put(again)
+    assert a.read(again) == a.read(again) == 20
+    assert b.read(numbers(10)) == 0
+
+    def counted():
+        found = kvpool.json(a.node, "plan", "memory")
+        return found["curve"]["asked"] == 50 and found["misses"] and found
+
+    found = until(counted, "reads are counted, some seconds later")
+    assert found["nodes"] == 2 and found["unreachable"] == {}
+    assert found["misses"] == {"never_stored": {"requests": 1, "blocks": 10}}
+    curve = found["curve"]
+    assert curve["dram_bytes"] == 2 * (16 << 20)
+    assert curve["hit"] == curve["ceiling"] == pytest.approx(0.8)
+    assert curve["points"][-1] == {"times": None, "dram_bytes": None, "hit": curve["ceiling"]}
+    done = kvpool(a.node, "plan", "memory")
+    assert (done.status, done.err) == (0, "")
+    assert "hit rate now 80.0%, at most 80.0% with infinite memory" in done.out
+    assert ["64", "MiB", "2", "80.0%", "+0.0%"] in rows(done.out)
+    assert re.search(r"never stored +1 +10 +100%", done.out)
+    b.node.signal(signal.SIGSTOP)
+    try:
+        done = kvpool(a.node, "plan", "memory")
+    finally:
+        b.node.signal(signal.SIGCONT)
+    assert done.status == 0 and "kvpool: b: " in done.err
+
+
 def test_blocks_are_listed_page_by_page(pair, numbers, kvpool):
     a, b = pair
     some = numbers(30)
@@ -512,7 +572,7 @@ ELSEWHERE = {
     "kvpool router": "tests/integration/router",
     "kvpool explain": "tests/integration/router/test_explain.py",
     "kvpool sim": "tests/unit/simulator/test_command.py",
-    "kvpool plan": "tests/unit/planner/test_command.py",
+    "kvpool plan": "tests/unit/planner/test_command.py, and below",
     "kvpool certs": "needs no daemon: its own tests",
     "kvpool secret": "needs no daemon: tests/unit/test_cli.py",
     "kvpool token": "needs no daemon: its own tests",
@@ -543,6 +603,8 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
     b.client.pin_blocks(keys_of(some[2:]))  # a change that `kvpool events` has to tell
     settings = tmp_path / "kvpool.toml"
     settings.write_text('memory = "1GiB"')
+    prompt = tmp_path / "prompt.keys"
+    prompt.write_text(hexes(some)[0])
     real = {
         "host-7": "b",
         "host-8": "a",
@@ -550,6 +612,7 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
         "research": "default",
         "00112233445566778899aabbccddeeff": hexes(some)[0],
         "/etc/kvpool/kvpool.toml": str(settings),
+        "prompt.keys": str(prompt),
         "/mnt/nvme0/kvpool": str(tmp_path),
     }
     texts = examples(repo_root)

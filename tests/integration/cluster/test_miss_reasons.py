@@ -22,12 +22,13 @@ def counted(seat):
 def test_a_node_that_was_lost_and_what_is_computed_sooner(start_cluster, numbers, until):
     world = start_cluster(nodes=3, environ={"KVPOOL_MEMBER_TTL_S": "2"})
     a, b, c = world.seats()
-    some = list(numbers(8))
+    some, only_there = list(numbers(8)), list(numbers(8))
     a.put(some)
+    a.put(only_there)
     until(lambda: a.announced, "they are announced")
 
     # There, but the engine computes them sooner.
-    until(lambda: b.replicas(some) == [1] * 8)
+    until(lambda: b.replicas([*some, *only_there]) == [1] * 16)
     cheap = Recompute(1e-9)
     assert b.client.pull(b.ns, keys(some), wait_s=PATIENCE_S, recompute=cheap) == 0
     assert last(b, some)["reason"] == Reason.DECLINED
@@ -38,11 +39,11 @@ def test_a_node_that_was_lost_and_what_is_computed_sooner(start_cluster, numbers
     told = c.client.why_missing(c.ns.digest, keys(some), node="a")
     assert (told["blocks"], told["missing"]) == (8, None)
 
-    # Gone with its node; the directory still names it.
+    # Gone with its node; the directory still names it. (Of the others b may have loaded some, to measure a's speed.)
     world.node("a").kill()
     until(lambda: "a" not in c.members, "its end is known")
-    assert c.client.pull(c.ns, keys(some), wait_s=PATIENCE_S) == 0
-    found = last(c, some)
+    assert c.client.pull(c.ns, keys(only_there), wait_s=PATIENCE_S) == 0
+    found = last(c, only_there)
     assert (found["reason"], found["where"]) == (Reason.NODE_LOST, "a")
     until(lambda: counted(c), "it is counted")
     assert {reason: (m.requests, m.blocks) for reason, m in counted(c).items()} == {

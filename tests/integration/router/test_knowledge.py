@@ -240,6 +240,11 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
             plugin.remove(ns, keys[2:])
             assert await learner.prompts.look(prompt, 5.0)
             assert learner.lengths(prompt.keys) == {dram: 2, ssd: 2}
+            why = await learner.prompts.why(prompt, name)
+            assert why is not None
+            assert (why["blocks"], why["missing"]["block"]) == (2, 2)
+            assert why["missing"]["reason"] == "removed"
+            assert await learner.prompts.why(prompt, "nobody") is None
             # It says something else of itself.
             plugin.announce_engine(ns, announced(engine, folder, follows_max=3))
             await until_async(lambda: know.engines[name].follows_max == 3, "the change is heard of")
@@ -247,6 +252,7 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
             # Its daemon has gone: it stays, since it answers.
             daemon.kill()
             assert not await learner.prompts.look(prompt, 5.0)
+            assert list(await learner.prompts.why(prompt, name) or ()) == ["error"]
             assert know.stats()["daemon"] is False
             again = start("--socket", daemon.socket, "--node", "n", name="again")
             await until_async(lambda: know.stats()["daemon"], "the new daemon is asked")
