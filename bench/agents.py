@@ -252,7 +252,7 @@ def cells_of(seeds: Sequence[int], *, quick: bool) -> list[Cell]:
     if quick:
         few = {"default": JUDGED_SHARES[:4], "infinite": (1.0,)}
         shares = {
-            40: {**few, "lru": (0.02, 0.03, 0.04, 0.05, 0.10, 0.20), "pauses": (0.03, 0.04, 0.05)},
+            40: {**few, "lru": (0.02, 0.03, 0.04, 0.05, 0.10, 0.20), "pauses": (0.02, 0.03, 0.05)},
             100: {**few, "lru": (0.02, 0.05, 0.07, 0.10, 0.20), "pauses": (0.05, 0.07, 0.10)},
         }
         shares[40] |= {"ends": (0.05,), "belady": (0.05,)}
