@@ -40,6 +40,11 @@ AHEAD_MIN = 64
 AHEAD_SLICES_MAX = 256  # in one call
 SHARED_LOOKED = 64
 """Sessions that were active last, whose chains are compared to find out what others use too."""
+SETTLE_S = 2.0
+"""Engines tell of a turn when its answer ends, and save its last blocks shortly after that: what is put in this time is
+the turn's own.
+"""
+ENDING_BYTES_MAX = 16 << 20  # of chains that wait for that; what ends beyond is expendable at once
 PAUSES_KEPT = 255  # of each kind, to know what is usual
 PAUSES_USED = 8  # before that the usual one is assumed
 ASSUMED_PAUSE_S = {PauseKind.TOOL: 5.0, PauseKind.PERSON: 120.0}
@@ -49,12 +54,17 @@ _OVERHEAD = 512  # bytes of a chain besides its keys
 
 @dataclass(slots=True, eq=False)
 class _Chain:
-    """The blocks of an agent's last turn. tick: of that time. left: blocks, from the head on, that are ordinary."""
+    """The blocks of an agent's last turn. tick: when they were saved, which is over once it is `settled`. left: blocks,
+    from the head on, that are ordinary. ended: they are all to be expendable once it is settled.
+    """
 
     namespace: NamespaceState
     keys: bytes
+    told_at: float
     tick: int
     left: int
+    settled: bool = False
+    ended: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +117,8 @@ class Sessions:
         self._counters = counters
         self._known: dict[str, _Known] = {}
         self._work: deque[tuple[NamespaceState, bytes, int]] = deque()
+        self._settling: deque[_Chain] = deque()
+        self._ending_bytes = 0  # of those that have ended
         self._evicted = 0  # when `keep_ahead` was called last
         self._below: Callable[[NamespaceState, Sequence[bytes]], object] = lambda _, __: None
 
@@ -136,6 +148,7 @@ class Sessions:
         turn of the session; without it `pause` says what the session waits for, and the usual time of that is assumed.
         Returns the session, or None: it has ended, or is unknown and no blocks were told.
         """
+        self.settle(now)
         known = self._known.setdefault(tenant.name, _Known())
         session = known.sessions.get(name)
         if session is None:
@@ -148,7 +161,7 @@ class Sessions:
         self._expect(known, session, None)
         if keys and namespace is not None:
             session.turns += 1
-            self._replace(known, session, (namespace, agent), keys)
+            self._replace(known, session, (namespace, agent), keys, now)
         session.last_at = now
         if ended:
             self._end(known, session)
@@ -161,20 +174,30 @@ class Sessions:
         return session
 
     def _replace(
-        self, known: _Known, session: Session, at: tuple[NamespaceState, str], keys: bytes
+        self,
+        known: _Known,
+        session: Session,
+        at: tuple[NamespaceState, str],
+        keys: bytes,
+        now: float,
     ) -> None:
         """An agent's chain is another one now; what the old one had besides is expendable."""
         self._ledger.settle()
         before = session.chains.pop(at, None)
         if before is None and len(session.chains) >= self._limits.agents_per_session:
-            del_at = next(iter(session.chains))
-            known.nbytes -= session.chains.pop(del_at).nbytes
-        new = _Chain(at[0], keys, self._ledger.tick, len(keys) // KEY_BYTES)
+            oldest = session.chains.pop(next(iter(session.chains)))
+            known.nbytes -= oldest.nbytes
+            oldest.keys = b""
+        new = _Chain(at[0], keys, now, self._ledger.tick, len(keys) // KEY_BYTES)
         session.chains[at] = new
+        self._settling.append(new)
         known.nbytes += new.nbytes
         if before is not None:
             known.nbytes -= before.nbytes
+            if not before.settled:
+                before.tick = self._ledger.tick
             self._expend(known, before, common_blocks(before.keys, keys))
+            before.keys = b""
 
     def end(self, tenant: Tenant, name: str) -> bool:
         """A session has no further turns; returns whether it was known."""
@@ -188,7 +211,21 @@ class Sessions:
     def _end(self, known: _Known, session: Session) -> None:
         self._forget(known, session)
         for chain in session.chains.values():
-            self._expend(known, chain, 0)
+            if chain.settled or self._ending_bytes + chain.nbytes > ENDING_BYTES_MAX:
+                self._expend(known, chain, 0)
+                chain.keys = b""
+            else:
+                chain.ended = True
+                self._ending_bytes += chain.nbytes
+
+    def settle(self, now: float) -> None:
+        """Chains of turns that were told of `SETTLE_S` ago: whoever uses their blocks from now on is somebody else."""
+        while self._settling and self._settling[0].told_at + SETTLE_S <= now:
+            chain = self._settling.popleft()
+            chain.tick, chain.settled = self._ledger.tick, True
+            if chain.ended:
+                self._ending_bytes -= chain.nbytes
+                self._expend(self._known[chain.namespace.tenant.name], chain, 0)
 
     def _forget(self, known: _Known, session: Session) -> None:
         self._expect(known, session, None)
@@ -204,6 +241,8 @@ class Sessions:
         ):
             oldest = next(iter(known.sessions.values()))
             self._forget(known, oldest)
+            for chain in oldest.chains.values():
+                chain.keys = b""
             self._counters.sessions_forgotten += 1
 
     # ---- expendable blocks ---------------------------------------------------------------------------
@@ -254,6 +293,7 @@ class Sessions:
         To be called a few times a second.
         """
         self._ledger.settle()
+        self.settle(now)
         evicted = self._counters.evicted - self._evicted
         self._evicted = self._counters.evicted
         for name, known in self._known.items():
@@ -320,8 +360,8 @@ class Sessions:
 
     @property
     def expecting(self) -> bool:
-        """Whether any session is expected back."""
-        return any(known.returns for known in self._known.values())
+        """Whether any session is expected back, or the blocks of a turn are still being saved."""
+        return bool(self._settling) or any(known.returns for known in self._known.values())
 
     def count(self, tenant: Tenant) -> int:
         """Number of known sessions."""

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.daemon.core import sessions
-from kvpool.daemon.core.sessions import ASSUMED_PAUSE_S, PAUSES_USED, Session, common_blocks
+from kvpool.daemon.core.sessions import (
+    ASSUMED_PAUSE_S,
+    PAUSES_USED,
+    SETTLE_S,
+    Session,
+    common_blocks,
+)
 from kvpool.types import KEY_BYTES, PauseKind
 from tests.unit.daemon.conftest import Pool
 
@@ -43,6 +49,7 @@ class Told(Pool):
         session = self.node.sessions.turn(
             self.tenant, self.namespace, name, agent, self.keys(numbers), self.time, **told
         )
+        self.node.sessions.settle(self.time + SETTLE_S)  # all of its blocks are saved
         while self.node.sessions.work(3):
             pass
         return session
