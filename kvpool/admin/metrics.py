@@ -656,6 +656,11 @@ METRICS: tuple[Metric, ...] = (
         "counters.sessions_forgotten",
     ),
     _counter(
+        "session_news_lost",
+        "Hints on sessions that were not passed on to their node: too many at a time, or it did not answer.",
+        "counters.session_news_lost",
+    ),
+    _counter(
         "evicted_soft_pinned_parts",
         "Soft-pinned parts of blocks evicted from memory.",
         "counters.evicted_soft_pins",

@@ -888,6 +888,33 @@ class Client:
         except Unavailable:
             pass
 
+    def session_news(
+        self,
+        session: str,
+        nodes: Sequence[str] = (),
+        *,
+        agent: str = "",
+        pause_s: float | None = None,
+        pause: PauseKind | None = None,
+        ended: bool = False,
+    ) -> None:
+        """What is known of a session besides its turns, for the daemons of these nodes, at most 16; none: the client's own.
+
+        The rest as in `session_turn`. Where the session is not known it changes nothing.
+        """
+        seconds = None if pause_s is None else finite(pause_s, "pause_s")
+        try:
+            with self._connections.request(0.0) as connection:
+                if connection.daemon.protocol >= EACH_SINCE:
+                    connection.tell(
+                        client_wire.SessionTurn(
+                            *(0, session, b"", agent, seconds, str(pause or ""), ended),
+                            nodes=tuple(nodes),
+                        )
+                    )
+        except Unavailable:
+            pass
+
     def close_namespace(self, ns: Namespace) -> None:
         """This client does not use the namespace any more: one that holds nothing may make room for others.
 

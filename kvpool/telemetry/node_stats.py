@@ -48,6 +48,7 @@ class Counters(Branch):
     evicted_expendable: int = 0  # of these: blocks that their sessions had left
     expended: int = 0  # parts of blocks that became expendable
     sessions_forgotten: int = 0  # because there were too many
+    session_news_lost: int = 0  # that this node was to pass on to others
     slabs_reclaimed: int = 0
     removed: int = 0
     refused_full: int = 0

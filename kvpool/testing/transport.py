@@ -39,7 +39,16 @@ from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
 from kvpool.types import BlockStatus
 from kvpool.wire.frame import NO_ROW, PROTOCOL_VERSION, Bytes, Done
-from kvpool.wire.peer import Ask, Await, Corrupt, Holds, LongQuestion, Offer, Question
+from kvpool.wire.peer import (
+    Ask,
+    Await,
+    Corrupt,
+    Holds,
+    LongQuestion,
+    Offer,
+    Question,
+    SessionNews,
+)
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks
 
 SEGMENT = 3
@@ -94,6 +103,7 @@ class ScriptedSource:
         self.lent = 0
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
+        self.news: list[SessionNews] = []
         self.error: KvpoolError | None = None
         self.waiting: queue.SimpleQueue[tuple[LongQuestion, ScriptedAnswer]] = queue.SimpleQueue()
         self.closed = threading.Semaphore(0)  # released when nobody waits for one of them any more
@@ -133,6 +143,9 @@ class ScriptedSource:
     def asked(self, question: Question) -> Done | Bytes:
         if self.error is not None:
             raise self.error
+        if isinstance(question, SessionNews):
+            self.news.append(question)
+            return Done(1)
         keys = [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
         if isinstance(question, Offer):
             self.offers.append(question)
@@ -488,6 +501,12 @@ class TransportContract:
             )
             assert reader.transport.ask(AskPeer(url, offer, 30.0), Stop()) == Bytes(b"\1\0\1")
             assert owner.source.offers == [offer]
+
+    def test_news_of_a_session(self) -> None:
+        with self.pair() as (owner, reader, url, _):
+            news = SessionNews("default", "chat", "node", "agent", 1.5, "tool", ended=True)
+            assert reader.transport.ask(AskPeer(url, news, 30.0), Stop()) == Done(1)
+            assert owner.source.news == [news]
 
     def test_a_question_that_waits_for_its_answer(self) -> None:
         with self.pair() as (owner, reader, url, _):

@@ -20,6 +20,7 @@ from kvpool.wire.peer import (
     Fetched,
     LongQuestion,
     Question,
+    SessionNews,
     decode_peer,
 )
 from kvpool.wire.worker import PullBlocks
@@ -104,7 +105,7 @@ def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
 
 def ask(stream: Stream, question: Question | LongQuestion) -> Done | Bytes:
     """The peer's answer to a request. Raises as `fetch` does."""
-    if isinstance(question, Ask):
+    if isinstance(question, (Ask, SessionNews)):
         return exchange(stream, question, 1, Done)
     return exchange(stream, question, 1, Bytes)
 

@@ -37,6 +37,7 @@ from kvpool.wire.peer import (
     Offer,
     Operate,
     Question,
+    SessionNews,
     decode_peer,
 )
 from kvpool.wire.worker import Loan, OpenLoan
@@ -141,7 +142,7 @@ class Conversation:
             self._check_name(question.node)
         if isinstance(question, (Offer, Discard)):
             stream.deadline = Deadline(question.deadline_s)
-        if isinstance(question, Discard) and not self._takes_orders(request):
+        if isinstance(question, (Discard, SessionNews)) and not self._takes_orders(request):
             return
         try:
             answer = encode(self._source.asked(question), request)

@@ -341,7 +341,8 @@ class SessionTurn(Message, tag=140):
     of no meaning.
 
     `agent`: a strand of the session whose turns follow one another. `pause_s`: until the session's next turn; else
-    `pause`, what it waits for: tool, person, or empty: unknown. `ended`: there will be no further turn.
+    `pause`, what it waits for: tool, person, or empty: unknown. `ended`: there will be no further turn. `nodes`: without
+    keys, whose daemons are to know that; empty: this one.
     """
 
     ns: int
@@ -351,6 +352,7 @@ class SessionTurn(Message, tag=140):
     pause_s: Finite | None = None
     pause: str = ""
     ended: bool = False
+    nodes: tuple[str, ...] = ()
 
 
 class Pin(Message, tag=23):

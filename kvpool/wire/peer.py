@@ -17,6 +17,7 @@ type  message          direction             answer
 59    Operate          daemon → daemon       Bytes: the answer to the request in it
 136   Holds            daemon → daemon       Bytes: one byte a key, 1 where the block is there
 137   Discard          daemon → daemon       Bytes: one byte a key, 1 where there was a block
+141   SessionNews      daemon → daemon       Done: 1 if the session goes on there
 """
 
 from __future__ import annotations
@@ -126,6 +127,20 @@ class Discard(Message, tag=137):
     to: str
 
 
+class SessionNews(Message, tag=141):
+    """What a client of another node knows of a session here, without a turn: see `SessionTurn`. `to`: the node that is
+    meant.
+    """
+
+    tenant: str
+    session: str
+    to: str
+    agent: str = ""
+    pause_s: Finite | None = None
+    pause: str = ""
+    ended: bool = False
+
+
 class Corrupt(Message, tag=46):
     """These blocks arrived and do not match their owner's checksums. It verifies and drops its replicas.
 
@@ -229,7 +244,7 @@ class Operate(Message, tag=59):
     to: str = ""
 
 
-Question = Ask | Holds | Offer | Discard
+Question = Ask | Holds | Offer | Discard | SessionNews
 """Answered with a message, an `Offer` and a `Discard` by their deadlines."""
 LongQuestion = Await | Operate
 """Answered when there is news, or the work is done."""
@@ -244,6 +259,7 @@ PeerMessage = (
     | Holds
     | Offer
     | Discard
+    | SessionNews
     | Await
     | Operate
     | Corrupt

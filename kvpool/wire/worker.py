@@ -34,6 +34,7 @@ from kvpool.wire.peer import (
     Offer,
     Operate,
     Question,
+    SessionNews,
 )
 
 
@@ -243,6 +244,7 @@ TransferMessage = (
     | Holds
     | Offer
     | Discard
+    | SessionNews
     | Await
     | Operate
     | AskPeer

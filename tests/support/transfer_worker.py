@@ -222,7 +222,12 @@ class MoverTransport:
 
     def _handle(self, request: int, message: Message) -> None:
         match message:
-            case worker_wire.OpenLoan() | peer_wire.Ask() | peer_wire.Offer():
+            case (
+                worker_wire.OpenLoan()
+                | peer_wire.Ask()
+                | peer_wire.Offer()
+                | peer_wire.SessionNews()
+            ):
                 # In a thread, since a test may have it wait.
                 threading.Thread(target=self._answer, args=(request, message)).start()
             case peer_wire.Await():
@@ -242,7 +247,9 @@ class MoverTransport:
                 answers.put(message)
 
     def _answer(
-        self, request: int, message: worker_wire.OpenLoan | peer_wire.Ask | peer_wire.Offer
+        self,
+        request: int,
+        message: worker_wire.OpenLoan | peer_wire.Ask | peer_wire.Offer | peer_wire.SessionNews,
     ) -> None:
         answer: Message
         try:

@@ -74,6 +74,7 @@ METHODS = {
         "contains",
         "close_namespace",
         "clear_namespace",
+        "session_news",
         "session_turn",
         "dropped",
         "engines",

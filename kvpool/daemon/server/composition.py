@@ -233,7 +233,7 @@ def compose(
         *(node, ssd, device, objects, cluster, transport, clock),
         has_objects=bool(config.object_store),
     )
-    sessions = SessionKeeper(node, ssd, clock)
+    sessions = SessionKeeper(config.node, node, ssd, cluster, transport, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(
@@ -349,6 +349,7 @@ def compose(
             stale=cluster.stale,
             take=replication.take,
             remove=removals.here,
+            session_told=sessions.told,
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=operators.operated,
             spans=spans,

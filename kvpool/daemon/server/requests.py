@@ -656,6 +656,11 @@ class ClientRequests:
         return frame.Done()
 
     def _session_turn(self, holder: Holder, m: client_wire.SessionTurn) -> frame.Done:
+        if m.nodes:
+            if m.keys:
+                raise InvalidRequest("other nodes are told of sessions without their blocks")
+            self._sessions.tell_nodes(holder.tenant, m)
+            return frame.Done()
         namespace = self._namespace(holder, m.ns, m.keys) if m.keys else None
         split_keys(m.keys)  # whole ones
         goes_on = self._sessions.turn(

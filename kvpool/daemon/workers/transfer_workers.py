@@ -57,6 +57,10 @@ class Rules(Protocol):
         """Remove blocks, as a client of another node wants: which there were. Raises `KvpoolError`."""
         ...
 
+    def session_told(self, news: peer_wire.SessionNews) -> frame.Done:
+        """What a client of another node knows of a session here. Raises `KvpoolError`."""
+        ...
+
     def offered(self, offer: peer_wire.Offer) -> Coroutine[Any, Any, frame.Bytes]:
         """Take what is wanted of the offered blocks. Ends by the offer's deadline. Raises `KvpoolError`."""
         ...
@@ -132,7 +136,7 @@ class TransferWorkerProxy(Worker):
 
     def _received(self, request: int, message: Any) -> None:
         match message:
-            case peer_wire.Ask() | peer_wire.Holds():
+            case peer_wire.Ask() | peer_wire.Holds() | peer_wire.SessionNews():
                 self._channel.send(self._asked(message), request)
             case worker_wire.OpenLoan():
                 self._lend(message, request)
@@ -174,11 +178,15 @@ class TransferWorkerProxy(Worker):
             case _:
                 super()._received(request, message)
 
-    def _asked(self, question: peer_wire.Ask | peer_wire.Holds) -> frame.Message:
+    def _asked(
+        self, question: peer_wire.Ask | peer_wire.Holds | peer_wire.SessionNews
+    ) -> frame.Message:
         source = self._workers.source
         try:
             if isinstance(question, peer_wire.Holds):
                 return source.holds(question)
+            if isinstance(question, peer_wire.SessionNews):
+                return source.session_told(question)
             return source.asked(question)
         except KvpoolError as error:
             return frame.error_message(error)

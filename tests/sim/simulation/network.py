@@ -358,6 +358,8 @@ class PeerTransport:
             try:
                 if isinstance(question, peer_wire.Holds):
                     done = self.source.holds(question)
+                elif isinstance(question, peer_wire.SessionNews):
+                    done = self.source.session_told(question)
                 else:
                     done = self.source.asked(question)
             except KvpoolError as error:

@@ -1,0 +1,79 @@
+"""Sessions whose turns are served on several nodes: a client of one node tells the others what it knows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def seats(shared_cluster: Any) -> Iterator[list[Any]]:
+    with shared_cluster(memory="64MiB") as world:
+        yield world.seats()
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def turn(seat: Any, session: str, some: Any, **told: Any) -> None:
+    seat.client.session_turn(seat.ns, session, [key(number) for number in some], **told)
+
+
+def expended(seat: Any) -> int:
+    return int(seat.counter("expended"))
+
+
+def test_a_session_ends_on_all_nodes_that_are_named(seats: list[Any], numbers: Any) -> None:
+    a, b, c = seats
+    before = [expended(seat) for seat in seats]
+    some = numbers(6)
+    for seat in seats:
+        seat.put(some)
+        turn(seat, "chat", some)
+    a.client.session_news("chat", [a.name, b.name, "nobody"], ended=True)
+    until(lambda: expended(a) == before[0] + 6, "it has ended here")
+    until(lambda: expended(b) == before[1] + 6, "it has ended there")
+    assert expended(c) == before[2]
+    assert a.counter("session_news_lost") == 1  # for nobody
+    # They are not gone, and ordinary again once they are read.
+    assert b.read(some) == 6
+    c.client.session_news("chat", [], ended=True)
+    until(lambda: expended(c) == before[2] + 6, "its own node without a name")
+
+
+def test_what_is_no_news_is_refused_and_ends_no_connection(seats: list[Any], numbers: Any) -> None:
+    a, b, _ = seats
+    some = numbers(3)
+    b.put(some)
+    turn(b, "other", some)
+    before = expended(b)
+    a.client.session_news("x" * 1000, [b.name], ended=True)
+    a.client.session_news("", [b.name], ended=True)
+    a.client.session_news("other", [b.name], pause_s=-5.0, ended=True)
+    a.client.session_news("other", [b.name] * 17, ended=True)
+    a.client.session_news("unknown", [b.name], ended=True)
+    assert a.here(some) == 0  # its connections still answer
+    a.client.session_news("other", [b.name], ended=True)
+    until(lambda: expended(b) == before + 3, "the good one was heard")
+
+
+def test_very_many_at_once_cost_a_count(seats: list[Any], numbers: Any) -> None:
+    a, b, _ = seats
+    some = numbers(3)
+    b.put(some)
+    turn(b, "last", some)
+    before, lost = expended(b), a.counter("session_news_lost")
+    for number in range(10_000):
+        a.client.session_news(f"flood-{number}", [b.name], pause_s=1.0)
+    assert b.read(some) == 3
+    turn(b, "last", some)
+
+    def ended() -> bool:
+        a.client.session_news("last", [b.name], ended=True)
+        return expended(b) == before + 3
+
+    until(ended, "news is heard again")
+    assert a.counter("session_news_lost") >= lost
