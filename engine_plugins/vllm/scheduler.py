@@ -60,6 +60,7 @@ from kvpool.engine_plugins.vllm.pool_events import PoolEvents, Removed, StoredRu
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.engine_plugins.vllm.rank_lookups import Question, RankLease, RankLookups
+from kvpool.engine_plugins.vllm.session_turns import SessionTurn, session_turn
 from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.prefill_cost import PrefillFit, StepWork
 from kvpool.types import (
@@ -86,6 +87,8 @@ AHEAD_TIMES = 2
 """How many times the workers' deadline a lookup of very many blocks may take, with those before it in its thread."""
 CHANGED_TTL_S = 3600.0
 """Blocks of weights that were changed in place are dropped when they were not used for so long: more sets follow."""
+TURN_BLOCKS_MAX = 1 << 16
+"""Of a turn of a session, from its beginning: as many keys as a request to the daemon may have."""
 TRACEPARENT = "traceparent"
 
 
@@ -148,6 +151,7 @@ class RequestState:
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
     watched: chain index up to which blocks are watched in the pool.
     reports: whether its answer says what was saved.
+    turn: what it says of its session.
     trace: the W3C `traceparent` that the engine got with it, or empty.
     adapter: what its LoRA adapter contains; empty: it has none; None: not known, so its blocks are not shared.
     """
@@ -164,6 +168,7 @@ class RequestState:
     saved: int = 0
     watched: int = 0
     reports: bool = False
+    turn: SessionTurn | None = None
     trace: str = ""
     adapter: bytes | None = b""
     _derived: list[bytes] = field(default_factory=list)
@@ -462,6 +467,10 @@ class SchedulerHalf:
         state = self._state(request)
         state.trace = (request.trace_headers or {}).get(TRACEPARENT, "")
         state.reports = wants_report(request.kv_transfer_params)
+        try:
+            state.turn = session_turn(request.kv_transfer_params)
+        except InvalidRequest:
+            self.counters.add(bad_requests=1)
         try:
             state.following = following(request.kv_transfer_params)
         except InvalidRequest as error:
@@ -1085,9 +1094,12 @@ class SchedulerHalf:
             return None
         self._drop_lookup(state)
         self._drop_pull(state)
-        if not self._engine.saves or not self._usable or not self._shares(state):
-            return SaveReport(0, 0, None) if state.reports else None
+        shared = self._usable and self._shares(state)
         whole = self._whole(state, request.num_computed_tokens)
+        if shared and completed and state.turn is not None:
+            self._tell_turn(state, state.turn, whole)
+        if not self._engine.saves or not shared:
+            return SaveReport(0, 0, None) if state.reports else None
         if completed and whole > state.saved:
             self._save(state, tables, whole)
         if whole > state.saved:
@@ -1096,6 +1108,22 @@ class SchedulerHalf:
         if completed:  # otherwise who follows may wait for another engine, which goes on with it
             self._tell_dropped(state.hashes(prompt)[state.saved : prompt])
         return self._report(state.hashes(prompt)[:prompt]) if state.reports else None
+
+    def _tell_turn(self, state: RequestState, turn: SessionTurn, whole: int) -> None:
+        """The daemon hears which blocks a session has used, unless it hangs. One message a request."""
+        assert self._namespace is not None, "its blocks are shared"
+        whole = min(whole, TURN_BLOCKS_MAX)
+        if not whole or self._quiet.holds(self._clock()):
+            return
+        self._client.session_turn(
+            self._namespace,
+            turn.id,
+            pack(state.hashes(whole)[:whole]),
+            agent=turn.strand(state.adapter or b""),
+            pause_s=turn.pause_s,
+            pause=turn.pause,
+            ended=turn.end,
+        )
 
     def _tell_dropped(self, hashes: Iterable[bytes]) -> None:
         """Who follows a prompt does not wait for these any more. Without any, nothing happens."""

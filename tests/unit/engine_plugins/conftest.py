@@ -132,6 +132,7 @@ class FakePool:
         self.prices: list[Recompute | None] = []
         self.follows: list[tuple[float, str]] = []
         self.given_up: list[bytes] = []
+        self.turns: list[tuple[str, list[bytes], dict[str, Any]]] = []
         self.opened: list[NamespaceRecord] = []
         self.closed: list[bytes] = []
         self.ttls: dict[bytes, float] = {}  # by namespace, of the last opening
@@ -178,6 +179,10 @@ class FakePool:
     def dropped(self, ns: Namespace, keys: bytes) -> None:
         assert self.opened
         self.given_up += [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+    def session_turn(self, ns: Namespace, session: str, keys: bytes, **told: Any) -> None:
+        assert self.opened
+        self.turns.append((session, _split(keys), told))
 
     def stats(self) -> NodeStats:
         return node_stats(sources=bool(self.others))
