@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvpool.errors import KvpoolError
-from kvpool.router.bodies import Body, with_params
+from kvpool.router.bodies import Body
 from kvpool.router.calls import Call, Caller, Reply, end_span, span_of
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
@@ -31,6 +31,7 @@ from kvpool.router.explain import Account
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import EVENTS_MIN, Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
+from kvpool.router.session_hints import NO_HINT, SessionHint
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
 from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
@@ -72,6 +73,8 @@ class ActiveRequest:
     caller: its calls; not shared between requests. ordered: whether any order was given for it. span: of the
     request, if it is traced. ttft_s: None: the time of its first token is not known. cached_tokens: of the prompt, as the
     engine said that computed its beginning; None: it did not. answering: the call whose answer the client gets.
+    session, agent: as daemons know them; empty: it names none. turn_answered: is told when a client has its answer: the
+    nodes of the engines with the plugin that served it, and how the answer ended.
     """
 
     def __init__(
@@ -86,7 +89,10 @@ class ActiveRequest:
         account: Account,
         clock: Callable[[], float],
         span: Span | None = None,
+        hint: SessionHint = NO_HINT,
+        turn_answered: Callable[[frozenset[str], str], None] = lambda *_: None,
     ) -> None:
+        self.session, self.agent = hint.session, hint.agent
         self.request = request
         self.body = body
         self.account = account
@@ -103,6 +109,8 @@ class ActiveRequest:
         self._metrics = metrics
         self._clock = clock
         self._span = span
+        self._turn_answered = turn_answered
+        self._nodes: set[str] = set()  # where it was served
         self._queue: Span | None = None
         self._error: EngineFailed | None = None  # the last one
         self._news: deque[News | Ended] = deque()
@@ -191,7 +199,7 @@ class ActiveRequest:
         call.token_s = next((each.tpot_s for each in order.decoders), 0.0)
         self._outstanding.append(call)
         if order.whole:
-            self._answer(call, self.body.raw)
+            self._answer(call)
             if not self.body.streams:
                 loop = asyncio.get_running_loop()
                 call.timer = loop.call_later(call.expected_s, self._presumably_computed, call)
@@ -225,14 +233,14 @@ class ActiveRequest:
         call.follows = True
         self._answer(call, self._following(order.estimate.engine, follow_s))
 
-    def _following(self, computes: Engine, follow_s: float, *, computed: bool = False) -> bytes:
-        """The body for an engine that is to wait so long for the prompt's blocks from the one that computes them, or
-        has.
-        """
+    def _following(
+        self, computes: Engine, follow_s: float, *, computed: bool = False
+    ) -> Mapping[str, object]:
+        """For an engine that is to wait so long for the prompt's blocks from the one that computes them, or has."""
         hint: dict[str, object] = {"follow_s": follow_s, "source": computes.node}
         if computed:
             hint["computed"] = True
-        return with_params(self.body, {"kvpool": hint})
+        return {"kvpool": hint}
 
     def _decode_ordered(self, order: DecodeOrder) -> None:
         self.account.decode_ordered(order, self._clock())
@@ -245,16 +253,15 @@ class ActiveRequest:
             return
         expected_s = order.estimate.handover_s + order.estimate.tpot_s
         call = Call(spec, None, True, self._clock(), expected_s, order.estimate.tpot_s)
-        raw = self.body.raw
+        params = None
         if order.wait_s > 0:
-            raw = self._following(order.computed_by, order.wait_s, computed=True)
-        self._answer(call, raw)
+            params = self._following(order.computed_by, order.wait_s, computed=True)
+        self._answer(call, params)
 
     def _answer_directly(self, spec: EngineSpec) -> None:
         """Get this engine's answer: it is expected to refuse."""
         self._direct = True
-        call = Call(spec, None, True, self._clock(), 0.0)
-        self._answer(call, self.body.raw)
+        self._answer(Call(spec, None, True, self._clock(), 0.0))
 
     def _ended(self, call: Call) -> None:
         self._calls.remove(call)
@@ -310,6 +317,7 @@ class ActiveRequest:
         measured = Measured(call.sent_at, call.cached_tokens, timed, saves)
         self._orders.computed(call.order, measured)
         if call.order.last:
+            self._served(call.spec)
             for follower in [c for c in self._calls if c.follows and not c.began_at]:
                 self._prompt_is_computed(follower, call.order, saves)
 
@@ -330,7 +338,7 @@ class ActiveRequest:
             return
         self._cancel(call)
         self.account.note(self._clock(), "follow ended", engine=call.spec.name)
-        self._answer(Call(call.spec, None, True, self._clock(), call.expected_s), self.body.raw)
+        self._answer(Call(call.spec, None, True, self._clock(), call.expected_s))
 
     def _call_failed(self, call: Call, error: EngineFailed) -> None:
         if error.reason == TOO_LARGE:
@@ -390,8 +398,8 @@ class ActiveRequest:
         if answering:
             self._failed_decode(error)
 
-    def _answer(self, call: Call, raw: bytes) -> None:
-        self._start(call, self._caller.answer, raw, self._reply, self)
+    def _answer(self, call: Call, params: Mapping[str, object] | None = None) -> None:
+        self._start(call, self._caller.answer, params, self._reply, self)
 
     def _start(self, call: Call, work: Work, *args: Any) -> None:
         if self._span is not None:
@@ -448,6 +456,12 @@ class ActiveRequest:
         if call.events > 1:
             self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
         self._complete = True
+        self._served(call.spec)
+        self._turn_answered(frozenset(self._nodes), call.finish)
+
+    def _served(self, spec: EngineSpec) -> None:
+        if spec.namespace and spec.node:
+            self._nodes.add(spec.node)
 
     def _note_cached(self, call: Call) -> None:
         """What the first engine says that computed a part of the prompt: others find that part cached."""

@@ -6,6 +6,7 @@
     GET    /version                                the same
     GET    /v1/models, /health
     GET    /explain/ID, POST /explain              why a request went where; where one would go
+    POST   /sessions/ID/end                        the client's session has no further turns
     GET    /metrics, /engines                      operators only, as all below
     POST   /engines/NAME/drain, DELETE the same
     PUT    /engines/NAME/weight                    {"weight": 0.1}: a share of its possible requests
@@ -41,6 +42,8 @@ from kvpool.router.intake import Incoming, Rejected
 from kvpool.router.memory import Held, NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
+from kvpool.router.session_hints import HEADERS as SESSION_HEADERS
+from kvpool.router.session_hints import NAME_MAX
 from kvpool.router.tracing import request_id, trace_of
 from kvpool.router.turnstile import Turnstile
 
@@ -221,6 +224,7 @@ class Api:
                 web.put("/engines/{name}/weight", self._weigh),
                 web.get("/explain/{ident}", self._explain),
                 web.post("/explain", self._dry_run),
+                web.post("/sessions/{session:.+}/end", self._end_session),
             ]
         )
         return app
@@ -296,6 +300,7 @@ class Api:
             priority=_whole(headers.get(PRIORITY), PRIORITY),
             deadline_s=_seconds(headers.get(DEADLINE), DEADLINE),
             session=_session(headers.get(SESSION)),
+            hints={name: headers[name] for name in SESSION_HEADERS if name in headers},
             held=request[HELD],
             content_type=headers.get("Content-Type", ""),
         )
@@ -408,6 +413,21 @@ class Api:
         if said := await self._group.ask_all("account", ident, whose):
             return web.Response(body=said, content_type=JSON)
         raise BadRequest(404, "this request is unknown, or has expired", type="NotFoundError")
+
+    async def _end_session(self, request: web.Request) -> web.StreamResponse:
+        session = request.match_info["session"]
+        if len(session) > NAME_MAX or not session.isprintable():
+            raise BadRequest(
+                400, f"a session's name is at most {NAME_MAX} printable characters", param="session"
+            )
+        if not self._serving.sessions.end(request[TENANT], session):
+            raise BadRequest(
+                404,
+                "this router has not served this session, or has forgotten it; a request of the session can also say that "
+                "it is the last one",
+                type="NotFoundError",
+            )
+        return _json({"session": session, "ended": True})
 
     async def _dry_run(self, request: web.Request) -> web.StreamResponse:
         # It reveals what is cached, by any sender.

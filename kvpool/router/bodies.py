@@ -1,7 +1,8 @@
 """Parses request bodies, as far as the router needs. No I/O.
 
 Nothing is corrected here: well-formed JSON for a known model is forwarded unchanged, so that
-the engine's own errors reach the client. Bodies that the router does not understand are served whole by one
+the engine's own errors reach the client. One field is taken out: what `kv_transfer_params` says of the request's session
+(`session_hints.py`), which engines with the plugin are told anew. Bodies that the router does not understand are served whole by one
 engine, which is always right.
 
 A request may be served in three ways:
@@ -110,7 +111,8 @@ class Body:
 
     raw: as received; value: the same, parsed. tokens_guess: of the prompt, by its size. output_tokens: the
     most that it requests, over all its choices; None: not given. priority: higher ones go first;
-    None: not given. content_type: as an engine is to read it.
+    None: not given. several: there are several prompts. own_hint: the `kvpool_session` of its `kv_transfer_params`.
+    content_type: as an engine is to read it.
     """
 
     kind: Kind
@@ -123,7 +125,14 @@ class Body:
     output_tokens: int | None
     priority: int | None
     session: Hashable
+    several: bool = False
+    own_hint: object = None
     content_type: str = "application/json"
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether it can be a turn of a session, which an engine can be told in the body."""
+        return self.kind.generates and not self.kind.is_form and not self.several
 
     @property
     def streams(self) -> bool:
@@ -180,6 +189,8 @@ _OF_ANSWERS = frozenset(
 
 
 _TRANSFER = "kv_transfer_params"
+SESSION = "kvpool_session"
+"""In `kv_transfer_params`: what is known of the request's session."""
 
 _decode_body = JsonDecoder[Any](Any, "JSON")
 
@@ -195,6 +206,13 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         raise BadRequest(400, f"the body is {error}") from None
     if not isinstance(value, dict):
         raise BadRequest(400, "the body is not a JSON object")
+    own_hint = None
+    transfer = value.get(_TRANSFER)
+    if isinstance(transfer, dict) and SESSION in transfer:
+        own_hint = transfer[SESSION]
+        rest = {key: item for key, item in transfer.items() if key != SESSION} or None
+        raw = _with_field(raw, _TRANSFER, rest)
+        value = {**value, _TRANSFER: rest}
     completion = kind is Kind.COMPLETIONS
     several = completion and _several(value.get("prompt"))
     by_tokens = kind.has_tokens and (completion or not _beyond_tokens(value))
@@ -212,6 +230,8 @@ def parse(kind: Kind, raw: bytes, models: Sequence[str]) -> Body:
         output_tokens=_output_tokens(kind, value),
         priority=_priority(value),
         session=_session(kind, value),
+        several=several,
+        own_hint=own_hint,
     )
 
 
@@ -231,10 +251,14 @@ def limited(body: Body, priority_max: int) -> Body:
 
 def with_field(body: Body, key: str, value: object) -> bytes:
     """The body with one more field; all else byte for byte. Of duplicate names the last one counts."""
-    end = body.raw.rindex(b"}")
-    comma = b"," if body.value else b""
+    return _with_field(body.raw, key, value, empty=not body.value)
+
+
+def _with_field(raw: bytes, key: str, value: object, *, empty: bool = False) -> bytes:
+    end = raw.rindex(b"}")
+    comma = b"" if empty else b","
     field = msgspec.json.encode(key) + b":" + msgspec.json.encode(value)
-    return body.raw[:end] + comma + field + body.raw[end:]
+    return raw[:end] + comma + field + raw[end:]
 
 
 def prompt_only(body: Body, params: Mapping[str, object] | None = None) -> bytes:

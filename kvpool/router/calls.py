@@ -12,12 +12,21 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError
-from kvpool.router.bodies import Body, Kind, prompt_only, segment
+from kvpool.router.bodies import SESSION, Body, Kind, prompt_only, segment, with_params
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
 from kvpool.router.memory import Held, Memory
 from kvpool.router.moving_limit import MovingLimit
-from kvpool.router.sse import EventStream, EventTooLong, NoEvent, cached_tokens, is_json, usage_of
+from kvpool.router.session_hints import NO_HINT, SessionHint
+from kvpool.router.sse import (
+    EventStream,
+    EventTooLong,
+    NoEvent,
+    cached_tokens,
+    finish_of,
+    is_json,
+    usage_of,
+)
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import GARBAGE, TOO_LARGE, Answer, EngineFailed, Upstream
 from kvpool.scheduler.decode import SLOWER_MAX
@@ -27,6 +36,12 @@ from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 PREFILL_BYTES_MAX = 1 << 20
 REPORT = {"kvpool": {"report": True}}
 """Of an engine with the plugin: that its answer says what was saved."""
+FINISH_FIELDS = {
+    Kind.CHAT: "finish_reason",
+    Kind.MESSAGES: "stop_reason",
+    Kind.RESPONSES: "status",
+}
+"""Where an answer says how it ended, of the APIs that know calls of tools."""
 JSON = "application/json"
 SHOWN = 50
 TOKEN_S_MIN = 0.1
@@ -68,7 +83,7 @@ class Call:
 
     expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: the
     engine's token counts. saves: what it says of the prompt's blocks, None: nothing. events: parts of a streamed answer. follows: whether it waits for a prompt that another
-    engine computes. timer: for what is done if it does not begin. span: if the request is traced; its end is that of
+    engine computes. finish: how the answer ended, if it is one of a session's. timer: for what is done if it does not begin. span: if the request is traced; its end is that of
     the task. task: its result is an error or None; None once that was read.
     """
 
@@ -83,6 +98,7 @@ class Call:
     usage: Mapping[str, Any] = field(default_factory=dict)
     saves: Saves | None = None
     events: int = 0
+    finish: str = ""
     cancelled: bool = False
     follows: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -124,7 +140,8 @@ class AnswerListener(Protocol):
 class Caller:
     """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`, `NoRoom`, `Exhausted`.
 
-    deadline: by the loop's clock. answer_tokens: the longest possible answer; None: unlimited.
+    deadline: by the loop's clock. answer_tokens: the longest possible answer; None: unlimited. hint: on its session,
+    which is passed on to engines with the plugin.
     """
 
     def __init__(
@@ -140,6 +157,7 @@ class Caller:
         deadline: float,
         answer_tokens: int | None,
         memory: Memory,
+        hint: SessionHint = NO_HINT,
     ) -> None:
         self.limits = limits
         self.deadline = deadline
@@ -151,13 +169,19 @@ class Caller:
         self._random = random
         self._answer_tokens = answer_tokens
         self._memory = memory
+        self._hint = hint
+        self._finish_field = FINISH_FIELDS.get(body.kind, "") if hint.session else ""
 
     async def compute(self, call: Call, order: Order) -> None:
         """Compute the prompt up to a token; only the end of the answer matters."""
         body = self._body
         prompt = self._prompt
         # Engines of a known namespace have the plugin, which says what it saves.
-        params = REPORT if call.spec.namespace else None
+        params: Mapping[str, object] | None = REPORT if call.spec.namespace else None
+        if params is not None and order.last and self._hint.session:
+            # The session waits, and ends, where it is answered.
+            turn = SessionHint(self._hint.session, self._hint.agent)
+            params = {**params, SESSION: turn.params()}
         if prompt is None or not body.segments:
             path, raw = body.kind.value, prompt_only(body, params)
         else:
@@ -174,9 +198,15 @@ class Caller:
         except TimeoutError:
             raise _late(call) from None
 
-    async def answer(self, call: Call, raw: bytes, reply: Reply, listener: AnswerListener) -> None:
-        """The answer, to the client."""
-        path = self._body.kind.value
+    async def answer(
+        self,
+        call: Call,
+        params: Mapping[str, object] | None,
+        reply: Reply,
+        listener: AnswerListener,
+    ) -> None:
+        """The answer, to the client. params: for the engine's KV connector, beside the body's own."""
+        path, raw = self._body.kind.value, self._raw_for(call.spec, params or {})
         loop = asyncio.get_running_loop()
         late_at = loop.time() + self._patience_s(call)
         # At the deadline the request ends by itself: no fault of the engine.
@@ -202,12 +232,19 @@ class Caller:
         except NoEvent as error:
             raise EngineFailed(call.spec.name, GARBAGE, str(error)) from None
 
+    def _raw_for(self, spec: EngineSpec, params: Mapping[str, object]) -> bytes:
+        if spec.namespace and self._hint.session:
+            params = {**params, SESSION: self._hint.params()}
+        return with_params(self._body, params) if params else self._body.raw
+
     async def _send(self, answer: Answer, passing: _Passing, held: Held) -> None:
         """An answer that is not streamed arrives at once; the time of its first token is unknown."""
         call = passing.call
         data = await answer.whole(self.limits.answer_bytes_max, held)
         if self._body.kind.generates or answer.content_type.startswith(JSON):
             call.usage = _usage(answer, data)
+        if self._finish_field:
+            call.finish = finish_of(self._finish_field, data)
         passing.listener.answer_begun(call)
         passing.at_client = True
         passing.limit.move(asyncio.get_running_loop().time() + self.limits.client_stall_s)
@@ -233,6 +270,8 @@ class Caller:
                             raise EngineFailed(call.spec.name, "error_event", message)
                     passing.listener.answer_begun(call)
                     await reply.begin(answer.headers)
+                if self._finish_field:
+                    call.finish = finish_of(self._finish_field, data, call.finish)
                 passing.at_client = True
                 move(time() + client_stall_s)
                 if events.done and answer.ended:

@@ -55,6 +55,7 @@ from kvpool.router.prompts import Prompts
 from kvpool.router.record_file import RecordFile
 from kvpool.router.recorder import Recorder
 from kvpool.router.requests import Serving
+from kvpool.router.sessions import Sessions
 from kvpool.router.upstream import Upstream, open_session
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
@@ -187,6 +188,7 @@ class Router:
             within_s=config.probe_timeout_s,
             clock=clock,
         )
+        self._sessions = Sessions(self._daemon, metrics)
         self.serving = Serving(
             config,
             scheduler=scheduler,
@@ -201,6 +203,7 @@ class Router:
             spans=self._spans if config.otlp else None,
             isolation=_isolation(config, secrets),
             recorder=self._recorder,
+            sessions=self._sessions,
         )
         books = Books(
             orders=self._orders,
@@ -324,6 +327,7 @@ class Router:
         await self._roster.close()
         await self._prompts.close()
         await self._catalog.close()
+        await self._sessions.close()
         if self._daemon is not None:
             self._daemon.close()
         if self._client is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from kvpool.router.forms import parse_form
 from kvpool.router.hashing import Prompt
 from kvpool.router.isolation import Isolation
 from kvpool.router.memory import Held, Memory
+from kvpool.router.session_hints import SessionHint, hint_of, session_name
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.router.tracing import Trace
 from kvpool.scheduler.values import Request
@@ -42,7 +43,7 @@ class Rejected(BadRequest):
 class Incoming:
     """A received request. priority, deadline_s, session: from its headers; None: not given. content_type: of a form.
 
-    held: the memory that it holds, its raw body included.
+    hints: its headers that say something of its session. held: the memory that it holds, its raw body included.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Incoming:
     priority: int | None = None
     deadline_s: float | None = None
     session: str | None = None
+    hints: Mapping[str, str] = field(default_factory=dict)
     content_type: str = ""
     held: Held = field(default_factory=lambda: Memory(sys.maxsize).hold())
 
@@ -88,8 +90,8 @@ class Intake:
 
     async def read(
         self, incoming: Incoming, account: Account, limit_s: float
-    ) -> tuple[Body, Prompt | None, Request]:
-        """The request, and what is known of its prompt. Raises `BadRequest` and `NoRoom`."""
+    ) -> tuple[Body, Prompt | None, Request, SessionHint]:
+        """The request, and what is known of its prompt and of its session. Raises `BadRequest` and `NoRoom`."""
         config = self._config
         models = self._roster.models()
         if not models:
@@ -120,7 +122,8 @@ class Intake:
             prompt = None
         tokens = body.tokens_guess if prompt is None else len(prompt.tokens)
         whole = body.whole or (prompt is None and body.segments)
-        session = incoming.session or body.session
+        hint = self._hint(incoming, body)
+        session = incoming.session or hint.session or body.session
         kinds, names = self._roster.among(body.model)
         now = self._clock()
         request = Request(
@@ -146,7 +149,20 @@ class Intake:
             "deadline_s": limit_s,
             "whole": whole,
         }
-        return body, prompt, request
+        if hint.session:
+            account.facts |= {"session": hint.params(), "keep_s": hint.keep_s}
+        return body, prompt, request, hint
+
+    @staticmethod
+    def _hint(incoming: Incoming, body: Body) -> SessionHint:
+        """By the name that daemons know the session by."""
+        controls = b'"cache_control"' in incoming.raw
+        hint = hint_of(incoming.hints, body.value, body.own_hint, controls=controls)
+        if not body.is_turn:
+            return SessionHint(bad=hint.bad)
+        if not hint.session:
+            return hint
+        return replace(hint, session=session_name(incoming.tenant, hint.session))
 
     async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None:
         """Why the engine's node could not provide more of a prompt; None: not known."""

@@ -136,6 +136,17 @@ class Metrics:
             "Mean of (estimated - actual) / actual, by kind of engine and estimate.",
             ("kind", "estimate"),
         )
+        self.session_requests = counter("session_requests", "Requests that name a session.")
+        self.session_hints_ignored = counter(
+            "session_hints_ignored", "Values of requests' hints on sessions that were of no use."
+        )
+        self.session_news = counter(
+            "session_news",
+            "News of sessions for daemons, beside what engines tell: told to the own daemon, or lost.",
+            ("outcome",),
+        )
+        for outcome in ("told", "lost"):
+            self.session_news.labels(outcome)
         self.spans = counter(
             "spans", "Ended trace spans, by outcome of their export.", ("outcome",)
         )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvpool.decoding import decode_json
@@ -31,6 +32,7 @@ from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Observer
 from kvpool.router.orders import Ordering
 from kvpool.router.recorder import EndedRequest, Recorder
+from kvpool.router.sessions import Sessions
 from kvpool.router.sse import error_event
 from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Exhausted, Upstream
 from kvpool.scheduler.scheduler import Scheduler
@@ -71,8 +73,10 @@ class Serving:
         spans: Spans | None = None,
         isolation: Isolation | None = None,
         recorder: Recorder | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
-        """recorder: None: nothing is recorded."""
+        """recorder: None: nothing is recorded. sessions: None: nobody is told of them."""
+        self.sessions = Sessions(None, metrics) if sessions is None else sessions
         self._config = config
         self._recorder = recorder
         self._recorded: dict[str, int] = {}  # as the metrics have it
@@ -165,7 +169,7 @@ class Serving:
             cached=active.cached_tokens,
             priority=request.priority,
             session="" if request.session is None else str(request.session),
-            agent="",
+            agent=active.agent,
         )
 
     def _span_of(self, incoming: Incoming) -> Span | None:
@@ -214,7 +218,7 @@ class Serving:
         deadline = loop.time() + limit_s
         prepare = None if span is None else span.child(PREPARE)
         try:
-            body, prompt, request = await self._intake.read(incoming, account, limit_s)
+            body, prompt, request, hint = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
             raise self.no_room(error) from None
         finally:
@@ -225,6 +229,7 @@ class Serving:
             span.set(model=body.model, prompt_tokens=request.tokens)
         self._metrics.prepare.observe(now - account.arrived_s)
         self._metrics.prompt_tokens.inc(request.tokens)
+        self.sessions.noticed(hint)
         direct = self._intake.too_long(body, prompt, request)
         active = ActiveRequest(
             request,
@@ -240,6 +245,7 @@ class Serving:
                 deadline=deadline,
                 answer_tokens=self._intake.answer_tokens(body, request.tokens),
                 memory=self.memory,
+                hint=hint,
             ),
             orders=self._orders,
             roster=self._roster,
@@ -247,6 +253,8 @@ class Serving:
             account=account,
             clock=self._clock,
             span=span,
+            hint=hint,
+            turn_answered=partial(self.sessions.answered, incoming.tenant, hint),
         )
         read.active, read.prompt = active, prompt
         try:
@@ -385,7 +393,7 @@ class Serving:
         account = Account(incoming.ident, "", incoming.tenant, self._clock())
         limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
         try:
-            _, prompt, request = await self._intake.read(incoming, account, limit_s)
+            _, prompt, request, _ = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
             raise self.no_room(error) from None
         said = await elsewhere(request, account.model)

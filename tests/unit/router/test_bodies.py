@@ -282,6 +282,36 @@ def test_a_clients_own_transfer_parameters_stay_beside_the_routers(own: Any, sen
     assert json.loads(with_params(body, params)) == whole
 
 
+@pytest.mark.parametrize(
+    ("own", "rest", "whole"),
+    [
+        ({"kvpool_session": {"id": "s"}}, None, False),
+        ({"kvpool_session": None}, None, False),
+        ({"kvpool_session": {"id": "s"}, "x": [2]}, {"x": [2]}, True),
+    ],
+)
+def test_what_it_says_of_its_session_is_taken_out(own: Any, rest: Any, whole: bool) -> None:
+    body = chat("hello", kv_transfer_params=own)
+    assert body.own_hint == own["kvpool_session"]
+    assert body.whole is whole
+    assert body.value["kv_transfer_params"] == json.loads(body.raw)["kv_transfer_params"] == rest
+    told = {"kvpool_session": {"id": "t/s"}}
+    sent = json.loads(with_params(body, told))
+    assert sent["kv_transfer_params"] == {**(rest or {}), **told}
+    assert {**sent, "kv_transfer_params": rest} == json.loads(body.raw)
+
+
+def test_several_prompts_are_no_turn_of_a_session() -> None:
+    def is_turn(kind: Kind, value: dict[str, Any]) -> bool:
+        return parse(kind, json.dumps(value).encode(), ["tiny"]).is_turn
+
+    assert is_turn(Kind.COMPLETIONS, {"prompt": "one"})
+    assert is_turn(Kind.COMPLETIONS, {"prompt": [1, 2]})
+    assert not is_turn(Kind.COMPLETIONS, {"prompt": ["one", "two"]})
+    assert is_turn(Kind.MESSAGES, {"messages": []})
+    assert not is_turn(Kind.EMBEDDINGS, {"input": "one"})
+
+
 def test_a_field_is_added_without_touching_the_rest() -> None:
     raw = b'{"model": "tiny" ,"prompt":"\\u00e9}", "seed": 1e2}\n '
     body = parse(Kind.COMPLETIONS, raw, MODELS)

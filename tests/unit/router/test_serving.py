@@ -1019,3 +1019,77 @@ def test_whatever_fails_each_request_ends_right_or_clearly(
 
     short = {"answer_s": 0.005, "stall_s": 0.005, "client_stall_s": 0.05, "deadline_s": 1.0}
     run(work, *shape, **short, failures_max=failures_max)
+
+
+TURN = {"prompt_cache_key": "chat", "metadata": {"agent_id": "sub", "pause": "tool"}}
+TOLD = {"id": "t/chat", "agent": "sub", "pause": "tool"}
+
+
+def told_of(seen: Any) -> Any:
+    return (seen.body.get("kv_transfer_params") or {}).get("kvpool_session")
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_engines_with_the_plugin_hear_of_a_session(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        client = await ask(bench, {**body, **TURN}, tenant="t", ident="me")
+        assert client.ended
+        (seen,) = bench.upstream.seen
+        assert told_of(seen) == TOLD
+        assert {**seen.body, "kv_transfer_params": 0} == {
+            "model": "tiny",
+            **body,
+            **TURN,
+            "kv_transfer_params": 0,
+        }
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.facts["session"] == TOLD
+
+    run(work, engine("a"))
+
+
+def test_engines_without_the_plugin_hear_nothing_of_it() -> None:
+    async def work(bench: Bench) -> None:
+        own = {"kv_transfer_params": {"kvpool_session": {"id": "chat"}}}
+        client = await ask(bench, {**WHOLE, **TURN, **own})
+        assert client.ended
+        (seen,) = bench.upstream.seen
+        assert seen.body["kv_transfer_params"] is None
+
+    run(work, engine("a", namespace=b""))
+
+
+def test_who_computes_hears_of_the_session_and_who_answers_of_all() -> None:
+    async def work(bench: Bench) -> None:
+        own = {"kv_transfer_params": {"kvpool_session": {"id": "chat", "end": True}}}
+        client = await ask(bench, {**STREAM, **own}, session="header")
+        assert client.ended
+        *computed, decode = bench.upstream.seen
+        assert [told_of(seen) for seen in computed] == [{"id": "chat"}]
+        assert told_of(decode) == {"id": "chat", "end": True}
+
+    run(work, engine("p", PREFILL), engine("d", DECODE))
+
+
+def test_another_engine_hears_of_the_session_when_one_fails() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {name: deque(["error"]) for name in "ab"}
+        bench.upstream.faults["b"].clear()
+        client = await ask(bench, {**STREAM, **TURN}, tenant="t")
+        assert client.ended
+        assert [told_of(seen) for seen in bench.upstream.seen] == [TOLD] * len(bench.upstream.seen)
+
+    run(work, engine("a"), engine("b"))
+
+
+def test_bad_hints_are_counted_and_cost_nothing() -> None:
+    async def work(bench: Bench) -> None:
+        own = {"kv_transfer_params": {"kvpool_session": {"id": "x" * 1_000_000, "pause_s": -1}}}
+        client = await ask(bench, {**WHOLE, **own, "metadata": 7}, hints={"x-session-id": "a\tb"})
+        assert client.ended
+        (seen,) = bench.upstream.seen
+        assert seen.body["kv_transfer_params"] is None
+        assert bench.metrics.session_hints_ignored._value.get() == 4
+        assert bench.metrics.session_requests._value.get() == 0
+
+    run(work, engine("a"))

@@ -1,0 +1,155 @@
+"""What daemons hear of sessions from a router: who is told, what, and what is lost."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpool.errors import Unavailable
+from kvpool.router.metrics import Metrics
+from kvpool.router.session_hints import SessionHint
+from kvpool.router.sessions import AGENTS_MAX, NEWS_MAX, SessionBook, Sessions
+from kvpool.types import PauseKind
+
+A, B, C = (frozenset({name}) for name in "abc")
+Told = tuple[str, tuple[str, ...], dict[str, Any]]
+
+
+class Link:
+    """Stands for the daemon's link and its client."""
+
+    def __init__(self) -> None:
+        self.told: list[Told] = []
+        self.broken = False
+
+    async def ask(self, question: Callable[[Any], Any]) -> Any:
+        if self.broken:
+            raise Unavailable("the daemon is away")
+        return question(self)
+
+    def session_news(self, session: str, nodes: tuple[str, ...], **said: Any) -> None:
+        known = {name: value for name, value in said.items() if value}
+        self.told.append((session, tuple(sorted(nodes)), known))
+
+
+def run(work: Callable[[Sessions], None], *, broken: bool = False) -> tuple[list[Told], Metrics]:
+    link, metrics = Link(), Metrics()
+    link.broken = broken
+
+    async def main() -> None:
+        sessions = Sessions(link, metrics)  # type: ignore[arg-type]
+        work(sessions)
+        if sessions._telling is not None:
+            await sessions._telling
+        await sessions.close()
+
+    asyncio.run(main())
+    return link.told, metrics
+
+
+def news(metrics: Metrics, outcome: str) -> float:
+    return metrics.session_news.labels(outcome)._value.get()
+
+
+def test_a_session_leaves_the_nodes_that_no_strand_of_it_uses() -> None:
+    book = SessionBook()
+    assert book.turn("t", "s", "", A | B) == frozenset()
+    assert book.turn("t", "s", "", B | C) == A
+    assert book.turn("t", "s", "sub", A) == frozenset()
+    assert book.turn("t", "s", "sub", C) == A
+    assert book.turn("t", "s", "sub", A) == frozenset(), "the main strand is still there"
+    assert book.turn("other", "s", "", B) == frozenset()
+    assert book.end("t", "s") == A | B | C
+    assert book.end("t", "s") == frozenset()
+    assert book.end("other", "s") == B
+    assert book.end("nobody", "s") == frozenset()
+
+
+def test_a_tenant_with_many_sessions_forgets_its_own() -> None:
+    book = SessionBook(sessions_max=2)
+    book.turn("quiet", "s", "", A)
+    for number in range(10):
+        book.turn("loud", str(number), "", B)
+    assert [bool(book.end("loud", str(number))) for number in range(10)] == [False] * 8 + [True] * 2
+    assert book.end("quiet", "s") == A
+
+
+def test_a_session_with_many_agents_forgets_the_oldest() -> None:
+    book = SessionBook()
+    for number in range(AGENTS_MAX + 1):
+        book.turn("", "s", str(number), A if number == 0 else B)
+    assert book.end("", "s") == B
+
+
+@pytest.mark.parametrize(
+    ("hint", "finish", "pause"),
+    [
+        (SessionHint("s"), "tool_calls", PauseKind.TOOL),
+        (SessionHint("s"), "tool_use", PauseKind.TOOL),
+        (SessionHint("s", "agent"), "stop", PauseKind.PERSON),
+        (SessionHint("s"), "end_turn", PauseKind.PERSON),
+        (SessionHint("s"), "length", None),
+        (SessionHint("s"), "", None),
+        (SessionHint("s", pause_s=3.0), "stop", None),
+        (SessionHint("s", pause=PauseKind.TOOL), "stop", None),
+        (SessionHint(), "stop", None),
+    ],
+)
+def test_how_an_answer_ends_tells_what_the_session_waits_for(
+    hint: SessionHint, finish: str, pause: PauseKind | None
+) -> None:
+    told, _ = run(lambda sessions: sessions.answered("", hint, A | B, finish))
+    agent = {"agent": hint.agent} if hint.agent else {}
+    assert told == ([("s", ("a", "b"), {"pause": pause, **agent})] if pause else [])
+
+
+def test_a_session_that_goes_on_elsewhere_has_ended_where_it_was() -> None:
+    def work(sessions: Sessions) -> None:
+        sessions.answered("", SessionHint("s"), A, "")
+        sessions.answered("", SessionHint("s"), B, "stop")
+
+    told, _ = run(work)
+    assert told == [
+        ("s", ("a",), {"ended": True}),
+        ("s", ("b",), {"pause": PauseKind.PERSON}),
+    ]
+
+
+def test_the_end_is_told_to_all_its_nodes_once() -> None:
+    def work(sessions: Sessions) -> None:
+        sessions.answered("t", SessionHint("t/s", "one"), A, "")
+        sessions.answered("t", SessionHint("t/s", "two"), B, "")
+        assert not sessions.end("other", "s")
+        assert sessions.end("t", "s")
+        assert not sessions.end("t", "s")
+        sessions.answered("t", SessionHint("t/s"), A, "")
+        sessions.answered("t", SessionHint("t/s", ended=True), C, "stop")
+
+    told, metrics = run(work)
+    assert told == [
+        ("t/s", ("a", "b"), {"ended": True}),
+        ("t/s", ("a", "c"), {"ended": True}),
+    ]
+    assert news(metrics, "told") == 2
+
+
+def test_engines_without_the_plugin_are_no_places_of_a_session() -> None:
+    told, _ = run(lambda sessions: sessions.answered("", SessionHint("s"), frozenset(), "stop"))
+    assert told == []
+
+
+def test_a_daemon_that_is_away_costs_a_count() -> None:
+    told, metrics = run(
+        lambda sessions: sessions.answered("", SessionHint("s"), A, "stop"), broken=True
+    )
+    assert (told, news(metrics, "lost")) == ([], 1)
+
+
+def test_very_many_at_once_are_lost_and_counted() -> None:
+    def work(sessions: Sessions) -> None:
+        for number in range(NEWS_MAX + 10):
+            sessions.answered("", SessionHint(str(number)), A, "stop")
+
+    told, metrics = run(work)
+    assert (len(told), news(metrics, "told"), news(metrics, "lost")) == (NEWS_MAX, NEWS_MAX, 10)
