@@ -26,6 +26,7 @@ from kvpool.engine_plugins.sglang.config import BackendConfig
 from kvpool.engine_plugins.vllm import NAME
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import following
+from kvpool.engine_plugins.vllm.session_turns import session_turn
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.errors import ConfigError
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
@@ -368,7 +369,9 @@ def test_json_is_json(document: Path) -> None:
     for block in blocks_in(document, "json"):
         found = json.loads(block.text)
         if "kv_transfer_params" in found:
-            assert following(found["kv_transfer_params"]) is not None, block.where
+            params = found["kv_transfer_params"]
+            said = following(params) or session_turn(params)
+            assert said is not None, block.where
 
 
 # ---- files and programs --------------------------------------------------------------------------
