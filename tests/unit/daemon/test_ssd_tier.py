@@ -609,7 +609,7 @@ def test_what_went_is_forgotten_by_and_by_and_epochs_give_their_slots_back() -> 
         await bench.begin()
         bench.put(range(10))
         await asyncio.sleep(2)
-        assert bench.tiers.remove(bench.namespace, key(1) + key(99)) == 1
+        assert bench.tiers.remove(bench.namespace, key(1) + key(99)) == {key(1)}
         await asyncio.sleep(2)
         (disk,), (device,) = bench.disks, bench.tiers.devices
         assert len(disk.entries) == 9
