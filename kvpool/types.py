@@ -30,9 +30,12 @@ __all__ = [
     "RECORD_BYTES_MAX",
     "BlockStatus",
     "EngineRecord",
+    "Intent",
+    "IntentAnswer",
     "Keys",
     "Namespace",
     "NamespaceRecord",
+    "Outcome",
     "PartKind",
     "PartSpec",
     "Presence",
@@ -96,6 +99,46 @@ class PauseKind(StrEnum):
 
     TOOL = "tool"  # a tool's answer
     PERSON = "person"
+
+
+class Intent(StrEnum):
+    """What is wanted for blocks of a prompt, or of a session: see `Client.intend`."""
+
+    PIN = "pin"  # evicted last, or never, until they are unpinned
+    UNPIN = "unpin"
+    KEEP = "keep"  # pinned in memory, for a time
+    PREFETCH = "prefetch"  # brought into memory
+    EXPEND = "expend"  # evicted before others, until they are read
+    DROP = "drop"  # removed from this node
+
+
+class Outcome(StrEnum):
+    """What becomes of an intent."""
+
+    ACCEPTED = "accepted"  # for all blocks that there are
+    CLIPPED = "clipped"  # for some of these
+    DEFERRED = "deferred"  # later: others are first
+    REFUSED = "refused"  # for none
+    MISSING = "missing"  # there are none
+
+
+@dataclass(frozen=True, slots=True)
+class IntentAnswer:
+    """The answer to an intent.
+
+    blocks, nbytes: for which it holds: the first ones of each chain; of an intent to expend or drop, the last ones.
+    asked: blocks of the prompt or session. missing: those of them that could not be found. limit_bytes: what
+    the limit that has clipped or refused it leaves for such intents now; None: it was something else. reason: in words;
+    may be empty if it was accepted.
+    """
+
+    outcome: Outcome
+    blocks: int = 0
+    nbytes: int = 0
+    asked: int = 0
+    missing: int = 0
+    limit_bytes: int | None = None
+    reason: str = ""
 
 
 class PartKind(StrEnum):

@@ -11,6 +11,11 @@ from kvpool.storage.eviction_queue import EvictionQueue
 _EXPENDABLE = 4  # in `Evictable.queue`, which policies set to less, and which has three bits
 
 
+def is_expendable(entry: Any) -> bool:
+    """Whether an entry goes before others."""
+    return bool(entry.queue == _EXPENDABLE)
+
+
 class ExpendableFirst:
     """An `EvictionPolicy` that gives up expendable entries first, and then as the policy behind it does.
 

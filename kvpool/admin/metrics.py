@@ -661,6 +661,25 @@ METRICS: tuple[Metric, ...] = (
         "counters.session_news_lost",
     ),
     _counter(
+        "prefetched_parts",
+        "Parts of blocks brought into memory before they were wanted: for sessions that were expected back, or by intents.",
+        "counters.prefetched",
+    ),
+    _counter("prefetched_bytes", "Bytes of these parts.", "counters.prefetched_bytes"),
+    _counter(
+        "prefetch_outcomes",
+        "Prefetched parts, by what became of them: read when they were wanted (`used`), or not (`wasted`).",
+        At("counters.prefetches_used", ("used",)),
+        At("counters.prefetches_wasted", ("wasted",)),
+        labels=("outcome",),
+    ),
+    _counter(
+        "intents",
+        "Intents for blocks of a prompt or a session, by the answer: `accepted`, `clipped`, `deferred`, `refused`, `missing`.",
+        At("counters.intents.*"),
+        labels=("outcome",),
+    ),
+    _counter(
         "evicted_soft_pinned_parts",
         "Soft-pinned parts of blocks evicted from memory.",
         "counters.evicted_soft_pins",

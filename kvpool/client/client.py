@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,7 +36,7 @@ from kvpool.client.namespaces import OpenNamespaces
 from kvpool.client.puts import GrantedPuts, Reservations
 from kvpool.client.slots import Lease, Reservation, lease_of
 from kvpool.config import default_socket_path
-from kvpool.decoding import finite
+from kvpool.decoding import decode_json, finite
 from kvpool.errors import (
     InvalidRequest,
     PoolFull,
@@ -51,6 +52,8 @@ from kvpool.types import (
     DEFAULT_TENANT,
     KEY_BYTES,
     EngineRecord,
+    Intent,
+    IntentAnswer,
     Keys,
     Namespace,
     NamespaceRecord,
@@ -70,6 +73,7 @@ PARTS_SINCE = (
     9  # protocol of the first daemons that know `ReserveParts`, `Dropped` and `CloseNamespace`
 )
 EACH_SINCE = 10  # of the first that know `Present`, `RemoveEach`, `ClearNamespace`, and parents in `Store` and `Reserve`
+INTENT_S = 10.0  # for pins on disks, and the answers of others
 _PAGE = 4096
 
 
@@ -915,6 +919,46 @@ class Client:
         except Unavailable:
             pass
 
+    def intend(
+        self,
+        ns: Namespace,
+        intent: Intent,
+        keys: Keys = b"",
+        *,
+        session: str = "",
+        hard: bool = False,
+        for_s: float = 0.0,
+        dry_run: bool = False,
+    ) -> IntentAnswer:
+        """What this client wants for blocks of a prompt, or of a session; the answer tells for how many of them it holds.
+
+        The daemon bounds it: pins by the tenant's quotas, what is kept by a share of the memory, and what is prefetched by
+        the room that there is without the eviction of others' blocks. Too much is clipped, at whole blocks, from the
+        first one on: it never fails for that.
+
+        intent: to pin them softly, or with `hard` never to evict them; to unpin; to keep them in memory for
+            `for_s` seconds, at most seven days; to prefetch them into memory, which goes on after the answer; to
+            expend them, so that they go before others until they are read; to drop them from this node. Dropped are none
+            with a hard pin.
+        keys: of a prompt, from its first block on; or else session: see `session_turn`, all its agents in this namespace.
+            What other sessions use too is neither expended nor dropped with it.
+        dry_run: only answer.
+        Raises `InvalidRequest`, also where the daemon is older than this version, and `Unavailable`.
+        """
+        packed = pack_keys(keys)
+        seconds = finite(for_s, "for_s")
+        message = client_wire.Intend(0, str(intent), packed, session, hard, seconds, dry_run)
+        with self._connections.request() as connection:
+            _check_protocol(connection, EACH_SINCE)
+            answer = self._namespaces.with_number(
+                connection,
+                ns,
+                lambda number: connection.ask(
+                    msgspec.structs.replace(message, ns=number), self.timeout_s + INTENT_S
+                ),
+            )
+        return decode_answer(answer.data)
+
     def close_namespace(self, ns: Namespace) -> None:
         """This client does not use the namespace any more: one that holds nothing may make room for others.
 
@@ -1114,6 +1158,11 @@ def _check_protocol(connection: Connection, since: int) -> None:
         raise InvalidRequest(
             f"the daemon speaks protocol {protocol}, and this request is of protocol {since}: upgrade it"
         )
+
+
+def decode_answer(raw: bytes) -> IntentAnswer:
+    """The answer to an intent."""
+    return decode_json(raw, IntentAnswer, "an answer to an intent of this version")
 
 
 def _price(recompute: Recompute | None) -> tuple[float, float] | None:

@@ -49,6 +49,11 @@ class Counters(Branch):
     expended: int = 0  # parts of blocks that became expendable
     sessions_forgotten: int = 0  # because there were too many
     session_news_lost: int = 0  # that this node was to pass on to others
+    prefetched: int = 0  # parts of blocks brought into memory before they were wanted
+    prefetched_bytes: int = 0
+    prefetches_used: int = 0  # of these parts: read afterwards
+    prefetches_wasted: int = 0  # not read when their session was back, or had not come
+    intents: dict[str, int] = {}  # by their outcome
     slabs_reclaimed: int = 0
     removed: int = 0
     refused_full: int = 0

@@ -39,6 +39,7 @@ type  message          direction             answer
 138   RemoveEach       client → daemon       Bytes: 0 or 1 a key, and a `Presence` of those beside
 140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
 145   WhyMissing       client → daemon       Bytes: a JSON object
+148   Intend           client → daemon       Bytes: a JSON object
 130   ReserveParts     client → daemon       ReservedParts
 131   ReservedParts    daemon → client
 132   CommitParts      client → daemon       CommittedParts
@@ -355,6 +356,23 @@ class SessionTurn(Message, tag=140):
     nodes: tuple[str, ...] = ()
 
 
+class Intend(Message, tag=148):
+    """What is wanted for the blocks `keys` of a prompt, from its first one on, or for those of a session in this
+    namespace. JSON: a `kvpool.types.IntentAnswer`.
+
+    `intent`: see `kvpool.types.Intent`. `hard`: of a pin. `for_s`: how long to keep; 0 with all others. `dry_run`: only
+    answer.
+    """
+
+    ns: int
+    intent: str
+    keys: bytes = b""
+    session: str = ""
+    hard: bool = False
+    for_s: Finite = 0.0
+    dry_run: bool = False
+
+
 class Pin(Message, tag=23):
     """`kind`: soft, hard, or none (unpin)."""
 
@@ -558,6 +576,7 @@ ClientMessage = (
     | Present
     | ClearNamespace
     | SessionTurn
+    | Intend
     | AnnounceEngine
     | Engines
     | Prefixes

@@ -21,7 +21,11 @@ type  message          direction             answer
 108   Settings         operator → daemon     Bytes: a JSON array
 109   ChangeSettings   operator → daemon     Done
 121   TakeSpans        operator → daemon     Bytes: a JSON object
+142   ListSessions     operator → daemon     Bytes: a JSON object
+143   ShowSession      operator → daemon     Bytes: a JSON array
+144   EndSession       operator → daemon     Done: 1 if it was known
 146   HitCurves        operator → daemon     Bytes: a JSON object
+147   IntendBlocks     operator → daemon     Bytes: a JSON object
 """
 
 from __future__ import annotations
@@ -202,6 +206,43 @@ class TakeSpans(Message, tag=121):
     count: int
 
 
+class ListSessions(Message, tag=142):
+    """Some of the tenant's sessions that this node knows, by ascending names, from `after` on (empty: from the beginning).
+
+    JSON: sessions, of each name, turns, agents, blocks, bytes, idle_s, expected_s (until its next turn, null: not known),
+    pause; more: whether there are.
+    """
+
+    after: str
+    count: int
+
+
+class ShowSession(Message, tag=143):
+    """A session. JSON: an array of one, or of none if this node does not know it: as in `ListSessions`, and `chains`: of
+    each agent namespace, agent, blocks, and how many of them are in memory, only on disks here, and not on this node.
+    """
+
+    session: str
+
+
+class EndSession(Message, tag=144):
+    """A session has no further turns: its blocks go before others."""
+
+    session: str
+
+
+class IntendBlocks(Message, tag=147):
+    """As `kvpool.wire.client.Intend`, by an operator. `digest`: of the keys' namespace; with a session empty: all."""
+
+    intent: str
+    digest: bytes = b""
+    keys: bytes = b""
+    session: str = ""
+    hard: bool = False
+    for_s: Finite = 0.0
+    dry_run: bool = False
+
+
 class HitCurves(Message, tag=146):
     """What a tenant has of this node's memory and disks, and the reuse distances of its reads.
 
@@ -229,5 +270,9 @@ OperatorMessage = (
     | Settings
     | ChangeSettings
     | TakeSpans
+    | ListSessions
+    | ShowSession
+    | EndSession
+    | IntendBlocks
     | HitCurves
 )

@@ -333,7 +333,8 @@ class Replication:
             namespace = self.node.namespaces.by_directory(digest)
             if namespace is None or namespace.retired:
                 continue
-            chosen = self._several_wanted(namespace, keys, on_disks=bool(on_disks))
+            worth = self._worth_it(namespace, keys)
+            chosen = self._several_wanted(namespace, worth, on_disks=bool(on_disks))
             if not chosen:
                 continue
             try:
@@ -358,6 +359,10 @@ class Replication:
             self._walk.end_step(None if on_disks else 1)
         await asyncio.sleep(0)
 
+    def _worth_it(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the blocks that are not the next to go here, in memory or on disks."""
+        return self._tiers.ordinary(namespace, self.node.candidates.ordinary(namespace, keys))
+
     def _several_wanted(
         self, namespace: NamespaceState, keys: Sequence[bytes], *, on_disks: bool
     ) -> dict[bytes, int]:
@@ -379,6 +384,10 @@ class Replication:
             keys.append(key)
             if len(keys) == OFFER_KEYS:
                 break
+        worth = self._worth_it(namespace, keys)
+        for key in set(keys).difference(worth):
+            del self._wanted[namespace, key]
+        keys = worth
         below = self.only_below(namespace, keys)
         if below:
             keys = keys[: self.at_a_time(namespace)]
@@ -480,13 +489,17 @@ class Replication:
 
         Returns whether that made progress, so that there may be more to do at once.
         """
-        lacking = int(tenant.allocator.size * HEADROOM) - self.node.candidates.spare_bytes(tenant)
+        candidates = self.node.candidates
+        spare = candidates.spare_bytes(tenant) + candidates.expendable_bytes(tenant)
+        lacking = int(tenant.allocator.size * HEADROOM) - spare
         if lacking <= 0 or not self.cluster.living:
             return False
         victims: list[Block] = []
         for block in self.node.candidates.coldest(tenant, OFFER_KEYS):
             if lacking <= 0:
                 break
+            if block.expendable:
+                continue  # not worth another node's memory
             if block.hops < HOPS_MAX and not block.table.namespace.retired:
                 victims.append(block)
                 lacking -= block.table.stride

@@ -21,7 +21,7 @@ from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
 from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
-from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst
+from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst, is_expendable
 from kvpool.storage.slab import SlabAllocator
 from kvpool.telemetry.node_stats import Missed, Traffic
 from kvpool.types import PartSpec
@@ -70,6 +70,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     origin: Origin = OWN
     written: int = -1  # `used` when it was last written to a disk
     kept: int = -1  # `used` when it was last found in object storage, or written there
+    left: int = -1  # `used` when nobody was to continue it any more
     pin: int = PIN_NONE
 
     @property
@@ -105,6 +106,11 @@ class Block(msgspec.Struct, gc=False, eq=False):
     def go(self) -> None:
         """It is `gone` from now on; it has no pin, and is in no policy."""
         self.pin = _GONE
+
+    @property
+    def expendable(self) -> bool:
+        """It goes before others, until it is read."""
+        return is_expendable(self)
 
     @property
     def base(self) -> bytes:
@@ -182,6 +188,7 @@ class NamespaceState:
     generation: of the weights that its blocks were computed with, counted by the cluster.
     settings: the cluster's, within this node's limits.
     quota: bytes that it may hold in this tier; 0: the tenant's limit.
+    kept: until when blocks are pinned that were to be kept for a time: see `Keeps`.
     retired: its epoch has ended.
     space: 64 bits for the tenant and the base, the same in every tier.
     misses: of reads, by reason; kept from epoch to epoch.
@@ -195,6 +202,7 @@ class NamespaceState:
         "epoch",
         "fields",
         "generation",
+        "kept",
         "misses",
         "number",
         "parts",
@@ -230,6 +238,7 @@ class NamespaceState:
         self.number = number
         self.settings = DEFAULT_SETTINGS
         self.quota = 0
+        self.kept: dict[bytes, float] = {}
         self.retired = False
         self.tables: list[PartTable] = []
 

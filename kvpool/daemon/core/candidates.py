@@ -115,12 +115,14 @@ class Candidates:
         namespace: NamespaceState,
         keys: Sequence[bytes],
         last_used: int | None = None,
+        *,
+        left: bool = False,
     ) -> int:
         """These blocks go before others, in the given order, until they are read; how many parts are newly so.
 
-        last_used: a tick; blocks that were used after it are left
-        alone. None: all. Leased blocks, secondary replicas
-        and pinned ones are ignored.
+        last_used: a tick; blocks that were used after it are ignored; None: none is for that. left: nobody is to continue
+        them, so that they are expendable on disks too, if they are written there. Leased blocks, secondary replicas and
+        pinned ones are ignored.
         """
         self._ledger.settle()
         count = 0
@@ -134,11 +136,47 @@ class Candidates:
                 found = [block for block in found if block.used <= last_used]
             if found:
                 count += found[0].table.slots.expend(found)
+                if left:
+                    for block in found:
+                        block.left = block.used
         return count
+
+    def recall(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
+        """Those of these blocks that are expendable are ordinary again, as if they were read."""
+        self._ledger.settle()
+        for table in namespace.tables:
+            found = [b for b in table.blocks.found(keys) if b is not None and b.expendable]
+            if found:
+                table.slots.touch(found)
+
+    def ordinary(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[bytes]:
+        """These without blocks of which a part here is expendable."""
+        if not self.expendable(namespace.tenant):
+            return list(keys)
+        gone = {
+            block.key
+            for table in namespace.tables
+            for block in table.blocks.found(keys)
+            if block is not None and block.expendable
+        }
+        return [key for key in keys if key not in gone]
 
     def expendable(self, tenant: Tenant) -> int:
         """Number of parts of blocks that are expendable."""
         return sum(slot_class.policy.expendable for slot_class in tenant.classes.values())
+
+    def expendable_bytes(self, tenant: Tenant) -> int:
+        """Bytes of their slots."""
+        self._ledger.settle()
+        return sum(each.policy.expendable * each.stride for each in tenant.classes.values())
+
+    def room_bytes(self, namespace: NamespaceState) -> int:
+        """About how many bytes a namespace can have without the eviction of an ordinary block."""
+        tenant = namespace.tenant
+        room = self.spare_bytes(tenant) + self.expendable_bytes(tenant)
+        if namespace.quota:
+            room = min(room, namespace.quota - namespace.held_bytes)
+        return max(0, room)
 
     def promote(self, blocks: Iterable[Block]) -> None:
         """This node's replicas of these turned out to be the last ones. They go in the given order, after others.

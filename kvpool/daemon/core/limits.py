@@ -14,6 +14,8 @@ class Limits:
     reserved_share_per_holder: float = 1.0
     hard_pin_share: float = 0.25
     soft_pin_share: float = 0.5
+    keep_share: float = 0.25  # of what is pinned for a time
+    kept_blocks_max: int = 65_536  # of a tenant
     namespaces_per_tenant: int = 1024
     grant_bytes_per_holder: int = 64 << 20
     grant_share: float = 1 / 16  # of the segment, all holders together

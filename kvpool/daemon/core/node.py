@@ -43,6 +43,7 @@ from kvpool.daemon.core.grants import Grants
 from kvpool.daemon.core.holders import Holders
 from kvpool.daemon.core.idle_age import IdleAge
 from kvpool.daemon.core.inventory import Inventory
+from kvpool.daemon.core.keeps import Keeps
 from kvpool.daemon.core.leases import Leases
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
@@ -116,6 +117,7 @@ class Node:
         self.holders = Holders(tenants, self.puts, self.grants, self.leases, counters)
         self.removal = Removal(ledger, slots, counters)
         self.pins = Pins(limits, ledger, slots)
+        self.keeps = Keeps(tenants, limits, ledger, self.pins)
         self.inventory = Inventory(
             *(tenants, self.namespaces, self.candidates),
             *(ledger, slots, changes),

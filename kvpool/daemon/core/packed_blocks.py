@@ -31,6 +31,7 @@ from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable
 from kvpool.errors import LimitExceeded
 from kvpool.memory.private_pages import private_pages
+from kvpool.storage.expendable import is_expendable
 from kvpool.types import KEY_BYTES
 
 PLACES_BITS = 9  # of a place's number within its page
@@ -492,6 +493,10 @@ class PackedBlock:
     @property
     def secondary(self) -> bool:
         return bool(self._in.origins) and self.origin.secondary
+
+    @property
+    def expendable(self) -> bool:
+        return is_expendable(self)
 
     @property
     def hops(self) -> int:

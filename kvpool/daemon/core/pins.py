@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import (
     PIN_HARD,
@@ -20,6 +22,14 @@ from kvpool.errors import InvalidRequest, LimitExceeded
 
 PinsBefore = dict[tuple[PartTable, int], list[bytes]]
 """How blocks were pinned: (table, level) → keys."""
+
+
+class Fit(NamedTuple):
+    """How many blocks are within a limit, and the bytes that they take of it. room: what it leaves, if that is too little."""
+
+    blocks: int
+    nbytes: int
+    room: int | None = None
 
 
 def levels(blocks: Sequence[Block]) -> PinsBefore:
@@ -87,7 +97,6 @@ class Pins:
             raise InvalidRequest(f"a pin must be soft, hard or none, not {kind!r}")
         self._ledger.settle()
         level = PIN_KINDS[kind]
-        tenant = namespace.tenant
         changed = [
             block
             for key in dict.fromkeys(keys)
@@ -95,20 +104,42 @@ class Pins:
             if (block := table.blocks.get(key)) is not None and block.pin != level
         ]
         if level != PIN_NONE:
-            hard = level == PIN_HARD
-            share = self._limits.hard_pin_share if hard else self._limits.soft_pin_share
             asked = sum(block.table.stride for block in changed)
-            bounds = [
-                (f"tenant {tenant.name!r}", tenant.allocator.size, tenant.namespaces.values()),
-                (f"namespace {namespace.base.hex()}", namespace.quota, [namespace]),
-            ]
-            for whose, size, theirs in bounds:
-                pins = [
-                    t.hard_bytes if hard else t.soft_bytes for one in theirs for t in one.tables
-                ]
-                would, quota = sum(pins) + asked, int(size * share)
-                if size and asked and would > quota:
+            for whose, held, quota in self._bounds(namespace, level):
+                if asked and held + asked > quota:
                     raise LimitExceeded(
-                        f"{kind} pins of {whose} would hold {would >> 20} MiB; the quota is {quota >> 20} MiB"
+                        f"{kind} pins of {whose} would hold {(held + asked) >> 20} MiB; the quota is {quota >> 20} MiB"
                     )
         return changed
+
+    def fit(
+        self, namespace: NamespaceState, keys: Sequence[bytes], kind: str, taken: int = 0
+    ) -> Fit:
+        """How many of these blocks, from the first on, `pin` takes. taken: bytes of the quotas, by others before it."""
+        self._ledger.settle()
+        level = PIN_KINDS[kind]
+        room = math.inf
+        if level != PIN_NONE:
+            room = min(quota - held for _, held, quota in self._bounds(namespace, level))
+            room = max(0, room - taken)
+        nbytes = 0
+        for at, key in enumerate(keys):
+            more = 0
+            for table in namespace.tables:
+                block = table.blocks.get(key)
+                if block is not None and block.pin != level:
+                    more += table.stride
+            if nbytes + more > room:
+                return Fit(at, nbytes, int(room))
+            nbytes += more
+        return Fit(len(keys), nbytes)
+
+    def _bounds(self, namespace: NamespaceState, level: int) -> Iterator[tuple[str, int, int]]:
+        """Whose pins are limited, how many bytes they hold, and how many they may."""
+        hard, tenant = level == PIN_HARD, namespace.tenant
+        share = self._limits.hard_pin_share if hard else self._limits.soft_pin_share
+        whole = tenant.hard_bytes if hard else tenant.soft_bytes
+        yield f"tenant {tenant.name!r}", whole, int(tenant.allocator.size * share)
+        if namespace.quota:
+            own = sum(t.hard_bytes if hard else t.soft_bytes for t in namespace.tables)
+            yield f"namespace {namespace.base.hex()}", own, int(namespace.quota * share)

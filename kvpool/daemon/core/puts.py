@@ -57,13 +57,15 @@ class Puts:
         keys: Sequence[bytes],
         parent: bytes = b"",
         parents: Sequence[bytes] = (),
+        *,
+        only_spare: bool = False,
     ) -> tuple[int, bytes]:
         """Slots for the keys that are not here: (stride, rows as u32, `NO_ROW` if present).
 
         parent: the key before the first one in the prefix chain, if known. parents: of each key, if they are of
         several chains. Keys and parents are kept: the caller must not change them. Rows cover a prefix of the keys:
         fewer than requested if leases, reservations or hard pins hold the rest of the space. Raises `PoolFull` if there
-        is not even one.
+        is not even one. only_spare: no ordinary block is evicted for them, only secondary and expendable ones.
         """
         self._ledger.settle()
         table = namespace.table(part)
@@ -90,7 +92,9 @@ class Puts:
         bound = int(holder.tenant.allocator.size * self._limits.reserved_share_per_holder)
         # At least one, or a block larger than the share could never be put.
         fit = max(not holder.reserved_bytes, (bound - holder.reserved_bytes) // stride)
-        rows = self._reclaimer.allocate(holder.tenant, table, min(len(wanted), fit), keys, here)
+        rows = self._reclaimer.allocate(
+            holder.tenant, table, min(len(wanted), fit), keys, here, only_spare=only_spare
+        )
         if not rows:
             if fit == 0:
                 raise LimitExceeded(

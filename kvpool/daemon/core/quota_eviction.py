@@ -2,7 +2,7 @@
 
 A namespace with a quota evicts its own coldest block when it is full, which must be found among all
 others without a search. So its blocks of a size have an eviction policy of their own. To make room
-for others, the next victim is the least recently used of the policies' next victims.
+for others, the next victim is the least recently used of the policies' next victims, one that is expendable before others.
 
 Each list of blocks is of one table, as in `SlotClass`.
 """
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kvpool.memory.private_pages import private_pages
 from kvpool.storage.eviction import Evictable, EvictionPolicy
-from kvpool.storage.expendable import ExpendableFirst
+from kvpool.storage.expendable import ExpendableFirst, is_expendable
 
 _used, _base = attrgetter("used"), attrgetter("base")
 
@@ -266,12 +266,14 @@ class QuotaEviction:
         return min((block for block in victims if block is not None), key=_used, default=None)
 
     def _next(self) -> EvictionPolicy:
-        """The policy whose next victim was used longest ago; of equals the common one."""
-        found, used = self._common, None
+        """The policy whose next victim was used longest ago, expendable ones before others; of equals the common one."""
+        found, first = self._common, None
         for policy in (self._common, *self._parts.values()):
             block: Any = policy.peek()
-            if block is not None and (used is None or block.used < used):
-                found, used = policy, block.used
+            if block is not None:
+                order = (not is_expendable(block), block.used)
+                if first is None or order < first:
+                    found, first = policy, order
         return found
 
     def pop(self) -> Any:

@@ -58,27 +58,31 @@ class Reclaimer:
         n: int,
         keys: Sequence[bytes] = (),
         here: Sequence[Block] = (),
+        *,
+        only_spare: bool = False,
     ) -> list[int]:
-        """Up to n rows, reclaiming as many as are missing.
+        """Up to n rows, reclaiming as many as are missing. only_spare: no ordinary block is evicted for them.
 
         keys: of the whole put; here: those of them that are here already. A prefix is useful as a whole, so its
         own blocks, of this part and of others, go last: only if there is not one row without them.
         """
         slot_class = self._slots.class_of(tenant, table.stride)
         quota = table.namespace.quota
+        if quota and only_spare:
+            n = min(n, max(0, quota - table.namespace.held_bytes) // table.stride)
         rows = [] if quota else tenant.allocator.alloc(table.stride, n)
         if len(rows) == n:
             return rows
         self._kept = [*here, *self._other_parts(table, keys)]
         for block in self._kept:
             block.leases += 1
-        self._fill(tenant, table, slot_class, n, rows)
+        self._fill(tenant, table, slot_class, n, rows, only_spare=only_spare)
         kept, self._kept = self._kept, []
         for block in kept:
             block.leases -= 1
             if not block.leases and block.table.slots.parked.pop(block, -1) >= 0:
                 self._slots.put_in([block])
-        if kept and not rows:
+        if kept and not rows and not only_spare:
             self._fill(tenant, table, slot_class, n, rows)
         return rows
 
@@ -96,7 +100,14 @@ class Reclaimer:
                     key, left = block.parent, left - 1
 
     def _fill(
-        self, tenant: Tenant, table: PartTable, slot_class: SlotClass, n: int, rows: list[int]
+        self,
+        tenant: Tenant,
+        table: PartTable,
+        slot_class: SlotClass,
+        n: int,
+        rows: list[int],
+        *,
+        only_spare: bool = False,
     ) -> None:
         """Add rows up to n of them, reclaiming as many as are missing."""
         self._departures.by = table.namespace.base_hex
@@ -106,18 +117,18 @@ class Reclaimer:
         self._ended_left = RECLAIMED_PER_PUT + 4 * n
         while len(rows) < n:
             rows += tenant.allocator.alloc(table.stride, n - len(rows))
-            if len(rows) < n and not self._reclaim(tenant, slot_class, n - len(rows), rows):
+            if len(rows) < n and not (
+                self._reclaim_spare(tenant, slot_class, n - len(rows), rows)
+                or (not only_spare and self._reclaim(tenant, slot_class, n - len(rows), rows))
+            ):
                 break
         self._departures.by = ""
 
-    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]) -> bool:
-        """Make room for up to n slots of the class, at least one; False if nothing can be evicted.
-
-        rows: gets those that are reserved already; the others are free.
-
-        In order: blocks of ended epochs, as many as one put can afford; this class's secondary replicas; its
-        expendable blocks; a slab of another class that is much colder; this class's own victims; a slab of another class whatever its age;
-        this class's soft pins; a slab of another class, soft pins included.
+    def _reclaim_spare(
+        self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]
+    ) -> bool:
+        """The first steps of `_reclaim`, which take nothing that others would miss: blocks of ended epochs, as many as
+        one put can afford; this class's secondary replicas; its expendable blocks.
         """
         self._ledger.settle()
         if self._ended and self._ended_left > 0:
@@ -142,6 +153,16 @@ class Reclaimer:
             if evicted:
                 rows += reused
                 return True
+        return False
+
+    def _reclaim(self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]) -> bool:
+        """Make room for up to n slots of the class, at least one; False if nothing can be evicted.
+
+        rows: gets those that are reserved already; the others are free.
+
+        In order, after `_reclaim_spare`: a slab of another class that is much colder; this class's own victims; a slab of
+        another class whatever its age; this class's soft pins; a slab of another class, soft pins included.
+        """
         several = len(tenant.classes) > 1
         if several and self._steal_colder_slab(tenant, slot_class):
             return True

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import islice
 from statistics import median
 
@@ -53,9 +54,9 @@ _OVERHEAD = 512  # bytes of a chain besides its keys
 
 
 @dataclass(slots=True, eq=False)
-class _Chain:
+class Chain:
     """The blocks of an agent's last turn. tick: when they were saved, which is over once it is `settled`. left: blocks,
-    from the head on, that are ordinary. ended: they are all to be expendable once it is settled.
+    from the head on, that it has not given up. ended: they are all to be expendable once it is settled.
     """
 
     namespace: NamespaceState
@@ -73,23 +74,32 @@ class _Chain:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session that is known. back_at: when its next turn is expected; None: unknown."""
+    """A session that is known.
+
+    back_at: when its next turn is expected; None: unknown. prefetch_at: when its blocks should be brought into memory
+    for it; None: it was not looked at yet for this turn; infinite: that was done.
+    """
 
     name: str
     tenant: Tenant
     last_at: float
-    chains: dict[tuple[NamespaceState, str], _Chain] = field(default_factory=dict)
+    chains: dict[tuple[NamespaceState, str], Chain] = field(default_factory=dict)
     back_at: float | None = None
+    prefetch_at: float | None = None
     pause: PauseKind | None = None
     turns: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """The sessions of a tenant, the one that was active last at the end."""
+    """The sessions of a tenant, the one that was active last at the end.
+
+    returns: when those are expected that are; giving: the same of those that have not given up all that they can.
+    """
 
     sessions: OrderedDict[str, Session] = field(default_factory=OrderedDict)
     returns: list[tuple[float, str]] = field(default_factory=list)  # sorted
+    giving: list[tuple[float, str]] = field(default_factory=list)  # sorted
     nbytes: int = 0
     pauses: dict[PauseKind, deque[float]] = field(default_factory=dict)
 
@@ -117,13 +127,13 @@ class Sessions:
         self._counters = counters
         self._known: dict[str, _Known] = {}
         self._work: deque[tuple[NamespaceState, bytes, int]] = deque()
-        self._settling: deque[_Chain] = deque()
+        self._settling: deque[Chain] = deque()
         self._ending_bytes = 0  # of those that have ended
         self._evicted = 0  # when `keep_ahead` was called last
         self._below: Callable[[NamespaceState, Sequence[bytes]], object] = lambda _, __: None
 
     def follow(self, expended: Callable[[NamespaceState, Sequence[bytes]], object]) -> None:
-        """expended: called with blocks that become expendable, for tiers below; in the order in which they should go."""
+        """expended: called with blocks that nobody is to continue, for tiers below; in the order in which they should go."""
         self._below = expended
 
     # ---- what is told --------------------------------------------------------------------------------
@@ -188,7 +198,7 @@ class Sessions:
             oldest = session.chains.pop(next(iter(session.chains)))
             known.nbytes -= oldest.nbytes
             oldest.keys = b""
-        new = _Chain(at[0], keys, now, self._ledger.tick, len(keys) // KEY_BYTES)
+        new = Chain(at[0], keys, now, self._ledger.tick, len(keys) // KEY_BYTES)
         session.chains[at] = new
         self._settling.append(new)
         known.nbytes += new.nbytes
@@ -247,21 +257,33 @@ class Sessions:
 
     # ---- expendable blocks ---------------------------------------------------------------------------
 
-    def _expend(self, known: _Known, chain: _Chain, first: int) -> None:
+    def _expend(self, known: _Known, chain: Chain, first: int) -> None:
         """A chain's blocks from `first` on are expendable, as far as others do not use them."""
-        first = max(first, self._shared(known, chain))
+        first = max(first, self._shared_of(known, chain))
         if first * KEY_BYTES < len(chain.keys) and not chain.namespace.retired:
             self._work.append((chain.namespace, chain.keys[first * KEY_BYTES :], chain.tick))
             if len(self._work) > WORK_MAX:
                 self._work.popleft()
 
-    def _shared(self, known: _Known, chain: _Chain) -> int:
-        """How many blocks of a chain, from its head on, others of the sessions that were active last use too."""
+    def _shared_of(self, known: _Known, chain: Chain) -> int:
+        return self._shared(known, chain.namespace, chain.keys, lambda _, other: other is chain)
+
+    @staticmethod
+    def _shared(
+        known: _Known,
+        namespace: NamespaceState,
+        keys: bytes,
+        but: Callable[[Session, Chain], bool],
+    ) -> int:
+        """How many blocks of a chain, from its head on, others of the sessions that were active last use too.
+
+        but: chains that are no others.
+        """
         shared = 0
         for session in islice(reversed(known.sessions.values()), SHARED_LOOKED):
             for other in session.chains.values():
-                if other is not chain and other.namespace is chain.namespace:
-                    shared = max(shared, common_blocks(chain.keys, other.keys))
+                if other.namespace is namespace and not but(session, other):
+                    shared = max(shared, common_blocks(keys, other.keys))
         return shared
 
     def work(self, blocks_max: int) -> bool:
@@ -274,17 +296,20 @@ class Sessions:
                 self._work.appendleft((namespace, keys[:cut], tick))
                 keys = keys[cut:]
             left -= len(keys) // KEY_BYTES
-            self._expend_now(namespace, keys, tick)
+            self._expend_now(namespace, keys, tick, left=True)
         return bool(self._work)
 
-    def _expend_now(self, namespace: NamespaceState, keys: bytes, tick: int) -> int:
-        """Tails first; how many parts are newly expendable in memory."""
+    def _expend_now(
+        self, namespace: NamespaceState, keys: bytes, tick: int, *, left: bool = False
+    ) -> int:
+        """Tails first; how many parts are newly expendable in memory. left: nobody is to continue them."""
         if namespace.retired:
             return 0
         tail_first = split_keys(keys)[::-1]
-        count = self._candidates.expend(namespace, tail_first, tick)
+        count = self._candidates.expend(namespace, tail_first, tick, left=left)
         self._counters.expended += count
-        self._below(namespace, tail_first)
+        if left:  # what a session gives up for a pause it loads from a disk
+            self._below(namespace, tail_first)
         return count
 
     def keep_ahead(self, now: float) -> None:
@@ -297,24 +322,24 @@ class Sessions:
         evicted = self._counters.evicted - self._evicted
         self._evicted = self._counters.evicted
         for name, known in self._known.items():
-            if evicted and known.returns:
+            if evicted and known.giving:
                 self._keep_ahead(self._tenants[name], known, now, max(AHEAD_MIN, evicted))
 
     def _keep_ahead(self, tenant: Tenant, known: _Known, now: float, wanted: int) -> None:
         expendable = self._candidates.expendable(tenant)
         for _ in range(AHEAD_SLICES_MAX):
-            if not known.returns or expendable >= wanted:
+            if not known.giving or expendable >= wanted:
                 return
-            back_at, name = known.returns[-1]
+            back_at, name = known.giving[-1]
             # Who is overdue was used longer ago than that, and has its turn without a word.
             if back_at - now <= (self._next_victim_age_s(tenant, now) or 0.0):
                 return
             session = known.sessions[name]
             chain = max(session.chains.values(), key=lambda each: each.left, default=None)
             end = 0 if chain is None else chain.left
-            first = 0 if chain is None else max(end - SLICE, self._shared(known, chain))
+            first = 0 if chain is None else max(end - SLICE, self._shared_of(known, chain))
             if chain is None or first >= end:
-                self._expect(known, session, None)  # the rest is others' too
+                _remove(known.giving, session)  # the rest is others' too
                 continue
             chain.left = first
             keys = chain.keys[first * KEY_BYTES : end * KEY_BYTES]
@@ -333,11 +358,12 @@ class Sessions:
 
     def _expect(self, known: _Known, session: Session, back_at: float | None) -> None:
         if session.back_at is not None:
-            at = bisect.bisect_left(known.returns, (session.back_at, session.name))
-            del known.returns[at]
-        session.back_at = back_at
+            _remove(known.returns, session)
+            _remove(known.giving, session)
+        session.back_at, session.prefetch_at = back_at, None
         if back_at is not None:
             bisect.insort(known.returns, (back_at, session.name))
+            bisect.insort(known.giving, (back_at, session.name))
 
     def _learn_pause(self, known: _Known, session: Session, now: float) -> None:
         if session.pause is not None:
@@ -368,13 +394,41 @@ class Sessions:
         known = self._known.get(tenant.name)
         return 0 if known is None else len(known.sessions)
 
-    def expected(self, until: float) -> Iterable[Session]:
-        """Sessions that are expected back until then, the first of them first; those that are overdue too."""
+    def expected(self, since: float, until: float) -> Iterator[Session]:
+        """Sessions that are expected back, or were, from `since` until then, in order."""
         for known in self._known.values():
-            for back_at, name in known.returns:
+            first = bisect.bisect_left(known.returns, (since, ""))
+            for back_at, name in islice(known.returns, first, None):
                 if back_at > until:
                     break
                 yield known.sessions[name]
+
+    def named(self, tenant: Tenant, after: str, count: int) -> list[Session]:
+        """Some of the known sessions, by ascending names, from after this one on."""
+        known = self._known.get(tenant.name)
+        if known is None:
+            return []
+        names = nsmallest(count, (name for name in known.sessions if name > after))
+        return [known.sessions[name] for name in names]
+
+    def others_use(self, session: Session, namespace: NamespaceState, keys: bytes) -> int:
+        """How many blocks of a chain, from the head on, other sessions that were active last use too."""
+        known = self._known[session.tenant.name]
+        return self._shared(known, namespace, keys, lambda other, _: other is session)
+
+    def recall(self, session: Session) -> None:
+        """It is about to return: what it gave up for a long pause is ordinary again, as far as it is still here."""
+        for chain in session.chains.values():
+            chain.left = len(chain.keys) // KEY_BYTES
+
+
+def _remove(expected: list[tuple[float, str]], session: Session) -> None:
+    """Where it is in one of these lists, it is not any more."""
+    if session.back_at is not None:
+        entry = (session.back_at, session.name)
+        at = bisect.bisect_left(expected, entry)
+        if at < len(expected) and expected[at] == entry:
+            del expected[at]
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

@@ -65,14 +65,18 @@ class Delivery:
         *,
         on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
         background: bool = False,
+        only_spare: bool = False,
     ) -> Sequence[FetchRequest]:
         """Until all blocks are here, no source is left, or the deadline has passed; returns the missing ones.
 
         on_arrival: called with blocks that have arrived while others are awaited. background: no engine waits. Nor
-        does such a request wait for slots, if memory is full.
+        does such a request wait for slots, if memory is full. only_spare: in the background, it takes no ordinary
+        block's place.
         """
         if background or not requests:
-            return await self.bring_on(None, requests, deadline, origin, on_arrival)
+            return await self.bring_on(
+                None, requests, deadline, origin, on_arrival, only_spare=only_spare
+            )
         with self.queued(requests[0].table.namespace) as place:
             while True:
                 requests = await self.bring_on(place, requests, deadline, origin, on_arrival)
@@ -105,10 +109,12 @@ class Delivery:
         deadline: float,
         origin: Origin = SECONDARY,
         on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
+        *,
+        only_spare: bool = False,
     ) -> Sequence[FetchRequest]:
         """As `bring`. It also ends when its place `yields`: then release what you hold, and say `rooms.yielded`.
 
-        place: None: in the background.
+        place: None: in the background, where `only_spare` may be asked for.
         """
         for request in requests:
             under_way = self._transfers.of(request.table)
@@ -125,7 +131,9 @@ class Delivery:
                     on_arrival(table, keys)
             full = False
             if place is None or self.rooms.may_try(place.waiter, now):
-                requests, full = self._launch(requests, now, deadline, origin, place is None)
+                requests, full = self._launch(
+                    requests, now, deadline, origin, place is None, only_spare
+                )
             transfers = self._awaited(requests)
             if not (transfers or full or (place is not None and place.waiter.waits)):
                 return requests
@@ -216,6 +224,7 @@ class Delivery:
         deadline: float,
         origin: Origin,
         background: bool,
+        only_spare: bool,
     ) -> tuple[list[FetchRequest], bool]:
         """Start a transfer for blocks that have none, or only slow ones.
 
@@ -245,7 +254,9 @@ class Delivery:
                 for at in range(0, len(keys), most):
                     some_keys = keys[at : at + most]
                     self._transfers.begin(
-                        table, source, some_keys, deadline, origin, background=background
+                        *(table, source, some_keys, deadline, origin),
+                        background=background,
+                        only_spare=only_spare,
                     )
             waiting += cut
         return waiting, full

@@ -411,6 +411,38 @@ class BlockFetcher:
         wanted = [FetchRequest(table, lacking(table.blocks, keys), only) for table in tables]
         await self._delivery.bring(wanted, deadline, origin, background=True)
 
+    # ---- ahead of reads ------------------------------------------------------------------------------
+
+    async def locate_prefix(
+        self, namespace: NamespaceState, keys: Sequence[bytes], wait_s: float
+    ) -> tuple[int, Located]:
+        """How many blocks of a prefix could be had here, and where those below memory or elsewhere are. Ends by
+        `wait_s`.
+        """
+        self.node.settle()
+        tables = namespace.tables
+        located = self.locator.on_this_node(tables, keys)
+        there = self.locator.usable(tables, keys, located)
+        if there < len(keys) and self.locator.elsewhere:
+            deadline = self._clock() + wait_s / LOOKUP_SHARE
+            merge(located, await self.locator.prefix(namespace, tables, keys, there, deadline))
+            there = self.locator.usable(tables, keys, located)
+        return there, located
+
+    @staticmethod
+    def lacking(
+        namespace: NamespaceState, keys: Sequence[bytes], located: Located
+    ) -> list[FetchRequest]:
+        """Requests for the blocks of a prefix that are not in memory, part by part."""
+        return missing(namespace.tables, keys, located)
+
+    async def bring_ahead(self, requests: Sequence[FetchRequest], wait_s: float) -> bool:
+        """Bring these into memory while nobody waits for them, and in no ordinary block's place; returns whether all came."""
+        left = await self._delivery.bring(
+            requests, self._clock() + wait_s, background=True, only_spare=True
+        )
+        return not left
+
     # ---- for prefix streams --------------------------------------------------------------------------
 
     async def locate(

@@ -49,7 +49,7 @@ class Transfer:
 
     nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
     go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody
-    waits for it. late: it was counted as slow. kept: leases on what has arrived, until those who wait for it have
+    waits for it. only_spare: it takes no ordinary block's place. late: it was counted as slow. kept: leases on what has arrived, until those who wait for it have
     noticed. no_room: those for which there was no slot, so that the source was not asked. called_off: it was late,
     and was cancelled for the sake of another source.
     """
@@ -62,6 +62,7 @@ class Transfer:
     since: float
     line: Line
     background: bool = False
+    only_spare: bool = False
     late: bool = False
     expected_s: float = 0.0
     begun: bool = False
@@ -210,6 +211,7 @@ class Transfers:
         origin: Origin,
         *,
         background: bool,
+        only_spare: bool = False,
     ) -> None:
         """Start fetching blocks from a source, when its turn comes.
 
@@ -222,7 +224,9 @@ class Transfers:
         turns = self._turns(source, background)
         line = self._lines.setdefault((source, background), Line(turns, now))
         line.count += 1
-        transfer = Transfer(table, source, keys, nbytes, patience_s, now, line, background)
+        transfer = Transfer(
+            table, source, keys, nbytes, patience_s, now, line, background, only_spare
+        )
         local = source in NOT_NODES
         url = "" if local else self._cluster.living[source].url
         self._under_way[transfer] = None
@@ -304,7 +308,10 @@ class Transfers:
         self._tickets += 1
         ticket = self._tickets
         try:
-            node.puts.reserve(holder, namespace, table.part, ticket, transfer.keys)
+            node.puts.reserve(
+                *(holder, namespace, table.part, ticket, transfer.keys),
+                only_spare=transfer.only_spare,
+            )
         except (PoolFull, LimitExceeded):
             transfer.no_room = transfer.keys
             self.stats.no_room += 1

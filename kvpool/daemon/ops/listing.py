@@ -1,17 +1,23 @@
-"""Lists of blocks for operators: some at a time from a cursor, or by their keys. No I/O."""
+"""Lists of blocks and sessions for operators: some at a time from a cursor, or by their keys. No I/O."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.daemon.core.blocks import PIN_KINDS, Block, NamespaceState
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.sessions import Session
+from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest
+from kvpool.hit_rule import needed
+from kvpool.types import KEY_BYTES, split_keys
 
 SCAN_ROWS = 10_000
 """Slots examined for one answer: about two milliseconds."""
 STEP_ROWS = 500
+CHAIN_TOGETHER = 1024
 _PINS = {level: kind for kind, level in PIN_KINDS.items()}
 
 
@@ -112,3 +118,55 @@ def _parse(cursor: str) -> tuple[int, int]:
     if not (number.isdecimal() and inner.isdecimal()) or len(cursor) > 40:
         raise InvalidRequest(f"{cursor!r:.60} is not a cursor of this list")
     return int(number), int(inner)
+
+
+def describe_session(session: Session, now: float) -> dict[str, Any]:
+    """See `kvpool.wire.operator.ListSessions`."""
+    chains = list(session.chains.values())
+    return {
+        "session": session.name,
+        "turns": session.turns,
+        "agents": len(chains),
+        "blocks": sum(len(chain.keys) // KEY_BYTES for chain in chains),
+        "nbytes": sum(
+            len(chain.keys) // KEY_BYTES * sum(each.nbytes for each in chain.namespace.parts)
+            for chain in chains
+        ),
+        "idle_s": now - session.last_at,
+        "expected_s": None if session.back_at is None else session.back_at - now,
+        "pause": str(session.pause or ""),
+    }
+
+
+async def describe_chains(session: Session, node: Node, tiers: SsdTier) -> list[dict[str, Any]]:
+    """See `kvpool.wire.operator.ShowSession`. A few blocks at a time, and others are served in between."""
+    found = []
+    for (namespace, agent), chain in list(session.chains.items()):
+        keys = split_keys(chain.keys)
+        wanted = dict.fromkeys(keys, 0)
+        for table in namespace.tables:
+            for key in needed(table.spec, keys):
+                wanted[key] |= 1 << table.part
+        memory = disks = 0
+        for at in range(0, len(keys), CHAIN_TOGETHER):
+            some = keys[at : at + CHAIN_TOGETHER]
+            nothing = [0] * len(some)
+            _, here = node.inventory.masks(namespace.directory_digest, some)
+            _, below = tiers.masks(namespace.directory_digest, some)
+            for key, up, down in zip(some, here or nothing, below or nothing, strict=True):
+                if not wanted[key] & ~up:
+                    memory += 1
+                elif not wanted[key] & ~(up | down):
+                    disks += 1
+            await asyncio.sleep(0)
+        found.append(
+            {
+                "namespace": namespace.base.hex(),
+                "agent": agent,
+                "blocks": len(keys),
+                "in_memory": memory,
+                "on_disk": disks,
+                "missing": len(keys) - memory - disks,
+            }
+        )
+    return found

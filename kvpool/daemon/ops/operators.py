@@ -24,12 +24,14 @@ from kvpool.daemon.core.requests import parse_change
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
 from kvpool.daemon.ops.event_log import AUDIT, EventLog
+from kvpool.daemon.ops.intents import Intents, parse_wanted
 from kvpool.daemon.ops.jobs import JobRunner, Work
-from kvpool.daemon.ops.listing import list_blocks, show_blocks
+from kvpool.daemon.ops.listing import describe_chains, describe_session, list_blocks, show_blocks
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.runtime_settings import changed, describe
+from kvpool.daemon.ops.session_keeper import SessionKeeper
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
@@ -49,7 +51,7 @@ from kvpool.errors import (
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.telemetry import logs
 from kvpool.telemetry.spans import Spans
-from kvpool.types import KEY_BYTES, split_keys
+from kvpool.types import KEY_BYTES, Intent, Outcome, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -60,6 +62,7 @@ from kvpool.wire.jobs import JobSpec, Key, WarmJob, parse_job
 KEYS_BYTES_MAX = frame.KEYS_MAX * KEY_BYTES
 LOCATE_KEYS_MAX = 4096
 SHOW_KEYS_MAX = 1024
+LIST_SESSIONS_MAX = 1000
 LIST_BLOCKS_MAX = 1000
 SCRUB_BLOCKS_MAX = 256
 EVICT_TOGETHER = 500  # in one go: about a millisecond
@@ -106,6 +109,8 @@ class Operators:
         replication: Replication,
         engines: Engines,
         transport: Asks,
+        sessions: SessionKeeper,
+        intents: Intents,
         journal: EventLog,
         stats: StatsGatherer,
         miss_reasons: MissReasons,
@@ -124,6 +129,8 @@ class Operators:
         self._rules = rules
         self._replication = replication
         self._transport = transport
+        self._sessions = sessions
+        self._intents = intents
         self._clock = clock
         self._stats = stats
         self._miss_reasons = miss_reasons
@@ -153,6 +160,10 @@ class Operators:
             operator_wire.Settings: self._settings,
             operator_wire.ChangeSettings: self._change_settings,
             operator_wire.TakeSpans: self._take_spans,
+            operator_wire.ListSessions: self._list_sessions,
+            operator_wire.ShowSession: self._show_session,
+            operator_wire.EndSession: self._end_session,
+            operator_wire.IntendBlocks: self._intend_blocks,
         }
 
     @property
@@ -531,6 +542,57 @@ class Operators:
             self._replication.set_bandwidth(config.replication_bandwidth)
         if config.ssd_bytes_per_day != before.ssd_bytes_per_day:
             self.tiers.budget.change(config.ssd_bytes_per_day, self._clock())
+
+    # ---- sessions ------------------------------------------------------------------------------------
+
+    async def _list_sessions(
+        self, tenant: Tenant, _by: str, m: operator_wire.ListSessions
+    ) -> frame.Bytes:
+        count = min(max(1, m.count), LIST_SESSIONS_MAX)
+        found = self.node.sessions.named(tenant, m.after, count + 1)
+        now = self._clock()
+        some = [describe_session(session, now) for session in found[:count]]
+        return _json({"sessions": some, "more": len(found) > count})
+
+    async def _show_session(
+        self, tenant: Tenant, _by: str, m: operator_wire.ShowSession
+    ) -> frame.Bytes:
+        session = self.node.sessions.get(tenant, m.session)
+        if session is None:
+            return _json([])
+        about = describe_session(session, self._clock())
+        return _json([{**about, "chains": await describe_chains(session, self.node, self.tiers)}])
+
+    async def _end_session(
+        self, tenant: Tenant, by: str, m: operator_wire.EndSession
+    ) -> frame.Done:
+        known = self._sessions.end(tenant, m.session)
+        if known:
+            self._changed(by, "end session", tenant=tenant.name, session=m.session)
+        return frame.Done(int(known))
+
+    async def _intend_blocks(
+        self, tenant: Tenant, by: str, m: operator_wire.IntendBlocks
+    ) -> frame.Bytes:
+        _keys(m.keys, frame.KEYS_MAX)
+        wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
+        if wanted.intent is Intent.PREFETCH and m.digest and not m.session:
+            # A new node is filled before its engines start.
+            self.cluster.namespaces.open_known(tenant, m.digest)
+        namespace = self._chosen(tenant, m.digest)[0] if m.digest else None
+        answer = await self._intents.answer(tenant, namespace, m.keys, m.session, wanted)
+        if not m.dry_run and answer.outcome not in {Outcome.REFUSED, Outcome.MISSING}:
+            named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES}
+            named |= {"session": m.session} if m.session else {}
+            self._changed(
+                by,
+                m.intent,
+                tenant=tenant.name,
+                **named,
+                blocks=answer.blocks,
+                outcome=answer.outcome,
+            )
+        return _json(answer)
 
     # ---- jobs --------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class _Request:
         self._node = node
         self._ssd = ssd
         self._in_memory: list[PinsBefore] = []
+        self._kept: list[tuple[NamespaceState, dict[bytes, float]]] = []
         self._on_disks: list[tuple[SsdDevice, Node, PinsBefore]] = []
 
     async def pin(self, namespace: NamespaceState, keys: bytes, kind: str) -> set[bytes]:
@@ -64,6 +65,7 @@ class _Request:
         self._in_memory.append(levels(changed))
         self._on_disks += before
         found = self._node.pins.pin(namespace, split_keys(keys), kind)
+        self._kept.append((namespace, self._node.keeps.forget(namespace, split_keys(keys))))
         return found | await self._ssd.pin(namespace, keys, kind)
 
     async def undo(self) -> None:
@@ -71,6 +73,8 @@ class _Request:
         for before in reversed(self._in_memory):
             self._node.pins.put_back(before)
             await asyncio.sleep(0)
+        for namespace, kept in self._kept:
+            self._node.keeps.put_back(namespace, kept)
         for device, node, before in reversed(self._on_disks):
             try:
                 await device.put_back(node, before)

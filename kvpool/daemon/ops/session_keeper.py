@@ -1,24 +1,30 @@
-"""What clients tell of their sessions, and what follows from it for the eviction order. Event loop only.
+"""What clients tell of their sessions, and what follows from it: the eviction order, and what is brought ahead.
 
-A router knows of sessions on all nodes, and is a client of one: what it tells of others is passed on to them.
+A router knows of sessions on all nodes, and is a client of one: what it tells of others is passed on to them. Event loop
+only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.keeps import block_bytes
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.sessions import Chain
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
+from kvpool.daemon.ops.prefetcher import LEAD_MAX_S, Prefetcher
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
-from kvpool.types import PauseKind
+from kvpool.types import KEY_BYTES, PauseKind, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
 TICK_S = 0.25
+OVERDUE_S = 5.0  # a session that is later than this is not prepared for
 TOGETHER = 256  # blocks take the event loop about a millisecond
 NAME_MAX = 256
 PAUSE_MAX_S = 7 * 86_400.0
@@ -30,13 +36,14 @@ _PAUSES = {"": None, **{str(kind): kind for kind in PauseKind}}
 
 
 class SessionKeeper:
-    """Passes turns to the rules, and applies these piece by piece."""
+    """Passes turns to the rules, applies these piece by piece, and has blocks brought for sessions that return."""
 
     def __init__(
         self,
         name: str,
         node: Node,
         ssd: SsdTier,
+        prefetcher: Prefetcher,
         cluster: ClusterView,
         transport: PeerTransport,
         clock: Callable[[], float],
@@ -44,6 +51,7 @@ class SessionKeeper:
         """name: this node's."""
         self._name = name
         self._node = node
+        self._prefetcher = prefetcher
         self._cluster = cluster
         self._transport = transport
         self._clock = clock
@@ -88,8 +96,17 @@ class SessionKeeper:
             pause=_PAUSES[pause],
             ended=ended,
         )
+        if keys or ended:
+            self._prefetcher.returned(tenant.name, name)
         self._told.set()
         return session is not None
+
+    def end(self, tenant: Tenant, name: str) -> bool:
+        """See `Sessions.end`."""
+        known = self._node.sessions.end(tenant, name)
+        self._prefetcher.returned(tenant.name, name)
+        self._told.set()
+        return known
 
     def told(self, news: peer_wire.SessionNews) -> bool:
         """Another node's client knows this of a session here; whether the session goes on. Raises `InvalidRequest`."""
@@ -149,7 +166,7 @@ class SessionKeeper:
         """Until cancelled."""
         sessions = self._node.sessions
         while True:
-            if sessions.expecting:
+            if sessions.expecting or self._prefetcher.judging:
                 try:
                     async with asyncio.timeout(TICK_S):
                         await self._told.wait()
@@ -159,7 +176,31 @@ class SessionKeeper:
                 await self._told.wait()
             self._told.clear()
             sessions.keep_ahead(self._clock())
+            self._look_ahead(self._clock())
+            self._prefetcher.judge_due(self._clock())
             more = True
             while more:
                 more = sessions.work(TOGETHER)
                 await asyncio.sleep(0)
+
+    def _look_ahead(self, now: float) -> None:
+        """Have the blocks brought of sessions that will soon be back, or should be."""
+        sessions = self._node.sessions
+        for session in sessions.expected(now - OVERDUE_S, now + LEAD_MAX_S):
+            if session.back_at is None or session.prefetch_at == math.inf:
+                continue
+            if session.prefetch_at is None:
+                # As if all of it had to be brought: what is here now may go before.
+                nbytes = sum(_nbytes(chain) for chain in session.chains.values())
+                session.prefetch_at = session.back_at - self._prefetcher.lead_s(nbytes)
+            if session.prefetch_at <= now:
+                session.prefetch_at = math.inf
+                sessions.recall(session)
+                for chain in session.chains.values():
+                    if not chain.namespace.retired:
+                        keys = split_keys(chain.keys)
+                        self._prefetcher.order(chain.namespace, keys, _nbytes(chain), session.name)
+
+
+def _nbytes(chain: Chain) -> int:
+    return len(chain.keys) // KEY_BYTES * block_bytes(chain.namespace)

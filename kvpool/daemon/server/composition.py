@@ -38,9 +38,11 @@ from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.event_publisher import EventPublisher
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.intents import Intents
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.ops.prefetcher import Prefetcher
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
@@ -113,6 +115,8 @@ class Daemon(Generic[T]):
     expiry: Expiry
     sampler: Sampler
     sessions: SessionKeeper
+    prefetcher: Prefetcher
+    intents: Intents
     hot_prefixes: HotPrefixes
     miss_reasons: MissReasons
     prober: Prober
@@ -233,7 +237,8 @@ def compose(
         *(node, ssd, device, objects, cluster, transport, clock),
         has_objects=bool(config.object_store),
     )
-    sessions = SessionKeeper(config.node, node, ssd, cluster, transport, clock)
+    prefetcher = Prefetcher(node, fetcher, clock)
+    sessions = SessionKeeper(config.node, node, ssd, prefetcher, cluster, transport, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(
@@ -257,6 +262,7 @@ def compose(
         clocks.wall,
     )
     rules = TierRules(node, ssd, device)
+    intents = Intents(node, ssd, rules, fetcher, prefetcher, clock)
     tenants = [tenant.name for tenant in config.all_tenants()]
     loop_shares = LoopShares(tenants) if len(tenants) > 1 else None
 
@@ -307,6 +313,8 @@ def compose(
         replication,
         engines,
         transport,
+        sessions,
+        intents,
         events,
         stats,
         miss_reasons,
@@ -328,6 +336,7 @@ def compose(
         presences,
         removals,
         sessions,
+        intents,
         operators,
         stats,
         hot_prefixes,
@@ -368,6 +377,8 @@ def compose(
         expiry=expiry,
         sampler=sampler,
         sessions=sessions,
+        prefetcher=prefetcher,
+        intents=intents,
         hot_prefixes=hot_prefixes,
         miss_reasons=miss_reasons,
         prober=Prober(transport, cluster, peers, clock),

@@ -26,6 +26,7 @@ from kvpool.daemon.core.requests import check_counts, parse_parts, parse_wish, r
 from kvpool.daemon.fetch.fetcher import BlockFetcher, Pulled
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
+from kvpool.daemon.ops.intents import Intents, parse_wanted
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
 from kvpool.daemon.ops.pins import pin_in_all_tiers
@@ -91,6 +92,7 @@ class ClientRequests:
         presences: Presences,
         removals: Removals,
         sessions: SessionKeeper,
+        intents: Intents,
         operators: Operators,
         stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
@@ -119,6 +121,7 @@ class ClientRequests:
         self._presences = presences
         self._removals = removals
         self._sessions = sessions
+        self._intents = intents
         self._operators = operators
         self._stats_of = stats
         self._hot_prefixes = hot_prefixes
@@ -164,6 +167,7 @@ class ClientRequests:
             client_wire.Present: self._present,
             client_wire.ClearNamespace: self._clear,
             client_wire.SessionTurn: self._session_turn,
+            client_wire.Intend: self._intend,
         }
         for kind in operators.requests:
             self._handlers[kind] = operators.bare
@@ -674,6 +678,12 @@ class ClientRequests:
             ended=m.ended,
         )
         return frame.Done(int(goes_on))
+
+    async def _intend(self, holder: Holder, m: client_wire.Intend) -> frame.Bytes:
+        namespace = self._namespace(holder, m.ns, m.keys)
+        wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
+        answer = await self._intents.answer(holder.tenant, namespace, m.keys, m.session, wanted)
+        return frame.Bytes(msgspec.json.encode(answer))
 
     def _close_namespace(self, holder: Holder, m: client_wire.CloseNamespace) -> frame.Done:
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)

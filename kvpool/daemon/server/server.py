@@ -250,6 +250,8 @@ async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) 
         daemon.miss_reasons.run(),
         daemon.sampler.run(),
         daemon.sessions.run(),
+        daemon.prefetcher.run(),
+        daemon.intents.run(),
         daemon.prober.run(daemon.operators.config.probe_s),
         _reclaim_garbage(daemon.node),
     ):

@@ -165,7 +165,7 @@ class SsdDemotion:
         # Other tasks may have begun to write some of them meanwhile.
         blocks = [block for block in blocks if self._is_dirty(block)]
         if self.budget.scarce(now):
-            used_again = [block for block in blocks if block.used > block.put]
+            used_again = [b for b in blocks if b.used > b.put and not b.expendable]
             self.counted.once_used_blocks += len(blocks) - len(used_again)
             blocks = used_again
         device = self._emptiest()

@@ -312,6 +312,15 @@ class SsdTier:
             if state is not None:
                 device.node.candidates.expend(state, keys)
 
+    def ordinary(self, namespace: NamespaceState, keys: list[bytes]) -> list[bytes]:
+        """See `Candidates.ordinary`."""
+        digest = namespace.directory_digest
+        for device in self.devices:
+            state = device.node.namespaces.by_directory(digest)
+            if state is not None:
+                keys = device.node.candidates.ordinary(state, keys)
+        return keys
+
     def rules(self) -> list[Node]:
         """Those of each disk's slots."""
         return [device.node for device in self.devices]

@@ -261,7 +261,8 @@ class SsdWriter:
                 for write in writes:
                     node.puts.abort(holder, write.ticket)
         for kind in ("soft", "hard"):
-            pinned = [block.key for block in chosen if block.pin == PIN_KINDS[kind]]
+            kept = table.namespace.kept  # for a time, and in memory only
+            pinned = [b.key for b in chosen if b.pin == PIN_KINDS[kind] and b.key not in kept]
             if pinned and self._books.node is node:
                 await self._pin_too(table.namespace, pinned, kind)
         return here + done
@@ -330,6 +331,10 @@ class SsdWriter:
             self._books.counted.written_bytes += len(done) * own.stride
             self._books.counted.packed_blocks += len(done) * self._books.is_shorter(own)
             total += len(done)
+            left = [block.key for n in done if (block := chosen[n]).left == block.used]
+            if left:
+                node.settle()
+                node.candidates.expend(own.namespace, left)
         node.settle()
         self._books.counted.written_blocks += total
         if failed:

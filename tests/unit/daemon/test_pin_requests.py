@@ -264,3 +264,64 @@ def test_pins_that_are_put_back_need_no_room_in_a_quota() -> None:
         assert bench.agrees()
 
     run(main())
+
+
+# ---- blocks that go before others --------------------------------------------------------------------
+
+
+def test_what_nobody_is_to_continue_goes_first_on_a_disk_too_once_it_is_written() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.begin()
+        device, table = bench.tiers.devices[0], bench.namespace.tables[0]
+        (tenant,) = device.node.tenants.values()
+        odd = [key(number) for number in range(1, 21, 2)]
+        candidates = bench.node.candidates
+        candidates.expend(bench.namespace, odd[:4], left=True)  # a session has left them
+        candidates.expend(bench.namespace, odd[4:6])  # it has given them up for a while
+        candidates.expend(bench.namespace, odd[6:8], left=True)
+        read = bench.node.leases.acquire(
+            bench.holder, bench.namespace, (0,), odd[6:8], 1.0, 0.0, scattered=True
+        )
+        assert read is not None
+        bench.node.leases.release(bench.holder, read.token)
+        await device.write(table, [table.blocks[each] for each in odd], 0)
+        assert device.node.candidates.expendable(tenant) == 4
+        (state,) = tenant.namespaces.values()
+        assert device.node.candidates.ordinary(state, odd) == odd[4:]
+        assert bench.tiers.ordinary(bench.namespace, odd) == odd[4:]
+
+    run(main())
+
+
+def test_what_is_kept_for_a_time_is_not_pinned_on_a_disk() -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.begin()
+        device, table = bench.tiers.devices[0], bench.namespace.tables[0]
+        odd = [key(number) for number in range(1, 9, 2)]
+        bench.node.keeps.keep(bench.namespace, odd, 1.0)
+        bench.node.pins.pin(bench.namespace, odd[:1], "hard")
+        bench.node.keeps.forget(bench.namespace, odd[:1])
+        await device.write(table, [table.blocks[each] for each in odd], 0)
+        assert bench.levels()[0][3] == PIN_SOFT
+        assert {n: bench.levels()[1][n] for n in (1, 3, 5, 7)} == {1: PIN_HARD, 3: 0, 5: 0, 7: 0}
+        assert bench.agrees()
+
+    run(main())
+
+
+def test_a_refused_request_leaves_what_was_kept_as_it_was() -> None:
+    async def main() -> None:
+        bench = Bench(disk_share=6 / 100)
+        await bench.begin()
+        bench.node.keeps.keep(bench.namespace, [key(1), key(3)], 9.0)
+        with pytest.raises(LimitExceeded):
+            await bench.pin([1, 3, *range(0, 40, 2)], "hard")
+        assert bench.levels()[0][1] == bench.levels()[0][3] == PIN_SOFT
+        while bench.node.keeps.end_some(9.0):
+            pass
+        assert set(bench.levels()[0].values()) == {PIN_NONE}
+        assert bench.agrees()
+
+    run(main())

@@ -98,10 +98,11 @@ class Locator:
 
 
 class Disks:
-    """Disks that hold these blocks, and no memory has: their walks and masks."""
+    """Disks that hold these blocks, and no memory has: their walks and masks. first: those that go before others."""
 
-    def __init__(self, digest: bytes, numbers: range) -> None:
+    def __init__(self, digest: bytes, numbers: range, first: range = range(0)) -> None:
         self.digest = digest
+        self.first = {number.to_bytes(16, "big") for number in first}
         self.keys = [number.to_bytes(16, "big") for number in numbers]
 
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
@@ -112,6 +113,9 @@ class Disks:
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
         assert digest == self.digest
         return 1, [int(key in self.keys) for key in keys]
+
+    def ordinary(self, _: NamespaceState, keys: list[bytes]) -> list[bytes]:
+        return [key for key in keys if key not in self.first]
 
 
 def make(pool: Any, disks: Any = None) -> tuple[Replication, Locator]:
@@ -189,5 +193,21 @@ def test_blocks_only_on_disks_are_examined_after_those_in_memory(make_pool) -> N
         await run(replication)
         assert set(locator.looked[:1000]) == set(range(1000))
         assert locator.looked[1000:] == [*range(1000, 2500)], "each once"
+
+    asyncio.run(main())
+
+
+def test_blocks_that_go_before_others_are_not_worth_replicas(make_pool) -> None:
+    async def main() -> None:
+        pool = make_pool(slabs=BLOCKS)
+        pool.put(range(1000))
+        pool.node.settle()
+        left = [number.to_bytes(16, "big") for number in range(100)]
+        pool.node.candidates.expend(pool.namespace, left)
+        disks = Disks(pool.namespace.directory_digest, range(1000, 1500), range(1000, 1050))
+        replication, locator = make(pool, disks)
+        replication.repair()
+        await run(replication)
+        assert sorted(locator.looked) == [*range(100, 1000), *range(1050, 1500)]
 
     asyncio.run(main())

@@ -401,6 +401,27 @@ def test_when_the_budget_is_short_what_was_used_again_is_written() -> None:
     run(main())
 
 
+def test_when_the_budget_is_short_what_nobody_is_to_continue_is_not_written() -> None:
+    async def main() -> None:
+        bench = Bench(1000, memory=500, write="through", bytes_a_day=24 * 100 * PAGE)
+        await bench.begin()
+        bench.put(range(80))
+        await asyncio.sleep(1)
+        before = set(bench.written())
+        bench.put(range(100, 104), tell=False)
+        keys = [key(n) for n in range(100, 104)]
+        lease = bench.node.leases.acquire(bench.holder, bench.namespace, (), keys, 10.0, 0.0)
+        assert lease is not None
+        bench.node.leases.release(bench.holder, lease.token)
+        bench.node.candidates.expend(bench.namespace, keys[:3])
+        bench.tiers.stored(bench.namespace, 0, lambda: keys)
+        await asyncio.sleep(1)
+        assert set(bench.written()) - before == {103}
+        assert bench.tiers.counted.once_used_blocks == 3
+
+    run(main())
+
+
 # ---- several disks -------------------------------------------------------------------------------------
 
 

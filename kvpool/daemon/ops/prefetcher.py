@@ -1,0 +1,234 @@
+"""Brings blocks into memory before they are wanted, from this node's disks, other nodes or object storage.
+
+For sessions that are expected back (`SessionKeeper`), and where somebody asks for it (`Intents`). Nobody waits for it:
+it comes after all other transfers, a few prompts at a time and piece by piece, from the beginning of each on. It takes
+free slots, and those of secondary and expendable blocks; where there are no more it ends, and evicts nothing else.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.fetch.plan import FetchRequest
+from kvpool.types import Outcome
+
+TOGETHER = 2  # prompts
+QUEUE_MAX = 256  # prompts of a tenant
+SLICE_BYTES = 8 << 20
+SLICE_S = 10.0  # for so much
+LOOKUP_S = 0.5  # for the answers of others
+RECALLED_TOGETHER = 256  # blocks, which take the event loop about a millisecond
+FIRST_BYTES_S = 256e6  # assumed before anything was measured
+MEASURED_BYTES = 1 << 20  # a slice that is shorter measures nothing
+WEIGHT = 0.25  # of a slice, in the measured speed
+MARGIN_S = 1.0
+LEAD_MAX_S = 30.0
+USED_WITHIN_S = 60.0  # what is not read by then was wasted
+BROUGHT_MAX = 1 << 18  # parts of which it is not known yet whether they are used
+
+
+@dataclass(eq=False, slots=True)
+class _Order:
+    """A prompt's blocks. session: the name of the one that is expected back at that time; empty: somebody has asked."""
+
+    namespace: NamespaceState
+    keys: Sequence[bytes]
+    nbytes: int
+    session: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _Brought:
+    """What has come for an order. judge_at: when it is asked at the latest what was used."""
+
+    tenant: str
+    session: str
+    judge_at: float
+    parts: list[tuple[PartTable, list[bytes]]] = field(default_factory=list)
+    count: int = 0
+
+
+class Prefetcher:
+    """See the module."""
+
+    def __init__(self, node: Node, fetcher: BlockFetcher, clock: Callable[[], float]) -> None:
+        self._node = node
+        self._fetcher = fetcher
+        self._clock = clock
+        self._queues: OrderedDict[str, deque[_Order]] = OrderedDict()  # by tenant; none is empty
+        self._known: dict[tuple[NamespaceState, bytes], _Order] = {}  # by the last key
+        self._bytes: dict[str, int] = {}  # of the orders of each tenant
+        self._under_way = 0
+        self._awake = asyncio.Event()
+        self._bytes_s = FIRST_BYTES_S
+        self._brought: OrderedDict[_Brought, None] = OrderedDict()
+        self._brought_count = 0
+
+    def lead_s(self, nbytes: int) -> float:
+        """How long before they are wanted so many bytes should be asked for."""
+        return min(LEAD_MAX_S, nbytes / self._bytes_s + MARGIN_S)
+
+    def waiting_bytes(self, tenant: str) -> int:
+        """Bytes that orders for a tenant will still take."""
+        return self._bytes.get(tenant, 0)
+
+    def foreseen(self, namespace: NamespaceState, keys: Sequence[bytes]) -> Outcome:
+        """What `order` would answer."""
+        if (namespace, keys[-1]) in self._known:
+            return Outcome.DEFERRED
+        queue = self._queues.get(namespace.tenant.name, ())
+        if len(queue) >= QUEUE_MAX:
+            return Outcome.REFUSED
+        return Outcome.ACCEPTED if self._under_way < TOGETHER and not queue else Outcome.DEFERRED
+
+    def order(
+        self, namespace: NamespaceState, keys: Sequence[bytes], nbytes: int, session: str = ""
+    ) -> Outcome:
+        """Bring a prompt's missing blocks, `nbytes` together: accepted, if it begins at once, or deferred, or refused
+        where too many wait.
+        """
+        foreseen = self.foreseen(namespace, keys)
+        if foreseen is not Outcome.REFUSED and (namespace, keys[-1]) not in self._known:
+            order = self._known[namespace, keys[-1]] = _Order(namespace, keys, nbytes, session)
+            tenant = namespace.tenant.name
+            self._queues.setdefault(tenant, deque()).append(order)
+            self._bytes[tenant] = self._bytes.get(tenant, 0) + nbytes
+            self._awake.set()
+        return foreseen
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        tasks = Tasks()
+        try:
+            while True:
+                await self._awake.wait()
+                self._awake.clear()
+                while self._queues and self._under_way < TOGETHER:
+                    self._under_way += 1
+                    tasks.begin(self._carry_out(self._next()))
+        finally:
+            await tasks.end()
+
+    def _next(self) -> _Order:
+        """Tenants take turns."""
+        tenant, queue = next(iter(self._queues.items()))
+        order = queue.popleft()
+        if queue:
+            self._queues.move_to_end(tenant)
+        else:
+            del self._queues[tenant]
+        return order
+
+    async def _carry_out(self, order: _Order) -> None:
+        try:
+            await self._bring(order)
+        finally:
+            tenant = order.namespace.tenant.name
+            self._bytes[tenant] -= order.nbytes
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]
+            del self._known[order.namespace, order.keys[-1]]
+            self._under_way -= 1
+            self._awake.set()
+
+    async def _bring(self, order: _Order) -> None:
+        namespace = order.namespace
+        if namespace.retired:
+            return
+        for at in range(0, len(order.keys), RECALLED_TOGETHER):
+            self._node.candidates.recall(namespace, order.keys[at : at + RECALLED_TOGETHER])
+            await asyncio.sleep(0)
+        there, located = await self._fetcher.locate_prefix(namespace, order.keys, LOOKUP_S)
+        if not there:
+            return
+        keys = order.keys[:there]
+        requests = self._fetcher.lacking(namespace, keys, located)
+        brought = _Brought(namespace.tenant.name, order.session, 0.0)
+        for some in _slices(namespace, keys, requests):
+            if not await self._bring_slice(some, brought):
+                break
+        if brought.count:
+            brought.judge_at = self._clock() + USED_WITHIN_S
+            self._brought[brought] = None
+            self._brought_count += brought.count
+            while self._brought_count > BROUGHT_MAX:
+                self._judge(next(iter(self._brought)))
+
+    async def _bring_slice(self, requests: Sequence[FetchRequest], brought: _Brought) -> bool:
+        """Whether all of it has come."""
+        self._node.settle()
+        asked = [
+            (request.table, [key for key in request.keys if key not in request.table.blocks])
+            for request in requests
+        ]
+        began = self._clock()
+        whole = await self._fetcher.bring_ahead(requests, SLICE_S)
+        self._node.settle()
+        nbytes = 0
+        counters = self._node.counters
+        for table, keys in asked:
+            came = [key for key in keys if key in table.blocks]
+            if came:
+                brought.parts.append((table, came))
+                brought.count += len(came)
+                counters.prefetched += len(came)
+                nbytes += len(came) * table.spec.nbytes
+        counters.prefetched_bytes += nbytes
+        took_s = self._clock() - began
+        if nbytes >= MEASURED_BYTES and took_s > 0:
+            self._bytes_s += WEIGHT * (nbytes / took_s - self._bytes_s)
+        return whole
+
+    # ---- what it was good for ------------------------------------------------------------------------
+
+    def returned(self, tenant: str, session: str) -> None:
+        """A session has had its turn, or ended."""
+        for brought in [b for b in self._brought if (b.tenant, b.session) == (tenant, session)]:
+            self._judge(brought)
+
+    def judge_due(self, now: float) -> None:
+        """See `USED_WITHIN_S`. To be called now and then."""
+        while self._brought and (first := next(iter(self._brought))).judge_at <= now:
+            self._judge(first)
+
+    @property
+    def judging(self) -> bool:
+        """Whether `judge_due` has anything to do, sooner or later."""
+        return bool(self._brought)
+
+    def _judge(self, brought: _Brought) -> None:
+        del self._brought[brought]
+        self._brought_count -= brought.count
+        self._node.settle()
+        used = sum(
+            block is not None and block.used > block.put
+            for table, keys in brought.parts
+            for block in table.blocks.found(keys)
+        )
+        self._node.counters.prefetches_used += used
+        self._node.counters.prefetches_wasted += brought.count - used
+
+
+def _slices(
+    namespace: NamespaceState, keys: Sequence[bytes], requests: Sequence[FetchRequest]
+) -> Iterator[list[FetchRequest]]:
+    """The requests for a prompt's blocks piece by piece, all parts of its first blocks first."""
+    step = max(1, SLICE_BYTES // sum(table.spec.nbytes for table in namespace.tables))
+    number = {key: at // step for at, key in enumerate(keys)}
+    slices: dict[int, list[FetchRequest]] = {}
+    for request in requests:
+        for at, some in groupby(request.keys, key=number.__getitem__):
+            piece = FetchRequest(request.table, list(some), request.candidates)
+            slices.setdefault(at, []).append(piece)
+    for at in sorted(slices):
+        yield slices[at]
