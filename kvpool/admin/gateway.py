@@ -20,6 +20,7 @@ from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import Dropped, Watching
 from kvpool.admin.handlers.pages import Pages
 from kvpool.admin.handlers.routers import Routers
+from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.history import Sampler
 from kvpool.admin.idempotency import Remembered
 from kvpool.admin.routes import routes
@@ -67,6 +68,7 @@ class Gateway:
         table = routes(
             looking,
             Blocks(cluster, self._routers),
+            Sessions(cluster),
             Changing(cluster, looking),
             self._routers,
             Watching(cluster, self._events, self._sampler, dropped),

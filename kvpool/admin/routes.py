@@ -10,12 +10,14 @@ from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import EVENT_STREAM, Watching
 from kvpool.admin.handlers.pages import OfFile, Pages
 from kvpool.admin.handlers.routers import Routers
+from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.routing import Route
 
 
 def routes(
     looking: Looking,
     blocks: Blocks,
+    sessions: Sessions,
     changing: Changing,
     routers: Routers,
     watching: Watching,
@@ -27,6 +29,7 @@ def routes(
         *_nodes(looking, changing),
         *_namespaces(looking, changing),
         *_blocks(blocks),
+        *_sessions(sessions),
         *_jobs(changing),
         *_routers(routers),
         *_config(changing),
@@ -108,6 +111,21 @@ def _blocks(blocks: Blocks) -> list[Route]:
             *(t.WhyInfo, t.OfTenant, t.WhyRequest),
         ),
         Route("POST", "/v1/pins", blocks.pin, "operator", t.PinInfo, t.OfTenant, t.PinRequest),
+    ]
+
+
+def _sessions(sessions: Sessions) -> list[Route]:
+    one = "/v1/sessions/{session}"
+    return [
+        Route(
+            "GET", "/v1/sessions", sessions.list_sessions, "viewer", t.SessionList, t.SessionPage
+        ),
+        Route("GET", one, sessions.get_session, "viewer", t.SessionDetail, t.OfSession),
+        Route("DELETE", one, sessions.end_session, "operator", t.SessionEnded, t.OfSession),
+        Route(
+            *("POST", "/v1/intents", sessions.intend, "operator"),
+            *(t.IntentInfo, t.OfTenant, t.IntentRequest),
+        ),
     ]
 
 

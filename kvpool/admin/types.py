@@ -59,6 +59,12 @@ Cursor = Annotated[
     ),
 ]
 EngineName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:@-]{1,200}$")]
+SessionName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[^\x00-\x1f\x7f]{1,256}$", description="A session, as its client names it."
+    ),
+]
 RequestName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:+=@-]{1,128}$")]
 Names = Annotated[
     str,
@@ -179,6 +185,20 @@ class OfRequest(Given, frozen=True):
     id: RequestName
 
 
+class SessionPage(Page, frozen=True):
+    """Part of the list of a tenant's sessions."""
+
+    tenant: TenantName = ""
+    node: AnyNode = ""
+
+
+class OfSession(Given, frozen=True):
+    """A session by its name."""
+
+    session: SessionName
+    tenant: TenantName = ""
+
+
 class EventsWanted(Given, frozen=True):
     """Which events a listener wants."""
 
@@ -246,6 +266,25 @@ class PinRequest(Given, frozen=True):
     kind: Literal["soft", "hard", "none"]
     namespace: AnyDigest = ""
     node: AnyNode = ""
+
+
+class IntentRequest(Given, frozen=True):
+    """What is wanted for the blocks of a prompt (`namespace` and `keys`, from the first block on), or of a session.
+
+    intent: `pin`: evicted last, or with `hard` never, until `unpin`; `keep`: the same as a soft pin, in memory, for
+    `for_s` seconds; `prefetch`: brought into memory; `expend`: evicted before others until they are read; `drop`: removed
+    from nodes. namespace: with a session only its blocks in that one. node: empty: all; a prompt is prefetched into one.
+    dry_run: only tell for how many it would hold.
+    """
+
+    intent: Literal["pin", "unpin", "keep", "prefetch", "expend", "drop"]
+    namespace: AnyDigest = ""
+    keys: Annotated[list[Hex32], msgspec.Meta(max_length=LOOKUP_KEYS_MAX)] = []
+    session: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{0,256}$")] = ""
+    node: AnyNode = ""
+    hard: bool = False
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=604_800)] = 0.0
+    dry_run: bool = False
 
 
 class JobRequest(Given, frozen=True):
@@ -629,6 +668,91 @@ class JobList(msgspec.Struct, frozen=True):
 
     items: list[JobInfo]
     next: Next
+    unreachable: Unreachable
+
+
+class SessionOn(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node knows of a session. idle_s: since its last turn. expected_s: until its next one; null: not known, below
+    0: it is late. pause: what it waits for: `tool`, `person`, or empty: not known."""
+
+    node: str
+    turns: int
+    agents: int
+    blocks: int
+    nbytes: int
+    idle_s: float
+    expected_s: float | None
+    pause: str
+
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """A session. nodes: that know it."""
+
+    session: str
+    nodes: list[SessionOn]
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    """Part of the list of sessions."""
+
+    items: list[SessionInfo]
+    next: Next
+    unreachable: Unreachable
+
+
+class SessionChain(msgspec.Struct, frozen=True):
+    """The prompt of an agent's last turn: how many of its blocks are in the node's memory, only on its disks, and not
+    there at all."""
+
+    namespace: str
+    agent: str
+    blocks: int
+    in_memory: int
+    on_disk: int
+    missing: int
+
+
+class SessionDetailOn(SessionOn, frozen=True, kw_only=True):
+    """The same, with the prompts of its agents."""
+
+    chains: list[SessionChain]
+
+
+class SessionDetail(msgspec.Struct, frozen=True):
+    """A session, on the nodes that know it."""
+
+    session: str
+    nodes: list[SessionDetailOn]
+    unreachable: Unreachable
+
+
+class SessionEnded(msgspec.Struct, frozen=True):
+    """nodes: that knew it."""
+
+    session: str
+    nodes: list[str]
+    unreachable: Unreachable
+
+
+class IntentOn(msgspec.Struct, frozen=True):
+    """A node's answer. outcome: `accepted` for all blocks that are there, `clipped`: for some of these, the first ones;
+    `deferred`: later; `refused`: for none; `missing`: there are none. blocks, nbytes: for which it holds. missing: blocks
+    that are not there, of those asked for. limit_bytes: what the limit that was met left; null: none was."""
+
+    node: str
+    outcome: Literal["accepted", "clipped", "deferred", "refused", "missing"]
+    blocks: int
+    nbytes: int
+    asked: int
+    missing: int
+    limit_bytes: int | None
+    reason: str
+
+
+class IntentInfo(msgspec.Struct, frozen=True):
+    """The answers of all nodes that were asked."""
+
+    items: list[IntentOn]
     unreachable: Unreachable
 
 

@@ -16,7 +16,8 @@ from kvpool.errors import KvpoolError
 # In the order of `kvpool --help`.
 COMMANDS = (
     *("serve", "router", "status", "tiers", "nodes", "namespaces", "locate", "lookup", "blocks"),
-    *("top", "events", "drain", "clear", "configure", "pin", "unpin"),
+    "sessions",
+    *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
     *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
     *("doctor", "version", "config", "bench", "completion", "certs", "secret", "token", "audit"),
 )

@@ -23,6 +23,7 @@ NAMED = {
     "{job}": "nobody",
     "{name}": "nobody",
     "{id}": "nobody",
+    "{session}": "nobody",
 }
 
 

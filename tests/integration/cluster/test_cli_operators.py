@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.router.hashing import HashSpec, chain
+from kvpool.types import EngineRecord
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.operator import ShowSession
 from tests.integration.cluster.conftest import NBYTES, PLAIN, block, keys_of
 from tests.integration.test_cluster_cli import Commands, hear
 from tests.support.waiting import PATIENCE_S
@@ -567,6 +570,78 @@ def test_changes_answer_in_json(pair, numbers, kvpool):
 
 # ---- examples --------------------------------------------------------------------------------------
 
+SESSION = "a session of [agents]"
+
+
+def test_sessions_are_listed_shown_and_ended(pair, numbers, kvpool, until):
+    a, b = pair
+    some = numbers(6)
+    b.put(some[:4])
+    b.client.session_turn(b.ns, SESSION, keys_of(some), pause_s=3600.0)
+    until(lambda: b.client.ask_node(ShowSession(SESSION)))
+    done = kvpool(a.node, "sessions", "list")
+    assert (done.status, done.out) == (0, "no sessions are known here\n")
+    done = kvpool(a.node, "sessions", "list", "--node", "b")
+    assert done.status == 0 and SESSION in done.out and "in 59 min" in done.out
+    found = kvpool.json(a.node, "sessions", "show", SESSION, "--node", "b")
+    (chain,) = found["chains"]
+    assert (chain["blocks"], chain["in_memory"], chain["missing"]) == (6, 4, 2)
+    done = kvpool(a.node, "sessions", "show", SESSION, "--node", "b")
+    assert done.status == 0 and "(main)" in done.out
+    assert kvpool(a.node, "sessions", "show", SESSION).status == 1
+    assert kvpool(a.node, "sessions", "end", SESSION, "--node", "b").status == 0
+    done = kvpool(a.node, "sessions", "end", SESSION, "--node", "b")
+    assert done.status == 1 and "no session" in done.err
+
+
+def test_intents_and_their_answers(pair, numbers, kvpool, until, tmp_path):
+    a, b = pair
+    some = numbers(6)
+    b.put(some)
+    on_b = ("--namespace", DIGEST[:6], "--node", "b")
+    found = kvpool.json(a.node, "intend", "pin", *hexes(some), *on_b, "--hard", "--dry-run")
+    (item,) = found["items"]
+    assert (item["node"], item["outcome"], item["blocks"]) == ("b", "accepted", 6)
+    assert b.stats.tenants["default"].hard_pinned_bytes == 0
+    assert kvpool(a.node, "intend", "pin", *hexes(some), *on_b, "--hard").status == 0
+    assert b.stats.tenants["default"].hard_pinned_bytes == 6 * NBYTES
+    done = kvpool(a.node, "intend", "drop", *hexes(some), *on_b)
+    assert done.status == 1 and "refused" in done.out and "pinned" in done.out
+    until(lambda: b.announced)
+    until(lambda: a.holders(some[5]) == {"b"})
+    done = kvpool(a.node, "intend", "prefetch", *hexes(some), "--namespace", DIGEST)
+    assert done.status == 0 and "accepted" in done.out
+    until(lambda: a.here(some) == 6)
+    done = kvpool(a.node, "intend", "keep", "--session", "nobody", "--for", "15m")
+    assert done.status == 1 and "missing" in done.out
+    done = kvpool(a.node, "intend", "keep", *hexes(some))
+    assert done.status == 1 and "--namespace" in done.err
+
+
+def test_a_prompt_by_its_tokens_where_engines_have_said_how_they_hash(
+    pair, numbers, kvpool, tmp_path, until
+):
+    a, _ = pair
+    spec = HashSpec(16, "sha256_cbor", b"begin")
+    tokens = [7 * n % 50_000 for n in range(16 * 3 + 5)]
+    keys = [each[-16:] for each in chain(spec, tokens)]
+    a.client.put(a.ns, keys, [bytes(NBYTES)] * 3)
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(tokens))
+    words = ("intend", "expend", "--tokens-file", str(file), "--namespace", DIGEST)
+    done = kvpool(a.node, *words)
+    assert done.status == 1 and "no ways to hash" in done.err
+    record = EngineRecord(
+        "http://127.0.0.1:1",
+        hash_algorithm=spec.algorithm,
+        none_hash=b"begin".hex(),
+        block_tokens=16,
+    )
+    assert a.client.announce_engine(a.ns, record)
+    (item,) = until(lambda: (f := kvpool.json(a.node, *words))["items"] and f["items"])
+    assert (item["outcome"], item["blocks"]) == ("accepted", 3)
+
+
 ELSEWHERE = {
     "kvpool serve": "all of these tests begin one",
     "kvpool router": "tests/integration/router",
@@ -601,6 +676,9 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
     until(lambda: a.holders(some[0]) == {"b"})
     a.client.ask_node(operator_wire.BeginJob("evict-5f21c09a", b'{"kind":"evict","unused_s":9e6}'))
     b.client.pin_blocks(keys_of(some[2:]))  # a change that `kvpool events` has to tell
+    for seat in pair:
+        seat.client.session_turn(seat.ns, "conversation-17", keys_of(some))
+        until(lambda seat=seat: seat.client.ask_node(ShowSession("conversation-17")))
     settings = tmp_path / "kvpool.toml"
     settings.write_text('memory = "1GiB"')
     prompt = tmp_path / "prompt.keys"

@@ -1,0 +1,100 @@
+"""`kvpool intend`: what is wanted for blocks of a prompt or a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.errors import InvalidRequest
+from kvpool.types import Intent, Outcome
+
+INTENT_S = 10.0  # for pins on disks, and the answers of others
+
+
+@app.command(rich_help_panel=OPERATORS)
+def intend(
+    intent: Annotated[
+        Intent, typer.Argument(help="pin, unpin, keep, prefetch, expend or drop.", metavar="INTENT")
+    ],
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
+    ] = None,
+    keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
+        ),
+    ] = None,
+    tokens_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a prompt's token numbers, if engines of the namespace have announced their hashes.",
+            metavar="FILE",
+        ),
+    ] = None,
+    session: Annotated[
+        str, typer.Option(help="The blocks of this session instead.", metavar="SESSION")
+    ] = "",
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Their namespace: its first hex digits.", metavar="DIGEST"),
+    ] = None,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
+        ),
+    ] = None,
+    hard: Annotated[
+        bool, typer.Option("--hard", help="Pin so that they are never evicted.")
+    ] = False,
+    for_: Annotated[
+        str, typer.Option("--for", help="How long to keep them: 90s, 15m, 12h, 7d.", metavar="TIME")
+    ] = "0",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell for how many it would hold.")
+    ] = False,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Pin, keep for a time, prefetch, expend or drop blocks of a prompt or a session, as far as there is room.
+
+    Expended blocks go before others. Exit status 1 if no node accepts any of it.
+
+    Example: kvpool intend pin 00112233445566778899aabbccddeeff --namespace 3fa9 --node host-7
+    """
+    from kvpool.cli.render.naming import block_keys, period
+    from kvpool.cli.render.sessions import show_answers
+    from kvpool.wire import operator as operator_wire
+
+    wanted = block_keys(keys or [], keys_file)
+    if sum(map(bool, (wanted, tokens_file, session))) != 1:
+        raise InvalidRequest("give a prompt's keys or tokens, or --session NAME")
+    if not session and namespace is None:
+        raise InvalidRequest("keys and tokens need --namespace DIGEST")
+    answers: dict[str, Any] = {}
+    with base.client_of(socket, tenant) as client:
+        digest = base.resolve(client, tenant, namespace) if namespace else b""
+        if tokens_file is not None:
+            from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
+
+            wanted = keys_of_tokens(read_tokens(tokens_file), client.engines(), digest.hex())
+        message = operator_wire.IntendBlocks(
+            str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
+        )
+        for name in dict.fromkeys(node or [""]):
+            answers[name] = client.ask_node(message, node=name, wait_s=INTENT_S)
+        here = "" if node else client.cluster()["node"]
+    rows = [{"node": name or here, **answer} for name, answer in answers.items()]
+    if as_json:
+        base.print_json({"items": rows})
+    else:
+        show_answers(rows)
+    if all(row["outcome"] in {Outcome.REFUSED, Outcome.MISSING} for row in rows):
+        raise typer.Exit(EXIT_ERROR)

@@ -1,0 +1,102 @@
+"""`kvpool sessions`: what nodes know of sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+
+sessions = typer.Typer(
+    help="Sessions, as their clients tell of them: list, show, end.", no_args_is_help=True
+)
+app.add_typer(sessions, name="sessions", rich_help_panel=OPERATORS)
+SessionName = Annotated[
+    str, typer.Argument(help="A session, as its client names it.", metavar="SESSION")
+]
+OneNode = Annotated[
+    str,
+    typer.Option(
+        "--node", help="On this node of the cluster instead of the local one.", metavar="NAME"
+    ),
+]
+
+
+@sessions.command("list")
+def sessions_list(
+    node: OneNode = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most sessions to list.")] = 100,
+    after: Annotated[
+        str,
+        typer.Option(help="Begin after this session, in the order of names.", metavar="SESSION"),
+    ] = "",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """List the sessions that a node knows: their turns, blocks, and when they are expected back.
+
+    Example: kvpool sessions list --node host-7
+    """
+    from kvpool.cli.render.sessions import show_sessions
+    from kvpool.wire import operator as operator_wire
+
+    with base.client_of(socket, tenant) as client:
+        found = client.ask_node(operator_wire.ListSessions(after, limit), node=node)
+    if as_json:
+        base.print_json({"items": found["sessions"], "more": found["more"]})
+    else:
+        show_sessions(found["sessions"], more=found["more"])
+
+
+@sessions.command("show")
+def sessions_show(
+    session: SessionName,
+    node: OneNode = "",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show a session: the prompt of each of its agents, and where its blocks are. Exit status 1 if it is not known.
+
+    Example: kvpool sessions show conversation-17
+    """
+    from kvpool.cli.render.sessions import show_session
+    from kvpool.wire import operator as operator_wire
+
+    with base.client_of(socket, tenant) as client:
+        found: list[dict[str, Any]] = client.ask_node(operator_wire.ShowSession(session), node=node)
+    if not found:
+        base.complain(f"no session {session!r} is known there: it has ended, or is another node's")
+        raise typer.Exit(EXIT_ERROR)
+    if as_json:
+        base.print_json(found[0])
+    else:
+        show_session(found[0])
+
+
+@sessions.command("end")
+def sessions_end(
+    session: SessionName,
+    node: OneNode = "",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """End a session: its blocks are evicted before others. Exit status 1 if it is not known.
+
+    Example: kvpool sessions end conversation-17
+    """
+    from kvpool.wire import operator as operator_wire
+
+    with base.client_of(socket, tenant) as client, base.in_doubt("sessions show"):
+        known = bool(client.ask_node(operator_wire.EndSession(session), node=node))
+    if as_json:
+        base.print_json({"session": session, "ended": known})
+    elif known:
+        print(f"session {session} has ended")
+    if not known:
+        base.complain(f"no session {session!r} is known there: it has ended, or is another node's")
+        raise typer.Exit(EXIT_ERROR)
