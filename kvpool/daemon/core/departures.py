@@ -174,7 +174,7 @@ class Departures:
         different = set(kinds)
         if len(different) == 1:
             (only,) = different
-            idle = np.repeat(only.ages.ages_s(ticks, self._now), counts)
+            idle = np.repeat(only.ages.each_age_s(ticks, self._now), counts)
             idents = np.bitwise_xor(low, np.uint64(only.space))
             why = np.full(total, only.cause, dtype=np.uint16)
         else:
@@ -184,7 +184,7 @@ class Departures:
             each_idle = np.empty(len(kinds))
             for ages in {kind.ages for kind in different}:
                 of_tier = np.array([kind.ages is ages for kind in kinds], dtype=np.bool_)
-                each_idle[of_tier] = ages.ages_s(ticks[of_tier], self._now)
+                each_idle[of_tier] = ages.each_age_s(ticks[of_tier], self._now)
             idle = np.repeat(each_idle, counts)
         for at in range(0, total, self.most):  # where there are fewer places than these
             some = slice(at, at + self.most)

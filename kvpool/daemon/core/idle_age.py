@@ -47,7 +47,7 @@ class IdleAge:
             return 0.0
         return now - self._times[at]
 
-    def ages_s(self, ticks: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
+    def each_age_s(self, ticks: npt.NDArray[np.int64], now: float) -> npt.NDArray[np.float64]:
         """The same of several."""
         times = np.array([*self._times, now])
         return now - times[np.searchsorted(self._ticks, ticks)]

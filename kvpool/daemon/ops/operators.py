@@ -31,7 +31,7 @@ from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.runtime_settings import changed, describe
-from kvpool.daemon.ops.session_keeper import SessionKeeper
+from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
@@ -109,7 +109,7 @@ class Operators:
         replication: Replication,
         engines: Engines,
         transport: Asks,
-        sessions: SessionKeeper,
+        sessions: SessionTurns,
         intents: Intents,
         journal: EventLog,
         stats: StatsGatherer,

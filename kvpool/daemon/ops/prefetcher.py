@@ -1,6 +1,6 @@
 """Brings blocks into memory before they are wanted, from this node's disks, other nodes or object storage.
 
-For sessions that are expected back (`SessionKeeper`), and where somebody asks for it (`Intents`). Nobody waits for it:
+For sessions that are expected back (`SessionTurns`), and where somebody asks for it (`Intents`). Nobody waits for it:
 it comes after all other transfers, a few prompts at a time and piece by piece, from the beginning of each on. It takes
 free slots, and those of secondary and expendable blocks; where there are no more it ends, and evicts nothing else.
 

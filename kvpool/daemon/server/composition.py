@@ -46,7 +46,7 @@ from kvpool.daemon.ops.prefetcher import Prefetcher
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
-from kvpool.daemon.ops.session_keeper import SessionKeeper
+from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.shared_holdings import SharedHoldings
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
 from kvpool.daemon.server.connections import ClientConnections
@@ -114,7 +114,7 @@ class Daemon(Generic[T]):
     drainer: Drainer
     expiry: Expiry
     sampler: Sampler
-    sessions: SessionKeeper
+    sessions: SessionTurns
     prefetcher: Prefetcher
     intents: Intents
     hot_prefixes: HotPrefixes
@@ -238,7 +238,7 @@ def compose(
         has_objects=bool(config.object_store),
     )
     prefetcher = Prefetcher(node, fetcher, clock)
-    sessions = SessionKeeper(config.node, node, ssd, prefetcher, cluster, transport, clock)
+    sessions = SessionTurns(config.node, node, ssd, prefetcher, cluster, transport, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(

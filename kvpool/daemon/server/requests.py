@@ -33,7 +33,7 @@ from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.removals import Removals
-from kvpool.daemon.ops.session_keeper import SessionKeeper
+from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
 from kvpool.daemon.server.tracing import TRACED, traced
@@ -91,7 +91,7 @@ class ClientRequests:
         registry: EngineRegistry,
         presences: Presences,
         removals: Removals,
-        sessions: SessionKeeper,
+        sessions: SessionTurns,
         intents: Intents,
         operators: Operators,
         stats: StatsGatherer,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.sessions import SLICE, Session
 from kvpool.daemon.ops.prefetcher import LEAD_MAX_S, MARGIN_S, QUEUE_MAX, Prefetcher
-from kvpool.daemon.ops.session_keeper import SessionKeeper
+from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.types import Outcome, PauseKind, split_keys
 from tests.sim.simulation.loop import run_alone
 from tests.support.tiers import without_disks
@@ -102,7 +102,7 @@ def test_a_session_is_prepared_ahead_of_its_return_by_the_time_that_loading_take
         pool = Pool()
         orders = Orders(pool, loop.time)
         orders._bytes_s = 1024.0  # a block a second
-        keeper = SessionKeeper(
+        keeper = SessionTurns(
             *("a", pool.node, without_disks(pool.node), orders),
             *(NOTHING, NOTHING, loop.time),
         )

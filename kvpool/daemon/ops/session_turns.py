@@ -35,7 +35,7 @@ SESSIONS_SINCE = 10  # the protocol of the first version whose nodes are told of
 _PAUSES = {"": None, **{str(kind): kind for kind in PauseKind}}
 
 
-class SessionKeeper:
+class SessionTurns:
     """Passes turns to the rules, applies these piece by piece, and has blocks brought for sessions that return."""
 
     def __init__(
