@@ -1123,6 +1123,7 @@ class SchedulerHalf:
             pause_s=turn.pause_s,
             pause=turn.pause,
             ended=turn.end,
+            shared=turn.shared,
         )
 
     def _tell_dropped(self, hashes: Iterable[bytes]) -> None:

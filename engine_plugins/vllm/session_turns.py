@@ -26,7 +26,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
 
 class SessionTurn(msgspec.Struct, frozen=True):
     """agent: a strand of the session; empty: the main one. end: it is the session's last turn. pause_s: until the next
-    one; else `pause`: what the session will wait for.
+    one; else `pause`: what the session will wait for. shared: several conversations may have this name.
     """
 
     id: _Name
@@ -34,6 +34,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     end: bool = False
     pause_s: Annotated[float, msgspec.Meta(ge=0, le=PAUSE_MAX_S)] | None = None
     pause: PauseKind | None = None
+    shared: bool = False
 
     def strand(self, adapter: bytes) -> str:
         """The agent, apart for each adapter: blocks of two adapters are no turns of one another."""

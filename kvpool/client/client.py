@@ -866,6 +866,7 @@ class Client:
         pause_s: float | None = None,
         pause: PauseKind | None = None,
         ended: bool = False,
+        shared: bool = False,
     ) -> None:
         """A turn of a session has used these blocks: its prompt's and, if stored, its answer's, from the first on.
 
@@ -876,7 +877,8 @@ class Client:
 
         session, agent: at most 256 characters; `agent` is a strand of the session whose turns follow one another. keys:
         of one chain; none: only what else is told is new. pause_s: until the next turn of the session; else `pause` says
-        what it waits for, and the daemon assumes what is usual. ended: there will be no further turn.
+        what it waits for, and the daemon assumes what is usual. ended: there will be no further turn. shared: several
+        conversations may have this name, so a turn that has less than half of the blocks of the one before leaves nothing.
         """
         packed = pack_keys(keys)
         seconds = None if pause_s is None else finite(pause_s, "pause_s")
@@ -886,7 +888,8 @@ class Client:
                 if number is not None and connection.daemon.protocol >= EACH_SINCE:
                     connection.tell(
                         client_wire.SessionTurn(
-                            number, session, packed, agent, seconds, str(pause or ""), ended
+                            *(number, session, packed, agent, seconds, str(pause or ""), ended),
+                            shared=shared,
                         )
                     )
         except Unavailable:

@@ -10,6 +10,7 @@ Each field is taken from the first of these places that has a valid value:
     ended     kv_transfer_params.kvpool_session.end; the header x-dynamo-session-final; metadata.session_end
     pause_s   kv_transfer_params.kvpool_session.pause_s; metadata.pause_s; nvext.agent_hints.iat, in milliseconds
     pause     kv_transfer_params.kvpool_session.pause; metadata.pause: tool, or person
+    shared    kv_transfer_params.kvpool_session.shared; true of a prompt_cache_key
     keep_s    the longest `ttl` of a `cache_control`: of the body, of nvext, of tools, of blocks of the system prompt and
               of messages
 
@@ -57,7 +58,8 @@ class SessionHint:
     """session: empty: none is named, and then nothing else is of use. agent: a strand of it; empty: the main one.
 
     ended: there will be no further turn. pause_s: until the next one, after this one's answer; else `pause`: what it
-    will wait for. keep_s: for how long the prompt should be kept; not used yet. bad: values that were ignored.
+    will wait for. keep_s: for how long the prompt should be kept; not used yet. bad: values that were ignored. shared:
+    several conversations may have this name, as of a `prompt_cache_key`.
     """
 
     session: str = ""
@@ -67,6 +69,7 @@ class SessionHint:
     pause: PauseKind | None = None
     keep_s: float | None = None
     bad: int = 0
+    shared: bool = False
 
     def params(self) -> dict[str, object]:
         """As engines with the plugin are told: the `kvpool_session` of their `kv_transfer_params`."""
@@ -79,6 +82,8 @@ class SessionHint:
             said["pause_s"] = self.pause_s
         if self.pause is not None:
             said["pause"] = str(self.pause)
+        if self.shared:
+            said["shared"] = True
         return said
 
 
@@ -126,8 +131,11 @@ def hint_of(
         metadata.get("session_id"),
         hints.get("prefix_id"),
         body.get("session_id"),
-        body.get("prompt_cache_key"),
     )
+    shared = find.first(_flag, own.get("shared")) or False
+    if session is None:
+        session = find.first(_name, body.get("prompt_cache_key"))
+        shared = True
     agent = find.first(
         _name,
         own.get("agent") or None,
@@ -144,7 +152,7 @@ def hint_of(
     keep_s = max((ttl for control in found if (ttl := _ttl_s(control, find))), default=None)
     if session is None:
         return SessionHint(keep_s=keep_s, bad=find.bad)
-    return SessionHint(session, agent or "", bool(ended), pause_s, pause, keep_s, find.bad)
+    return SessionHint(session, agent or "", bool(ended), pause_s, pause, keep_s, find.bad, shared)
 
 
 def session_name(tenant: str, session: str) -> str:

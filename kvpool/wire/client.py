@@ -343,7 +343,7 @@ class SessionTurn(Message, tag=140):
 
     `agent`: a strand of the session whose turns follow one another. `pause_s`: until the session's next turn; else
     `pause`, what it waits for: tool, person, or empty: unknown. `ended`: there will be no further turn. `nodes`: without
-    keys, whose daemons are to know that; empty: this one.
+    keys, whose daemons are to know that; empty: this one. `shared`: several conversations may have this name.
     """
 
     ns: int
@@ -354,6 +354,7 @@ class SessionTurn(Message, tag=140):
     pause: str = ""
     ended: bool = False
     nodes: tuple[str, ...] = ()
+    shared: bool = False
 
 
 class Intend(Message, tag=148):

@@ -150,12 +150,15 @@ class Sessions:
         pause_s: float | None = None,
         pause: PauseKind | None = None,
         ended: bool = False,
+        shared: bool = False,
     ) -> Session | None:
         """A turn has used these blocks, one chain from its head on, packed; none: only what else is told is new, and
         `namespace` may be None.
 
         agent: a strand of the session whose turns follow one another; empty: the main one. pause_s: until the next
         turn of the session; without it `pause` says what the session waits for, and the usual time of that is assumed.
+        shared: several conversations may have this name, so a turn that has less than half of the blocks of the one
+        before is taken for one of another conversation, and leaves nothing.
         Returns the session, or None: it has ended, or is unknown and no blocks were told.
         """
         self.settle(now)
@@ -171,7 +174,7 @@ class Sessions:
         self._expect(known, session, None)
         if keys and namespace is not None:
             session.turns += 1
-            self._replace(known, session, (namespace, agent), keys, now)
+            self._replace(known, session, (namespace, agent), keys, now, shared=shared)
         session.last_at = now
         if ended:
             self._end(known, session)
@@ -190,6 +193,8 @@ class Sessions:
         at: tuple[NamespaceState, str],
         keys: bytes,
         now: float,
+        *,
+        shared: bool,
     ) -> None:
         """An agent's chain is another one now; what the old one had besides is expendable."""
         self._ledger.settle()
@@ -206,7 +211,9 @@ class Sessions:
             known.nbytes -= before.nbytes
             if not before.settled:
                 before.tick = self._ledger.tick
-            self._expend(known, before, common_blocks(before.keys, keys))
+            common = common_blocks(before.keys, keys)
+            if not shared or 2 * common * KEY_BYTES >= len(before.keys):
+                self._expend(known, before, common)
             before.keys = b""
 
     def end(self, tenant: Tenant, name: str) -> bool:

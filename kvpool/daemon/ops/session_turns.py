@@ -70,6 +70,7 @@ class SessionTurns:
         pause: str,
         *,
         ended: bool,
+        shared: bool = False,
     ) -> bool:
         """See `Sessions.turn`; whether the session goes on. Raises `InvalidRequest`."""
         for text, what in ((name, "a session"), (agent, "an agent")):
@@ -95,6 +96,7 @@ class SessionTurns:
             pause_s=pause_s,
             pause=_PAUSES[pause],
             ended=ended,
+            shared=shared,
         )
         if keys or ended:
             self._prefetcher.returned(tenant.name, name)

@@ -676,6 +676,7 @@ class ClientRequests:
             m.pause_s,
             m.pause,
             ended=m.ended,
+            shared=m.shared,
         )
         return frame.Done(int(goes_on))
 

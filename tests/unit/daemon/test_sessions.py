@@ -86,6 +86,15 @@ def test_what_is_read_again_is_an_ordinary_block_again() -> None:
     assert pool.expendable() == [5, 4]
 
 
+def test_a_name_that_conversations_share_leaves_only_ends() -> None:
+    pool = Told(slabs=8)
+    pool.turn("key", range(8), shared=True)
+    pool.turn("key", [0, 1, *range(20, 26)], shared=True)  # of another conversation
+    assert pool.expendable() == []
+    pool.turn("key", [0, 1, *range(20, 24), 30], shared=True)
+    assert pool.expendable() == [25, 24]
+
+
 def test_the_end_of_a_session_makes_all_of_it_expendable() -> None:
     pool = Told()
     pool.turn("a", range(4))

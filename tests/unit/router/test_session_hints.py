@@ -104,10 +104,16 @@ def test_the_first_place_with_a_name_counts(first: int) -> None:
     assert hint.bad == 0
 
 
+def test_a_key_of_a_prompt_cache_may_be_shared_and_other_names_are_not_unless_they_say_so() -> None:
+    assert hint_of({}, {"prompt_cache_key": "k"}).params() == {"id": "k", "shared": True}
+    assert hint_of({"x-session-id": "s"}, {"prompt_cache_key": "k"}).params() == {"id": "s"}
+    assert hint_of({}, {}, {"id": "s", "shared": True}).params() == {"id": "s", "shared": True}
+
+
 def test_a_bad_name_is_counted_and_the_next_place_counts() -> None:
     body = {"metadata": {"session_id": 7}, "prompt_cache_key": "key"}
     hint = hint_of({"x-session-id": "x" * (NAME_MAX + 1)}, body, {"id": "a\nb"})
-    assert hint == SessionHint("key", bad=3)
+    assert hint == SessionHint("key", bad=3, shared=True)
 
 
 @pytest.mark.parametrize(
