@@ -478,13 +478,22 @@ class Aged:
             self._try(sampled, [True] * len(sampled))
 
     def put_back(self, entries: Sequence[Any]) -> None:
+        oldest = (queue.peek() for queue in self._queues)
+        age = max((self._age(entry) for entry in oldest if entry is not None), default=0)
         for entry in entries:
             if entry.queue:
                 raise _held_already(entry)
             self._ghosts.take([entry.ident])
+            # One that was no victim of this policy may be younger than others: it is as old as the oldest now.
+            age = max(age, self._age(entry))
+            entry.freq = ((self._clock - age) & self._CLOCK) << self._CLOCK_AT | entry.freq & 7
             level = entry.freq & self._LEVEL
             entry.queue = level + 1
             self._queues[level].put_first(entry)
+
+    def _age(self, entry: Any) -> int:
+        """Accesses since its last one."""
+        return int(self._clock - (entry.freq >> self._CLOCK_AT) & self._CLOCK)
 
     def touch(self, entries: Sequence[Any]) -> None:
         none, once, often = self._queues

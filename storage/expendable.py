@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from kvpool.storage.eviction import EvictionPolicy, MakePolicy, NewQueue
@@ -36,7 +36,7 @@ class ExpendableFirst:
 
         Entries that are not held are ignored.
         """
-        new = [entry for entry in entries if entry.queue and entry.queue != _EXPENDABLE]
+        new = _once(entry for entry in entries if entry.queue and entry.queue != _EXPENDABLE)
         if not new:
             return 0
         self._policy.discard(new)
@@ -62,9 +62,10 @@ class ExpendableFirst:
 
     def touch(self, entries: Sequence[Any]) -> None:
         if self._expendable.length:
-            again = [entry for entry in entries if entry.queue == _EXPENDABLE]
+            again = _once(entry for entry in entries if entry.queue == _EXPENDABLE)
             if again:
                 self._take_out(again)
+                self._policy.touch(again)  # an entry that is not held records the read
                 self._policy.insert(again)
         self._policy.touch(entries)
 
@@ -73,7 +74,7 @@ class ExpendableFirst:
 
     def discard(self, entries: Sequence[Any]) -> None:
         if self._expendable.length:
-            self._take_out([entry for entry in entries if entry.queue == _EXPENDABLE])
+            self._take_out(_once(entry for entry in entries if entry.queue == _EXPENDABLE))
         self._policy.discard(entries)
 
     def _take_out(self, entries: Sequence[Any]) -> None:
@@ -113,6 +114,11 @@ class ExpendableFirst:
 
     def __len__(self) -> int:
         return self._expendable.length + len(self._policy)
+
+
+def _once(entries: Iterable[Any]) -> list[Any]:
+    """Who tells of them may name one twice; a queue may not hold it twice."""
+    return list(dict.fromkeys(entries))
 
 
 class MakeExpendableFirst(Protocol):

@@ -455,6 +455,7 @@ class Tenant:
         "allocator",
         "classes",
         "epochs",
+        "evicted",
         "fences",
         "granted_bytes",
         "holders",
@@ -479,6 +480,7 @@ class Tenant:
         # How many blocks under each kind of pin are in a slab, of the slabs that have any.
         self.pinned: dict[int, Counter[int]] = {PIN_HARD: Counter(), PIN_SOFT: Counter()}
         self.granted_bytes = 0
+        self.evicted = 0  # blocks that made way for others
         self.traffic = Traffic()
 
     def count_pin(self, block: Block, change: int) -> None:

@@ -125,6 +125,7 @@ class Candidates:
         pinned ones are ignored.
         """
         self._ledger.settle()
+        keys = list(dict.fromkeys(keys))
         count = 0
         for table in namespace.tables:
             found = [
@@ -144,6 +145,7 @@ class Candidates:
     def recall(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
         """Those of these blocks that are expendable are ordinary again, as if they were read."""
         self._ledger.settle()
+        keys = list(dict.fromkeys(keys))
         for table in namespace.tables:
             found = [b for b in table.blocks.found(keys) if b is not None and b.expendable]
             if found:

@@ -11,6 +11,7 @@ No I/O, no clock: `pass_time` tells the time, and departures bear the one that w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvpool.daemon.core.idle_age import IdleAge
 from kvpool.types import KEY_BYTES
 
 ENTERED_TOGETHER = 4096  # blocks: a fraction of a millisecond
+STEPS_MAX = 64  # departures of one bucket that are looked through
 CAUSES_MAX = 1 << 15  # of different ones, that are told apart
 KINDS_MAX = 1024  # that a tier has at hand
 _ODD = 0x9E3779B97F4A7C15
@@ -117,7 +119,9 @@ class Departures:
         self._enter_if(key, (space,))
         ident = _ident(space, key)
         number = int(self._last[self._bucket(ident)])
-        while number > self.count - self.most and number:
+        for _ in range(STEPS_MAX):
+            if not number or number <= self.count - self.most:
+                break
             row = number % self.most
             if int(self._idents[row]) == ident:
                 return Departed(
@@ -135,7 +139,8 @@ class Departures:
         self._enter_if(key, spaces)
         if not self.count or not spaces:
             return -1
-        idents = np.array(spaces, dtype=np.uint64) ^ np.uint64(_ident(0, key))
+        secrets = np.array([_secret(space) for space in spaces], dtype=np.uint64)
+        idents = secrets ^ np.uint64(int.from_bytes(key[8:], "little"))
         buckets = (idents * np.uint64(_ODD)) >> np.uint64(64 - self._bits)
         numbers = self._last[buckets]
         known = (self._idents[numbers % self.most] == idents) & (numbers > self.count - self.most)
@@ -175,10 +180,10 @@ class Departures:
         if len(different) == 1:
             (only,) = different
             idle = np.repeat(only.ages.each_age_s(ticks, self._now), counts)
-            idents = np.bitwise_xor(low, np.uint64(only.space))
+            idents = np.bitwise_xor(low, np.uint64(_secret(only.space)))
             why = np.full(total, only.cause, dtype=np.uint16)
         else:
-            spaces = np.array([kind.space for kind in kinds], dtype=np.uint64)
+            spaces = np.array([_secret(kind.space) for kind in kinds], dtype=np.uint64)
             idents = np.bitwise_xor(low, np.repeat(spaces, counts))
             why = np.repeat(np.array([kind.cause for kind in kinds], dtype=np.uint16), counts)
             each_idle = np.empty(len(kinds))
@@ -266,4 +271,10 @@ class TierDepartures:
 
 
 def _ident(space: int, key: bytes) -> int:
-    return int.from_bytes(key[8:], "little") ^ space
+    return int.from_bytes(key[8:], "little") ^ _secret(space)
+
+
+@lru_cache(maxsize=4096)
+def _secret(space: int) -> int:
+    """By Python's hash, which is secret: nobody can make a key that looks like another tenant's."""
+    return hash(space.to_bytes(8, "little")) & (1 << 64) - 1

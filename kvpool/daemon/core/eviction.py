@@ -49,6 +49,7 @@ class Eviction:
         take: see `EvictionPolicy.take`.
         """
         rows = self._evict(slot_class, take, n, reason)
+        tenant.evicted += len(rows)
         tenant.allocator.free(slot_class.stride, rows)
         return len(rows)
 
@@ -62,6 +63,7 @@ class Eviction:
     ) -> tuple[int, list[int]]:
         """The same, with their slots reserved at once for others: how many were evicted, and these rows."""
         rows = self._evict(slot_class, take, n, reason)
+        tenant.evicted += len(rows)
         return len(rows), tenant.allocator.reuse(slot_class.stride, rows)
 
     def _evict(

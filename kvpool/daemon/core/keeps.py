@@ -49,7 +49,7 @@ class Keeps:
         pins = self._pins.fit(namespace, keys, "soft", taken)
         nbytes = 0
         for at, key in enumerate(keys[: pins.blocks]):
-            more = each if key not in namespace.kept and self._is_free(namespace, key) else 0
+            more = each if self._is_free(namespace, key) else 0  # maybe put again since it was kept
             if nbytes + more > left:
                 return Fit(at, nbytes, left)
             nbytes += more
@@ -70,7 +70,7 @@ class Keeps:
         """
         self._ledger.settle()
         kept = namespace.kept
-        new = [key for key in keys if key not in kept and self._is_free(namespace, key)]
+        new = [key for key in dict.fromkeys(keys) if self._is_free(namespace, key)]
         self._pins.pin(namespace, new, "soft")
         later = [*new, *(key for key in keys if kept.get(key, until) < until)]
         kept.update(dict.fromkeys(later, until))

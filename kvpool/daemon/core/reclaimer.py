@@ -144,11 +144,15 @@ class Reclaimer:
                 self._counters.evicted_secondary += evicted
                 rows += reused
                 return True
-        if expendable := slot_class.policy.expendable:
-            evicted, reused = self._eviction.replace(
-                *(tenant, slot_class, slot_class.policy.take, min(n, expendable)),
-                Reason.SUPERSEDED,
-            )
+        policy = slot_class.policy
+        if policy.expendable:
+
+            def take(count: int) -> Sequence[Any]:
+                """Those that are held make no way for ordinary ones."""
+                expendable = min(count, policy.expendable)
+                return policy.take(expendable) if expendable else ()
+
+            evicted, reused = self._eviction.replace(tenant, slot_class, take, n, Reason.SUPERSEDED)
             self._counters.evicted_expendable += evicted
             if evicted:
                 rows += reused
@@ -279,4 +283,5 @@ class Reclaimer:
         donor.by_row.empty(rows.start, rows.stop)
         allocator.reclaim_slab(slab, len(held))
         self._counters.evicted += len(held)
+        tenant.evicted += len(held)
         self._counters.slabs_reclaimed += 1

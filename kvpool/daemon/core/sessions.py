@@ -38,8 +38,8 @@ SLICE = 16
 """Blocks that become expendable at a time for lack of room: a session loses the end of its chain first."""
 AHEAD_MIN = 64
 """Parts of blocks that should be expendable in a full segment, at least; more if more was evicted since last time."""
-AHEAD_SLICES_MAX = 256  # in one call
-SHARED_LOOKED = 64
+AHEAD_SLICES_MAX = 64  # in one call
+SHARED_LOOKED, SHARED_CHAINS = 64, 256
 """Sessions that were active last, whose chains are compared to find out what others use too."""
 SETTLE_S = 2.0
 """Engines tell of a turn when its answer ends, and save its last blocks shortly after that: what is put in this time is
@@ -49,7 +49,9 @@ ENDING_BYTES_MAX = 16 << 20  # of chains that wait for that; what ends beyond is
 PAUSES_KEPT = 255  # of each kind, to know what is usual
 PAUSES_USED = 8  # before that the usual one is assumed
 ASSUMED_PAUSE_S = {PauseKind.TOOL: 5.0, PauseKind.PERSON: 120.0}
-WORK_MAX = 4096  # chains of blocks that should be expendable and are not yet: beyond it the oldest stay ordinary
+WORK_BYTES_MAX = (
+    16 << 20
+)  # of chains of a tenant that should be expendable and are not yet: what comes beyond stays
 _OVERHEAD = 512  # bytes of a chain besides its keys
 
 
@@ -66,6 +68,7 @@ class Chain:
     left: int
     settled: bool = False
     ended: bool = False
+    shared: int = -1  # blocks that others use too, once that was looked for
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +104,8 @@ class _Known:
     returns: list[tuple[float, str]] = field(default_factory=list)  # sorted
     giving: list[tuple[float, str]] = field(default_factory=list)  # sorted
     nbytes: int = 0
+    work_bytes: int = 0
+    evicted: int = 0  # blocks of the tenant, when `keep_ahead` was called last
     pauses: dict[PauseKind, deque[float]] = field(default_factory=dict)
 
 
@@ -126,10 +131,9 @@ class Sessions:
         self._idle_age = idle_age
         self._counters = counters
         self._known: dict[str, _Known] = {}
-        self._work: deque[tuple[NamespaceState, bytes, int]] = deque()
+        self._work: deque[tuple[_Known, NamespaceState, bytes, int]] = deque()
         self._settling: deque[Chain] = deque()
         self._ending_bytes = 0  # of those that have ended
-        self._evicted = 0  # when `keep_ahead` was called last
         self._below: Callable[[NamespaceState, Sequence[bytes]], object] = lambda _, __: None
 
     def follow(self, expended: Callable[[NamespaceState, Sequence[bytes]], object]) -> None:
@@ -268,12 +272,18 @@ class Sessions:
         """A chain's blocks from `first` on are expendable, as far as others do not use them."""
         first = max(first, self._shared_of(known, chain))
         if first * KEY_BYTES < len(chain.keys) and not chain.namespace.retired:
-            self._work.append((chain.namespace, chain.keys[first * KEY_BYTES :], chain.tick))
-            if len(self._work) > WORK_MAX:
-                self._work.popleft()
+            keys = chain.keys[first * KEY_BYTES :]
+            if known.work_bytes + len(keys) + _OVERHEAD <= WORK_BYTES_MAX:
+                known.work_bytes += len(keys) + _OVERHEAD
+                self._work.append((known, chain.namespace, keys, chain.tick))
 
     def _shared_of(self, known: _Known, chain: Chain) -> int:
-        return self._shared(known, chain.namespace, chain.keys, lambda _, other: other is chain)
+        """Once a turn: what others begin to use later they have read since."""
+        if chain.shared < 0:
+            chain.shared = self._shared(
+                known, chain.namespace, chain.keys, lambda _, other: other is chain
+            )
+        return chain.shared
 
     @staticmethod
     def _shared(
@@ -286,22 +296,29 @@ class Sessions:
 
         but: chains that are no others.
         """
-        shared = 0
-        for session in islice(reversed(known.sessions.values()), SHARED_LOOKED):
-            for other in session.chains.values():
-                if other.namespace is namespace and not but(session, other):
-                    shared = max(shared, common_blocks(keys, other.keys))
-        return shared
+        active = islice(reversed(known.sessions.values()), SHARED_LOOKED)
+        chains = ((session, other) for session in active for other in session.chains.values())
+        return max(
+            (
+                common_blocks(keys, other.keys)
+                for session, other in islice(chains, SHARED_CHAINS)
+                if other.namespace is namespace and not but(session, other)
+            ),
+            default=0,
+        )
 
     def work(self, blocks_max: int) -> bool:
         """Make up to so many blocks expendable that should be; returns whether there are more."""
         left = blocks_max
         while self._work and left > 0:
-            namespace, keys, tick = self._work.popleft()
+            known, namespace, keys, tick = self._work.popleft()
             if len(keys) > left * KEY_BYTES:
                 cut = len(keys) - left * KEY_BYTES
-                self._work.appendleft((namespace, keys[:cut], tick))
+                self._work.appendleft((known, namespace, keys[:cut], tick))
                 keys = keys[cut:]
+                known.work_bytes -= len(keys)
+            else:
+                known.work_bytes -= len(keys) + _OVERHEAD
             left -= len(keys) // KEY_BYTES
             self._expend_now(namespace, keys, tick, left=True)
         return bool(self._work)
@@ -326,11 +343,11 @@ class Sessions:
         """
         self._ledger.settle()
         self.settle(now)
-        evicted = self._counters.evicted - self._evicted
-        self._evicted = self._counters.evicted
         for name, known in self._known.items():
+            tenant = self._tenants[name]
+            evicted, known.evicted = tenant.evicted - known.evicted, tenant.evicted
             if evicted and known.giving:
-                self._keep_ahead(self._tenants[name], known, now, max(AHEAD_MIN, evicted))
+                self._keep_ahead(tenant, known, now, max(AHEAD_MIN, evicted))
 
     def _keep_ahead(self, tenant: Tenant, known: _Known, now: float, wanted: int) -> None:
         expendable = self._candidates.expendable(tenant)

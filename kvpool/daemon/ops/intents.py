@@ -256,7 +256,7 @@ class Intents:
         if fit < there:
             reason = "there is no room for more without the eviction of blocks that are in use"
             limit = room
-        if fit <= here:
+        if fit <= here or not nbytes:  # of a window's last block only whole ones are of use
             return _answer(keys, there, here, 0, reason, limit)
         chosen = keys[:fit]
         act = self._prefetcher.foreseen(namespace, chosen)

@@ -134,9 +134,11 @@ class Prefetcher:
             await self._bring(order)
         finally:
             tenant = order.namespace.tenant.name
-            self._bytes[tenant] -= order.nbytes
-            if not self._bytes[tenant]:
-                del self._bytes[tenant]
+            left = self._bytes.get(tenant, 0) - order.nbytes
+            if left:
+                self._bytes[tenant] = left
+            else:  # others may wait, of no bytes
+                self._bytes.pop(tenant, None)
             del self._known[order.namespace, order.keys[-1]]
             self._under_way -= 1
             self._awake.set()

@@ -73,19 +73,7 @@ class SessionTurns:
         shared: bool = False,
     ) -> bool:
         """See `Sessions.turn`; whether the session goes on. Raises `InvalidRequest`."""
-        for text, what in ((name, "a session"), (agent, "an agent")):
-            if len(text) > NAME_MAX or not text.isprintable():
-                raise InvalidRequest(
-                    f"the name of {what} must be at most {NAME_MAX} printable characters, not {text!r:.100}"
-                )
-        if not name:
-            raise InvalidRequest("a session needs a name")
-        if pause not in _PAUSES:
-            raise InvalidRequest(f"a session waits for a tool or a person, not {pause!r:.100}")
-        if pause_s is not None and not 0 <= pause_s <= PAUSE_MAX_S:
-            raise InvalidRequest(
-                f"a pause must be from 0 to {PAUSE_MAX_S:.0f} seconds, not {pause_s:g}"
-            )
+        _check(name, agent, pause_s, pause)
         session = self._node.sessions.turn(
             tenant,
             namespace,
@@ -134,6 +122,7 @@ class SessionTurns:
         if len(told.nodes) > NODES_MAX:
             raise InvalidRequest(f"at most {NODES_MAX} nodes are told of a session")
         said = (told.session, told.agent, told.pause_s, told.pause)
+        _check(*said)
         for name in dict.fromkeys(told.nodes):
             if name == self._name:
                 self.turn(tenant, None, told.session, told.agent, b"", *said[2:], ended=told.ended)
@@ -177,13 +166,21 @@ class SessionTurns:
             else:
                 await self._told.wait()
             self._told.clear()
-            sessions.keep_ahead(self._clock())
-            self._look_ahead(self._clock())
-            self._prefetcher.judge_due(self._clock())
+            self._tick()
+            due = self._clock() + TICK_S
             more = True
             while more:
                 more = sessions.work(TOGETHER)
                 await asyncio.sleep(0)
+                if self._clock() >= due:  # somebody's long chains keep nobody else waiting
+                    self._tick()
+                    due = self._clock() + TICK_S
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._node.sessions.keep_ahead(now)
+        self._look_ahead(now)
+        self._prefetcher.judge_due(now)
 
     def _look_ahead(self, now: float) -> None:
         """Have the blocks brought of sessions that will soon be back, or should be."""
@@ -202,6 +199,23 @@ class SessionTurns:
                     if not chain.namespace.retired:
                         keys = split_keys(chain.keys)
                         self._prefetcher.order(chain.namespace, keys, _nbytes(chain), session.name)
+
+
+def _check(name: str, agent: str, pause_s: float | None, pause: str) -> None:
+    """Raises `InvalidRequest` for what nobody can mean of a session."""
+    for text, what in ((name, "a session"), (agent, "an agent")):
+        if len(text) > NAME_MAX or not text.isprintable():
+            raise InvalidRequest(
+                f"the name of {what} must be at most {NAME_MAX} printable characters, not {text!r:.100}"
+            )
+    if not name:
+        raise InvalidRequest("a session needs a name")
+    if pause not in _PAUSES:
+        raise InvalidRequest(f"a session waits for a tool or a person, not {pause!r:.100}")
+    if pause_s is not None and not 0 <= pause_s <= PAUSE_MAX_S:
+        raise InvalidRequest(
+            f"a pause must be from 0 to {PAUSE_MAX_S:.0f} seconds, not {pause_s:g}"
+        )
 
 
 def _nbytes(chain: Chain) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +17,9 @@ from kvpool.daemon.core.sessions import (
     Session,
     common_blocks,
 )
-from kvpool.types import KEY_BYTES, PauseKind
+from kvpool.errors import PoolFull
+from kvpool.types import KEY_BYTES, PauseKind, split_keys
 from tests.unit.daemon.conftest import Pool
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Told(Pool):
@@ -218,7 +217,7 @@ def test_a_long_chain_gives_way_in_slices(monkeypatch: pytest.MonkeyPatch) -> No
     pool.turn("a", range(12), pause_s=1000.0)
     pool.wait(1.0)
     pool.turn("b", range(100, 104), pause_s=1.0)
-    pool.node.counters.evicted += 1
+    pool.tenant.evicted += 1
     pool.node.sessions.keep_ahead(pool.time)
     assert pool.expendable() == [11, 10, 9, 8, 7, 6]
 
@@ -236,6 +235,54 @@ def test_usual_pauses_are_learned_by_kind() -> None:
 
 
 # Limits
+
+
+def test_a_block_that_is_named_twice_is_one_block() -> None:
+    pool = Told()
+    pool.put([0, 1, 2, 3])
+    pool.tell("a", [3, 2, 3, 0])
+    pool.tell("a", [10])
+    assert sorted(pool.expendable()) == [0, 2, 3]
+    pool.release(pool.lease([2]))
+    assert pool.put(range(20, 34)) == 14
+    assert pool.here(range(4)) == [1, 2]
+
+
+def test_one_tenants_evictions_are_not_anothers() -> None:
+    pool = Told(slabs=8)
+    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0})
+    pool.node.counters.evicted += 100
+    pool.node.sessions.keep_ahead(pool.time)
+    assert pool.expendable() == []
+
+
+def test_what_waits_to_be_expendable_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "WORK_BYTES_MAX", 2000)
+    pool = Told(slabs=16)
+    pool.put(range(60))
+    for turn in range(6):
+        keys = pool.keys(range(10 * turn, 10 * turn + 10))
+        pool.node.sessions.turn(pool.tenant, pool.namespace, "a", "", keys, pool.time)
+    while pool.node.sessions.work(3):
+        pass
+    known = pool.node.sessions._known[pool.tenant.name]
+    assert (len(pool.expendable()), known.work_bytes) == (20, 0)
+
+
+def test_room_that_must_be_spare_is_not_taken_from_ordinary_blocks() -> None:
+    pool = Told(slabs=2)
+    pool.turn("a", range(4))
+    pool.put(range(50, 54))
+    pool.turn("a", [60])
+    lease = pool.node.leases.hold(pool.holder, pool.blocks(pool.expendable()))
+    before = pool.here(range(50, 54))
+    with pytest.raises(PoolFull):
+        pool.node.puts.reserve(
+            *(pool.holder, pool.namespace, 0, 999, split_keys(pool.keys([70, 71]))),
+            only_spare=True,
+        )
+    assert pool.here(range(50, 54)) == before
+    pool.node.leases.release(pool.holder, lease.token)
 
 
 def test_too_many_sessions_are_forgotten_and_their_blocks_stay() -> None:

@@ -104,6 +104,18 @@ def test_every_policy_has_back_what_was_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+def test_entries_that_are_named_twice_are_there_once(name: str) -> None:
+    policy = expendable_first(policy_maker(name))(BLOCKS)
+    kept = entries(*range(4))
+    policy.insert(kept)
+    assert policy.expend([kept[2], kept[3], kept[2]]) == 2
+    policy.touch([kept[2], kept[2]])
+    policy.discard([kept[3], kept[3]])
+    assert policy.expendable == 0
+    assert sorted(drain(policy)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_without_expendable_entries_nothing_is_different(name: str) -> None:
     plain: Any = policy_maker(name)(BLOCKS)
     first = expendable_first(policy_maker(name))(BLOCKS)
