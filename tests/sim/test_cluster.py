@@ -232,7 +232,7 @@ def test_beside_what_goes_wrong_for_good_the_rest_goes_on(kind: str) -> None:
 
 
 def test_nodes_die_in_the_worst_of_moments() -> None:
-    counts = _lived((18, 19, 37, 53))
+    counts = _lived((18, 19, 37, 42))
     for between in (
         "a commit and its announcement",
         "a publication and its answer",
