@@ -14,7 +14,7 @@ AGENTS = Path(__file__).resolve().parents[3] / "docs" / "agents.md"
 ROUTER = "http://127.0.0.1:8080"
 TOLD = [
     {"id": "chat-1"},
-    {"id": "chat-2"},
+    {"id": "chat-2", "shared": True},
     {"id": "chat-3", "agent": "planner"},
     {"id": "chat-4", "pause_s": 0.25},
     {"id": "chat-5", "agent": "planner", "pause": "tool"},
