@@ -1022,7 +1022,7 @@ def test_whatever_fails_each_request_ends_right_or_clearly(
 
 
 TURN = {"prompt_cache_key": "chat", "metadata": {"agent_id": "sub", "pause": "tool"}}
-TOLD = {"id": "t/chat", "agent": "sub", "pause": "tool"}
+TOLD = {"id": "t/chat", "agent": "sub", "pause": "tool", "shared": True}
 
 
 def told_of(seen: Any) -> Any:

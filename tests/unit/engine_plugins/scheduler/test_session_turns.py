@@ -19,7 +19,7 @@ from kvpool.types import PauseKind
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, hashes, tables
 
 PARAMS = {"kvpool_session": {"id": "s"}}
-NOTHING = {"agent": "", "pause_s": None, "pause": None, "ended": False}
+NOTHING = {"agent": "", "pause_s": None, "pause": None, "ended": False, "shared": False}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,10 @@ def test_the_daemon_hears_all_that_was_said(harness: Harness, pool: Any) -> None
     served(harness, {"kvpool_session": said})
     ((session, _, told),) = pool.turns
     pause = PauseKind.PERSON
-    assert (session, told) == ("s", {"agent": "a", "pause_s": 2.0, "pause": pause, "ended": True})
+    assert (session, told) == (
+        "s",
+        {"agent": "a", "pause_s": 2.0, "pause": pause, "ended": True, "shared": False},
+    )
 
 
 def test_without_a_session_nothing_is_told(harness: Harness, pool: Any) -> None:
