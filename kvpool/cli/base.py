@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,6 +76,16 @@ AnyNode = Annotated[
 ]
 Digest = Annotated[
     str, typer.Argument(help="A namespace: its first hex digits, 4 or more.", metavar="DIGEST")
+]
+BlockKeys = Annotated[
+    list[str] | None,
+    typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
+]
+KeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
+    ),
 ]
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
-from kvpool.cli.job_runs import DryRun, KeysFile, OnNodes, Wait, named_nodes, run_job
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, KeysFile, Socket, Tenant, app
+from kvpool.cli.job_runs import DryRun, OnNodes, Wait, named_nodes, run_job
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:

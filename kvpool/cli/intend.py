@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, BlockKeys, KeysFile, Socket, Tenant, app
 from kvpool.errors import InvalidRequest
 from kvpool.types import Intent, Outcome
 
@@ -20,16 +20,8 @@ def intend(
     intent: Annotated[
         Intent, typer.Argument(help="pin, unpin, keep, prefetch, expend or drop.", metavar="INTENT")
     ],
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
-    ] = None,
-    keys_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
-        ),
-    ] = None,
+    keys: BlockKeys = None,
+    keys_file: KeysFile = None,
     tokens_file: Annotated[
         Path | None,
         typer.Option(

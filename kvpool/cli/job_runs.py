@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,12 +26,6 @@ OnNodes = Annotated[
 Wait = Annotated[
     bool,
     typer.Option("--wait/--no-wait", help="Wait for the end, or print the job's name at once."),
-]
-KeysFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
-    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Digest, Socket, Tenant, app
+from kvpool.cli.base import (
+    EXIT_ERROR,
+    OPERATORS,
+    AsJson,
+    BlockKeys,
+    Digest,
+    KeysFile,
+    Socket,
+    Tenant,
+    app,
+)
 from kvpool.errors import InvalidRequest
 
 LOOKUP_S = 2.0  # for the directory's answer
@@ -17,16 +26,8 @@ LOOKUP_S = 2.0  # for the directory's answer
 @app.command(rich_help_panel=OPERATORS)
 def lookup(
     digest: Digest,
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
-    ] = None,
-    keys_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
-        ),
-    ] = None,
+    keys: BlockKeys = None,
+    keys_file: KeysFile = None,
     why: Annotated[
         bool,
         typer.Option("--why", help="Show of each node why it lacks the first block that it lacks."),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tenant, app
 
 sessions = typer.Typer(
     help="Sessions, as their clients tell of them: list, show, end.", no_args_is_help=True
@@ -16,17 +16,11 @@ app.add_typer(sessions, name="sessions", rich_help_panel=OPERATORS)
 SessionName = Annotated[
     str, typer.Argument(help="A session, as its client names it.", metavar="SESSION")
 ]
-OneNode = Annotated[
-    str,
-    typer.Option(
-        "--node", help="On this node of the cluster instead of the local one.", metavar="NAME"
-    ),
-]
 
 
 @sessions.command("list")
 def sessions_list(
-    node: OneNode = "",
+    node: AnyNode = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most sessions to list.")] = 100,
     after: Annotated[
         str,
@@ -54,7 +48,7 @@ def sessions_list(
 @sessions.command("show")
 def sessions_show(
     session: SessionName,
-    node: OneNode = "",
+    node: AnyNode = "",
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
@@ -69,8 +63,7 @@ def sessions_show(
     with base.client_of(socket, tenant) as client:
         found: list[dict[str, Any]] = client.ask_node(operator_wire.ShowSession(session), node=node)
     if not found:
-        base.complain(f"no session {session!r} is known there: it has ended, or is another node's")
-        raise typer.Exit(EXIT_ERROR)
+        raise _unknown(session)
     if as_json:
         base.print_json(found[0])
     else:
@@ -80,7 +73,7 @@ def sessions_show(
 @sessions.command("end")
 def sessions_end(
     session: SessionName,
-    node: OneNode = "",
+    node: AnyNode = "",
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
@@ -98,5 +91,9 @@ def sessions_end(
     elif known:
         print(f"session {session} has ended")
     if not known:
-        base.complain(f"no session {session!r} is known there: it has ended, or is another node's")
-        raise typer.Exit(EXIT_ERROR)
+        raise _unknown(session)
+
+
+def _unknown(session: str) -> typer.Exit:
+    base.complain(f"no session {session!r} is known there: it has ended, or is another node's")
+    return typer.Exit(EXIT_ERROR)

@@ -7,18 +7,15 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Digest, Socket, Tenant, app
-from kvpool.cli.job_runs import DryRun, KeysFile, Wait, run_job
+from kvpool.cli.base import OPERATORS, AsJson, BlockKeys, Digest, KeysFile, Socket, Tenant, app
+from kvpool.cli.job_runs import DryRun, Wait, run_job
 from kvpool.errors import InvalidRequest
 
 
 @app.command(rich_help_panel=OPERATORS)
 def warm(
     digest: Digest,
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
-    ] = None,
+    keys: BlockKeys = None,
     keys_file: KeysFile = None,
     source: Annotated[
         str, typer.Option("--from", help="Without keys: all blocks on this node.", metavar="NAME")

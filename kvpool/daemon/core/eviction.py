@@ -48,8 +48,7 @@ class Eviction:
 
         take: see `EvictionPolicy.take`.
         """
-        rows = self._evict(slot_class, take, n, reason)
-        tenant.evicted += len(rows)
+        rows = self._evict(tenant, slot_class, take, n, reason)
         tenant.allocator.free(slot_class.stride, rows)
         return len(rows)
 
@@ -62,16 +61,16 @@ class Eviction:
         reason: Reason = Reason.FULL,
     ) -> tuple[int, list[int]]:
         """The same, with their slots reserved at once for others: how many were evicted, and these rows."""
-        rows = self._evict(slot_class, take, n, reason)
-        tenant.evicted += len(rows)
+        rows = self._evict(tenant, slot_class, take, n, reason)
         return len(rows), tenant.allocator.reuse(slot_class.stride, rows)
 
     def _evict(
         self,
+        tenant: Tenant,
         slot_class: SlotClass,
         take: Callable[[int], Sequence[Any]],
         n: int,
-        reason: Reason = Reason.FULL,
+        reason: Reason,
     ) -> list[int]:
         """Evict up to n victims; returns their rows, which are the caller's."""
         rows: list[int] = []
@@ -86,6 +85,7 @@ class Eviction:
                     rows.append(block.row)
                     last_use = block.used
             self.forget(going, reason)
+        tenant.evicted += len(rows)
         self._counters.evicted += len(rows)
         if rows:
             slot_class.by_row.clear(rows)
@@ -140,6 +140,7 @@ class Eviction:
                 tenant.count_pin(block, -1)
                 self._counters.evicted_secondary += block.secondary
             self.forget(going)
+        tenant.evicted += len(rows)
         self._counters.evicted += len(rows)
         self._counters.evicted_soft_pins += len(rows)
         if rows:

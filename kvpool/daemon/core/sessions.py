@@ -49,9 +49,8 @@ ENDING_BYTES_MAX = 16 << 20  # of chains that wait for that; what ends beyond is
 PAUSES_KEPT = 255  # of each kind, to know what is usual
 PAUSES_USED = 8  # before that the usual one is assumed
 ASSUMED_PAUSE_S = {PauseKind.TOOL: 5.0, PauseKind.PERSON: 120.0}
-WORK_BYTES_MAX = (
-    16 << 20
-)  # of chains of a tenant that should be expendable and are not yet: what comes beyond stays
+WORK_BYTES_MAX = 16 << 20
+"""Of a tenant's chains that should be expendable and are not yet: blocks beyond it stay ordinary."""
 _OVERHEAD = 512  # bytes of a chain besides its keys
 
 
@@ -232,6 +231,7 @@ class Sessions:
     def _end(self, known: _Known, session: Session) -> None:
         self._forget(known, session)
         for chain in session.chains.values():
+            chain.shared = -1  # its other agents do not count any more
             if chain.settled or self._ending_bytes + chain.nbytes > ENDING_BYTES_MAX:
                 self._expend(known, chain, 0)
                 chain.keys = b""

@@ -32,6 +32,7 @@ NODES_MAX = 16  # that are told of one session at a time
 PASSED_ON_MAX = 64  # at a time; what is told beyond is not passed on, and counted
 PASS_ON_S = 2.0
 SESSIONS_SINCE = 10  # the protocol of the first version whose nodes are told of sessions by others
+_Told = client_wire.SessionTurn | peer_wire.SessionNews
 _PAUSES = {"": None, **{str(kind): kind for kind in PauseKind}}
 
 
@@ -62,32 +63,35 @@ class SessionTurns:
     def turn(
         self,
         tenant: Tenant,
-        namespace: NamespaceState | None,
-        name: str,
-        agent: str,
-        keys: bytes,
-        pause_s: float | None,
-        pause: str,
-        *,
-        ended: bool,
-        shared: bool = False,
+        namespace: NamespaceState,
+        told: client_wire.SessionTurn,
     ) -> bool:
         """See `Sessions.turn`; whether the session goes on. Raises `InvalidRequest`."""
-        _check(name, agent, pause_s, pause)
+        return self._take_in(tenant, namespace, told, told.keys, shared=told.shared)
+
+    def news(self, tenant: Tenant, told: _Told) -> bool:
+        """The same of what is told without a turn."""
+        return self._take_in(tenant, None, told, b"")
+
+    def _take_in(
+        self,
+        tenant: Tenant,
+        namespace: NamespaceState | None,
+        told: _Told,
+        keys: bytes,
+        *,
+        shared: bool = False,
+    ) -> bool:
+        _check(told)
         session = self._node.sessions.turn(
-            tenant,
-            namespace,
-            name,
-            agent,
-            keys,
-            self._clock(),
-            pause_s=pause_s,
-            pause=_PAUSES[pause],
-            ended=ended,
+            *(tenant, namespace, told.session, told.agent, keys, self._clock()),
+            pause_s=told.pause_s,
+            pause=_PAUSES[told.pause],
+            ended=told.ended,
             shared=shared,
         )
-        if keys or ended:
-            self._prefetcher.returned(tenant.name, name)
+        if keys or told.ended:
+            self._prefetcher.returned(tenant.name, told.session)
         self._told.set()
         return session is not None
 
@@ -103,16 +107,7 @@ class SessionTurns:
         tenant = self._node.tenants.get(news.tenant)
         if tenant is None:
             raise InvalidRequest(f"there is no tenant {news.tenant!r:.80} here")
-        return self.turn(
-            tenant,
-            None,
-            news.session,
-            news.agent,
-            b"",
-            news.pause_s,
-            news.pause,
-            ended=news.ended,
-        )
+        return self.news(tenant, news)
 
     def tell_nodes(self, tenant: Tenant, told: client_wire.SessionTurn) -> None:
         """Have these nodes know what is told without a turn. A hint: it is told once, to those that live.
@@ -121,19 +116,18 @@ class SessionTurns:
         """
         if len(told.nodes) > NODES_MAX:
             raise InvalidRequest(f"at most {NODES_MAX} nodes are told of a session")
-        said = (told.session, told.agent, told.pause_s, told.pause)
-        _check(*said)
+        _check(told)
         for name in dict.fromkeys(told.nodes):
             if name == self._name:
-                self.turn(tenant, None, told.session, told.agent, b"", *said[2:], ended=told.ended)
+                self.news(tenant, told)
                 continue
             url = self._url(name)
             if not url or len(self._passing) >= PASSED_ON_MAX:
                 self._node.counters.session_news_lost += 1
                 continue
-            session, agent, pause_s, pause = said
             news = peer_wire.SessionNews(
-                tenant.name, session, name, agent, pause_s, pause, told.ended
+                *(tenant.name, told.session, name, told.agent),
+                *(told.pause_s, told.pause, told.ended),
             )
             task = asyncio.get_running_loop().create_task(self._pass_on(url, news))
             self._passing.add(task)
@@ -201,20 +195,20 @@ class SessionTurns:
                         self._prefetcher.order(chain.namespace, keys, _nbytes(chain), session.name)
 
 
-def _check(name: str, agent: str, pause_s: float | None, pause: str) -> None:
+def _check(told: _Told) -> None:
     """Raises `InvalidRequest` for what nobody can mean of a session."""
-    for text, what in ((name, "a session"), (agent, "an agent")):
+    for text, what in ((told.session, "a session"), (told.agent, "an agent")):
         if len(text) > NAME_MAX or not text.isprintable():
             raise InvalidRequest(
                 f"the name of {what} must be at most {NAME_MAX} printable characters, not {text!r:.100}"
             )
-    if not name:
+    if not told.session:
         raise InvalidRequest("a session needs a name")
-    if pause not in _PAUSES:
-        raise InvalidRequest(f"a session waits for a tool or a person, not {pause!r:.100}")
-    if pause_s is not None and not 0 <= pause_s <= PAUSE_MAX_S:
+    if told.pause not in _PAUSES:
+        raise InvalidRequest(f"a session waits for a tool or a person, not {told.pause!r:.100}")
+    if told.pause_s is not None and not 0 <= told.pause_s <= PAUSE_MAX_S:
         raise InvalidRequest(
-            f"a pause must be from 0 to {PAUSE_MAX_S:.0f} seconds, not {pause_s:g}"
+            f"a pause must be from 0 to {PAUSE_MAX_S:.0f} seconds, not {told.pause_s:g}"
         )
 
 

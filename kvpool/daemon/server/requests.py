@@ -665,20 +665,11 @@ class ClientRequests:
                 raise InvalidRequest("other nodes are told of sessions without their blocks")
             self._sessions.tell_nodes(holder.tenant, m)
             return frame.Done()
-        namespace = self._namespace(holder, m.ns, m.keys) if m.keys else None
+        if not m.keys:
+            return frame.Done(int(self._sessions.news(holder.tenant, m)))
+        namespace = self._namespace(holder, m.ns, m.keys)
         split_keys(m.keys)  # whole ones
-        goes_on = self._sessions.turn(
-            holder.tenant,
-            namespace,
-            m.session,
-            m.agent,
-            m.keys,
-            m.pause_s,
-            m.pause,
-            ended=m.ended,
-            shared=m.shared,
-        )
-        return frame.Done(int(goes_on))
+        return frame.Done(int(self._sessions.turn(holder.tenant, namespace, m)))
 
     async def _intend(self, holder: Holder, m: client_wire.Intend) -> frame.Bytes:
         namespace = self._namespace(holder, m.ns, m.keys)

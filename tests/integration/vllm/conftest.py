@@ -276,8 +276,13 @@ def imports_are_no_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def zeroed_store(engine: Engine) -> Iterator[None]:
-    """Every slot that the engine's lookups find is overwritten with zeros before it is loaded."""
+def zeroed_store(
+    engine: Engine, piece: Callable[[int], slice] = lambda _: slice(None)
+) -> Iterator[None]:
+    """Every slot that the engine's lookups find is overwritten with zeros before it is loaded.
+
+    piece: which bytes of a slot of so many; default: all.
+    """
     client = engine.connector._scheduler._client
     acquire = client.acquire
 
@@ -285,7 +290,7 @@ def zeroed_store(engine: Engine) -> Iterator[None]:
         lease = acquire(*arguments, **options)
         if lease is not None:
             for slots in lease.slots.values():
-                slots.table[slots.rows] = 0
+                slots.table[slots.rows, piece(slots.nbytes)] = 0
         return lease
 
     client.acquire = acquire_zeros

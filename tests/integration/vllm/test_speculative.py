@@ -117,23 +117,9 @@ def drafts_of(engine: Any) -> Iterator[dict[int, list[int]]]:
         scheduler.update_draft_token_ids = take
 
 
-@contextmanager
-def zeroed_draft(engine: Any, layers: int) -> Iterator[None]:
-    """Of the slots that the engine's lookups find, what is the draft layer's is overwritten with zeros."""
-    client = engine.connector._scheduler._client
-    acquire = client.acquire
-
-    def acquire_zeros(*arguments: Any, **options: Any) -> Any:
-        lease = acquire(*arguments, **options)
-        for slots in lease.slots.values() if lease is not None else ():
-            slots.table[slots.rows, slots.nbytes * layers // (layers + 1) : slots.nbytes] = 0
-        return lease
-
-    client.acquire = acquire_zeros
-    try:
-        yield
-    finally:
-        client.acquire = acquire
+def drafts_piece(layers: int) -> Callable[[int], slice]:
+    """Of a slot's bytes, what is the draft layer's, after so many others."""
+    return lambda nbytes: slice(nbytes * layers // (layers + 1), nbytes)
 
 
 def test_drafts_are_those_of_computed_kv(
@@ -169,7 +155,7 @@ def test_drafts_are_those_of_computed_kv(
             longer = mine + expected[0].tokens
             assert ask(engine, longer, new).cached >= drafting.hit(len(longer) - 1)
             engine.forget()
-            with zeroed_draft(engine, drafting.layers):
+            with kit.zeroed_store(engine, drafts_piece(drafting.layers)):
                 found = ask(engine, mine, new)
             assert found.tokens == expected[0].tokens
             assert found.drafts != expected[0].drafts

@@ -16,6 +16,7 @@ from kvpool.daemon.core.sessions import SLICE, Session
 from kvpool.daemon.ops.prefetcher import LEAD_MAX_S, MARGIN_S, QUEUE_MAX, Prefetcher
 from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.types import Outcome, PauseKind, split_keys
+from kvpool.wire.client import SessionTurn
 from tests.sim.simulation.loop import run_alone
 from tests.support.tiers import without_disks
 from tests.unit.daemon.conftest import Pool
@@ -108,14 +109,20 @@ def test_a_session_is_prepared_ahead_of_its_return_by_the_time_that_loading_take
         )
         begun = loop.time()
         task = loop.create_task(keeper.run())
-        tell = partial(keeper.turn, pool.tenant, pool.namespace)
-        tell("soon", "", Pool.keys(range(4)), 20.0, "", ended=False)
-        tell("long", "", Pool.keys(range(100)), 50.0, "", ended=False)
-        tell("again", "", Pool.keys([7]), 5.0, "", ended=False)
-        tell("over", "", Pool.keys([8]), 5.0, "", ended=True)
-        tell("never", "", Pool.keys([9]), None, "", ended=False)
+
+        def tell(
+            name: str, some: Sequence[int], pause_s: float | None, *, ended: bool = False
+        ) -> None:
+            told = SessionTurn(0, name, Pool.keys(some), pause_s=pause_s, ended=ended)
+            keeper.turn(pool.tenant, pool.namespace, told)
+
+        tell("soon", range(4), 20.0)
+        tell("long", range(100), 50.0)
+        tell("again", [7], 5.0)
+        tell("over", [8], 5.0, ended=True)
+        tell("never", [9], None)
         await asyncio.sleep(4.0)
-        tell("again", "", Pool.keys([7, 8]), 40.0, "", ended=False)
+        tell("again", [7, 8], 40.0)
         await asyncio.sleep(60.0)
         task.cancel()
         found = {(name, count): at - begun for name, count, at in orders.noted}
