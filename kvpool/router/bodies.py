@@ -1,9 +1,9 @@
 """Parses request bodies, as far as the router needs. No I/O.
 
 Nothing is corrected here: well-formed JSON for a known model is forwarded unchanged, so that
-the engine's own errors reach the client. One field is taken out: what `kv_transfer_params` says of the request's session
-(`session_hints.py`), which engines with the plugin are told anew. Bodies that the router does not understand are served whole by one
-engine, which is always right.
+the engine's own errors reach the client. One field is taken out: what `kv_transfer_params` says of the request's
+session (`session_hints.py`), which engines with the plugin are told anew. Bodies that the router does not understand
+are served whole by one engine, which is always right.
 
 A request may be served in three ways:
 

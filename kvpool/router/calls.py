@@ -82,9 +82,10 @@ class Call:
     answer.
 
     expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: the
-    engine's token counts. saves: what it says of the prompt's blocks, None: nothing. events: parts of a streamed answer. follows: whether it waits for a prompt that another
-    engine computes. finish: how the answer ended, if it is one of a session's. timer: for what is done if it does not begin. span: if the request is traced; its end is that of
-    the task. task: its result is an error or None; None once that was read.
+    engine's token counts. saves: what it says of the prompt's blocks, None: nothing. events: parts of a streamed
+    answer. follows: whether it waits for a prompt that another engine computes. finish: how the answer ended, if it is
+    one of a session's. timer: for what is done if it does not begin. span: if the request is traced; its end is that
+    of the task. task: its result is an error or None; None once that was read.
     """
 
     spec: EngineSpec

@@ -103,7 +103,8 @@ class Sessions:
                 News(hint.session, tuple(nodes | self._book.end(tenant, hint.session)), ended=True)
             )
             return
-        if left := self._book.turn(tenant, hint.session, hint.agent, nodes):
+        left = self._book.turn(tenant, hint.session, hint.agent, nodes)
+        if left and not hint.shared:  # otherwise another conversation may go on there
             self._tell(News(hint.session, tuple(left), ended=True))
         pause = PAUSES.get(finish)
         # What the request says itself was told with the turn.

@@ -153,3 +153,13 @@ def test_very_many_at_once_are_lost_and_counted() -> None:
 
     told, metrics = run(work)
     assert (len(told), news(metrics, "told"), news(metrics, "lost")) == (NEWS_MAX, NEWS_MAX, 10)
+
+
+def test_a_name_that_conversations_share_has_left_no_node() -> None:
+    def work(sessions: Sessions) -> None:
+        for nodes in (A, B):
+            sessions.answered("t", SessionHint("t/key", shared=True), nodes, "stop")
+
+    told, _ = run(work)
+    assert not [said for _, _, said in told if said.get("ended")]
+    assert [nodes for _, nodes, _ in told] == [tuple(A), tuple(B)], "what each waits for"
