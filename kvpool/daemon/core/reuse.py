@@ -30,7 +30,8 @@ from kvpool.types import KEY_BYTES, PartKind
 SAMPLES_MAX = 4096
 SAMPLES_MIN = 512  # are followed whatever that takes
 WORK_MAX = 2000  # followed reads of blocks in one pass of `turns`: ten milliseconds
-TOGETHER = 200  # of these in a turn
+TOGETHER = 100  # of these in a turn
+CALLS_TOGETHER = 256  # reads and puts whose blocks are looked through in a turn
 PENDING_MAX = 1 << 16  # keys between two passes: two milliseconds, and 1 MiB
 HALF_S = 6 * 3600.0  # after so long a read counts half
 FORGET_S = 86_400.0  # a block that was not asked for so long is a new one
@@ -117,7 +118,11 @@ class ReuseCurve:
         pending, self._pending, self._pending_keys = self._pending, [], 0
         if not pending:
             return
-        chosen = self._select(pending)
+        pieces = []
+        for at in range(0, len(pending), CALLS_TOGETHER):
+            pieces.append(self._select(pending[at : at + CALLS_TOGETHER]))
+            yield
+        chosen = _Chosen(*map(np.concatenate, zip(*pieces, strict=True)))
         if len(chosen.idents) > self._work_max and len(self._places) >= SAMPLES_MIN:
             kept_share = max(self._work_max / len(chosen.idents), SAMPLES_MIN / len(self._places))
             self._lower(int(self._threshold * kept_share))
@@ -152,7 +157,8 @@ class ReuseCurve:
         of = calls[chosen]
         order = np.argsort(begins[of] + ends[of] - chosen, kind="stable")
         chosen, of = chosen[order], of[order]
-        sizes = np.array([_block_bytes(each) for each in spaces])
+        nbytes = {each: _block_bytes(each) for each in set(spaces)}
+        sizes = np.array([nbytes[each] for each in spaces])
         had = (kind[of] == _READ) & (chosen - begins[of] < np.array(founds)[of])
         return _Chosen(idents[chosen], hashes[chosen], sizes[of], np.where(had, _HAD, kind[of]))
 
