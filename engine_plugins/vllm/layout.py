@@ -26,7 +26,9 @@ Index = NDArray[np.int64]
 CHUNK_BYTES = 16 << 20
 
 RUN_BLOCKS_MIN = 8
-"""The mean length from which runs are copied one by one: fewer, larger calls are the point."""
+RUN_BYTES_MIN = 256 << 10
+"""Runs of so many blocks, or bytes, on average are copied one by one: each is a call, after which the thread needs
+the interpreter again."""
 
 
 class SlotTable(Protocol):
@@ -216,18 +218,25 @@ class HostPages:
     """
 
     def __init__(
-        self, layers: Sequence[Bytes], chunk_bytes: int = CHUNK_BYTES, *, step: int = 1
+        self,
+        layers: Sequence[Bytes],
+        chunk_bytes: int = CHUNK_BYTES,
+        *,
+        step: int = 1,
+        run_bytes_min: int = RUN_BYTES_MIN,
     ) -> None:
         self._layers = list(layers)
         self._bands = list(_bands(self._layers))
         self._step = step
         self.nbytes = self._bands[-1].stop
+        enough = math.ceil(run_bytes_min * len(self._bands) / self.nbytes)
+        self._run_min = min(RUN_BLOCKS_MIN, enough)
         self._chunk_bytes = chunk_bytes
         self._scratch: Bytes = np.empty(0, np.uint8)
 
     def to_slots(self, blocks: Index, slots: SlotTable, rows: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
-        if (direct := straight_runs(blocks, rows, self._step)) is not None:
+        if (direct := straight_runs(blocks, rows, self._step, self._run_min)) is not None:
             for at, to, count in direct:
                 for band in self._bands:
                     target = slots.table[to : to + count, band.start : band.stop]
@@ -243,7 +252,7 @@ class HostPages:
     def from_slots(self, slots: SlotTable, rows: Index, blocks: Index, ready: Any = None) -> None:
         assert slots.nbytes == self.nbytes
         table = np.asarray(slots.table)  # device memory is the host's here, and a tensor
-        if (direct := straight_runs(blocks, rows, self._step)) is not None:
+        if (direct := straight_runs(blocks, rows, self._step, self._run_min)) is not None:
             for to, at, count in direct:
                 for band in self._bands:
                     source = table[at : at + count, band.start : band.stop]
@@ -317,14 +326,16 @@ def _bands(layers: Sequence[Bytes]) -> Iterator[_Band]:
         first, start = first + count, stop
 
 
-def straight_runs(blocks: Index, rows: Index, step: int = 1) -> list[tuple[int, int, int]] | None:
+def straight_runs(
+    blocks: Index, rows: Index, step: int = 1, run_min: int = RUN_BLOCKS_MIN
+) -> list[tuple[int, int, int]] | None:
     """Runs (block's row, row, count) in which the first goes up by `step` and the second by one; None where they
-    are short.
+    are shorter than `run_min` on average.
 
     A run is copied straight across, once; anything else passes through scratch memory, twice.
     """
     breaks = np.flatnonzero((np.diff(blocks) != step) | (np.diff(rows) != 1)) + 1
-    if (len(breaks) + 1) * RUN_BLOCKS_MIN > len(blocks):
+    if (len(breaks) + 1) * run_min > len(blocks):
         return None
     starts = [0, *breaks.tolist()]
     ends = [*starts[1:], len(blocks)]

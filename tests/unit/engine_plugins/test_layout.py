@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine_plugins.vllm.layout import HostPages, chunks, spans, straight_runs
+from kvpool.engine_plugins.vllm.layout import RUN_BYTES_MIN, HostPages, chunks, spans, straight_runs
 
 BLOCKS, ROWS = 16, 24
 
@@ -36,6 +36,7 @@ def paged(random: np.random.Generator, sizes: list[int], *, packed: bool) -> lis
     straight=st.booleans(),
     chunk_bytes=st.integers(1, 400),
     packed=st.booleans(),
+    run_bytes_min=st.sampled_from((1, 80, RUN_BYTES_MIN)),
     seed=st.integers(0, 99),
 )
 def test_blocks_come_back_as_they_were(
@@ -45,6 +46,7 @@ def test_blocks_come_back_as_they_were(
     straight: bool,
     chunk_bytes: int,
     packed: bool,
+    run_bytes_min: int,
     seed: int,
 ) -> None:
     random = np.random.default_rng(seed)
@@ -58,7 +60,7 @@ def test_blocks_come_back_as_they_were(
     slots = Slots(table, rows, nbytes)
     index = np.asarray(blocks, np.int64)
 
-    HostPages(source, chunk_bytes).to_slots(index, slots, rows)
+    HostPages(source, chunk_bytes, run_bytes_min=run_bytes_min).to_slots(index, slots, rows)
     for row, block in zip(rows, blocks, strict=True):
         expected = np.concatenate([layer[block] for layer in source])
         assert np.array_equal(table[row, :nbytes], expected)
@@ -68,7 +70,7 @@ def test_blocks_come_back_as_they_were(
 
     target = paged(np.random.default_rng(seed + 1), sizes, packed=packed)
     untouched = [layer.copy() for layer in target]
-    HostPages(target, chunk_bytes).from_slots(slots, rows, index)
+    HostPages(target, chunk_bytes, run_bytes_min=run_bytes_min).from_slots(slots, rows, index)
     for layer, was, filled in zip(source, untouched, target, strict=True):
         assert np.array_equal(filled[index], layer[index])
         rest = np.setdiff1d(np.arange(BLOCKS), index)
@@ -87,6 +89,9 @@ def test_runs_go_straight_across_when_they_are_long() -> None:
     ]
     assert straight(up, up[::-1]) is None
     assert straight(up[:7], up[:7]) is None
+    alone = np.array([3, 1]), np.array([7, 9])
+    assert straight_runs(*alone, run_min=1) == [(3, 7, 1), (1, 9, 1)]
+    assert straight_runs(*alone, run_min=2) is None
     assert straight([], []) is None
 
 
