@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from kvpool import __version__
 from kvpool.cli import base
 from kvpool.cli.base import app
 from kvpool.cli.settings_command import RouterCommand
+from kvpool.cli.supervisor import tell_ready
 from kvpool.errors import ConfigError
 
 
@@ -45,3 +47,4 @@ def _say_router_ready(url: str, engines: int) -> None:
     """Programs parse this line: keep its beginning and its end unchanged."""
     what = "engine" if engines == 1 else "engines"
     print(f"kvpool {__version__} ready: router at {url}, {engines} {what}", flush=True)
+    tell_ready(os.environ)

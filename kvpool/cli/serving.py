@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ from kvpool import __version__
 from kvpool.cli import base
 from kvpool.cli.base import app
 from kvpool.cli.settings_command import ServeCommand
+from kvpool.cli.supervisor import tell_ready
 from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def _say_ready(started: Started) -> None:
     if config.http:
         lines.append(f"HTTP gateway at {', '.join(config.http)}, tokens in {_tokens_of(config)}")
     print("\n".join(lines), flush=True)
+    tell_ready(os.environ)
 
 
 def _tokens_of(config: DaemonConfig) -> str:

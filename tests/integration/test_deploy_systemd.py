@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
+from tests.support.servers.etcd import free_port
 from tests.support.servers.find import find_server
 from tests.support.waiting import PATIENCE_S
 
@@ -153,6 +155,38 @@ def test_a_daemon_needs_no_memory_that_can_be_written_and_run(folder, serve, cle
         end(process)
     finally:
         process.kill()
+
+
+def waiting_for_ready(path: Path) -> socket.socket:
+    """What systemd listens on, as NOTIFY_SOCKET names it."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    listening.bind(str(path))
+    listening.settimeout(PATIENCE_S)
+    return listening
+
+
+def test_systemd_is_told_when_clients_find_the_daemon(folder, serve, clean_environ):
+    with waiting_for_ready(folder / "n") as systemd:
+        process = begin(serve, clean_environ(folder, NOTIFY_SOCKET=str(folder / "n")))
+        try:
+            assert systemd.recv(100) == b"READY=1"
+            use(str(folder / "s"))
+            end(process)
+        finally:
+            process.kill()
+
+
+def test_systemd_is_told_when_the_router_listens(folder, clean_environ):
+    port = free_port()
+    words = ["router", "--listen", f"127.0.0.1:{port}", "--no-daemon", "--engine", "http://[::1]:1"]
+    with waiting_for_ready(folder / "n") as systemd:
+        process = begin([*KVPOOL, *words], clean_environ(folder, NOTIFY_SOCKET=str(folder / "n")))
+        try:
+            assert systemd.recv(100) == b"READY=1"
+            socket.create_connection(("127.0.0.1", port), PATIENCE_S).close()
+            end(process)
+        finally:
+            process.kill()
 
 
 @needs_systemd

@@ -593,6 +593,11 @@ def test_units_set_what_exists(path: Path) -> None:
             assert command[1] in commands()
 
 
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_what_comes_after_a_unit_finds_it_ready(path: Path) -> None:
+    assert dict(unit_lines(path))["Type"] == "notify"
+
+
 def test_a_stop_is_given_the_time_that_it_takes() -> None:
     default = load(environ={})
     times = {path.stem: dict(unit_lines(path))["TimeoutStopSec"] for path in UNITS}
