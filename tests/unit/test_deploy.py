@@ -24,12 +24,14 @@ import yaml
 from kvpool.admin import metrics
 from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load
+from kvpool.errors import ConfigError
 from kvpool.retry import BreakerState
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import EngineTable
 from kvpool.router.config import load as load_router
 from kvpool.router.metrics import OUTCOMES, Metrics
 from kvpool.telemetry.misses import Reason
+from tests.support.servers.find import find_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
@@ -277,8 +279,15 @@ def test_names_in_the_runbook_exist() -> None:
     assert named - numbers <= settings | set(OUTCOMES) | set(Reason), named - numbers - settings
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here")
-def test_promtool_takes_rules_and_configuration(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def promtool() -> str:
+    try:
+        return find_server("promtool")
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def test_promtool_takes_rules_and_configuration(promtool: str, tmp_path: Path) -> None:
     shutil.copy(ALERTS, tmp_path)
     # It looks for the files with tokens, which are another machine's.
     text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
@@ -293,15 +302,14 @@ def test_promtool_takes_rules_and_configuration(tmp_path: Path) -> None:
     )
     for words in checks:
         done = subprocess.run(
-            ["promtool", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+            [promtool, *words], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here")
-def test_alerts_fire_when_they_should_and_only_then() -> None:
+def test_alerts_fire_when_they_should_and_only_then(promtool: str) -> None:
     done = subprocess.run(
-        ["promtool", "test", "rules", str(Path(__file__).parent / "deploy_alerts.yaml")],
+        [promtool, "test", "rules", str(Path(__file__).parent / "deploy_alerts.yaml")],
         capture_output=True,
         text=True,
         check=False,
@@ -309,8 +317,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool here")
-def test_prometheus_can_work_out_every_query(tmp_path: Path) -> None:
+def test_prometheus_can_work_out_every_query(promtool: str, tmp_path: Path) -> None:
     """Some are wrong only when there is more than one series: which one belongs to which."""
     series = []
     for name, labels in KNOWN.items():
@@ -330,7 +337,7 @@ def test_prometheus_can_work_out_every_query(tmp_path: Path) -> None:
     file = tmp_path / "queries.yaml"
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
     done = subprocess.run(
-        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False
+        [promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False
     )
     said = done.stdout + done.stderr
     # What comes out is not what is looked at: nothing was expected of any.

@@ -75,6 +75,7 @@ ORIGINS: dict[str, tuple[Wheel | Packages, ...]] = {
         ),
     ),
     "fio": (Packages(("fio",), "usr/bin/fio"),),
+    "promtool": (Packages(("prometheus",), "usr/bin/promtool"),),
     "strace": (Packages(("strace",), "usr/bin/strace"),),
     # With fonts of its own: without any it shows no text at all.
     "chromium": (Packages(("chromium", "fonts-liberation"), "usr/lib/chromium/chromium"),),
