@@ -16,13 +16,17 @@ from kvpool.errors import KvpoolError
 # In the order of `kvpool --help`.
 COMMANDS = (
     *("serve", "router", "status", "tiers", "nodes", "namespaces", "locate", "lookup", "blocks"),
-    "sessions",
+    *("sessions", "put", "get", "ls", "rm"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
     *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
     *("doctor", "version", "config", "bench", "completion", "certs", "secret", "token", "audit"),
 )
 # The module of a command, if its name differs.
-MODULES = {"serve": "serving", "unpin": "pin"}
+MODULES = {
+    "serve": "serving",
+    "unpin": "pin",
+    **dict.fromkeys(("put", "get", "ls", "rm"), "objects"),
+}
 
 
 def load(command: str) -> None:

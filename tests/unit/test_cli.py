@@ -976,6 +976,10 @@ COMMANDS = (
     "scrub",
     "tiers",
     "bench",
+    "put",
+    "get",
+    "ls",
+    "rm",
 )
 
 

@@ -169,6 +169,15 @@ class Head:
     kept: bool = False
 
 
+@dataclass(frozen=True)
+class Owner:
+    """What a label says of an object. hashed: its key is longer than a label holds, and `key` the SHA-256 of it."""
+
+    key: bytes
+    hashed: bool
+    length: int
+
+
 Heads = dict[int, Head]
 """Those of a request's keys that could be read, by the keys' places."""
 
@@ -186,16 +195,26 @@ Target = Callable[[int, int], "Pieces | int"]
 
 
 class Objects:
-    """Thread-safe. Nothing here raises for what the pool does: keys get the codes of `mooncake.store`."""
+    """Thread-safe. Nothing here raises for what the pool does: keys get the codes of `mooncake.store`.
 
-    def __init__(self, client: Client, tenant_id: str, limits: Limits | None = None) -> None:
+    verify: compare all that is read with the checksums of what was put; what differs is missing, and is dropped.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tenant_id: str,
+        limits: Limits | None = None,
+        *,
+        verify: bool = False,
+    ) -> None:
         self._client = client
         self._limits = limits or Limits()
         self._seed = xxhash.xxh3_64_intdigest(tenant_id.encode())
         self._lock = threading.Lock()
         self._dropped: list[Head] = []
         self._missing = False  # whether the last read found nothing
-        self.spaces = Spaces(client, tenant_id)
+        self.spaces = Spaces(client, tenant_id, verify=verify)
 
     def _hashed(self, key: bytes) -> bytes:
         return xxhash.xxh3_128_digest(key, self._seed)
@@ -276,9 +295,7 @@ class Objects:
         space = self.spaces.heads
         if space is None or not keys:
             return found
-        lease = self._client.acquire_each(
-            space.ns, self.packed(keys), lease_s=LEASE_S, wait_s=wait_s
-        )
+        lease = self._acquire(space.ns, self.packed(keys), wait_s)
         if lease is None:
             return found
         with _reading(lease):
@@ -292,7 +309,41 @@ class Objects:
                 return found
         return [_head_of(key, block) for key, block in zip(keys, blocks, strict=True)]
 
+    def _acquire(self, ns: Namespace, packed: bytes, wait_s: float) -> Lease | None:
+        """A lease on those of the blocks that are here and, if that is asked, have the bytes that were put."""
+        lease = self._client.acquire_each(ns, packed, lease_s=LEASE_S, wait_s=wait_s)
+        if lease is None or not ns.verify:
+            return lease
+        slots = lease.slots[0]
+        try:
+            wrong = slots.wrong()
+        except Unavailable:  # the daemon gives no checksums
+            lease.release_later()
+            return None
+        if wrong.size:
+            lease.report(0, wrong)
+            slots.rows = slots.rows.copy()
+            slots.rows[wrong] = NO_ROW
+        return lease
+
     # ---- reading -------------------------------------------------------------------------------------
+
+    def whose(self, space: Space, packed: bytes, wait_s: float = 0.0) -> list[Owner | None]:
+        """For each block of a namespace the object that it holds, or leads to; None: it is not here, or holds none.
+
+        wait_s: for blocks that are not in memory here.
+        """
+        found: list[Owner | None] = [None] * (len(packed) // KEY_BYTES)
+        lease = self._client.acquire_each(space.ns, packed, lease_s=LEASE_S, wait_s=wait_s)
+        if lease is None:
+            return found
+        with _reading(lease):
+            slots = lease.slots[0]
+            table, start = slots.table, space.size
+            for at, row in enumerate(slots.rows.tolist()):
+                if row != NO_ROW:
+                    found[at] = _owner_of(table[row, start : start + LABEL_BYTES].tobytes())
+            return found if lease.valid else [None] * len(found)
 
     def read(self, keys: Sequence[bytes], hints: Sequence[int], target: Target) -> list[int]:
         """Read objects; for each key how many bytes, or a code.
@@ -343,7 +394,7 @@ class Objects:
         wait_s: float = 0.0,
     ) -> None:
         chosen = packed if len(some) == len(keys) else _packed_of(packed, some)
-        lease = self._client.acquire_each(space.ns, chosen, lease_s=LEASE_S, wait_s=wait_s)
+        lease = self._acquire(space.ns, chosen, wait_s)
         if lease is None:
             return
         size = space.size
@@ -414,9 +465,7 @@ class Objects:
         names = _chunk_keys(head.name, len(chunks))
         for rung, numbers in _by_rung(chunks).items():
             packed = b"".join([names[number] for number in numbers])
-            lease = self._client.acquire_each(
-                self.spaces.chunks(rung), packed, lease_s=LEASE_S, wait_s=self._limits.read_s
-            )
+            lease = self._acquire(self.spaces.chunks(rung), packed, self._limits.read_s)
             if lease is None:
                 return codes.NOT_FOUND
             with _reading(lease):
@@ -788,6 +837,14 @@ class Objects:
 
 def _packed_of(packed: bytes, indices: Sequence[int]) -> bytes:
     return b"".join([packed[KEY_BYTES * at : KEY_BYTES * at + KEY_BYTES] for at in indices])
+
+
+def _owner_of(label: bytes) -> Owner | None:
+    """None: it is none, or a chunk's."""
+    magic, kind, hashed, key_bytes, length = _HEAD.unpack_from(label)
+    if magic != _MAGIC or kind == _CHUNK or key_bytes > _KEY_BYTES_MAX:
+        return None
+    return Owner(label[_HEAD.size : _HEAD.size + key_bytes], bool(hashed), length)
 
 
 def _head_of(key: bytes, block: bytes) -> Head | None:

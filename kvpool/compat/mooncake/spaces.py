@@ -88,13 +88,19 @@ class Space:
 class Spaces:
     """The namespaces of one tenant of the facade, as far as this process knows. Thread-safe.
 
-    now: seconds, monotonic.
+    verify: the namespaces are opened so that reads are compared with checksums. now: seconds, monotonic.
     """
 
     def __init__(
-        self, client: Client, tenant_id: str, now: Callable[[], float] = time.monotonic
+        self,
+        client: Client,
+        tenant_id: str,
+        *,
+        verify: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._verify = verify
         self._tenant_id = tenant_id
         self._now = now
         self._lock = threading.Lock()
@@ -109,7 +115,7 @@ class Spaces:
         """That where something was found last comes first. Replaced, never changed."""
 
     def _open(self, kind: str, nbytes: int) -> Namespace:
-        return self._client.open(self._record(kind, nbytes))
+        return self._client.open(self._record(kind, nbytes), verify=self._verify)
 
     def _record(self, kind: str, nbytes: int) -> NamespaceRecord:
         return NamespaceRecord(

@@ -683,7 +683,10 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
     settings.write_text('memory = "1GiB"')
     prompt = tmp_path / "prompt.keys"
     prompt.write_text(hexes(some)[0])
+    hello = tmp_path / "hello.txt"
+    hello.write_text("hello")
     real = {
+        "hello.txt": str(hello),
         "host-7": "b",
         "host-8": "a",
         "3fa9": DIGEST[:6],

@@ -1,0 +1,183 @@
+"""`kvpool put`, `get`, `ls` and `rm`: objects by name, the same that programs of `mooncake.store` put and read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import EXIT_ERROR, AsJson, Socket, Tenant, app
+from kvpool.errors import InvalidRequest, Unavailable
+
+if TYPE_CHECKING:
+    from kvpool.client import OperatorClient
+    from kvpool.compat.mooncake.objects import Objects
+
+OBJECTS = "Objects by name"
+STDIO = "-"
+
+ObjectName = Annotated[str, typer.Argument(help="The name of an object.", metavar="NAME")]
+TenantId = Annotated[
+    str,
+    typer.Option(
+        help="The tenant_id that a program gave to mooncake.store: it divides a tenant's names.",
+        metavar="ID",
+    ),
+]
+
+
+@app.command(rich_help_panel=OBJECTS)
+def put(
+    name: ObjectName,
+    file: Annotated[
+        str, typer.Argument(help="A file; - reads standard input.", metavar="FILE|-")
+    ] = STDIO,
+    tenant_id: TenantId = "default",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Store a file as an object, in place of one of the same name. Exit status 1 if it is not stored.
+
+    It has 1 GiB at most, and is evicted like any block when memory is needed.
+
+    Example: kvpool put greeting hello.txt
+    """
+    from kvpool.cli.render.objects import check_name, check_stored, read_source
+    from kvpool.cli.render.text import size_text
+
+    key = check_name(name)
+    data = read_source(None if file == STDIO else Path(file))
+    with _objects(socket, tenant, tenant_id) as (_, objects):
+        check_stored(objects, key, data)
+    if as_json:
+        base.print_json({"name": name, "bytes": len(data)})
+    else:
+        print(f"stored {name}, {size_text(len(data))}")
+
+
+@app.command(rich_help_panel=OBJECTS)
+def get(
+    name: ObjectName,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="Where to write it; - or nothing: standard output. On a terminal nothing prints only its size.",
+            metavar="FILE|-",
+        ),
+    ] = None,
+    tenant_id: TenantId = "default",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Read an object, from whichever node has it. Exit status 1 if it is not there.
+
+    Its bytes are compared with the checksum of what was put. A file is written whole or not at all.
+
+    Example: kvpool get greeting > copy.txt
+    """
+    from kvpool.cli.render.objects import check_name, read_object, size_of, write_whole
+    from kvpool.cli.render.text import size_text
+
+    key = check_name(name)
+    if as_json and file == STDIO:
+        raise InvalidRequest("--json and the bytes would both go to standard output: name a file")
+    with _objects(socket, tenant, tenant_id) as (_, objects):
+        if file is None and (as_json or sys.stdout.isatty()):
+            nbytes, data = size_of(objects, key), None
+        else:
+            data = read_object(objects, key)
+            nbytes = len(data)
+    if data is not None and (file is None or file == STDIO):
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    if data is not None and file is not None:
+        write_whole(Path(file), data)
+    if as_json:
+        base.print_json({"name": name, "bytes": nbytes, "file": file})
+    elif data is None:
+        print(f"{name} has {size_text(nbytes)}; `kvpool get NAME -` prints them")
+    else:
+        print(f"wrote {size_text(nbytes)} to {file}")
+
+
+@app.command(rich_help_panel=OBJECTS)
+def ls(
+    prefix: Annotated[
+        str, typer.Argument(help="Only names that begin with this.", metavar="PREFIX")
+    ] = "",
+    tier: Annotated[
+        str, typer.Option(help="The tier: dram or ssd. Of blocks on ssd, names are read there.")
+    ] = "dram",
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most names to list.")] = 100,
+    tenant_id: TenantId = "default",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """List the objects whose blocks are on this node, in no order. For operators: other programs know their names.
+
+    Example: kvpool ls --limit 20
+    """
+    from kvpool.cli.render.objects import list_objects, show_objects
+
+    if tier not in ("dram", "ssd"):
+        raise InvalidRequest(f"--tier {tier!r:.40}: must be dram or ssd")
+    with _objects(socket, tenant, tenant_id, verify=False) as (client, objects):
+        found, more = list_objects(client, objects, tier, prefix, limit)
+    if as_json:
+        base.print_json({"items": found, "more": more})
+    else:
+        show_objects(found, prefix=prefix, tier=tier, more=more)
+
+
+@app.command(rich_help_panel=OBJECTS)
+def rm(
+    names: Annotated[list[str], typer.Argument(help="Names of objects.", metavar="NAME...")],
+    tenant_id: TenantId = "default",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Remove objects from all nodes. Exit status 1 if one was not there, or a node did not answer.
+
+    Example: kvpool rm greeting
+    """
+    from kvpool.cli.render.objects import check_name, remove
+
+    keys = [check_name(name) for name in names]
+    with _objects(socket, tenant, tenant_id) as (_, objects):
+        refused = remove(objects, keys)
+    failures = {names[at]: reason for at, reason in refused.items()}
+    if as_json:
+        gone = [name for name in names if name not in failures]
+        base.print_json({"removed": gone, "failed": failures})
+    else:
+        for name in names:
+            if name not in failures:
+                print(f"removed {name}")
+    for name, reason in failures.items():
+        base.complain(f"{name}: {reason}")
+    if failures:
+        raise typer.Exit(EXIT_ERROR)
+
+
+@contextmanager
+def _objects(
+    socket: str | None, tenant: str, tenant_id: str, *, verify: bool = True
+) -> Iterator[tuple[OperatorClient, Objects]]:
+    from kvpool.compat.mooncake.objects import Objects
+
+    with base.client_of(socket, tenant) as client:
+        if not client.serves_each:
+            raise Unavailable("the daemon is older than this command and has no objects: upgrade")
+        objects = Objects(client, tenant_id, verify=verify)
+        objects.spaces.look()
+        yield client, objects
