@@ -1,4 +1,4 @@
-"""`kvpool config`: checks the configuration."""
+"""`kvpool config`: checks the configuration, shows that of running nodes, and changes it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tenant, app
+from kvpool.cli.job_runs import OnNodes, named_nodes
 
-config = typer.Typer(help="The configuration.", no_args_is_help=True)
+config = typer.Typer(
+    help="The configuration: check a file; show and change that of running nodes.",
+    no_args_is_help=True,
+)
 app.add_typer(config, name="config", rich_help_panel=OPERATORS)
 
 
@@ -36,3 +40,60 @@ def config_check(
         base.print_json(plain(found))
     else:
         show(found)
+
+
+@config.command("show")
+def config_show(
+    node: AnyNode = "",
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Show the settings that a running node has now. Of secrets only whether they are set.
+
+    Example: kvpool config show --node host-7
+    """
+    from kvpool.cli.render.settings import show_running
+    from kvpool.wire import operator as operator_wire
+
+    with base.client_of(socket, tenant) as client:
+        found = client.ask_node(operator_wire.Settings(), node=node)
+    if as_json:
+        base.print_json({"items": found})
+    else:
+        show_running(found)
+
+
+@config.command("set")
+def config_set(
+    settings: Annotated[
+        list[str],
+        typer.Argument(
+            help="A setting and its value, such as replicas_max=3.", metavar="NAME=VALUE..."
+        ),
+    ],
+    node: OnNodes = None,
+    socket: Socket = None,
+    tenant: Tenant = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Change settings of running nodes, until they end. For good, change their files too.
+
+    Not all settings can be changed: `kvpool config show` marks them. Exit status 1 if a node did not change them;
+    none does if the first one refuses.
+
+    Example: kvpool config set log_level=debug --node host-7
+    """
+    from kvpool.cli.render.settings import change, parse_changes
+
+    changes = parse_changes(settings)
+    with base.client_of(socket, tenant) as client, base.in_doubt("config show"):
+        done, failed = change(client, named_nodes(client, node), changes)
+    if as_json:
+        base.print_json({"nodes": done, "failed": failed})
+    else:
+        print(f"changed {', '.join(changes)} on {', '.join(done)}, until they end")
+    for name, reason in failed.items():
+        base.complain(f"{name}: {reason}")
+    if failed:
+        raise typer.Exit(EXIT_ERROR)

@@ -8,7 +8,7 @@ from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
 
 @app.command(rich_help_panel=OPERATORS)
 def namespaces(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
-    """Show the namespaces of the cluster: epochs, settings, and their blocks on this node.
+    """Show the namespaces of the cluster: epochs, settings, and their blocks and hit rates on this node.
 
     Example: kvpool namespaces
     """

@@ -17,6 +17,18 @@ def status(
         str,
         typer.Option(help="Of this node of the cluster instead of the local one.", metavar="NAME"),
     ] = "",
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="All nodes, a line each: whether they are well, and why not."),
+    ] = False,
+    expect: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --all: fewer nodes than this are a problem. One that crashed is a member no more.",
+            metavar="N",
+        ),
+    ] = None,
     socket: Socket = None,
     tenant: Tenant = "default",
     as_json: AsJson = False,
@@ -27,13 +39,24 @@ def status(
 ) -> None:
     """Show a node's contents and activity. Exit status 1 if it does not serve, 3 if no daemon answers.
 
+    With --all exit status 1 if any node is degraded or lost: for probes and cron.
+
     A node does not serve while it is joining, draining, or considered dead by others; it still serves if
     only etcd is unreachable.
 
     Example: kvpool status --tenant research
 
     Example: kvpool status --quiet
+
+    Example: kvpool status --all --expect 2
     """
+    if every:
+        if node:
+            raise InvalidRequest("--all and --node exclude each other")
+        _all(socket, tenant, expect, as_json=as_json, quiet=quiet)
+        return
+    if expect is not None:
+        raise InvalidRequest("--expect needs --all")
     from kvpool.cli.render.node import not_serving, show
 
     with base.client_of(socket, tenant) as client:
@@ -50,4 +73,21 @@ def status(
     if why := not_serving(stats):
         if not quiet:
             base.complain(why)
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _all(
+    socket: str | None, tenant: str, expect: int | None, *, as_json: bool, quiet: bool
+) -> None:
+    from kvpool.cli.render.health import look, show_health
+
+    with base.client_of(socket, tenant) as client:
+        found = look(client, expect or 0)
+    if as_json:
+        base.print_json(found)
+    elif not quiet:
+        show_health(found)
+    if found.problem:
+        if not quiet:
+            base.complain(found.problem)
         raise typer.Exit(EXIT_ERROR)

@@ -181,7 +181,8 @@ class Missed(Branch):
 class NamespaceStats(Branch):
     """A namespace in memory. blocks, part_bytes: of each part. quota_bytes: 0 for none. settings: as in etcd.
 
-    misses: by reason, one of `kvpool.telemetry.misses.Reason`.
+    reads: what its clients asked for and got since the node was started. misses: by reason, one of
+    `kvpool.telemetry.misses.Reason`.
     """
 
     fields: dict[str, Any] = {}
@@ -191,6 +192,7 @@ class NamespaceStats(Branch):
     quota_bytes: int = 0
     blocks: list[int] = []
     part_bytes: list[int] = []
+    reads: Asked = msgspec.field(default_factory=Asked)
     misses: dict[str, Missed] = {}
 
 

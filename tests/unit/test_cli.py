@@ -641,6 +641,7 @@ def test_namespaces_of_the_cluster_and_of_this_node():
     assert len(rows) == 4
     assert (rows[DIGEST]["blocks"], rows[DIGEST]["bytes"]) == (700, 1400 << 20)
     assert (rows["e" * 32]["blocks"], rows["e" * 32]["bytes"]) == (None, None)
+    assert (rows["e" * 32]["asked"], rows[other]["asked"]) == (None, 0)
     assert (rows["d" * 32]["blocks"], rows["d" * 32]["bytes"]) == (0, 0)
     assert (rows[other]["agreed"], rows[other]["bytes"]) == (False, 9 << 10)
     text = printed(show_namespaces, list(rows.values()), width=120)

@@ -254,14 +254,15 @@ def namespace_rows(
 ) -> list[dict[str, Any]]:
     """One dict for each namespace: what the cluster has agreed on, and what this node holds of it.
 
-    `agreed` is False for those of which the cluster does not know yet. `blocks` and `bytes` are this
-    node's, and None for other tenants, whose pools are not shown to this one.
+    `agreed` is False for those of which the cluster does not know yet. `blocks`, `bytes`, and `asked` and `hits` (blocks
+    that reads asked for, and got, since this node was started) are this node's, and None for other tenants, whose pools
+    are not shown to this one.
     """
     here = stats.tenants[tenant].namespaces
     rows = []
     for entry in cluster["namespaces"]:
         row = {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
-        row |= {"blocks": None, "bytes": None}
+        row |= dict.fromkeys(("blocks", "bytes", "asked", "hits"))
         if entry["tenant"] == tenant:
             row |= _held(here.get(entry["digest"]))
         rows.append(row)
@@ -286,9 +287,12 @@ def namespace_rows(
 
 def _held(one: NamespaceStats | None) -> dict[str, int]:
     if one is None:
-        return {"blocks": 0, "bytes": 0}
+        return dict.fromkeys(("blocks", "bytes", "asked", "hits"), 0)
     pairs = zip(one.blocks, one.part_bytes, strict=True)
+    hits = one.reads.local + one.reads.fetched
     return {
+        "asked": hits + one.reads.missed,
+        "hits": hits,
         "blocks": max(one.blocks, default=0),
         "bytes": sum(n * nbytes for n, nbytes in pairs),
     }
@@ -323,7 +327,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("no engine has opened a namespace yet")
         return
     several = len({row["tenant"] for row in rows}) > 1
-    columns = ["digest", "fields", ">epoch", ">replicas", ">a block", ">blocks", ">bytes"]
+    columns = ["digest", "fields", ">epoch", ">replicas", ">a block", ">blocks", ">bytes", ">hits"]
     table = make_table("", *(["tenant"] if several else []), *columns)
     for row in rows:
         hidden = row["blocks"] is None
@@ -335,6 +339,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
             size_text(sum(part[0] for part in row["parts"])),
             "" if hidden else f"{row['blocks']:,}",
             "" if hidden else size_text(row["bytes"]),
+            f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "",
         ]
         table.add_row(*([escape(row["tenant"])] if several else []), *cells)
     for column in table.columns:
@@ -345,7 +350,9 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print()
         console.print(_settings_table(rows, several=several))
     console.print()
-    console.print("Blocks and bytes are those of this node.")
+    console.print(
+        "Blocks and bytes are those of this node; hits: of the blocks that reads asked it for since its start."
+    )
     fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
     if fenced:
         console.print(

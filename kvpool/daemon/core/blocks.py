@@ -23,7 +23,7 @@ from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
 from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst, is_expendable
 from kvpool.storage.slab import SlabAllocator
-from kvpool.telemetry.node_stats import Missed, Traffic
+from kvpool.telemetry.node_stats import Asked, Missed, Traffic
 from kvpool.types import PartSpec
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
@@ -191,7 +191,7 @@ class NamespaceState:
     kept: until when blocks are pinned that were to be kept for a time: see `Keeps`.
     retired: its epoch has ended.
     space: 64 bits for the tenant and the base, the same in every tier.
-    misses: of reads, by reason; kept from epoch to epoch.
+    reads: what clients asked for and got. misses: of these, by reason. Both are kept from epoch to epoch.
     """
 
     __slots__ = (
@@ -207,6 +207,7 @@ class NamespaceState:
         "number",
         "parts",
         "quota",
+        "reads",
         "retired",
         "settings",
         "space",
@@ -228,6 +229,7 @@ class NamespaceState:
         self.base = base
         self.base_hex = base.hex()
         self.space = int.from_bytes(directory_digest(tenant.name, base)[:8])
+        self.reads = Asked()
         self.misses: dict[str, Missed] = {}
         self.epoch = epoch
         self.generation = generation

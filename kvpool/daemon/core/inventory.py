@@ -212,6 +212,7 @@ class Inventory:
                     quota_bytes=namespace.quota,
                     blocks=[len(table.blocks) for table in namespace.tables],
                     part_bytes=[spec.nbytes for spec in namespace.parts],
+                    reads=namespace.reads,
                     misses=namespace.misses,
                 )
                 for namespace in tenant.namespaces.values()

@@ -248,7 +248,7 @@ class Namespaces:
         new = self._begin_epoch(
             self._state(tenant, base, living.fields, living.parts, epoch, generation)
         )
-        new.settings, new.misses = living.settings, living.misses
+        new.settings, new.reads, new.misses = living.settings, living.reads, living.misses
         self._quotas.pass_on(living, new)
         return new
 

@@ -452,6 +452,7 @@ class ClientRequests:
         traffic = holder.tenant.traffic
         found = 0 if lease is None else lease.blocks
         traffic.reads.add(len(keys), found, here)
+        namespace.reads.add(len(keys), found, here)
         if m.scattered:
             self._miss_reasons.read_each(namespace, m.parts[0], m.keys, keys, found)
         else:

@@ -73,6 +73,73 @@ def test_status_of_any_node_and_what_its_exit_status_says(pair, numbers, kvpool,
     assert "kvpool serve" in done.err
 
 
+def test_the_health_of_all_nodes_in_one_exit_status(pair, kvpool, until):
+    a, b = pair
+    until(lambda: a.stats.cluster.directory.connected and b.stats.cluster.directory.connected)
+    done = kvpool(a.node, "status", "--all", "--expect", "2")
+    assert (done.status, done.err) == (0, "")
+    assert [line[:3] for line in rows(done.out)[3:]] == [
+        ["a", "serving", "well"],
+        ["b", "serving", "well"],
+    ]
+    done = kvpool(a.node, "status", "--all", "--expect", "3", "--quiet")
+    assert (done.status, done.out, done.err) == (1, "", "")
+    assert kvpool(a.node, "status", "--expect", "3").status == 1
+    b.node.signal(signal.SIGSTOP)
+    try:
+        done = kvpool(a.node, "status", "--all", "--json")
+    finally:
+        b.node.signal(signal.SIGCONT)
+    assert done.status == 1
+    assert {each["node"]: each["health"] for each in json.loads(done.out)["nodes"]} == {
+        "a": "well",
+        "b": "lost",
+    }
+    assert done.err == "kvpool: 1 of 2 nodes is not well: b is lost\n"
+    a.node.kill()
+    assert kvpool(a.node, "status", "--all").status == 3
+
+
+def test_settings_of_running_nodes(pair, kvpool):
+    a, b = pair
+
+    def value(seat, name: str):
+        items = kvpool.json(a.node, "config", "show", "--node", seat.node.name)["items"]
+        return next(each["value"] for each in items if each["name"] == name)
+
+    done = kvpool(a.node, "config", "set", "ssd-flush-s=7", "forward=false")
+    assert (done.status, done.err) == (0, "")
+    assert "changed ssd_flush_s, forward on a, b" in done.out
+    assert [value(seat, "ssd_flush_s") for seat in pair] == [7.0, 7.0]
+    assert [value(seat, "forward") for seat in pair] == [False, False]
+    assert kvpool(a.node, "config", "set", "replicas_max=2", "--node", "b").status == 0
+    assert [value(seat, "replicas_max") for seat in pair] == [8, 2]
+    for wrong in ("ssd_flush_s=soon", "memory=1GiB", "nonsense=1", "forward"):
+        done = kvpool(a.node, "config", "set", wrong)
+        assert (done.status, done.out) == (1, ""), wrong
+        assert wrong.partition("=")[0] in done.err
+    assert kvpool(a.node, "config", "set", "forward=true", "forward=false").status == 1
+    shown = kvpool(a.node, "config", "show").out
+    assert re.search(r"^ssd_flush_s +7.0 +can be changed", shown, re.MULTILINE)
+    b.node.signal(signal.SIGSTOP)
+    try:
+        done = kvpool(a.node, "config", "set", "forward=true")
+    finally:
+        b.node.signal(signal.SIGCONT)
+    assert (done.status, done.err.startswith("kvpool: b: ")) == (1, True)
+    assert value(a, "forward") is True
+
+
+def test_the_hit_rate_of_a_namespace(pair, numbers, kvpool):
+    a, _ = pair
+    some = numbers(4)
+    a.put(some[:3])
+    a.client.acquire(a.ns, keys_of(some), wait_s=0.0).release()
+    [row] = kvpool.json(a.node, "namespaces")
+    assert (row["asked"], row["hits"]) == (4, 3)
+    assert rows(kvpool(a.node, "namespaces").out)[1][-1] == "75%"
+
+
 def test_who_may_not_ask_is_told_so_by_the_exit_status(start_cluster, kvpool):
     world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": "o" * 20})
     node = world.node("a")
@@ -704,7 +771,7 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
         for name, value in real.items():
             command = command.replace(name, value)
         words = shlex.split(command)[1:]
-        if {"completion", "config", "version"} & set(words):
+        if {"completion", "check", "version"} & set(words):
             done = kvpool.alone(*words)
         else:
             node = b.node if text.startswith(on_b) else a.node
