@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster test engines coverage sim chaos fuzz check bench venv deploy-tools vllm-venv lmcache-venv sglang-venv clean
+.PHONY: help docs demo cluster test engines coverage sim chaos fuzz check bench venv deploy-tools vllm-venv lmcache-venv sglang-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -39,6 +39,9 @@ check: venv ## ruff, mypy and the direction of imports
 bench: venv vllm-venv ## the quick form of the main benches, into .bench/
 	@scripts/bench
 
+docs: venv ## the documents as a site, into site/: links checked, nothing from the internet
+	@.venv/bin/mkdocs build --strict
+
 venv: ## .venv: kvpool and its development tools
 	@scripts/venv
 
@@ -55,6 +58,6 @@ sglang-venv: ## .venv-sglang: SGLang for a CPU, and TransferQueue, with kvpool i
 	@scripts/engine-venv sglang
 
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-sglang .venv-sglang.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz dist .coverage .coverage.*
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-sglang .venv-sglang.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz site dist .coverage .coverage.*
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
