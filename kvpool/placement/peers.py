@@ -243,9 +243,11 @@ class Peers:
         peer.probes += 1
         peer.hear(seconds, now)
 
-    def probe_failed(self, incarnation: bytes) -> None:
-        """A probe was not answered. Counted, and no more: whom real requests reach is trusted."""
-        self._known(incarnation).probe_failures += 1
+    def probe_failed(self, incarnation: bytes, error: object = "") -> None:
+        """A probe was not answered. Counted and noted, and no more: whom real requests reach is trusted."""
+        peer = self._known(incarnation)
+        peer.probe_failures += 1
+        peer.last_error = str(error) or peer.last_error
 
     def link(self, incarnation: bytes, node: str, now: float, path: str = "") -> Link:
         """What is expected of pulling from a peer."""

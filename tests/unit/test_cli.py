@@ -680,6 +680,13 @@ def test_settings_are_shown_where_a_namespace_has_them():
     assert f"blue    {DIGEST[:12]}  quota dram=12.5%,ssd=50GiB" in text
 
 
+def test_peers_of_the_configuration_that_do_not_answer():
+    silent = {"url": "tcp://x:1", "silent_s": 30.0, "error": ""}
+    told = CLUSTER | {"peers": ["tcp://x:1"], "silent_peers": [silent]}
+    assert "peer tcp://x:1 has not answered for 30 s; `kvpool doctor`" in printed(show_nodes, told)
+    assert "has not answered" not in printed(show_nodes, CLUSTER | {"peers": ["tcp://x:1"]})
+
+
 def test_quotas_are_sizes_or_shares_by_tier():
     assert quotas("dram=20%,ssd=50GiB") == {"dram": 0.2, "ssd": 50 << 30}
     assert quotas("ssd=100%") == {"ssd": 1.0}

@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from kvpool.cli.render.doctor import servers
 from kvpool.cli.render.health import ClusterHealth, judge, show_health
 from tests.support.stats import node_stats
 
@@ -60,6 +61,18 @@ def test_what_makes_a_node_degraded(sections, reason):
     found = judged(**sections)
     assert (found.nodes[0].health, found.nodes[0].reasons) == ("degraded", (reason,))
     assert found.problem == "1 of 1 node is not well: a is degraded"
+
+
+SILENT = {"url": "tcp://x:1", "silent_s": 30.0, "error": "refused"}
+
+
+def test_a_silent_peer_of_the_configuration_degrades_the_node_that_tells_of_it():
+    told = cluster("a", "b") | {"silent_peers": [SILENT]}
+    found = judge(told, {name: node_stats(**WELL) for name in "ab"}, {}, 0)
+    assert [each.health for each in found.nodes] == ["degraded", "well"]
+    assert found.nodes[0].reasons == ("peer tcp://x:1 has not answered for 30 s: refused",)
+    [finding] = servers(told)
+    assert finding.found == found.nodes[0].reasons[0]
 
 
 def test_fewer_nodes_than_expected():

@@ -13,6 +13,7 @@ from kvpool.cli.render.jobs import Asks
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     count,
+    duration,
     facts,
     make_console,
     make_table,
@@ -224,6 +225,14 @@ def drain_text(progress: Mapping[str, Any]) -> str:
 def _peer_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
     if cluster["peers"]:
         yield Text(f"pulls also from {', '.join(cluster['peers'])}, named in its configuration")
+    for silent in cluster.get("silent_peers", ()):  # older nodes do not tell
+        yield Text(f"{silent_text(silent)}; `kvpool doctor` has more", style="yellow")
+
+
+def silent_text(silent: Mapping[str, Any]) -> str:
+    """Of a peer that the configuration names and that does not answer."""
+    error = f": {silent['error']}" if silent["error"] else ""
+    return f"peer {silent['url']} has not answered for {duration(silent['silent_s'])}{error}"
 
 
 def directory_text(cluster: Mapping[str, Any]) -> Text:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.text import Text
 
+from kvpool.cli.render.cluster import silent_text
 from kvpool.cli.render.starting import waiting
 from kvpool.cli.render.text import fold, make_console, make_table, size_text
 from kvpool.daemon.server.memory_wait import last_mappers
@@ -347,6 +348,13 @@ def servers(cluster: Mapping[str, Any]) -> Iterator[Finding]:
     for server, error in cluster.get("errors", {}).items():
         yield Finding(
             server, BAD, error, "the node continues with what it knows; " + REMEDIES[server]
+        )
+    for silent in cluster.get("silent_peers", ()):
+        yield Finding(
+            "peer of the configuration",
+            NOTE,
+            silent_text(silent),
+            "check that its daemon listens there and has the same cluster secret, or take it out of the settings",
         )
     if unreadable := cluster.get("undecodable_records", 0):
         yield Finding(

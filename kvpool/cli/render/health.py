@@ -9,7 +9,7 @@ import msgspec
 from rich.markup import escape
 from rich.text import Text
 
-from kvpool.cli.render.cluster import STATE_STYLES
+from kvpool.cli.render.cluster import STATE_STYLES, silent_text
 from kvpool.cli.render.jobs import nodes_of
 from kvpool.cli.render.text import count, make_console, make_table
 from kvpool.cli.render.top import FIRST_LOOK_S, NODES_MAX, Watch
@@ -77,6 +77,8 @@ def judge(
             found.append(NodeHealth(name, states.get(name, "unknown"), "lost", (reason,)))
         else:
             reasons = tuple(_complaints(known))
+            if name == cluster["node"]:  # of others only they know
+                reasons += tuple(map(silent_text, cluster.get("silent_peers", ())))
             health: Health = "degraded" if reasons else "well"
             found.append(NodeHealth(name, known.cluster.state, health, reasons))
     bad = [each for each in found if each.health != "well"]

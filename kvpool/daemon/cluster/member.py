@@ -22,6 +22,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.cluster.local_node import Holdings, LocalNode
 from kvpool.daemon.cluster.namespaces import Namespaces
+from kvpool.daemon.cluster.static_peers import StaticPeers
 from kvpool.daemon.cluster.sweep import Sweep
 from kvpool.daemon.cluster.unused_namespaces import UnusedNamespaces
 from kvpool.daemon.core.blocks import NamespaceState
@@ -100,6 +101,9 @@ class ClusterMember:
         self._told: Directory | None = None  # by the announcers, if there are any
         self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
+        self._static_peers = StaticPeers(
+            {incarnation: living.url for incarnation, living in self._static.items()}
+        )
         self._living: dict[bytes, LivingNode] = dict(self._static)
         self._gone: OrderedDict[bytes, GoneNode] = OrderedDict()
         self._by_url: dict[str, NodeRecord] = {}
@@ -449,6 +453,7 @@ class ClusterMember:
             now = self._clock()
             self._dead.passed(now, connected=self.membership.standing(now) is Standing.MEMBER)
             await self.namespaces.register_late()
+            self._static_peers.look(self.peers, now)
             await self.tell()
             await self._sweep.step()
 
@@ -490,6 +495,7 @@ class ClusterMember:
             "state": str(self.state),
             "nodes": [plain(record) for _, record in sorted(self._view.nodes.items())],
             "peers": [node.url for node in self._static.values()],
+            "silent_peers": [silent._asdict() for silent in self._static_peers.silent()],
             "drains": sorted(self._view.drains),
             "namespaces": [plain(entry) for _, entry in sorted(self._view.namespaces.items())],
             "links": [plain(link) for link in self.links()],

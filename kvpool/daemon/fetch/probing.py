@@ -76,8 +76,8 @@ class Prober:
         started = self._clock()
         try:
             await self._carrier.ask(worker_wire.AskPeer(url, question, PROBE_S, background=True))
-        except KvpoolError:
-            self._peers.probe_failed(incarnation)
+        except KvpoolError as error:
+            self._peers.probe_failed(incarnation, error)
             return
         now = self._clock()
         self._peers.probed(incarnation, now - started, now)
