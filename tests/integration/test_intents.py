@@ -267,6 +267,27 @@ def test_an_intent_for_a_session_is_for_the_prompts_of_all_its_agents(written):
     assert "nobody" in nobody.reason
 
 
+@pytest.mark.parametrize("more", [{"hard": True}, {"for_s": LONG_S}], ids=["pin", "keep"])
+def test_a_dry_run_for_several_agents_promises_what_is_then_done(written, more):
+    intent = Intent.KEEP if "for_s" in more else Intent.PIN
+    written.turn("one", range(QUARTER - 4))
+    written.turn("one", range(20, 20 + QUARTER - 4), agent="helper")
+    foreseen = written.intend(intent, session="one", dry_run=True, **more)
+    assert foreseen.outcome is Outcome.CLIPPED
+    assert (foreseen.blocks, foreseen.limit_bytes) == (QUARTER, 4 * NBYTES)
+    assert foreseen == written.intend(intent, session="one", **more)
+
+
+def test_a_dry_run_promises_the_same_memory_to_one_agent_only(written, until):
+    written.put(range(100, 140))
+    until(lambda: written.on_disk() == 80)
+    written.client.evict(tier="dram")
+    written.turn("one", range(40))
+    written.turn("one", range(100, 140), agent="helper")
+    answer = written.intend(Intent.PREFETCH, session="one", dry_run=True)
+    assert (answer.outcome, answer.blocks, answer.asked) == (Outcome.CLIPPED, MEMORY, 80)
+
+
 def test_what_other_sessions_use_too_is_not_dropped_with_one(written):
     written.turn("one", range(10))
     written.turn("other", [*range(4), *range(20, 25)])

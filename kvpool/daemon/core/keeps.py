@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from kvpool.daemon.core.blocks import PIN_NONE, NamespaceState, Tenant
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
-from kvpool.daemon.core.pins import Fit, Pins
+from kvpool.daemon.core.pins import NOTHING_TAKEN, Fit, Pins, Taken
 
 ENDED_TOGETHER = 256  # blocks, which take the event loop about a millisecond
 SLACK = 4096
@@ -33,19 +33,21 @@ class Keeps:
         self._last = 0
         self._listed = 0  # blocks in it, some of them twice or kept no longer
 
-    def fit(self, namespace: NamespaceState, keys: Sequence[bytes], taken: int = 0) -> Fit:
-        """How many of these blocks, from the first on, may be kept. taken: bytes, by others before them."""
+    def fit(
+        self, namespace: NamespaceState, keys: Sequence[bytes], taken: Taken = NOTHING_TAKEN
+    ) -> Fit:
+        """How many of these blocks, from the first on, may be kept. taken: by others before them."""
         self._ledger.settle()
         tenant, limits, each = namespace.tenant, self._limits, block_bytes(namespace)
         known = [one for one in tenant.namespaces.values() if one.kept]
         # Those that have gone meanwhile count until their time is over.
         held = sum(len(one.kept) * block_bytes(one) for one in known)
         left = (limits.kept_blocks_max - sum(len(one.kept) for one in known)) * each
-        left = min(left, int(tenant.allocator.size * limits.keep_share) - held)
+        left = min(left, int(tenant.allocator.size * limits.keep_share) - held) - taken.elsewhere
         if namespace.quota:
             own = int(namespace.quota * limits.keep_share)
             left = min(left, own - len(namespace.kept) * each)
-        left = max(0, left - taken)
+        left = max(0, left - taken.here)
         pins = self._pins.fit(namespace, keys, "soft", taken)
         nbytes = 0
         for at, key in enumerate(keys[: pins.blocks]):

@@ -24,6 +24,16 @@ PinsBefore = dict[tuple[PartTable, int], list[bytes]]
 """How blocks were pinned: (table, level) → keys."""
 
 
+class Taken(NamedTuple):
+    """Bytes of quotas that are given away and not pinned yet: in a namespace, and in its tenant's others."""
+
+    here: int = 0
+    elsewhere: int = 0
+
+
+NOTHING_TAKEN = Taken()
+
+
 class Fit(NamedTuple):
     """How many blocks are within a limit, and the bytes that they take of it. room: what it leaves, if that is too little."""
 
@@ -113,15 +123,20 @@ class Pins:
         return changed
 
     def fit(
-        self, namespace: NamespaceState, keys: Sequence[bytes], kind: str, taken: int = 0
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        kind: str,
+        taken: Taken = NOTHING_TAKEN,
     ) -> Fit:
-        """How many of these blocks, from the first on, `pin` takes. taken: bytes of the quotas, by others before it."""
+        """How many of these blocks, from the first on, `pin` takes. taken: by others before them."""
         self._ledger.settle()
         level = PIN_KINDS[kind]
         room = math.inf
         if level != PIN_NONE:
-            room = min(quota - held for _, held, quota in self._bounds(namespace, level))
-            room = max(0, room - taken)
+            whole, *own = (quota - held for _, held, quota in self._bounds(namespace, level))
+            room = min(whole - taken.elsewhere, *own) if own else whole - taken.elsewhere
+            room = max(0, room - taken.here)
         nbytes = 0
         for at, key in enumerate(keys):
             more = 0
@@ -135,7 +150,7 @@ class Pins:
         return Fit(len(keys), nbytes)
 
     def _bounds(self, namespace: NamespaceState, level: int) -> Iterator[tuple[str, int, int]]:
-        """Whose pins are limited, how many bytes they hold, and how many they may."""
+        """Whose pins are limited, how many bytes they hold, and how many they may: the tenant, and maybe the namespace."""
         hard, tenant = level == PIN_HARD, namespace.tenant
         share = self._limits.hard_pin_share if hard else self._limits.soft_pin_share
         whole = tenant.hard_bytes if hard else tenant.soft_bytes

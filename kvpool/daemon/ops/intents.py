@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.pins import Fit, Taken
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import Located
 from kvpool.daemon.ops.pins import PINNED_TOGETHER, pin_in_all_tiers
@@ -41,6 +43,30 @@ class Wanted:
     hard: bool = False
     for_s: float = 0.0
     dry_run: bool = False
+
+    @property
+    def pin_kind(self) -> str:
+        """What a pin, or its removal, asks for."""
+        if self.intent is not Intent.PIN:
+            return "none"
+        return "hard" if self.hard else "soft"
+
+
+@dataclass(slots=True)
+class _Promised:
+    """What a dry run has given away of the limits, all prompts of its session together.
+
+    nbytes: of pins and what is kept, by whose limits these are and the namespace's directory digest. brought: bytes of
+    memory, for what is to be prefetched.
+    """
+
+    nbytes: Counter[tuple[Node, bytes]] = field(default_factory=Counter)
+    brought: int = 0
+
+    def taken(self, rules: Node, digest: bytes) -> Taken:
+        here = self.nbytes[rules, digest]
+        whole = sum(nbytes for (whose, _), nbytes in self.nbytes.items() if whose is rules)
+        return Taken(here, whole - here)
 
 
 def parse_wanted(intent: str, *, hard: bool, for_s: float, dry_run: bool) -> Wanted:
@@ -113,7 +139,8 @@ class Intents:
         elif namespace is None:
             raise InvalidRequest("name the namespace of these blocks")
         else:
-            answer = await self._of_chain(namespace, _unique(split_keys(keys)), wanted)
+            unique = _unique(split_keys(keys))
+            answer = await self._of_chain(namespace, unique, wanted, _Promised())
         self._node.counters.intents[answer.outcome] += 1
         return answer
 
@@ -125,6 +152,7 @@ class Intents:
         if session is None:
             return IntentAnswer(Outcome.MISSING, reason=f"no session {name!r:.100} is known here")
         answers = []
+        promised = _Promised()
         seen: dict[NamespaceState, set[bytes]] = {}
         for chain in list(session.chains.values()):
             if chain.namespace.retired or namespace not in {None, chain.namespace}:
@@ -139,108 +167,112 @@ class Intents:
                 keys = [key for key in keys if key not in before]
                 before.update(keys)
             if keys:
-                answers.append(await self._of_chain(chain.namespace, keys, wanted, shared))
+                answers.append(
+                    await self._of_chain(chain.namespace, keys, wanted, promised, shared)
+                )
         return together(answers)
 
     async def _of_chain(
-        self, namespace: NamespaceState, keys: Sequence[bytes], wanted: Wanted, shared: int = 0
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        wanted: Wanted,
+        promised: _Promised,
+        shared: int = 0,
     ) -> IntentAnswer:
         """shared: blocks that others use too, from the first on."""
         match wanted.intent:
             case Intent.PREFETCH:
-                return await self._prefetch(namespace, keys, wanted)
+                return await self._prefetch(namespace, keys, wanted, promised)
             case Intent.EXPEND | Intent.DROP:
                 return await self._part_with(namespace, keys, wanted, shared)
-            case Intent.KEEP:
-                return await self._keep(namespace, keys, wanted)
             case _:
-                return await self._pin(namespace, keys, wanted)
+                return await self._hold(namespace, keys, wanted, promised)
 
-    # ---- pins --------------------------------------------------------------------------------------
+    # ---- pins, and what is kept for a time -----------------------------------------------------------
 
-    async def _pin(
-        self, namespace: NamespaceState, keys: Sequence[bytes], wanted: Wanted
+    async def _hold(
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        wanted: Wanted,
+        promised: _Promised,
     ) -> IntentAnswer:
-        kind = "none"
-        if wanted.intent is Intent.PIN:
-            kind = "hard" if wanted.hard else "soft"
+        """Pin or unpin blocks in memory and on disks, or keep them for a time, in memory only."""
+        keeping = wanted.intent is Intent.KEEP
+        until = self._clock() + wanted.for_s
         here = nbytes = done = 0
-        taken: dict[Node, int] = {}
         reason, limit = "", None
         for some in _pieces(keys, PINNED_TOGETHER):
-            there = self._found(namespace, some)
+            there = self._found(namespace, some, memory=keeping)
             here += len(there)
             if there and not reason:
-                fit, limit = self._fit(namespace, there, kind, taken, dry_run=wanted.dry_run)
+                fit, limit = self._fit(namespace, there, wanted, promised)
                 if fit < len(there):
-                    reason = f"the quota of {kind} pins is used up"
-                if fit and not wanted.dry_run:
-                    packed = b"".join(there[:fit])
+                    reason = (
+                        "the share of memory for what is kept is used up"
+                        if keeping
+                        else f"the quota of {wanted.pin_kind} pins is used up"
+                    )
+                held = there[:fit]
+                if held and not wanted.dry_run:
                     try:
-                        await pin_in_all_tiers(self._node, self._ssd, [namespace], packed, kind)
+                        if keeping:
+                            self._node.keeps.keep(namespace, held, until)
+                        else:
+                            packed = b"".join(held)
+                            await pin_in_all_tiers(
+                                self._node, self._ssd, [namespace], packed, wanted.pin_kind
+                            )
                     except KvpoolError as error:
-                        reason, fit = str(error), 0
-                done += fit
-                nbytes += self._nbytes(namespace, there[:fit])
+                        reason, held = str(error), []
+                done += len(held)
+                nbytes += self._nbytes(namespace, held)
             await asyncio.sleep(0)
+        if keeping:
+            self._awake.set()
+            if not here and self._found(namespace, keys[:TOGETHER]):
+                reason = "they are on disks only: prefetch them first"
         return _answer(keys, here, done, nbytes, reason, limit)
 
     def _fit(
         self,
         namespace: NamespaceState,
         keys: Sequence[bytes],
-        kind: str,
-        taken: dict[Node, int],
-        *,
-        dry_run: bool,
+        wanted: Wanted,
+        promised: _Promised,
     ) -> tuple[int, int | None]:
-        """How many of these blocks may be pinned, in memory and on each disk, and the bytes that are left if not all.
-
-        taken: by those before them, which a dry run has not pinned.
-        """
+        """How many of these blocks may be held, and the bytes that are left if not all."""
         blocks, room = len(keys), None
-        for rules in (self._node, *self._ssd.rules()):
-            state = rules.namespaces.by_directory(namespace.directory_digest)
+        keeping = wanted.intent is Intent.KEEP
+        digest = namespace.directory_digest
+        limits: list[tuple[Node, Callable[[Sequence[bytes]], Fit]]] = []
+        for rules in (self._node,) if keeping else (self._node, *self._ssd.rules()):
+            state = rules.namespaces.by_directory(digest)
             if state is None:
                 continue
-            fit = rules.pins.fit(state, keys, kind, taken.get(rules, 0))
+            taken = promised.taken(rules, digest)
+            if keeping:
+                limit = partial(rules.keeps.fit, state, taken=taken)
+            else:
+                limit = partial(rules.pins.fit, state, kind=wanted.pin_kind, taken=taken)
+            fit = limit(keys)
             if fit.blocks < blocks:
                 blocks, room = fit.blocks, fit.room
-            if dry_run:
-                taken[rules] = taken.get(rules, 0) + fit.nbytes
+            limits.append((rules, limit))
+        if wanted.dry_run:
+            for rules, limit in limits:
+                promised.nbytes[rules, digest] += limit(keys[:blocks]).nbytes
         return blocks, room
-
-    async def _keep(
-        self, namespace: NamespaceState, keys: Sequence[bytes], wanted: Wanted
-    ) -> IntentAnswer:
-        """In memory only."""
-        keeps = self._node.keeps
-        until = self._clock() + wanted.for_s
-        here = taken = nbytes = done = 0
-        reason, limit = "", None
-        for some in _pieces(keys, PINNED_TOGETHER):
-            there = self._found(namespace, some, memory=True)
-            here += len(there)
-            if there and not reason:
-                fit = keeps.fit(namespace, there, taken)
-                if fit.blocks < len(there):
-                    reason, limit = "the share of memory for what is kept is used up", fit.room
-                if wanted.dry_run:
-                    taken += fit.nbytes
-                else:
-                    keeps.keep(namespace, there[: fit.blocks], until)
-                done += fit.blocks
-                nbytes += self._nbytes(namespace, there[: fit.blocks])
-            await asyncio.sleep(0)
-        self._awake.set()
-        if not here and self._found(namespace, keys[:TOGETHER]):
-            reason = "they are on disks only: prefetch them first"
-        return _answer(keys, here, done, nbytes, reason, limit)
 
     # ---- prefetching -------------------------------------------------------------------------------
 
     async def _prefetch(
-        self, namespace: NamespaceState, keys: Sequence[bytes], wanted: Wanted
+        self,
+        namespace: NamespaceState,
+        keys: Sequence[bytes],
+        wanted: Wanted,
+        promised: _Promised,
     ) -> IntentAnswer:
         there, located = await self._fetcher.locate_prefix(namespace, keys, LOOKUP_S)
         if not there:
@@ -250,7 +282,7 @@ class Intents:
             return _answer(keys, there, there, 0)
         tenant = namespace.tenant.name
         room = self._node.candidates.room_bytes(namespace) - self._prefetcher.waiting_bytes(tenant)
-        room = max(0, room)
+        room = max(0, room - promised.brought)
         fit, nbytes = self._fitting(namespace, keys[:there], located, room)
         reason, limit = "", None
         if fit < there:
@@ -259,8 +291,10 @@ class Intents:
         if fit <= here or not nbytes:  # of a window's last block only whole ones are of use
             return _answer(keys, there, here, 0, reason, limit)
         chosen = keys[:fit]
-        act = self._prefetcher.foreseen(namespace, chosen)
-        if not wanted.dry_run:
+        if wanted.dry_run:
+            act = self._prefetcher.foreseen(namespace, chosen)
+            promised.brought += nbytes
+        else:
             act = self._prefetcher.order(namespace, chosen, nbytes)
         if act is Outcome.REFUSED:
             return _answer(keys, there, here, 0, f"{QUEUE_MAX} prompts wait already")

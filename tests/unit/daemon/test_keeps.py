@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.daemon.core import keeps as keeps_module
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, PIN_SOFT
-from kvpool.daemon.core.pins import Fit
+from kvpool.daemon.core.pins import Fit, Taken
 from kvpool.errors import PoolFull
 from kvpool.storage.eviction import POLICIES
 from kvpool.types import PartSpec, split_keys
@@ -75,8 +75,19 @@ def test_a_block_is_clipped_with_all_its_parts() -> None:
 def test_what_was_taken_by_a_dry_run_counts() -> None:
     pool = filled(hard_pin_share=8 / 32)
     first = pool.node.pins.fit(pool.namespace, keys(range(6)), "hard")
-    then = pool.node.pins.fit(pool.namespace, keys(range(6, 12)), "hard", first.nbytes)
+    then = pool.node.pins.fit(pool.namespace, keys(range(6, 12)), "hard", Taken(first.nbytes))
     assert (first.blocks, then.blocks, then.room) == (6, 2, 2 * STRIDE)
+
+
+def test_what_was_taken_elsewhere_counts_for_the_tenant_and_not_for_a_namespace_with_a_quota() -> (
+    None
+):
+    pool = filled(hard_pin_share=0.5)  # 16 for the tenant, 8 for the namespace
+    pool.node.quotas.set(pool.namespace, 16 * STRIDE)
+    wanted = keys(range(BLOCKS))
+    for elsewhere, fit in ((0, 8), (8, 8), (10, 6), (20, 0)):
+        taken = Taken(0, elsewhere * STRIDE)
+        assert pool.node.pins.fit(pool.namespace, wanted, "hard", taken).blocks == fit
 
 
 @given(
