@@ -139,6 +139,12 @@ class EvictionPolicy(Protocol):
     def resize(self, capacity: int) -> None:
         """The tier now holds this many entries. Evicts nothing; ghosts shrink with later pops."""
 
+    def succeed(self, other: EvictionPolicy) -> None:
+        """Entries that `other`, one of the same kind, holds or has known will come here, and be as old as they were there.
+
+        To be called of a fresh policy.
+        """
+
     def __len__(self) -> int: ...
 
 
@@ -245,6 +251,9 @@ class Lru:
     def resize(self, capacity: int) -> None:
         _checked(capacity)
 
+    def succeed(self, other: EvictionPolicy) -> None:
+        """See the protocol: entries know nothing."""
+
     def __len__(self) -> int:
         return self._queue.length
 
@@ -279,6 +288,9 @@ class S3Fifo:
 
     def resize(self, capacity: int) -> None:
         self._ghosts.resize(self._ghosts_of(capacity))
+
+    def succeed(self, other: EvictionPolicy) -> None:
+        """See the protocol: what entries know is the same in all of them."""
 
     @staticmethod
     def _ghosts_of(capacity: int) -> int:
@@ -445,6 +457,10 @@ class Aged:
         if shift != self._shift:
             self._shift = shift
             self._trial = Trial(self._trial.rung)
+
+    def succeed(self, other: EvictionPolicy) -> None:
+        assert isinstance(other, Aged)
+        self._clock = other._clock
 
     def insert(self, entries: Sequence[Any]) -> None:
         self._clock += len(entries)

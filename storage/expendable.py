@@ -112,6 +112,10 @@ class ExpendableFirst:
     def resize(self, capacity: int) -> None:
         self._policy.resize(capacity)
 
+    def succeed(self, other: EvictionPolicy) -> None:
+        assert isinstance(other, ExpendableFirst)
+        self._policy.succeed(other._policy)
+
     def __len__(self) -> int:
         return self._expendable.length + len(self._policy)
 

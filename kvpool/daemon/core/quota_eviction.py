@@ -170,6 +170,7 @@ class QuotaEviction:
             part.resize(capacity)
             return
         self._parts[base] = self._make_policy(capacity)
+        self._parts[base].succeed(self._common)
         if not empty:
             self._moving[base] = _Moving(base, self._rows, secondary=self._secondary)
 
@@ -292,6 +293,9 @@ class QuotaEviction:
     def resize(self, capacity: int) -> None:
         """Of the common policy: separate ones have capacities of their own."""
         self._common.resize(capacity)
+
+    def succeed(self, other: EvictionPolicy) -> None:
+        raise AssertionError("it holds the blocks of all namespaces, and there is no other one")
 
     def __len__(self) -> int:
         return len(self._common) + sum(map(len, self._parts.values()))

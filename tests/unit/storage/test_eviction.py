@@ -531,6 +531,28 @@ def test_the_replaced_policy_is_named_in_the_error() -> None:
 # What the default adds
 
 
+@pytest.mark.parametrize("rung", range(len(RUNGS)))
+def test_entries_that_come_from_another_policy_are_as_old_as_they_were_there(rung: int) -> None:
+    def filled() -> tuple[Any, list[Entry]]:
+        policy = aged_on(rung, CAPACITY)
+        some = entries(*range(10))
+        for entry in some:
+            policy.insert([entry])
+        policy.touch([some[0], some[1]])
+        return policy, some
+
+    whole, _ = filled()
+    other, moved = filled()
+    policy = aged_on(rung, CAPACITY)
+    policy.succeed(other)
+    other.discard(moved)
+    policy.put_back([*moved[:2], *moved[:1:-1]])  # the youngest first
+    for each in (whole, policy):
+        for number in range(10):
+            each.insert(entries(100 + number))
+    assert drain(policy) == drain(whole)
+
+
 @pytest.mark.parametrize("rung", [2, 3])
 def test_a_scan_does_not_push_out_what_was_read(rung: int) -> None:
     policy = aged_on(rung, 100)
