@@ -19,6 +19,7 @@ All of it is a hint. It moves blocks within the eviction order of one tenant's s
 from __future__ import annotations
 
 import bisect
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,7 @@ PAUSES_USED = 8  # before that the usual one is assumed
 ASSUMED_PAUSE_S = {PauseKind.TOOL: 5.0, PauseKind.PERSON: 120.0}
 WORK_BYTES_MAX = 16 << 20
 """Of a tenant's chains that should be expendable and are not yet: blocks beyond it stay ordinary."""
-_OVERHEAD = 512  # bytes of a chain besides its keys
+_OVERHEAD = 512  # bytes of a chain, or of a session, besides its keys and its name
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +62,7 @@ class Chain:
     """
 
     namespace: NamespaceState
+    agent: str
     keys: bytes
     told_at: float
     tick: int
@@ -71,7 +73,7 @@ class Chain:
 
     @property
     def nbytes(self) -> int:
-        return len(self.keys) + _OVERHEAD
+        return len(self.keys) + sys.getsizeof(self.agent) + _OVERHEAD
 
 
 @dataclass(slots=True, eq=False)
@@ -91,12 +93,17 @@ class Session:
     pause: PauseKind | None = None
     turns: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Besides its chains."""
+        return sys.getsizeof(self.name) + _OVERHEAD
+
 
 @dataclass(slots=True, eq=False)
 class _Known:
     """The sessions of a tenant, the one that was active last at the end.
 
-    returns: when those are expected that are; giving: the same of those that have not given up all that they can.
+    nbytes: of what is known of them. returns: when those are expected that are; giving: the same of those that have not given up all that they can.
     """
 
     sessions: OrderedDict[str, Session] = field(default_factory=OrderedDict)
@@ -171,6 +178,7 @@ class Sessions:
             if not keys or namespace is None:
                 return None
             session = known.sessions[name] = Session(name, tenant, now)
+            known.nbytes += session.nbytes
         else:
             self._learn_pause(known, session, now)
             known.sessions.move_to_end(name)
@@ -206,7 +214,7 @@ class Sessions:
             oldest = session.chains.pop(next(iter(session.chains)))
             known.nbytes -= oldest.nbytes
             oldest.keys = b""
-        new = Chain(at[0], keys, now, self._ledger.tick, len(keys) // KEY_BYTES)
+        new = Chain(*at, keys, now, self._ledger.tick, len(keys) // KEY_BYTES)
         session.chains[at] = new
         self._settling.append(new)
         known.nbytes += new.nbytes
@@ -251,7 +259,7 @@ class Sessions:
     def _forget(self, known: _Known, session: Session) -> None:
         self._expect(known, session, None)
         del known.sessions[session.name]
-        known.nbytes -= sum(chain.nbytes for chain in session.chains.values())
+        known.nbytes -= session.nbytes + sum(chain.nbytes for chain in session.chains.values())
 
     def _bound(self, known: _Known) -> None:
         """Forget the sessions that were active longest ago, if there are too many. Their blocks stay ordinary ones."""

@@ -290,7 +290,7 @@ class Intents:
             limit = room
         if fit <= here or not nbytes:  # of a window's last block only whole ones are of use
             return _answer(keys, there, here, 0, reason, limit)
-        chosen = keys[:fit]
+        chosen = b"".join(keys[:fit])
         if wanted.dry_run:
             act = self._prefetcher.foreseen(namespace, chosen)
             promised.brought += nbytes

@@ -20,7 +20,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import FetchRequest
-from kvpool.types import Outcome
+from kvpool.types import KEY_BYTES, Outcome, split_keys
 
 TOGETHER = 2  # prompts
 QUEUE_MAX = 256  # prompts of a tenant
@@ -39,12 +39,18 @@ BROUGHT_MAX = 1 << 18  # parts of which it is not known yet whether they are use
 
 @dataclass(eq=False, slots=True)
 class _Order:
-    """A prompt's blocks. session: the name of the one that is expected back at that time; empty: somebody has asked."""
+    """A prompt's blocks, packed. session: the name of the one that is expected back at that time; empty: somebody has
+    asked.
+    """
 
     namespace: NamespaceState
-    keys: Sequence[bytes]
+    keys: bytes
     nbytes: int
     session: str = ""
+
+    @property
+    def name(self) -> tuple[NamespaceState, bytes]:
+        return _name(self.namespace, self.keys)
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +72,7 @@ class Prefetcher:
         self._fetcher = fetcher
         self._clock = clock
         self._queues: OrderedDict[str, deque[_Order]] = OrderedDict()  # by tenant; none is empty
-        self._known: dict[tuple[NamespaceState, bytes], _Order] = {}  # by the last key
+        self._known: dict[tuple[NamespaceState, bytes], _Order] = {}  # see `_name`
         self._bytes: dict[str, int] = {}  # of the orders of each tenant
         self._under_way = 0
         self._awake = asyncio.Event()
@@ -82,9 +88,9 @@ class Prefetcher:
         """Bytes that orders for a tenant will still take."""
         return self._bytes.get(tenant, 0)
 
-    def foreseen(self, namespace: NamespaceState, keys: Sequence[bytes]) -> Outcome:
+    def foreseen(self, namespace: NamespaceState, keys: bytes) -> Outcome:
         """What `order` would answer."""
-        if (namespace, keys[-1]) in self._known:
+        if _name(namespace, keys) in self._known:
             return Outcome.DEFERRED
         queue = self._queues.get(namespace.tenant.name, ())
         if len(queue) >= QUEUE_MAX:
@@ -92,14 +98,15 @@ class Prefetcher:
         return Outcome.ACCEPTED if self._under_way < TOGETHER and not queue else Outcome.DEFERRED
 
     def order(
-        self, namespace: NamespaceState, keys: Sequence[bytes], nbytes: int, session: str = ""
+        self, namespace: NamespaceState, keys: bytes, nbytes: int, session: str = ""
     ) -> Outcome:
         """Bring a prompt's missing blocks, `nbytes` together: accepted, if it begins at once, or deferred, or refused
-        where too many wait.
+        where too many wait. keys: packed.
         """
         foreseen = self.foreseen(namespace, keys)
-        if foreseen is not Outcome.REFUSED and (namespace, keys[-1]) not in self._known:
-            order = self._known[namespace, keys[-1]] = _Order(namespace, keys, nbytes, session)
+        order = _Order(namespace, keys, nbytes, session)
+        if foreseen is not Outcome.REFUSED and order.name not in self._known:
+            self._known[order.name] = order
             tenant = namespace.tenant.name
             self._queues.setdefault(tenant, deque()).append(order)
             self._bytes[tenant] = self._bytes.get(tenant, 0) + nbytes
@@ -139,7 +146,7 @@ class Prefetcher:
                 self._bytes[tenant] = left
             else:  # others may wait, of no bytes
                 self._bytes.pop(tenant, None)
-            del self._known[order.namespace, order.keys[-1]]
+            del self._known[order.name]
             self._under_way -= 1
             self._awake.set()
 
@@ -147,13 +154,14 @@ class Prefetcher:
         namespace = order.namespace
         if namespace.retired:
             return
-        for at in range(0, len(order.keys), RECALLED_TOGETHER):
-            self._node.candidates.recall(namespace, order.keys[at : at + RECALLED_TOGETHER])
+        asked = split_keys(order.keys)
+        for at in range(0, len(asked), RECALLED_TOGETHER):
+            self._node.candidates.recall(namespace, asked[at : at + RECALLED_TOGETHER])
             await asyncio.sleep(0)
-        there, located = await self._fetcher.locate_prefix(namespace, order.keys, LOOKUP_S)
+        there, located = await self._fetcher.locate_prefix(namespace, asked, LOOKUP_S)
         if not there:
             return
-        keys = order.keys[:there]
+        keys = asked[:there]
         requests = self._fetcher.lacking(namespace, keys, located)
         brought = _Brought(namespace.tenant.name, order.session, 0.0)
         for some in _slices(namespace, keys, requests):
@@ -219,6 +227,11 @@ class Prefetcher:
         )
         self._node.counters.prefetches_used += used
         self._node.counters.prefetches_wasted += brought.count - used
+
+
+def _name(namespace: NamespaceState, keys: bytes) -> tuple[NamespaceState, bytes]:
+    """Keys are chained hashes: the last one stands for all."""
+    return namespace, keys[-KEY_BYTES:]
 
 
 def _slices(

@@ -18,7 +18,7 @@ from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
 from kvpool.daemon.ops.prefetcher import LEAD_MAX_S, Prefetcher
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
-from kvpool.types import KEY_BYTES, PauseKind, split_keys
+from kvpool.types import KEY_BYTES, PauseKind
 from kvpool.wire import client as client_wire
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
@@ -191,8 +191,9 @@ class SessionTurns:
                 sessions.recall(session)
                 for chain in session.chains.values():
                     if not chain.namespace.retired:
-                        keys = split_keys(chain.keys)
-                        self._prefetcher.order(chain.namespace, keys, _nbytes(chain), session.name)
+                        self._prefetcher.order(
+                            chain.namespace, chain.keys, _nbytes(chain), session.name
+                        )
 
 
 def _check(told: _Told) -> None:

@@ -91,9 +91,9 @@ class Orders(Prefetcher):
         self.noted: list[tuple[str, int, float]] = []
 
     def order(
-        self, namespace: NamespaceState, keys: Sequence[bytes], nbytes: int, session: str = ""
+        self, namespace: NamespaceState, keys: bytes, nbytes: int, session: str = ""
     ) -> Outcome:
-        self.noted.append((session, len(keys), self._clock()))
+        self.noted.append((session, len(split_keys(keys)), self._clock()))
         return Outcome.ACCEPTED
 
 
@@ -143,14 +143,14 @@ def test_orders_wait_their_turn_and_too_many_are_refused() -> None:
     pool = Pool()
     prefetcher = Prefetcher(pool.node, NOTHING, lambda: 0.0)
     order = partial(prefetcher.order, pool.namespace)
-    assert prefetcher.foreseen(pool.namespace, keys([0])) is Outcome.ACCEPTED
-    assert order(keys([0]), 10) is Outcome.ACCEPTED
-    assert order(keys([5, 0]), 10) is Outcome.DEFERRED, "it is ordered already"
+    assert prefetcher.foreseen(pool.namespace, Pool.keys([0])) is Outcome.ACCEPTED
+    assert order(Pool.keys([0]), 10) is Outcome.ACCEPTED
+    assert order(Pool.keys([5, 0]), 10) is Outcome.DEFERRED, "it is ordered already"
     assert prefetcher.waiting_bytes("red") == 10
     for number in range(1, QUEUE_MAX):
-        assert order(keys([number]), 10) is Outcome.DEFERRED
-    assert order(keys([QUEUE_MAX]), 10) is Outcome.REFUSED
-    assert prefetcher.foreseen(pool.namespace, keys([QUEUE_MAX])) is Outcome.REFUSED
+        assert order(Pool.keys([number]), 10) is Outcome.DEFERRED
+    assert order(Pool.keys([QUEUE_MAX]), 10) is Outcome.REFUSED
+    assert prefetcher.foreseen(pool.namespace, Pool.keys([QUEUE_MAX])) is Outcome.REFUSED
     assert prefetcher.waiting_bytes("red") == 10 * QUEUE_MAX
 
 

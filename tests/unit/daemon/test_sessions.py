@@ -302,6 +302,29 @@ def test_the_books_of_sessions_have_a_limit() -> None:
     assert 1 <= pool.node.sessions.count(pool.tenant) < 6
 
 
+@pytest.mark.parametrize("long", ["name", "agent"])
+def test_long_names_take_of_that_limit(long: str) -> None:
+    pool = Told(session_bytes_per_tenant=1 << 16)
+
+    def known(letter: str) -> int:
+        for number in range(100):
+            name = f"{number:03}{letter * 197}"
+            agent = {"agent": letter * 200} if long == "agent" else {}
+            pool.turn(str(number) if agent else name, [0], **agent)
+        count = pool.node.sessions.count(pool.tenant)
+        for number in range(100):
+            pool.node.sessions.end(pool.tenant, str(number))
+            pool.node.sessions.end(pool.tenant, f"{number:03}{letter * 197}")
+        assert pool.node.sessions.count(pool.tenant) == 0
+        return count
+
+    counts = [
+        known(letter) for letter in ("a", "\N{CJK UNIFIED IDEOGRAPH-4E00}", "\N{GRINNING FACE}")
+    ]
+    assert 0 < counts[2] < counts[1] < counts[0] < 100
+    assert known("a") == counts[0], "what has ended is given back"
+
+
 def test_so_have_agents() -> None:
     pool = Told(agents_per_session=3)
     for number in range(8):
@@ -355,7 +378,9 @@ def test_books_stay_right_whatever_is_told(
         pool.node.removal.remove(pool.namespace, [pool.keys([1000])])
         known = pool.node.sessions._known[pool.tenant.name]
         assert known.nbytes == sum(
-            chain.nbytes for each in known.sessions.values() for chain in each.chains.values()
+            part.nbytes
+            for each in known.sessions.values()
+            for part in (each, *each.chains.values())
         )
         assert known.returns == sorted(
             (each.back_at, each.name)
