@@ -30,6 +30,8 @@ QUEUE_BYTES_MAX = 16 << 20
 """Of requests that wait to be written."""
 LINE_BYTES = 1024
 """Of memory, for one that waits, beside its block keys."""
+MODEL_CHARACTERS_MAX = 256
+"""Of a model's name, which clients may choose if no engine has that model."""
 CLOSE_S = 2.0
 
 
@@ -136,7 +138,8 @@ class Recorder:
             return
         self._put_bytes += cost
         block_tokens = request.block_tokens * every
-        self._queue.put(_Waiting(replace(request, keys=()), keys, block_tokens, cost))
+        request = replace(request, keys=(), model=_written(request.model))
+        self._queue.put(_Waiting(request, keys, block_tokens, cost))
 
     def counts(self) -> dict[str, int]:
         """What became of the lines, since the start."""
@@ -216,6 +219,11 @@ class _Waiting:
     keys: array[int]
     block_tokens: int
     cost: int
+
+
+def _written(model: str) -> str:
+    """As it can be written: JSON may name half of a character, and UTF-8 has none."""
+    return model[:MODEL_CHARACTERS_MAX].encode(errors="replace").decode()
 
 
 def _tokens(said: int) -> int:

@@ -8,7 +8,7 @@ counted when no further question can belong to it, with the answer to the last o
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     idle_s: float | None = None
     by: str = ""
     where: str = ""
-    differs: dict[str, list[object]] | None = None
+    differs: Mapping[str, Sequence[object]] | None = None
 
 
 class Miss(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvpool.telemetry.misses import WORDS, Reason
 
 LOOK_S = 1.0
 OTHERS_MAX = 64  # namespaces of a tenant that are compared
+COMPARED_MAX = 64  # pairs of namespaces of which it is remembered what differs
 FACTS_MAX = 8
 FACT_CHARACTERS_MAX = 80
 
@@ -248,8 +250,12 @@ def _others(tenant: Tenant, namespace: NamespaceState) -> Iterable[NamespaceStat
     return (each for each in tenant.namespaces.values() if each is not namespace)
 
 
-def differing(ours: bytes, theirs: bytes) -> dict[str, list[object]]:
-    """Facts of two namespaces that are not the same, each with its value there and here; at most `FACTS_MAX`."""
+@lru_cache(maxsize=COMPARED_MAX)  # a read that misses is not to decode two documents each time
+def differing(ours: bytes, theirs: bytes) -> Mapping[str, Sequence[object]]:
+    """Facts of two namespaces that are not the same, each with its value there and here; at most `FACTS_MAX`.
+
+    The same object each time: not to be changed.
+    """
     mine: Mapping[str, Any] = decode_json(ours, dict[str, Any], "a namespace's fields")
     other: Mapping[str, Any] = decode_json(theirs, dict[str, Any], "a namespace's fields")
     names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]

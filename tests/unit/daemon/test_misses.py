@@ -14,10 +14,13 @@ from kvpool.daemon.core.misses import (
     first_missing,
 )
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.ops import miss_reasons
+from kvpool.daemon.ops.miss_reasons import COMPARED_MAX, differing
 from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.misses import WORDS, Reason
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 
+PARTS = (PartSpec(4096),)
 NEVER = Verdict(Reason.NEVER_STORED)
 LATE = Verdict(Reason.LATE)
 
@@ -29,8 +32,28 @@ def keys_of(*numbers: int) -> list[bytes]:
 def space(*parts: PartSpec):
     node = Node(make_policy=policy_maker("lru"))
     tenant = node.add_tenant("default", 0, 64 << 20)
-    record = NamespaceRecord({"model": "m"}, parts or (PartSpec(4096),))
+    record = NamespaceRecord({"model": "m"}, parts or PARTS)
     return node.namespaces.open(tenant, record.digest(), record.canonical(), record.parts)
+
+
+def test_what_differs_between_two_namespaces_is_decoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded: list[bytes] = []
+    decode = miss_reasons.decode_json
+    monkeypatch.setattr(
+        miss_reasons, "decode_json", lambda raw, *rest: (decoded.append(raw), decode(raw, *rest))[1]
+    )
+    differing.cache_clear()
+    ours, theirs = (NamespaceRecord({"model": name}, PARTS).canonical() for name in "ab")
+    for _ in range(3):
+        assert differing(ours, theirs)["model"] == ["b", "a"]
+    assert decoded == [ours, theirs]
+    for number in range(COMPARED_MAX):
+        differing(ours, NamespaceRecord({"model": str(number)}, PARTS).canonical())
+    decoded.clear()
+    differing(ours, theirs)
+    assert decoded == [ours, theirs], "not all are remembered"
 
 
 class Reads:

@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given
 
 from kvpool.router import recorder
-from kvpool.router.recorder import LINE_BYTES, QUEUE_BYTES_MAX, EndedRequest, Recorder
+from kvpool.router.recorder import (
+    LINE_BYTES,
+    MODEL_CHARACTERS_MAX,
+    QUEUE_BYTES_MAX,
+    EndedRequest,
+    Recorder,
+)
 from kvpool.simulator.recordings import RecordedRequest, parse_line
 from tests.support.waiting import PATIENCE_S, until
 
@@ -99,6 +105,12 @@ def test_what_is_not_known_is_not_said() -> None:
 def test_whatever_engines_say_can_be_written() -> None:
     found = recorded(replace(ENDED, output_tokens=10**30, cached=-5))[0]
     assert (found.output_length, found.cached_tokens) == (1 << 40, 0)
+
+
+def test_whatever_name_a_client_gives_a_model_can_be_written() -> None:
+    names = ["m\ud800x", "\udfff", "\0", "m" * 100_000]
+    found = recorded(*(replace(ENDED, model=name) for name in names))
+    assert [one.model for one in found] == ["m?x", "?", "\0", "m" * MODEL_CHARACTERS_MAX]
 
 
 def test_names_are_hashed_and_those_of_different_tenants_differ() -> None:
