@@ -320,8 +320,13 @@ def measure(url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
     return ask(url, prompt, max_tokens)
 
 
-def ask(url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
-    """Stream a completion from a server, or from a router. Raises `Broken` for anything but an answer."""
+def ask(
+    url: str, prompt: Sequence[int], max_tokens: int, more: Mapping[str, Any] | None = None
+) -> Answer:
+    """Stream a completion from a server, or from a router. more: fields of the body.
+
+    Raises `Broken` for anything but an answer.
+    """
     parts = urlsplit(url)
     body = {
         "model": SERVED_NAME,
@@ -333,6 +338,7 @@ def ask(url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
         "logprobs": 2,
+        **(more or {}),
     }
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ANSWER_S)
     with contextlib.closing(connection):
