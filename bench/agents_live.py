@@ -30,7 +30,6 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack

@@ -72,7 +72,7 @@ class ActiveRequest:
 
     caller: its calls; not shared between requests. ordered: whether any order was given for it. span: of the
     request, if it is traced. ttft_s: None: the time of its first token is not known. cached_tokens: of the prompt, as the
-    engine said that computed its beginning; None: it did not. answering: the call whose answer the client gets.
+    engine `cached_at` said, which computed its beginning; None: it did not. answering: the call whose answer the client gets.
     session, agent: as daemons know them; empty: it names none. turn_answered: is told when a client has its answer: the
     nodes of the engines with the plugin that served it, and how the answer ended.
     """
@@ -100,6 +100,7 @@ class ActiveRequest:
         self.ordered = False
         self.ttft_s: float | None = None
         self.cached_tokens: int | None = None
+        self.cached_at = ""
         self.answering: Call | None = None
         self._outstanding: list[Call] = []  # calls whose orders the scheduler counts as open
         self._complete = False  # whether the client has its complete answer
@@ -466,7 +467,7 @@ class ActiveRequest:
     def _note_cached(self, call: Call) -> None:
         """What the first engine says that computed a part of the prompt: others find that part cached."""
         if self.cached_tokens is None:
-            self.cached_tokens = call.cached_tokens
+            self.cached_tokens, self.cached_at = call.cached_tokens, call.spec.name
 
     def _presumably_computed(self, call: Call) -> None:
         """By its first token, or by the time it should have come, in an answer that is not streamed."""

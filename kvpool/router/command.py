@@ -325,6 +325,7 @@ class Router:
         await self.health.close()
         self._orders.close()
         await self._roster.close()
+        await self.serving.close()
         await self._prompts.close()
         await self._catalog.close()
         await self._sessions.close()

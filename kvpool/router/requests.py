@@ -29,6 +29,7 @@ from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
 from kvpool.router.isolation import Isolation
 from kvpool.router.memory import Held, Memory, NoRoom
 from kvpool.router.metrics import Metrics
+from kvpool.router.miss_notes import MissNotes
 from kvpool.router.observations import Observer
 from kvpool.router.orders import Ordering
 from kvpool.router.recorder import EndedRequest, Recorder
@@ -99,6 +100,7 @@ class Serving:
         )
         self.memory = Memory(config.memory_bytes_max)
         self.accounts = Accounts(config.decisions_max)
+        self._miss_notes = MissNotes(self._intake.why, clock)
         self._in_flight = self._admitted = 0
         self._reading = 0
         self._empty = asyncio.Event()
@@ -137,6 +139,9 @@ class Serving:
             self._metrics.requests.labels(outcome).inc()
             if self._recorder is not None:
                 self._recorder.add(self._ended(account, read, outcome))
+            active, prompt = read.active, read.prompt
+            if active is not None and prompt is not None and active.cached_tokens is not None:
+                self._miss_notes.ended(account, prompt, active.cached_at, active.cached_tokens)
             log.info(
                 "request %s: %s after %.3f s",
                 incoming.ident,
@@ -435,6 +440,10 @@ class Serving:
                     continue
                 metrics.estimate_error.labels(kind, estimate).set(error.mean)
                 metrics.estimate_bias.labels(kind, estimate).set(error.bias)
+
+    async def close(self) -> None:
+        """End what runs for requests that have ended."""
+        await self._miss_notes.close()
 
     async def drained(self, within_s: float) -> bool:
         """Stop accepting requests, and wait for those in flight. Returns whether all have ended.

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from rich.markup import escape
 
-from kvpool.cli.render.misses import lines_of
+from kvpool.cli.render.misses import lines_of, sentence
 from kvpool.cli.render.text import make_console, make_table, size_text
 from kvpool.errors import InvalidRequest
 
@@ -61,9 +61,12 @@ def the_model(router: RouterHttp) -> str:
 def show_past(told: Mapping[str, Any], console: Console | None = None) -> None:
     """Print what became of a request."""
     console = console or make_console()
-    facts = {k: v for k, v in told.items() if k not in {"request", "outcome", "steps"}}
+    facts = {k: v for k, v in told.items() if k not in {"request", "outcome", "steps", "missing"}}
     console.print(f"request {told['request']}: {told['outcome']}", markup=False)
     console.print(", ".join(_words(facts)), markup=False)
+    if (why := told.get("missing")) is not None:
+        said = why["error"] if "error" in why else sentence(why, why["asked"])
+        console.print(f"missed on {why['engine']}: {said}", markup=False)
     for step in told["steps"]:
         nested = {k: v for k, v in step.items() if isinstance(v, (list, dict))}
         plain = {k: v for k, v in step.items() if k not in {"at_s", "what", *nested}}

@@ -8,10 +8,16 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
+from kvpool.types import NamespaceRecord
 from tests.support.servers.etcd import free_port
+from tests.support.stub_engine import Speed
 from tests.support.waiting import PATIENCE_S
 
 TOKEN = "t" * 32
+BLOCK_BYTES = 1024
+RECORD = NamespaceRecord.simple("stub", block_bytes=BLOCK_BYTES, block_tokens=16)
+SPEC = HashSpec(16, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))
 
 
 async def explain(*words: str, **environ: str) -> SimpleNamespace:
@@ -45,6 +51,42 @@ async def test_why_a_request_went_where(world: Any) -> None:
     assert any(line.startswith("* p ") for line in lines), "the candidate that was chosen"
     done = await explain("asked-about", "--json", KVPOOL_ROUTER=world.url)
     assert json.loads(done.out) == await world.get("/explain/asked-about")
+
+
+async def test_why_blocks_of_a_request_were_missed(world: Any, start: Any) -> None:
+    daemon = start("--node", "node-a")
+    with daemon.client() as plugin:
+        ns = plugin.open(RECORD)
+        prompt = world.prompt(1, 320)
+        keys = [each[-16:] for each in chain(SPEC, prompt)]
+        plugin.put(ns, keys[:5], [bytes(BLOCK_BYTES)] * 5)
+        plugin.remove(ns, keys[2:5])
+        engine = await world.engine("a", speed=Speed(decode_s=0.02))
+        world.tables[-1]["namespace"] = ns.digest.hex()
+        await world.router(daemon=True, socket=daemon.socket)
+        before = len(world.asked(engine))
+        headers = {"x-request-id": "missed"}
+        asking = asyncio.create_task(world.complete(prompt, max_tokens=200, headers=headers))
+
+        async def begun() -> bool:
+            return len(world.asked(engine)) > before
+
+        await world.until(begun, "the engine has it")
+        # As the engine's plugin would.
+        lease = await asyncio.to_thread(plugin.acquire, ns, keys)
+        assert lease is not None and lease.blocks == 2
+        lease.release()
+        await asking
+
+        async def noted() -> bool:
+            return "missing" in await world.get("/explain/missed")
+
+        await world.until(noted, "the daemon has said why")
+        why = (await world.get("/explain/missed"))["missing"]
+        found = (why["engine"], why["block"], why["asked"], why["found"], why["reason"])
+        assert found == ("a", 2, 20, 2, "removed")
+        done = await explain("missed", "--router", world.url)
+        assert "missed on a: block 3 of 20: removed by a client, " in done.out
 
 
 async def test_where_a_prompt_would_go(world: Any) -> None:
