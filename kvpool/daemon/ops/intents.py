@@ -246,7 +246,7 @@ class Intents:
         blocks, room = len(keys), None
         keeping = wanted.intent is Intent.KEEP
         digest = namespace.directory_digest
-        limits: list[tuple[Node, Callable[[Sequence[bytes]], Fit]]] = []
+        limits: list[tuple[Node, partial[Fit]]] = []
         for rules in (self._node,) if keeping else (self._node, *self._ssd.rules()):
             state = rules.namespaces.by_directory(digest)
             if state is None:

@@ -16,6 +16,7 @@ from kvpool.daemon.core.misses import (
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops import miss_reasons
 from kvpool.daemon.ops.miss_reasons import COMPARED_MAX, differing
+from kvpool.decoding import decode_json
 from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.misses import WORDS, Reason
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
@@ -40,10 +41,12 @@ def test_what_differs_between_two_namespaces_is_decoded_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoded: list[bytes] = []
-    decode = miss_reasons.decode_json
-    monkeypatch.setattr(
-        miss_reasons, "decode_json", lambda raw, *rest: (decoded.append(raw), decode(raw, *rest))[1]
-    )
+
+    def decode(raw: bytes, kind: type, what: str) -> object:
+        decoded.append(raw)
+        return decode_json(raw, kind, what)
+
+    monkeypatch.setattr(miss_reasons, "decode_json", decode)
     differing.cache_clear()
     ours, theirs = (NamespaceRecord({"model": name}, PARTS).canonical() for name in "ab")
     for _ in range(3):

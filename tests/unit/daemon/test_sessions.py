@@ -378,9 +378,8 @@ def test_books_stay_right_whatever_is_told(
         pool.node.removal.remove(pool.namespace, [pool.keys([1000])])
         known = pool.node.sessions._known[pool.tenant.name]
         assert known.nbytes == sum(
-            part.nbytes
+            each.nbytes + sum(chain.nbytes for chain in each.chains.values())
             for each in known.sessions.values()
-            for part in (each, *each.chains.values())
         )
         assert known.returns == sorted(
             (each.back_at, each.name)
