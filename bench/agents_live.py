@@ -8,17 +8,19 @@ are much smaller than what the sessions use. Rounds take turns, hinted, bare, ba
               within a minute, otherwise `person`), and the last one that it is the last
     no hint   nothing of that
 
-Scaled: `MERGED` blocks of the file are one block of an engine, and a second of the run is `SPEEDUP` of the file's.
-A block's tokens are made of its hash, so what shared a prefix then shares it here. The clock of the run stands still
-while `TOGETHER` turns are being answered, or the same agent's turn before, so that a slow machine changes the order of
-turns no more than a fast one. Before each round the pool is emptied, and the prompts
-of a round have a `cache_salt` of their own, so that no round finds what another one has left.
+Scaled: `MERGED` blocks of the file are one block of an engine, and a second of the run is 25 of the file's, or what
+`--speedup` says. Times of the daemon itself are not scaled, such as the two seconds for which the blocks of a session
+that has ended are left alone: the faster a run, the less hints give. A block's tokens are made of its hash, so what
+shared a prefix then shares it here. The clock of the run stands still while `TOGETHER` turns are being answered, or the
+same agent's turn before: a slow machine changes the order of turns no more than a fast one. Before each round the pool
+is emptied, and the prompts of a round have a `cache_salt` of their own, so that none finds what another one has left.
 
 *Hit*: prompt tokens that were not computed, of all (`cached_tokens` of the answers): they were in the engines' own
-caches, or in the pool. *Pool*: those that came from there. *Could hit*: that an earlier turn of the round had. Each answer is compared, token by token, with what an engine without a pool
-says to the same prompt: all must be equal. The engines compute in float32, where no prompt has near ties.
+caches, or in the pool. *Pool*: those that came from there. *Could hit*: that an earlier turn of the round had. Each
+answer is compared, token by token, with what an engine without a pool says to the same prompt: all must be equal. The
+engines compute in float32, where no prompt has near ties.
 
-    python bench/agents_live.py [--quick] [--json FILE] [--sessions FILE]
+    python bench/agents_live.py [--quick] [--json FILE] [--sessions FILE] [--speedup X] [--longest-s SECONDS]
 """
 
 from __future__ import annotations
@@ -67,10 +69,9 @@ SESSIONS = 20
 ACTIVE = 16
 SEED = 1
 MERGED = 32  # 2,048 tokens of the file are a block
-SPEEDUP = 100.0
 TOGETHER = 2
-QUICK_S = 3000.0  # of the file's time
-TURNS_LEAST, TURNS_MOST, DURATION_MAX_S = 10, 40, 7200.0
+QUICK_S = 1000.0  # of the file's time
+TURNS_LEAST, TURNS_MOST = 10, 40
 PROMPT_BLOCKS_MAX = 62
 TAIL_TOKENS, ANSWER_TOKENS = 6, 4
 MODEL_TOKENS = 2048
@@ -116,18 +117,18 @@ class Round:
         return sorted(turn.answer.ttft_ms for turn in self.turns)
 
 
-def choose(path: Path, count: int) -> list[Session]:
-    """The first sessions of the file that fit."""
+def choose(path: Path, longest_s: float) -> list[Session]:
+    """The first `SESSIONS` of the file that fit."""
     found = [
         session
         for session in read_sessions(path, MERGED)
         if TURNS_LEAST <= len(session.turns) <= TURNS_MOST
-        and session.duration_s <= DURATION_MAX_S
+        and session.duration_s <= longest_s
         and max(len(turn.blocks) for turn in session.turns) <= PROMPT_BLOCKS_MAX
     ]
-    if len(found) < count:
-        raise SystemExit(f"{path} has {len(found)} sessions that fit, not {count}")
-    return found[:count]
+    if len(found) < SESSIONS:
+        raise SystemExit(f"{path} has {len(found)} sessions that fit, not {SESSIONS}")
+    return found[:SESSIONS]
 
 
 def block_tokens(block: int) -> list[int]:
@@ -165,7 +166,7 @@ def could_hit(stream: Sequence[Arrival]) -> float:
     return had / tokens
 
 
-def play(url: str, way: str, salt: str, stream: Sequence[Arrival]) -> Round:
+def play(url: str, way: str, salt: str, stream: Sequence[Arrival], speedup: float) -> Round:
     """All turns at their times, by a clock that stands still while `TOGETHER` of them, or the agent's last, are answered."""
     played = Round(way)
     lock, free = threading.Lock(), threading.Semaphore(TOGETHER)
@@ -187,7 +188,7 @@ def play(url: str, way: str, salt: str, stream: Sequence[Arrival]) -> Round:
 
     with ThreadPoolExecutor(TOGETHER) as threads:
         for arrival in stream:
-            time.sleep(max(0.0, began + stood_s + arrival.at_s / SPEEDUP - time.monotonic()))
+            time.sleep(max(0.0, began + stood_s + arrival.at_s / speedup - time.monotonic()))
             stands = time.monotonic()
             strand = arrival.session, arrival.turn.agent
             if strand in last:
@@ -217,7 +218,11 @@ def loaded_tokens(engines: Sequence[ApiServer]) -> int:
 
 
 def run(
-    folder: Path, ways: Sequence[str], stream: Sequence[Arrival], console: Console
+    folder: Path,
+    ways: Sequence[str],
+    stream: Sequence[Arrival],
+    speedup: float,
+    console: Console,
 ) -> list[Round]:
     model = tiny_model()
     rounds = []
@@ -244,7 +249,7 @@ def run(
         for number, way in enumerate(ways):
             operator.evict(tier="dram")
             before, counted = loaded_tokens(engines), operator.stats().counters
-            played = play(url, way, f"round-{number}", stream)
+            played = play(url, way, f"round-{number}", stream, speedup)
             after = operator.stats().counters
             played.loaded_tokens = loaded_tokens(engines) - before
             for name in ("expended", "evicted", "evicted_expendable"):
@@ -320,6 +325,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="half of the time, one round each")
     parser.add_argument("--json", metavar="FILE", help="write rows and checks there")
     parser.add_argument("--sessions", type=Path, default=default_path(), metavar="FILE")
+    parser.add_argument("--speedup", type=float, default=25.0, metavar="X")
+    parser.add_argument(
+        "--longest-s", type=float, default=1800.0, metavar="SECONDS", help="of a session"
+    )
     options = parser.parse_args()
     if not options.sessions.is_file():
         raise SystemExit(
@@ -327,7 +336,7 @@ def main() -> int:
         )
     end_on_sigterm()
     console = Console()
-    chosen = choose(options.sessions, SESSIONS)
+    chosen = choose(options.sessions, options.longest_s)
     stream = arrivals(chosen, ACTIVE, SEED)
     if options.quick:
         stream = [arrival for arrival in stream if arrival.at_s <= QUICK_S]
@@ -335,11 +344,11 @@ def main() -> int:
     unique = sum(session.unique for session in chosen)
     console.print(
         f"{SESSIONS} sessions, {len(stream)} turns, {unique} blocks; a pool of {POOL_BLOCKS}, "
-        f"two engines of {ENGINE_BLOCKS}; {stream[-1].at_s / SPEEDUP:.0f} s a round"
+        f"two engines of {ENGINE_BLOCKS}; {stream[-1].at_s / options.speedup:.0f} s a round"
     )
     try:
         with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
-            rounds = run(Path(folder), ways, stream, console)
+            rounds = run(Path(folder), ways, stream, options.speedup, console)
             judge(Path(folder), rounds, console)
     except Broken as error:
         print(f"bench failed: {error}", file=sys.stderr)
