@@ -409,7 +409,7 @@ class Api:
         ident, whose = request.match_info["ident"], None if tenant == OPERATOR else tenant
         account = self._serving.accounts.get(ident, whose)
         if account is not None:
-            return _json(account.plain())
+            return _json(account.plain(whose))
         if said := await self._group.ask_all("account", ident, whose):
             return web.Response(body=said, content_type=JSON)
         raise BadRequest(404, "this request is unknown, or has expired", type="NotFoundError")

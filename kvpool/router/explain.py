@@ -62,13 +62,19 @@ class Account:
             decode_candidates=order.decoders[:SHOWN_MAX],
         )
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, tenant: str | None = None) -> dict[str, Any]:
+        """For JSON. tenant: whom it is for; None: an operator, who also sees which other namespaces and nodes had a part in
+        a miss.
+        """
+        facts = dict(self.facts)
+        if tenant is not None and "reason" in (why := facts.get("missing", {})):
+            facts["missing"] = {**why, "by": "", "where": "", "differs": None}
         return {
             "request": self.ident,
             "model": self.model,
             "tenant": self.tenant,
             "outcome": self.outcome,
-            **self.facts,
+            **facts,
             "steps": [{key: _plain(detail) for key, detail in step.items()} for step in self.steps],
         }
 

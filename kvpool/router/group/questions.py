@@ -48,7 +48,7 @@ class RouterQuestions:
                 found = self._explain(question.request)
             case "account":
                 account = self._accounts.get(question.name, question.tenant)
-                found = None if account is None else account.plain()
+                found = None if account is None else account.plain(question.tenant)
         return b"" if found is None else msgspec.json.encode(found)
 
     def _explain(self, row: RequestRow) -> dict[str, Any]:

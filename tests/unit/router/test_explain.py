@@ -15,3 +15,15 @@ def test_accounts_are_each_tenants_and_so_many() -> None:
     accounts.add(Account("w", "m", "a", 0.0))
     accounts.add(Account("v", "m", "a", 0.0))
     assert [accounts.get("x"), accounts.get("x", "a"), accounts.get("y")] == [None] * 3
+
+
+def test_a_tenant_does_not_see_which_others_had_a_part_in_its_miss() -> None:
+    account = Account("x", "m", "a", 0.0)
+    assert "missing" not in account.plain("a")
+    why = {"reason": "full", "by": "abcd", "where": "n", "differs": {"model": ["a", "b"]}}
+    account.facts["missing"] = why
+    assert account.plain()["missing"] == why
+    shown = account.plain("a")["missing"]
+    assert shown == {"reason": "full", "by": "", "where": "", "differs": None}
+    account.facts["missing"] = {"error": "no answer"}
+    assert account.plain("a")["missing"] == {"error": "no answer"}
