@@ -343,8 +343,8 @@ def main() -> int:
     ways = ROUNDS_QUICK if options.quick else ROUNDS
     unique = sum(session.unique for session in chosen)
     console.print(
-        f"{SESSIONS} sessions, {len(stream)} turns, {unique} blocks; a pool of {POOL_BLOCKS}, "
-        f"two engines of {ENGINE_BLOCKS}; {stream[-1].at_s / options.speedup:.0f} s a round"
+        f"{SESSIONS} sessions, {len(stream)} turns, {unique} blocks; pool {POOL_BLOCKS}, "
+        f"engines 2 x {ENGINE_BLOCKS}; {stream[-1].at_s / options.speedup:.0f} s a round"
     )
     try:
         with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder:
