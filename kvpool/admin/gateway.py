@@ -64,7 +64,7 @@ class Gateway:
         self._events = Events(cluster, self._listening)
         self._sampler = Sampler(cluster, time.time)
         self._routers = Routers(cluster, list(start.routers), start.router_token, start.router_ca)
-        looking, pages, dropped = Looking(cluster), Pages(), Dropped()
+        looking, pages, dropped = Looking(cluster, len(start.routers)), Pages(), Dropped()
         table = routes(
             looking,
             Blocks(cluster, self._routers),

@@ -352,7 +352,7 @@ class TierSum(msgspec.Struct, frozen=True):
 
 class ClusterInfo(msgspec.Struct, frozen=True):
     """standing, state: of the node that was asked. states: how many nodes are in each. tiers: all nodes together;
-    none for a token that is limited to tenants."""
+    none for a token that is limited to tenants. routers: how many this gateway asks for requests and engines."""
 
     cluster: str
     node: str
@@ -362,6 +362,7 @@ class ClusterInfo(msgspec.Struct, frozen=True):
     tiers: list[TierSum]
     versions: dict[str, int]
     namespaces: int
+    routers: int
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -414,11 +415,12 @@ class NodeDetail(msgspec.Struct, frozen=True):
 
 
 class SegmentInfo(msgspec.Struct, frozen=True):
-    """A tenant's memory on a node."""
+    """A tenant's memory on a node. secondary_bytes: of what is used, replicas of what other nodes keep."""
 
     tenant: str
     size_bytes: int
     used_bytes: int
+    secondary_bytes: int
     slab_bytes: int
     slabs: int
     slabs_unassigned: int
@@ -833,12 +835,16 @@ class HotList(msgspec.Struct, frozen=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """Of secrets `value` says only whether there is one. changeable: while the daemon runs."""
+    """Of secrets `value` says only whether there is one. changeable: while the daemon runs. help: what it is, in a
+    sentence. form: of its value, as the command line's help has it: `SIZE`, `SECONDS`, `a|b`. A node of an older version
+    tells neither."""
 
     name: str
     value: Any
     secret: bool
     changeable: bool
+    help: str = ""
+    form: str = ""
 
 
 class SettingList(msgspec.Struct, frozen=True):

@@ -54,9 +54,10 @@ def run_job(
     """
     import secrets
 
-    from kvpool.cli.render.jobs import Job, carry_out, complaints, name_for, show_job
+    from kvpool.cli.render.jobs import Job, carry_out, complaints, show_job
+    from kvpool.wire.jobs import job_name
 
-    job = Job(client, name_for(verb, secrets.randbits(32)))
+    job = Job(client, job_name(verb, secrets.randbits(32)))
     job.begin(nodes, spec, dry_run=dry_run)
     job.failures.update(silent)
     if wait:

@@ -73,6 +73,18 @@ class ScrubJob(
 JobSpec = EvictJob | WarmJob | ScrubJob
 
 
+def job_name(verb: str, number: int) -> str:
+    """A job's name, the same from the command line and the REST interface. number: chosen at random, 32 bits."""
+    return f"{verb}-{number:08x}"
+
+
+def verb_of(spec: JobSpec) -> str:
+    """What an operator calls it: the command's name. Moving is warming that takes the blocks away from their source."""
+    if isinstance(spec, WarmJob) and spec.move:
+        return "move"
+    return str(spec.__struct_config__.tag)
+
+
 class JobState(StrEnum):
     """The state of a job."""
 

@@ -499,7 +499,7 @@ def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_copies_of_what_others_keep_are_beside_what_is_used() -> None:
+def test_copies_of_what_others_keep_are_part_of_what_is_used() -> None:
     assert "secondary" not in printed(show_nodes, CLUSTER)
     tier = {"name": "dram", "capacity_bytes": 64 << 30, "used_bytes": 0, "secondary_bytes": 5 << 30}
     nodes = [node("host-1", "a", tiers=[tier]), node("host-2", "b")]
@@ -507,8 +507,8 @@ def test_copies_of_what_others_keep_are_beside_what_is_used() -> None:
     head = next(line for line in lines if "secondary" in line)
     first = next(line for line in lines if "host-1 " in line and "tcp" in line)
     second = next(line for line in lines if "host-2 " in line and "tcp" in line)
-    end = head.index("secondary") + len("secondary")
-    assert first[:end].endswith("5 GiB") and "0/64 GiB" in first
+    end = head.index("secondary of it") + len("secondary of it")
+    assert first[:end].endswith("5 GiB") and "5/64 GiB" in first
     assert second[:end].endswith(" 0 B")
 
 

@@ -14,7 +14,6 @@ from kvpool.cli.render.jobs import (
     follow,
     holders,
     jobs_on,
-    name_for,
     nodes_of,
     show_job,
     show_jobs,
@@ -22,6 +21,7 @@ from kvpool.cli.render.jobs import (
 )
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.jobs import job_name
 from tests.support.stats import node_stats
 
 
@@ -161,7 +161,7 @@ def test_a_table_of_jobs():
     assert "[red]x" in text
     assert text.splitlines()[-1] == "j on b: etcd [away]"
     out = io.StringIO()
-    name = name_for("evict", 1)
+    name = job_name("evict", 1)
     told = view(
         "gpu-host-17",
         "done",
@@ -203,4 +203,4 @@ def test_the_node_that_is_asked_is_named_first():
 
 
 def test_names_are_good_for_the_wire():
-    assert name_for("evict", 10) == "evict-0000000a"
+    assert job_name("evict", 10) == "evict-0000000a"

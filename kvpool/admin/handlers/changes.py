@@ -44,10 +44,10 @@ from kvpool.admin.types import (
 )
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
-from kvpool.wire.jobs import JobState, JobView, ScrubJob, parse_job
+from kvpool.wire.jobs import JobState, JobView, ScrubJob, job_name, parse_job, verb_of
 
 CHANGE_S = 5.0  # for what goes to the membership
-JOB_BYTES = 8
+JOB_BITS = 32
 
 
 class Changing:
@@ -192,7 +192,7 @@ class Changing:
             return nodes if body.nodes else [n for n in nodes if n in known and n != source]
 
         nodes = await self._cluster.consult(find, now=True)
-        job = secrets.token_hex(JOB_BYTES)
+        job = job_name(verb_of(body.spec), secrets.randbits(JOB_BITS))
         begun = await self._cluster.json_each(
             nodes,
             operator_wire.BeginJob(job, raw, body.dry_run),

@@ -49,10 +49,11 @@ STANDINGS = ("member", "away")
 
 
 class Looking:
-    """Handlers; see `routes.py`."""
+    """Handlers; see `routes.py`. routers: how many this gateway asks."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, routers: int) -> None:
         self._cluster = cluster
+        self._routers = routers
 
     # ---- the gateway itself ------------------------------------------------------------------------
 
@@ -100,6 +101,7 @@ class Looking:
             tiers=[TierSum(name, *total) for name, total in sums.items()],
             versions=dict(Counter(record.version for record in view.nodes)),
             namespaces=sum(call.who.sees(entry.tenant) for entry in view.namespaces),
+            routers=self._routers,
         )
 
     async def list_nodes(self, call: Call, wanted: Page) -> NodeList:
@@ -131,6 +133,7 @@ class Looking:
                         tenant=name,
                         size_bytes=space.size,
                         used_bytes=space.bytes_used,
+                        secondary_bytes=tenant.secondary_bytes,
                         slab_bytes=space.slab_bytes,
                         slabs=space.slabs,
                         slabs_unassigned=space.slabs_unassigned,

@@ -18,6 +18,7 @@ export class Problem extends Error {
 
 export const session = {
   me: null,
+  cluster: null,
   get token() {
     return sessionStorage.getItem(TOKEN) ?? "";
   },

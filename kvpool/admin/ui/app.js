@@ -1,17 +1,26 @@
 // The frame: who is signed in, which view is shown, whether the gateway answers.
 
 import { Problem, get, line, session } from "./api.js";
-import { block_view, jobs_view, namespace_view, namespaces_view } from "./blocks.js";
+import { block_view, namespace_view, namespaces_view } from "./blocks.js";
 import { cluster_view, node_view } from "./cluster.js";
 import { field, h, morph } from "./dom.js";
+import { jobs_view } from "./jobs.js";
 import { audit_view, events_view, requests_view } from "./logs.js";
 import { empty, message, told } from "./parts.js";
+import { settings_view } from "./settings.js";
 
 const THEME = "kvpool-theme";
 const UNKNOWN_TOKEN = "Your token is not known here.";
 const main = document.getElementById("main");
 const nav = document.getElementById("nav");
 const box = document.getElementById("session");
+const menu = document.getElementById("menu"); // only there where the screen is narrow
+const status = h("span", { role: "status" });
+const who = h("span", null);
+const colours = h("select", { "aria-label": "Colours", onchange: () => choose_colours(colours.value) },
+  ["system", "light", "dark"].map((name) => h("option", { value: name }, `Colours: ${name}`)));
+const out = h("button", { type: "button", onclick: () => sign_out("") }, "Sign out");
+box.append(status, h("div", { class: "account" }, who, colours, out));
 
 const VIEWS = [
   { name: "cluster", title: "Cluster", show: cluster_view },
@@ -19,10 +28,13 @@ const VIEWS = [
   { name: "jobs", title: "Jobs", show: jobs_view },
   { name: "requests", title: "Requests", show: requests_view },
   { name: "events", title: "Events", show: events_view },
+  { name: "settings", title: "Settings", show: settings_view, whole: true },
   { name: "audit", title: "Audit", show: audit_view, role: "admin" },
   { name: "nodes", title: "Node", show: node_view, part_of: "cluster" },
   { name: "blocks", title: "Block", show: block_view, part_of: "namespaces" },
 ];
+
+const allowed = (view) => session.may(view.role ?? "viewer") && (session.whole || !view.whole);
 
 let stop = () => {};
 let standing = "live";
@@ -53,9 +65,9 @@ function show(focus) {
   stop();
   stop = () => {};
   const { name, rest } = route();
-  const view = VIEWS.find((each) => each.name === name && session.may(each.role ?? "viewer"));
+  const view = VIEWS.find((each) => each.name === name && allowed(each));
   draw_nav(view?.part_of ?? view?.name);
-  document.title = `${rest.length ? `${rest.at(-1).slice(0, 40)} · ` : ""}${view?.title ?? "Not found"} · kvpool`;
+  document.title = title_words(rest.at(-1)?.slice(0, 40), view?.title ?? "Not found");
   window.scrollTo(0, 0);
   main.replaceChildren(h("p", { class: "quiet" }, "Loading…"));
   if (view) stop = view.show(main, ...rest) ?? (() => {});
@@ -63,30 +75,44 @@ function show(focus) {
   if (focus) main.focus({ preventScroll: true });
 }
 
+/** What sets a tab apart comes first; a cluster that is called like the product is not said twice. */
+function title_words(...words) {
+  return [...new Set([...words, session.cluster?.cluster, "kvpool"].filter(Boolean))].join(" · ");
+}
+
 function draw_nav(current) {
   nav.hidden = false;
-  morph(nav, VIEWS.filter((view) => !view.part_of && session.may(view.role ?? "viewer"))
+  morph(nav, VIEWS.filter((view) => !view.part_of && allowed(view))
     .map((view) => h("a", { href: `#/${view.name}`, "aria-current": view.name === current ? "page" : null, "data-key": view.name }, view.title)));
+  // On a narrow screen the views are in one line that scrolls.
+  const shown = nav.querySelector("[aria-current]");
+  if (shown) nav.scrollLeft = shown.offsetLeft - (nav.clientWidth - shown.offsetWidth) / 2;
 }
 
 // ---- the session -------------------------------------------------------------------------------------
 
 function draw_session() {
-  const state = standing === "lost" ? h("span", { class: "pill warn", id: "line" }, "reconnecting…")
-    : session.me ? h("span", { class: "pill good", id: "line" }, "live") : null;
-  morph(box, h("span", { role: "status" }, state),
-    session.me ? h("span", null, h("b", null, session.me.name), " ", h("span", { class: "quiet" }, session.me.role)) : null,
-    h("button", { type: "button", onclick: switch_theme, "data-key": "theme" }, dark() ? "Light" : "Dark", h("span", { class: "hidden-text" }, " colours")),
-    session.me ? h("button", { type: "button", onclick: () => sign_out(""), "data-key": "out" }, "Sign out") : null);
+  const state = standing === "lost" ? h("span", { class: "pill warn" }, "reconnecting…")
+    : session.me ? h("span", { class: "pill good" }, "live") : null;
+  const name = session.cluster?.cluster;
+  morph(document.getElementById("cluster-name"), name ? [h("span", { class: "quiet" }, "cluster "), name] : null);
+  morph(status, state);
+  morph(who, session.me ? [h("b", null, session.me.name), " ", h("span", { class: "quiet" }, session.me.role)] : null);
+  out.hidden = !session.me;
+}
+
+function show_menu(open) {
+  menu.setAttribute("aria-expanded", String(open));
+  box.classList.toggle("open", open);
 }
 
 function sign_in_form(why) {
   stop();
   stop = () => {};
   session.me = null;
+  session.cluster = null;
   nav.hidden = true;
-  document.title = "Sign in · kvpool";
-  document.getElementById("cluster-name").textContent = "";
+  document.title = title_words("Sign in");
   draw_session();
   const token = h("input", { type: "password", autocomplete: "off", spellcheck: "false", required: true });
   const answer = h("div", null, why ? message(why, "warn") : null);
@@ -110,7 +136,9 @@ function sign_in_form(why) {
 /** Sign in with the token that is kept. Returns what went wrong, if anything. */
 async function enter() {
   try {
-    session.me = await get("/v1/me");
+    const me = await get("/v1/me");
+    session.cluster = await get("/v1/cluster");
+    session.me = me;
   } catch (problem) {
     if (!(problem instanceof Problem)) throw problem;
     return problem;
@@ -122,7 +150,6 @@ async function enter() {
 
 function sign_out(why) {
   session.token = "";
-  session.me = null;
   sign_in_form(why);
 }
 
@@ -134,25 +161,23 @@ line.addEventListener("change", ({ detail }) => {
 
 // ---- colours -----------------------------------------------------------------------------------------
 
-const system_dark = matchMedia("(prefers-color-scheme: dark)");
-const dark = () => {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : system_dark.matches;
-};
-
-function switch_theme() {
-  const chosen = dark() ? "light" : "dark";
-  document.documentElement.dataset.theme = chosen;
-  localStorage.setItem(THEME, chosen);
-  draw_session();
+function choose_colours(chosen) {
+  if (chosen === "system") {
+    delete document.documentElement.dataset.theme;
+    localStorage.removeItem(THEME);
+  } else {
+    document.documentElement.dataset.theme = chosen;
+    localStorage.setItem(THEME, chosen);
+  }
 }
 
 const kept = localStorage.getItem(THEME);
-if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept;
-system_dark.addEventListener("change", draw_session);
+if (kept === "light" || kept === "dark") choose_colours(kept);
+colours.value = document.documentElement.dataset.theme ?? "system";
 
 // ---- begin -------------------------------------------------------------------------------------------
 
+menu.addEventListener("click", () => show_menu(menu.getAttribute("aria-expanded") !== "true"));
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();

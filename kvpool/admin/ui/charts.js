@@ -1,7 +1,7 @@
 // Line charts over time, drawn by hand: axes, a cursor for mouse and arrow keys, and the same as a table.
 
 import { h, morph } from "./dom.js";
-import { DASH, minute_of, time_of } from "./format.js";
+import { DASH, minute_of, time_of, zone } from "./format.js";
 
 const LEFT = 68;
 const RIGHT = 10;
@@ -109,7 +109,7 @@ export function chart(title, series, { shown, top, nice, gap }) {
       series.map((each, number) => h("span", { class: "key" },
         h("svg", { width: 22, height: 8, "aria-hidden": "true" }, h("path", { class: `series s${number}`, d: "M1 4H21" })),
         h("span", null, each.name), h("b", null, text(each)))));
-    when.textContent = sample ? `${at === null ? "now, " : "at "}${time_of(sample.at_s)}` : "";
+    when.textContent = sample ? `${at === null ? "now, " : "at "}${time_of(sample.at_s)} ${zone(sample.at_s)}` : "";
     plot.setAttribute("aria-valuemax", String(Math.max(0, samples.length - 1)));
     plot.setAttribute("aria-valuenow", String(at ?? Math.max(0, samples.length - 1)));
     plot.setAttribute("aria-valuetext", sample
@@ -164,13 +164,13 @@ export function chart(title, series, { shown, top, nice, gap }) {
 
   return {
     element,
-    /** seconds: as far back as is shown at most; where less is known, less is. */
+    /** seconds: as far back as is shown; null: as far as is known. */
     set(found, seconds_between, seconds) {
       const under = at === null ? null : samples[at]?.at_s;
-      samples = found;
       every_s = seconds_between;
       const known_s = found.length ? found.at(-1).at_s - found[0].at_s : 0;
-      span_s = Math.min(seconds, Math.max(SPAN_STEP_S, Math.ceil(known_s / SPAN_STEP_S) * SPAN_STEP_S));
+      span_s = seconds ?? Math.max(SPAN_STEP_S, Math.ceil(known_s / SPAN_STEP_S) * SPAN_STEP_S);
+      samples = found.filter((sample) => sample.at_s >= found.at(-1).at_s - span_s);
       if (under !== null) {
         const again = samples.findIndex((sample) => sample.at_s === under);
         at = again < 0 ? null : again;
@@ -179,6 +179,19 @@ export function chart(title, series, { shown, top, nice, gap }) {
       draw_table();
     },
   };
+}
+
+/** A drawing that is made anew for each width, so that its text keeps its size. draw(width, height): an SVG. */
+export function plot(draw) {
+  const element = h("div", { class: "plot still", "data-own": "" });
+  let box = null;
+  const show = () => box && morph(element, draw(box.width, box.height));
+  new ResizeObserver(([entry]) => {
+    if (!entry.contentRect.width) return;
+    box = { width: Math.round(entry.contentRect.width), height: Math.round(entry.contentRect.height) };
+    show();
+  }).observe(element);
+  return { element, show };
 }
 
 /** The next end of an axis in bytes whose quarters are short numbers, too. */

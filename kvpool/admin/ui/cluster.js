@@ -3,10 +3,11 @@
 import { Problem, change, get, list, path, session } from "./api.js";
 import { History, chart, hit_rate, mean_of_last, nice_bytes, summed } from "./charts.js";
 import { field, h, morph, notify, open_dialog } from "./dom.js";
-import { DASH, bytes, by_name, count, duration, milliseconds, percent, plural, rate, time_of, title_of } from "./format.js";
-import { memory_cards } from "./memory.js";
+import { DASH, bytes, count, date_of, duration, milliseconds, percent, plural, rate } from "./format.js";
+import { memory_plan } from "./memory.js";
+import { numbers } from "./numbers.js";
 import { bar, card, empty, heading, live, message, namespace_href, namespace_name, pairs, pill, ranking, short_key,
-  state_pill, table, tier_meter, tier_name, told } from "./parts.js";
+  state_pill, stored_bytes, table, tier_meter, tier_name, told } from "./parts.js";
 
 const THROUGHPUT = [["Written", "put_bytes_s"], ["Read", "read_bytes_s"], ["Pulled from peers", "pulled_bytes_s"]];
 const SILENT = 3; // samples without a node: it does not answer
@@ -14,20 +15,29 @@ const RANKS = 6;
 const PREFIXES = 1000; // among which each namespace's hottest one is looked for
 const LATELY = "No prefix was read in the last ten minutes.";
 const HIT_SAMPLES = 60; // five minutes
+const RANGES = { "": "all that is known", 300: "the last 5 minutes", 900: "the last 15 minutes", 1800: "the last 30 minutes", 3600: "the last hour" };
 
 const history = new History();
 const known = new Map(); // nodes seen by this page: name -> {node, at_s}
+
+let range = ""; // of all charts, as it was chosen last
 
 function charts(node = null) {
   const through = chart("Throughput", THROUGHPUT.map(([name, of]) => ({ name, of: summed(of, node) })),
     { shown: rate, top: 1024, nice: nice_bytes, gap: 4 });
   const hits = chart("Hit rate", [{ name: "Blocks found", of: hit_rate(node) }],
     { shown: percent, top: 1, nice: (value) => Math.max(1, value), gap: 24 });
+  const chosen = h("select", { onchange: () => { range = chosen.value; show(); } },
+    // Not by the object's own order: it puts numbers first.
+    ["", ...Object.keys(RANGES).filter(Boolean)].map((seconds) => h("option", { value: seconds, selected: seconds === range }, RANGES[seconds])));
+  const show = () => {
+    for (const each of [through, hits]) each.set(history.samples, history.every_s, range ? Number(range) : null);
+  };
   return {
-    element: h("div", { class: "halves", "data-own": "", "data-key": "charts" }, through.element, hits.element),
-    show() {
-      for (const each of [through, hits]) each.set(history.samples, history.every_s, history.seconds);
-    },
+    element: h("section", { class: "charts", "aria-label": "Activity", "data-own": "", "data-key": "charts" },
+      h("div", { class: "head" }, h("h2", null, "Activity"), h("label", { class: "right" }, "Show ", chosen)),
+      h("div", { class: "halves" }, through.element, hits.element)),
+    show,
   };
 }
 
@@ -44,7 +54,7 @@ function silence(name) {
 
 /** How one that was seen before, and is no member any more, is called, and why. "left": it was to leave. */
 function departure({ node, at_s }) {
-  const seen = `last seen at ${time_of(at_s)}.`;
+  const seen = `last seen at ${date_of(at_s)}.`;
   return node.drain_wanted ? { lost: "left", why: `It was being drained, and has left; ${seen}` }
     : { lost: "gone", why: `No member any more; ${seen}` };
 }
@@ -66,6 +76,7 @@ function all_nodes(items) {
 
 export function cluster_view(root) {
   const drawn = charts();
+  const plan = memory_plan();
   const view = live(root, async (signal) => {
     const hot = (by, limit) => get(path(["hot"], { by, limit }), signal);
     const [cluster, nodes, , spaces, prefixes, tenants, engines, memory] = await Promise.all([
@@ -75,7 +86,6 @@ export function cluster_view(root) {
     ]);
     return { cluster, nodes, spaces, prefixes: prefixes.items, tenants: tenants.items, engines, memory };
   }, (data) => {
-    document.getElementById("cluster-name").textContent = data.cluster.cluster;
     const nodes = all_nodes(data.nodes);
     queueMicrotask(drawn.show);
     return [
@@ -83,7 +93,7 @@ export function cluster_view(root) {
       tiles(nodes),
       h("section", { "aria-label": "Nodes", class: "grid" }, nodes.map(node_card)),
       session.whole ? drawn.element : null,
-      memory_cards(data.memory),
+      plan(data.memory),
       ranked(data),
     ];
   }, { head: () => heading("Cluster") });
@@ -101,12 +111,12 @@ function tiles(nodes) {
   const living = nodes.filter((node) => !node.lost);
   const serving = living.filter((node) => node.state === "serving").length;
   const versions = [...new Set(living.map((node) => node.version))].sort();
-  const sum = (tier, what) => living.flatMap((node) => node.tiers ?? []).filter((each) => each.name === tier)
-    .reduce((total, each) => total + (each[what] ?? 0), 0);
+  const sum = (tier, of) => living.flatMap((node) => node.tiers ?? []).filter((each) => each.name === tier)
+    .reduce((total, each) => total + of(each), 0);
   const tier = (name) => {
-    const [used, capacity, secondary] = ["used_bytes", "capacity_bytes", "secondary_bytes"].map((what) => sum(name, what));
-    const beside = secondary ? `, and ${bytes(secondary)} of secondary replicas` : "";
-    return capacity ? tile(`${tier_name(name)} in use`, bytes(used), `${percent(used / capacity)} of ${bytes(capacity)}${beside}`)
+    const [used, capacity, secondary] = [stored_bytes, (each) => each.capacity_bytes, (each) => each.secondary_bytes].map((of) => sum(name, of));
+    const part = secondary ? `; ${bytes(secondary)} of it secondary replicas` : "";
+    return capacity ? tile(`${tier_name(name)} in use`, bytes(used), `${percent(used / capacity)} of ${bytes(capacity)}${part}`)
       : tile(tier_name(name), DASH, "no node has any");
   };
   const moved = (name) => rate(latest(summed(name)));
@@ -174,7 +184,7 @@ function ranked({ prefixes, tenants, spaces, engines }) {
     })), "Nothing was read in the last minute.")),
     card("Engines", engines.length ? h("ul", { class: "ranks" }, engines.slice(0, RANKS).map((each) => h("li", { "data-key": each.name },
       h("span", null, each.name, " ", h("span", { class: "quiet small" }, each.model || each.url)),
-      h("span", { class: "nowrap" }, each.node ? h("a", { href: node_href(each.node) }, each.node) : null)))) : empty("No engine has been announced."),
+      h("span", { class: "nowrap" }, each.node ? h("a", { href: node_href(each.node) }, each.node) : h("span", { class: "quiet" }, "told by a router"))))) : empty("No engine has been announced."),
     engines.length > RANKS ? h("p", { class: "quiet small" }, `and ${count(engines.length - RANKS)} more`) : null));
 }
 
@@ -192,7 +202,8 @@ export function node_view(root, name) {
       known.set(name, { node: detail.node, at_s: Date.now() / 1000 });
       return { ...detail, segments: segments.items, engines: engines.filter((engine) => engine.node === name) };
     } catch (problem) {
-      if (problem instanceof Problem && problem.status === 404) return { node: null };
+      // 400: no node can be called so.
+      if (problem instanceof Problem && [400, 404].includes(problem.status)) return { node: null };
       throw problem;
     }
   }, ({ node, uptime_s, sections, segments, engines }) => {
@@ -215,9 +226,9 @@ export function node_view(root, name) {
           ["Running for", duration(uptime_s)],
         ]))),
       session.whole ? drawn.element : null,
-      session.whole ? card("Links to other nodes", links(sections.fetch?.peers ?? [])) : null,
+      session.whole ? sources(sections.fetch?.peers ?? []) : null,
       card("Engines", engine_table(engines)),
-      card("Memory by tenant", memory(segments)),
+      card("DRAM by tenant", memory(segments)),
       numbers(sections),
     ];
   }, { head: () => heading(name, { crumb }) });
@@ -234,18 +245,31 @@ function no_member(name, crumb, again) {
   ];
 }
 
-function links(peers) {
-  return table("Links", [
-    { name: "Node", head: true, of: (link) => (link.node ? h("a", { href: node_href(link.node) }, link.node) : link.url) },
-    { name: "Distance", of: (link) => link.distance || DASH },
+/** Where it loads blocks from: other nodes, and tiers below its memory, which have no incarnation. */
+function sources(all) {
+  const own = all.filter((each) => !each.incarnation);
+  return [
+    card("Links to other nodes", links("Links", [
+      { name: "Node", head: true, of: (link) => (link.node ? h("a", { href: node_href(link.node) }, link.node) : link.url) },
+      { name: "Distance", of: (link) => link.distance || DASH },
+    ], all.filter((each) => each.incarnation), "No other node is known here.")),
+    own.length ? card("Loads from lower tiers", links("Lower tiers", [
+      { name: "From", head: true, of: (source) => source.node.replace(/^ssd\b/, "SSD").replace(/^[a-z]/, (letter) => letter.toUpperCase()) },
+    ], own, "")) : null,
+  ];
+}
+
+function links(caption, first, items, none) {
+  return table(caption, [
+    ...first,
     { name: "Answers in", num: true, of: (link) => [milliseconds(link.latency_ms / 1000), link.measured ? null : h("span", { class: "quiet" }, " assumed")] },
     { name: "Throughput", num: true, of: (link) => [rate(link.bytes_s), link.measured ? null : h("span", { class: "quiet" }, " assumed")] },
-    { name: "Pulled", num: true, of: (link) => bytes(link.bytes) },
+    { name: "Loaded", num: true, of: (link) => bytes(link.bytes) },
     { name: "Asked", num: true, of: (link) => count(link.asked) },
     { name: "Failed", num: true, of: (link) => count(link.failed) },
-    { name: "State", class: "name", of: (link) => (link.suspended_s > 0 || link.suspected
-      ? [state_pill("suspended"), link.last_error ? h("p", { class: "small" }, link.last_error) : null] : state_pill("ok")) },
-  ], peers, { none: "No other node is known here.", key: (link) => link.incarnation });
+    { name: "State", class: "name", of: (link) => [state_pill(link.suspended_s > 0 ? "suspended" : link.suspected ? "suspected" : "ok"),
+      link.suspended_s > 0 && link.last_error ? h("p", { class: "small" }, link.last_error) : null] },
+  ], items, { none, key: (link) => link.incarnation || link.node });
 }
 
 function engine_table(engines) {
@@ -254,39 +278,24 @@ function engine_table(engines) {
     { name: "Model", class: "name", of: (engine) => engine.model || DASH },
     { name: "Role", of: (engine) => engine.role || DASH },
     { name: "Tenant", of: (engine) => engine.tenant || DASH },
-    { name: "Routers", of: (engine) => Object.entries(engine.routers)
+    { name: "Routers", class: "name", of: (engine) => Object.entries(engine.routers)
       .map(([url, said]) => `${url}: ${said.state ?? "known"}`).join("; ") || DASH },
     { name: "Address", of: (engine) => h("code", null, engine.url) },
   ], engines, { none: "No engine has been announced on this node.", key: (engine) => engine.name });
 }
 
 function memory(segments) {
-  return table("Memory by tenant", [
+  return table("DRAM by tenant", [
     { name: "Tenant", head: true, of: (each) => each.tenant },
     { name: "Segment", num: true, of: (each) => bytes(each.size_bytes) },
     { name: "Used", num: true, of: (each) => bytes(each.used_bytes) },
-    { name: "Fill", of: (each) => h("span", { class: "nowrap" }, bar(each.used_bytes / each.size_bytes, "Fill", "inline"), ` ${percent(each.used_bytes / each.size_bytes)}`) },
+    { name: "Secondary of it", num: true, of: (each) => bytes(each.secondary_bytes) },
+    { name: "Fill", of: (each) => h("span", { class: "nowrap" }, bar(each.used_bytes / each.size_bytes, "Fill", "inline", each.secondary_bytes / each.size_bytes),
+      ` ${percent(each.used_bytes / each.size_bytes)}`) },
     { name: "Slots by size", class: "name", of: (each) => each.classes.map((one) =>
       `${bytes(one.stride)}: ${count(one.slots_used)} of ${count(one.slots_used + one.slots_free)}`).join("; ") || DASH },
     { name: "Unassigned", num: true, of: (each) => bytes(each.slabs_unassigned * each.slab_bytes) },
   ], segments, { none: "No tenant has memory on this node.", key: (each) => each.tenant });
-}
-
-/** All other numbers of a node, as it tells them. */
-function numbers(sections) {
-  const names = Object.keys(sections).filter((name) => sections[name] && typeof sections[name] === "object");
-  if (!names.length) return null;
-  return card("All numbers", names.map((name) => h("details", { "data-key": name },
-    h("summary", null, title_of(name)), pairs(flat_numbers(sections[name])))));
-}
-
-function flat_numbers(value, before = "") {
-  return Object.entries(value).flatMap(([name, each]) => {
-    const label = before ? `${before}, ${title_of(name).toLowerCase()}` : title_of(name);
-    if (each !== null && typeof each === "object" && !Array.isArray(each)) return flat_numbers(each, label);
-    return [[label, Array.isArray(each) ? each.map((one) => (typeof one === "object" ? JSON.stringify(one) : by_name(name, one))).join(", ") || DASH
-      : by_name(name, each)]];
-  });
 }
 
 // ---- draining ----------------------------------------------------------------------------------------

@@ -48,14 +48,24 @@ export const ago = (seconds) => (Number.isFinite(seconds) ? `${duration(seconds)
 
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const minutes = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
-const full = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+const full = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" }); // as in logs: 2026-01-31 23:59:59
+const offset = new Intl.DateTimeFormat("en-GB", { timeZoneName: "longOffset" });
 export const time_of = (at_s) => clock.format(at_s * 1000);
 export const minute_of = (at_s) => minutes.format(at_s * 1000);
 export const date_of = (at_s) => full.format(at_s * 1000);
 
+/** Whose times these are, the browser's: "UTC+01:00". */
+export function zone(at_s = Date.now() / 1000) {
+  const { value } = offset.formatToParts(at_s * 1000).find((part) => part.type === "timeZoneName");
+  return value.replace("GMT", "UTC").replace(/\+00:00$/, "");
+}
+
+const CAPITALS = /\b(cpu|dram|gpu|http|id|io|nixl|numa|pid|ssd|ttl|url)\b/g;
+
 /** A word that the API uses as people read it: `used_bytes` is "Used". */
 export function title_of(name) {
-  const words = name.replace(/_(bytes|s|ms)$/, "").replaceAll("_", " ").trim();
+  const words = name.replace(/^nbytes$/, "bytes").replace(/_(bytes|bytes_s|s|ms)$/, "").replaceAll("_", " ").trim()
+    .replace(CAPITALS, (word) => word.toUpperCase());
   return words.charAt(0).toUpperCase() + words.slice(1);
 }
 
@@ -65,7 +75,8 @@ export function by_name(name, value) {
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (typeof value === "number") {
     if (name.endsWith("bytes_s")) return rate(value);
-    if (name.endsWith("bytes") || /_quota$|^dram_quota|^size$/.test(name)) return bytes(value);
+    if (/bytes$|^bytes_|(dram|ssd)_quota$|^size$|^stride$/.test(name)) return bytes(value);
+    if (name === "pid") return String(value);
     if (name.endsWith("_ms")) return milliseconds(value / 1000);
     if (name.endsWith("_s")) return duration(value);
     if (/(^|_)(share|rate|ratio)$/.test(name)) return percent(value);

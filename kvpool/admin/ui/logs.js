@@ -1,8 +1,9 @@
 // What happened: one request explained, events as they come, who changed what.
 
-import { get, path, stream } from "./api.js";
-import { field, h, morph } from "./dom.js";
-import { DASH, by_name, count, date_of, duration, milliseconds, time_of, title_of } from "./format.js";
+import { get, path, session, stream } from "./api.js";
+import { field, h, morph, notify } from "./dom.js";
+import { DASH, by_name, count, date_of, duration, milliseconds, title_of, zone } from "./format.js";
+import { node_options } from "./jobs.js";
 import { empty, heading, live, message, pairs, pill, table, told, unreachable_note } from "./parts.js";
 
 const EVENTS_MAX = 500;
@@ -10,7 +11,14 @@ const REPLAYED = 200;
 
 // ---- requests ----------------------------------------------------------------------------------------
 
+const NO_ROUTER = ["No router is configured for this gateway, so no request can be explained: start the daemon with ",
+  h("code", null, "--router http://HOST:8080"), " (", h("code", null, "routers"), " in its file), one for each router."];
+
 export function requests_view(root, ident) {
+  if (!session.cluster.routers) {
+    root.replaceChildren(heading("Requests"), message(NO_ROUTER, "warn"));
+    return () => {};
+  }
   const wanted = h("input", { type: "search", value: ident ?? "", autocomplete: "off", spellcheck: "false" });
   const found = h("div", null);
   const gone = new AbortController();
@@ -111,7 +119,9 @@ export function events_view(root) {
   const status = h("span", null, pill("connecting…"));
   const trouble = h("div", null);
   trouble.style.display = "contents";
-  const filter = h("input", { type: "search", "aria-label": "Show only events with", placeholder: "Show only events with…" });
+  const filter = h("input", { type: "search", "aria-label": "Show only events with", placeholder: "Key, job, token…", autocomplete: "off", spellcheck: "false" });
+  const node = h("select", { "aria-label": "Node", onchange: () => listen() }, h("option", { value: "" }, "All nodes"));
+  const kinds = h("select", { "aria-label": "Kind", onchange: () => draw() }, h("option", { value: "" }, "All kinds"));
   const log = h("ol", { class: "log" });
   const none = empty("No events yet.");
   let drawing = 0;
@@ -119,21 +129,34 @@ export function events_view(root) {
   const draw = () => {
     drawing = 0;
     const wanted = filter.value.trim().toLowerCase();
-    const shown = events.filter((event) => !wanted || event.text.includes(wanted));
+    const shown = events.filter((event) => (!wanted || event.text.includes(wanted)) && (!kinds.value || event.kind === kinds.value));
     morph(log, shown.map((event) => event_row(event)));
     none.hidden = shown.length > 0;
-    none.textContent = events.length ? "No event has this in it." : "No events yet.";
+    none.textContent = events.length ? "No such event among those kept here." : "No events yet.";
   };
   const soon = () => {
     if (drawing === 0) drawing = requestAnimationFrame(draw);
   };
   filter.oninput = draw;
   root.replaceChildren(
-    heading("Events", { after: [status], actions: [filter] }), trouble,
-    h("p", { class: "quiet" }, `What has happened on all nodes, as it comes; the last ${EVENTS_MAX} are kept here.`),
+    heading("Events", { after: [status] }), trouble,
+    h("p", { class: "quiet" }, `What has happened, as it comes; the last ${EVENTS_MAX} are kept here. Times are ${zone()}, by the clock of the node that tells.`),
+    h("div", { class: "filters" }, filter, node, kinds),
     h("section", { class: "card", role: "log", "aria-label": "Events, newest first", "aria-live": "off" }, log, none));
-  stream(path(["events"], { replay: REPLAYED }), {
-    signal: gone.signal,
+  node_options(gone.signal)().then((options) => node.append(...options.map(([value, text]) => h("option", { value }, text))),
+    (problem) => gone.signal.aborted || notify(told(problem), "bad"));
+  let heard_until = new AbortController(); // of the stream for the chosen node
+
+  function listen() {
+    heard_until.abort();
+    heard_until = new AbortController();
+    events.length = 0;
+    soon();
+    hear(AbortSignal.any([gone.signal, heard_until.signal]));
+  }
+
+  const hear = (signal) => stream(path(["events"], { replay: REPLAYED, nodes: node.value }), {
+    signal,
     heard({ kind, data }) {
       let event;
       try {
@@ -145,6 +168,7 @@ export function events_view(root) {
         gaps += 1;
         event = { number: gaps, at_s: Date.now() / 1000, node: "gateway", kind, details: event };
       }
+      if (![...kinds.options].some((known) => known.value === event.kind)) kinds.append(h("option", { value: event.kind }, title_of(event.kind)));
       event.text = `${event.node} ${event.kind} ${JSON.stringify(event.details)}`.toLowerCase();
       const at = events.findIndex((each) => each.at_s <= event.at_s);
       events.splice(at < 0 ? events.length : at, 0, event);
@@ -156,12 +180,13 @@ export function events_view(root) {
       morph(trouble, problem && problem.status !== 0 ? message(told(problem), "bad") : null);
     },
   });
+  listen();
   return () => gone.abort();
 }
 
 function event_row(event) {
   return h("li", { "data-key": `${event.node}:${event.number}:${event.at_s}` },
-    h("time", { datetime: new Date(event.at_s * 1000).toISOString(), title: date_of(event.at_s) }, time_of(event.at_s)),
+    h("time", { datetime: new Date(event.at_s * 1000).toISOString(), class: "nowrap" }, date_of(event.at_s)),
     h("span", null, event.node), h("span", { class: "kind" }, title_of(String(event.kind))),
     h("span", null, details_of(event.details)));
 }
@@ -178,7 +203,7 @@ function details_of(details) {
 export function audit_view(root) {
   const view = live(root, (signal) => get(path(["audit"], { limit: 500 }), signal), ({ items, unreachable }) => [
     heading("Audit"), unreachable_note(unreachable),
-    h("p", { class: "quiet" }, "Who has changed what, and failed logins, newest first. Nodes remember their last few thousand events; all are in their logs."),
+    h("p", { class: "quiet" }, `Who has changed what, and failed logins, newest first. Times are ${zone()}. Nodes remember their last few thousand events; all are in their logs.`),
     h("section", { class: "card", "aria-label": "Changes" }, table("Changes", [
       { name: "When", of: (event) => h("span", { class: "nowrap" }, date_of(event.at_s)) },
       { name: "By", of: (event) => event.details?.by ?? event.details?.source ?? DASH },

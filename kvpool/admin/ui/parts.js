@@ -7,7 +7,7 @@ import { bytes, percent } from "./format.js";
 const STATES = {
   serving: "good", member: "good", done: "good", closed: "good", ok: "good", drained: "good",
   joining: "accent", running: "accent", "in flight": "accent",
-  draining: "warn", cancelled: "warn", suspended: "warn", half_open: "warn", rejected: "warn",
+  draining: "warn", cancelled: "warn", suspended: "warn", suspected: "warn", half_open: "warn", rejected: "warn",
   unreachable: "bad", gone: "bad", failed: "bad", away: "bad", open: "bad", error: "bad",
 };
 
@@ -20,7 +20,7 @@ export const message = (text, kind = "") => h("p", { class: `message ${kind}`, r
 export function heading(title, { crumb = null, after = [], actions = [] } = {}) {
   return h("div", { class: "head" },
     crumb && h("p", { class: "crumb" }, h("a", { href: crumb.href }, crumb.text)),
-    h("h1", { tabindex: "-1" }, title), after, actions.length ? h("div", { class: "right" }, actions) : null);
+    h("h1", { tabindex: "-1" }, title), after, actions.some(Boolean) ? h("div", { class: "right" }, actions) : null);
 }
 
 export function card(title, ...children) {
@@ -45,26 +45,33 @@ export function table(caption, columns, items, { none = "Nothing here.", key = n
 const TIERS = { gpu: "Engines' GPU", device: "Spare GPU", dram: "DRAM", ssd: "SSD", object: "Object storage" };
 export const tier_name = (name) => TIERS[name] ?? name;
 
-/** How full a tier is; secondary replicas are shown beside it. */
+/** All that a tier of a node holds. The API tells secondary replicas apart from what is in use. */
+export const stored_bytes = ({ used_bytes: used = 0, secondary_bytes: secondary = 0 }) => used + secondary;
+
+/** How full a tier is, and how much of that are secondary replicas: the bar's second part. */
 export function tier_meter(tier) {
-  const { name, capacity_bytes: capacity = 0, used_bytes: used = 0, secondary_bytes: secondary = 0 } = tier;
+  const { name, capacity_bytes: capacity = 0, secondary_bytes: secondary = 0 } = tier;
+  const used = stored_bytes(tier);
   const label = tier_name(name);
   if (!capacity) {
     return h("div", { class: "meter" }, h("span", null, label), h("span", { class: "of" }, used ? bytes(used) : "none"));
   }
-  const share = Math.min(1, used / capacity);
   const kind = name === "dram" ? "" : name === "ssd" ? "ssd" : "other"; // a full one is as it should be: it is a cache
   return h("div", { class: "meter" },
-    h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(share)}`),
-    bar(share, `${label}: share in use`, kind),
-    secondary > 0 ? h("span", { class: "of whole" }, `and ${bytes(secondary)} of secondary replicas, evicted first`) : null);
+    h("span", null, label), h("span", { class: "of" }, `${bytes(used)} of ${bytes(capacity)}, ${percent(used / capacity)}`),
+    bar(used / capacity, `${label}: share in use`, kind, secondary / capacity),
+    secondary > 0 ? h("span", { class: "of whole" }, h("i", { class: "swatch", "aria-hidden": "true" }),
+      `${bytes(secondary)} of it secondary replicas`) : null);
 }
 
-export function bar(share, label, kind = "") {
+/** A share as a bar. secondary: the part of it, of the same whole, that is drawn lighter at its end. */
+export function bar(share, label, kind = "", secondary = 0) {
   const value = Math.max(0, Math.min(1, share || 0));
+  const lighter = Math.max(0, Math.min(value, secondary || 0));
   return h("div", { class: `bar ${kind}`, role: "meter", "aria-label": label, "aria-valuemin": "0", "aria-valuemax": "100",
     "aria-valuenow": (value * 100).toFixed(1), "aria-valuetext": percent(value) },
-    h("i", { style: { "--share": `${value * 100}%`, "--least": value > 0 ? "3px" : "0px" } }));
+    h("i", { style: { "--share": `${(value - lighter) * 100}%`, "--least": value > lighter ? "3px" : "0px" } }),
+    lighter > 0 ? h("i", { class: "secondary", style: { "--share": `${lighter * 100}%` } }) : null);
 }
 
 /** Names with numbers, longest bar first. items: [{key, name, href, note, value, shown}]. */
@@ -80,7 +87,7 @@ export function ranking(items, none) {
 }
 
 export function pairs(entries) {
-  return h("dl", { class: "pairs" }, entries.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+  return h("dl", { class: "pairs" }, entries.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", { class: typeof value === "string" && value.length > 24 ? "long" : null }, value))));
 }
 
 export const short_key = (key) => h("code", { class: "nowrap", title: key }, key.length > 14 ? `${key.slice(0, 6)}…${key.slice(-6)}` : key);

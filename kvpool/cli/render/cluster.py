@@ -112,7 +112,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         *(["labels"] if labelled else []),
         "address",
         *(f">{name}" for name in tiers),
-        *([">secondary"] if secondary else []),
+        *([">secondary of it"] if secondary else []),
         *(["version"] if versions_differ else []),
     )
     own = cluster["incarnation"]
@@ -132,7 +132,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         urls = ", ".join(transport["url"] for transport in record["transports"])
         cells.append(escape(urls) or "none")
         cells += [
-            used_text(by_name[name]["used_bytes"], by_name[name]["capacity_bytes"])
+            used_text(_stored(by_name[name]), by_name[name]["capacity_bytes"])
             if name in by_name
             else ""
             for name in tiers
@@ -146,6 +146,11 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         column.no_wrap = column.header not in {"labels", "address"}
         column.overflow = "fold"
     console.print(table)
+
+
+def _stored(tier: Mapping[str, Any]) -> int:
+    """All that a tier holds: records tell secondary replicas apart from what is in use."""
+    return int(tier["used_bytes"]) + _secondary(tier)
 
 
 def _secondary(tier: Mapping[str, Any]) -> int:

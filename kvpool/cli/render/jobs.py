@@ -65,11 +65,6 @@ def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([cluster["node"], *others]))
 
 
-def name_for(kind: str, number: int) -> str:
-    """A job's name. number: chosen at random, 32 bits."""
-    return f"{kind}-{number:08x}"
-
-
 class Job:
     """One job on some nodes. views: the last word of each; failures: nodes on which it did not begin, and why."""
 

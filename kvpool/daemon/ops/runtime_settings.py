@@ -27,7 +27,8 @@ SHOWN_CHARACTERS_MAX = 1000
 
 
 def describe(config: DaemonConfig) -> list[dict[str, Any]]:
-    """Plain values: each setting, its value, whether it may be changed. Of secrets only whether they are set."""
+    """Plain values: each setting, its value, whether it may be changed, what it is, and the form of its value as the
+    command line's help has it. Of secrets only whether they are set."""
     shown = []
     for name, each in settings_of(DaemonConfig).items():
         value = getattr(config, name)
@@ -38,7 +39,14 @@ def describe(config: DaemonConfig) -> list[dict[str, Any]]:
         plain = msgspec.to_builtins(value)
         changeable = name in CHANGEABLE
         shown.append(
-            {"name": name, "value": plain, "secret": each.secret, "changeable": changeable}
+            {
+                "name": name,
+                "value": plain,
+                "secret": each.secret,
+                "changeable": changeable,
+                "help": each.help,
+                "form": each.metavar,
+            }
         )
     return shown
 

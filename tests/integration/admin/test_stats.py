@@ -72,7 +72,7 @@ async def show(stats):
     async def known():
         return answers
 
-    looking = Looking(SimpleNamespace(view=view, stats=known))
+    looking = Looking(SimpleNamespace(view=view, stats=known), 0)
     call = SimpleNamespace(who=SimpleNamespace(sees=all_of_them, whole=True))
     await looking.list_segments(call, OfNode("a"))
     count(stats, 1.0)

@@ -25,6 +25,7 @@ VIEWS = (
     "requests",
     "requests/req-1",
     "events",
+    "settings",
     "audit",
 )
 each_view = pytest.mark.parametrize("view", VIEWS)
@@ -156,16 +157,16 @@ def test_the_map(tab, server):
     expect(cards).to_have_count(3)
     a, b, c = (cards.nth(n) for n in range(3))
     expect(a).to_contain_text("serving")
-    expect(a).to_contain_text("41 GiB of 64 GiB, 64.1 %")
+    expect(a).to_contain_text("44 GiB of 64 GiB, 68.8 %")
     expect(a).to_contain_text("220 GiB of 1000 GiB, 22.0 %")
     meter = a.get_by_role("meter").first
-    assert meter.get_attribute("aria-valuenow") == "64.1"
-    width = (
-        "e => e.firstElementChild.getBoundingClientRect().width / e.getBoundingClientRect().width"
-    )
+    assert meter.get_attribute("aria-valuenow") == "68.8"
+    shares = "[...e.children].map((part) => part.getBoundingClientRect().width / e.getBoundingClientRect().width)"
     page.wait_for_function(
-        f"(e) => Math.abs(({width})(e) - 41 / 64) < 0.01", arg=meter.element_handle()
+        f"(e) => {shares}.every((share, n) => Math.abs(share - [41 / 64, 3 / 64][n]) < 0.01)",
+        arg=meter.element_handle(),
     )
+    expect(page.locator(".tile").nth(1)).to_contain_text("6 GiB of it secondary replicas")
     expect(b).to_contain_text("draining")
     expect(b).to_contain_text("400 of 1,000 blocks, 400 MiB copied")
     expect(c).to_contain_text("unreachable")
@@ -183,15 +184,25 @@ def test_a_node(tab):
     expect(page.get_by_role("heading", name="a", exact=True)).to_be_visible()
     links = page.get_by_role("region", name="Links, table")
     expect(links).to_contain_text("suspended")
+    expect(links.get_by_role("link")).to_have_text(["b", "c"])
+    own = page.get_by_role("region", name="Lower tiers, table")
+    expect(own).to_contain_text("SSD of this node")
+    expect(own.get_by_role("link")).to_have_count(0)
     expect(links.get_by_role("row").nth(1)).to_contain_text("4 GiB")
-    expect(page.get_by_role("region", name="Memory by tenant, table")).to_contain_text(
+    expect(page.get_by_role("region", name="DRAM by tenant, table")).to_contain_text(
         "2 MiB: 900 of 924"
     )
-    expect(page.get_by_role("region", name="Tiers")).to_contain_text(
-        "and 3 GiB of secondary replicas"
+    expect(page.get_by_role("region", name="Tiers", exact=True)).to_contain_text(
+        "3 GiB of it secondary replicas"
     )
     page.get_by_text("Counters").click()
     expect(page.get_by_text("20 MiB")).to_be_visible()
+    page.get_by_text("Tenants", exact=True).click()
+    tenants = page.locator("details", has=page.get_by_text("Tenants", exact=True))
+    expect(tenants.get_by_role("heading", name="llama")).to_be_visible()
+    expect(tenants.get_by_role("row", name="Never stored")).to_contain_text("80")
+    expect(tenants).to_contain_text("Mean200 ms")
+    assert not set(tenants.inner_text()) & set("{}[]"), "rows, and no JSON"
 
 
 def test_a_node_that_is_no_member(tab, server):
@@ -320,7 +331,7 @@ def test_empty_lists_say_so(tab, server):
         ("namespaces", "No namespace yet"),
         ("jobs", "No jobs since the nodes started"),
         ("audit", "Nobody has changed anything."),
-        (SPACE, "No blocks in this tier."),
+        (SPACE, "No such blocks."),
     ):
         tab.go(view)
         expect(page.get_by_text(text).first).to_be_visible()
@@ -375,7 +386,7 @@ def test_a_job_is_stopped(tab, server):
     page = tab.enter(OPERATOR, "jobs")
     expect(page.locator("tr").nth(1)).to_contain_text("25.0 %")
     page.get_by_role("button", name="Stop evict-1").click()
-    expect(page.get_by_text("evict-1 is being stopped.")).to_be_visible()
+    expect(page.get_by_text("Job evict-1 is being stopped.")).to_be_visible()
     assert server.changes == [("DELETE", "jobs/evict-1", None)]
 
 
@@ -464,8 +475,8 @@ def test_by_keyboard_alone(tab, server):
         walk.append(tab.focused())
         assert tab.focus_is_seen(), walk[-1]
     assert walk[:10] == [
-        "Skip to content", "kvpool", "Light colours" if "Light" in walk[2] else "Dark colours", "Sign out",
-        "Cluster", "Namespaces", "Jobs", "Requests", "Events", "a",
+        "Skip to content", "kvpool", "Colours", "Sign out",
+        "Cluster", "Namespaces", "Jobs", "Requests", "Events", "Settings",
     ]  # fmt: skip
     page.keyboard.press("Home")
     page.locator(".skip").focus()
@@ -550,13 +561,17 @@ def test_the_switch_of_colours_is_remembered(open_tab):
     page = tab.enter(VIEWER)
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
-    page.get_by_role("button", name="Dark").click()
+    colours = page.get_by_label("Colours")
+    expect(colours).to_have_value("system")
+    colours.select_option("dark")
     assert page.evaluate(ground) != light
     page.reload()
     tab.main_heading()
+    expect(colours).to_have_value("dark")
     assert page.evaluate(ground) != light
-    page.get_by_role("button", name="Light").click()
+    colours.select_option("Colours: system")
     assert page.evaluate(ground) == light
+    assert page.evaluate("localStorage.length") == 0
 
 
 def test_less_motion(open_tab):
@@ -588,7 +603,7 @@ def test_dialogs_please_axe_too(tab):
 def test_what_more_memory_would_give_and_why_blocks_were_missed(tab, server):
     page = tab.enter(ADMIN)
     planned = page.get_by_role("region", name="What more memory would give")
-    expect(planned).to_contain_text("Hit rate now 41.2 %, at most 58.9 % with infinite memory")
+    expect(planned).to_contain_text("Hit rate now 41.2 %. At most 58.9 % with infinite memory")
     assert planned.get_by_role("img").count() == 1
     planned.get_by_text("Show as table").click()
     expect(planned.get_by_role("row")).to_have_count(10)

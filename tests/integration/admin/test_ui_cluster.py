@@ -59,13 +59,13 @@ def test_what_two_daemons_tell(pair, open_tab, numbers):
     tab = open_tab("root")
     page = tab.page
     expect(page.locator("#session")).to_contain_text("root admin")
-    expect(page.locator("#cluster-name")).to_have_text(pair.name)
+    expect(page.locator("#cluster-name")).to_have_text(f"cluster {pair.name}")
     expect(page.locator(".node")).to_have_count(2)
     expect(page.locator(".tile").first).to_contain_text("2 of 2")
     expect(page.locator(".node").first).to_contain_text("of 16 MiB")
     expect(page.get_by_text("1 read of one prefix")).to_be_visible(timeout=PATIENCE_MS)
     planned = page.get_by_role("region", name="What more memory would give")
-    expect(planned).to_contain_text("at most 100 %", timeout=PATIENCE_MS)
+    expect(planned).to_contain_text("At most 100 %", timeout=PATIENCE_MS)
     planned.get_by_text("Show as table").click()
     expect(planned.get_by_role("row", name=re.compile("infinite"))).to_be_visible()
     assert g.read(numbers(3)) == 0
@@ -73,12 +73,13 @@ def test_what_two_daemons_tell(pair, open_tab, numbers):
     expect(why).to_contain_text("never stored", timeout=PATIENCE_MS)
     views = {
         "nodes/a": "Links to other nodes",
-        "nodes/g": "Memory by tenant",
+        "nodes/g": "DRAM by tenant",
         "namespaces": HOSTILE,
         f"namespaces/default/{PLAIN.digest().hex()}": "In memory, by node",
         f"blocks/default/{PLAIN.digest().hex()}/{some[3].to_bytes(16, 'big').hex()}": "What the nodes say",
         "jobs": "No jobs since the nodes started",
-        "requests": "Request id",
+        "requests": "No router is configured",
+        "settings": "replication_bandwidth",
         "events": "Node joined",
         "audit": "Nobody has changed anything.",
     }

@@ -145,7 +145,7 @@ class UiServer:
         spaces = [namespace(DIGESTS[0], "llama", 9000), namespace(DIGESTS[1], HOSTILE, 30)]
         replica = {"node": "a", "incarnation": "0" * 16, "tier": "dram", "parts": 1}
         segment = {
-            "tenant": "default", "size_bytes": 64 * GIB, "used_bytes": 41 * GIB, "slab_bytes": 1 << 20,
+            "tenant": "default", "size_bytes": 64 * GIB, "used_bytes": 44 * GIB, "secondary_bytes": 3 * GIB, "slab_bytes": 1 << 20,
             "slabs": 65536, "slabs_unassigned": 1000,
             "classes": [{"stride": 1 << 21, "extents": 9, "slots_used": 900, "slots_free": 24, "bytes_used": 0,
                          "bytes_free": 0, "bytes_lost": 0}],
@@ -172,7 +172,7 @@ class UiServer:
         self.answers = {
             "cluster": {
                 "cluster": "prod-eu", "node": "a", "standing": "member", "state": "serving", "states": {"serving": 3},
-                "tiers": [], "versions": {"0.1.0": 3}, "namespaces": 2,
+                "tiers": [], "versions": {"0.1.0": 3}, "namespaces": 2, "routers": 1,
             },
             "nodes": [
                 node("a"),
@@ -191,6 +191,11 @@ class UiServer:
             "audit": [{"number": 7, "at_s": NOW, "node": "a", "kind": "change",
                        "details": {"by": "token ops", "what": "drain", "of": "b"}}],
             "nodes/a/segments": [segment],
+            "config": {"node": "a", "items": [
+                {"name": "memory", "value": 64 * GIB, "secret": False, "changeable": False, "help": "DRAM", "form": "SIZE"},
+                {"name": "cluster_secret", "value": True, "secret": True, "changeable": False, "help": "", "form": "TEXT"},
+                {"name": "ssd_flush_s", "value": 20.0, "secret": False, "changeable": True, "help": HOSTILE, "form": "SECONDS"},
+                {"name": "log_level", "value": "info", "secret": False, "changeable": True, "help": "", "form": "debug|info"}]},
             f"blocks/{'0' * 32}": {
                 "key": "0" * 32, "here": [], "unreachable": {},
                 "located": [{"namespace": DIGESTS[0], "parts": 1, "replicas": [replica]}]},
@@ -252,7 +257,7 @@ class UiServer:
                 )
                 return web.json_response(self.answers["jobs"][-1], status=202)
         if request.method != "GET":
-            return web.json_response({})
+            return web.json_response(CHANGED.get(path, {}))
         if path.startswith("jobs/"):
             found: Any = next(
                 (each for each in self.answers["jobs"] if each["job"] == path[5:]), None
@@ -329,17 +334,31 @@ class UiServer:
         await runner.cleanup()
 
 
+CHANGED = {
+    "pins": {"items": [{"node": "a", "blocks": 2}], "unreachable": {"b": "no answer"}},
+    "config": {"nodes": ["a", "b"], "unreachable": {}},
+}
 SECTIONS = {
     "fetch": {
         "peers": [
             {"incarnation": "b" * 16, "node": "b", "url": "tcp://10.0.0.98:7070", "distance": "rack", "latency_ms": 0.3,
              "bytes_s": 2.1e9, "measured": True, "asked": 120, "failed": 0, "bytes": 4 << 30, "suspended_s": 0.0,
              "suspected": False, "last_error": ""},
+            {"incarnation": "", "node": "ssd of this node", "url": "", "distance": "unknown", "latency_ms": 5.0,
+             "bytes_s": 7e8, "measured": True, "asked": 90, "failed": 0, "bytes": 1 << 30, "suspended_s": 0.0,
+             "suspected": False, "last_error": ""},
             {"incarnation": "c" * 16, "node": "c", "url": "tcp://10.0.0.99:7070", "distance": "zone", "latency_ms": 0.5,
              "bytes_s": 1e9, "measured": False, "asked": 3, "failed": 2, "bytes": 0, "suspended_s": 4.0,
              "suspected": True, "last_error": HOSTILE}],
     },
     "counters": {"committed": 10, "committed_bytes": 10 << 21},
+    "gone": {},
+    "tenants": {"default": {
+        "segment_bytes": 64 * GIB, "blocks": 900,
+        "space": {"slab_bytes": 1 << 20, "bytes_used": 41 * GIB, "classes": [{"stride": 1 << 21, "slots_used": 900}]},
+        "namespaces": {DIGESTS[0]: {"fields": {"model": "llama"}, "epoch": 3, "blocks": [900], "misses": {
+            "full": {"requests": 5, "blocks": 70}, "never_stored": {"requests": 6, "blocks": 80}}}},
+        "waits": {"bounds": [0.001, 0.005], "counts": [3, 0, 1], "sum": 0.8}}},
 }  # fmt: skip
 
 
