@@ -15,7 +15,7 @@ const RANKS = 6;
 const PREFIXES = 1000; // among which each namespace's hottest one is looked for
 const LATELY = "No prefix was read in the last ten minutes.";
 const HIT_SAMPLES = 60; // five minutes
-const RANGES = { "": "all that is known", 300: "the last 5 minutes", 900: "the last 15 minutes", 1800: "the last 30 minutes", 3600: "the last hour" };
+const RANGES = { "": "All that is known", 300: "The last 5 minutes", 900: "The last 15 minutes", 1800: "The last 30 minutes", 3600: "The last hour" };
 
 const history = new History();
 const known = new Map(); // nodes seen by this page: name -> {node, at_s}
@@ -27,7 +27,7 @@ function charts(node = null) {
     { shown: rate, top: 1024, nice: nice_bytes, gap: 4 });
   const hits = chart("Hit rate", [{ name: "Blocks found", of: hit_rate(node) }],
     { shown: percent, top: 1, nice: (value) => Math.max(1, value), gap: 24 });
-  const chosen = h("select", { onchange: () => { range = chosen.value; show(); } },
+  const chosen = h("select", { "aria-label": "Time range", onchange: () => { range = chosen.value; show(); } },
     // Not by the object's own order: it puts numbers first.
     ["", ...Object.keys(RANGES).filter(Boolean)].map((seconds) => h("option", { value: seconds, selected: seconds === range }, RANGES[seconds])));
   const show = () => {
@@ -35,7 +35,7 @@ function charts(node = null) {
   };
   return {
     element: h("section", { class: "charts", "aria-label": "Activity", "data-own": "", "data-key": "charts" },
-      h("div", { class: "head" }, h("h2", null, "Activity"), h("label", { class: "right" }, "Show ", chosen)),
+      h("div", { class: "head" }, h("h2", null, "Activity"), h("div", { class: "right" }, chosen)),
       h("div", { class: "halves" }, through.element, hits.element)),
     show,
   };

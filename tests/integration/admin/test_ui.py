@@ -128,20 +128,27 @@ def test_a_token_that_was_taken_away(tab, server):
 @pytest.mark.parametrize(
     ("token", "shown"),
     [
-        (VIEWER, {"Evict…": 0, "Drain…": 0, "Stop evict-1": 0, "Audit": 0}),
-        (OPERATOR, {"Evict…": 1, "Drain…": 1, "Stop evict-1": 1, "Audit": 0}),
-        (ADMIN, {"Evict…": 1, "Drain…": 1, "Stop evict-1": 1, "Audit": 1}),
+        (VIEWER, {"operates": 0, "Audit": 0}),
+        (OPERATOR, {"operates": 1, "Audit": 0}),
+        (ADMIN, {"operates": 1, "Audit": 1}),
     ],
 )
 def test_what_a_role_does_not_allow_is_not_shown(tab, token, shown):
     page = tab.enter(token)
     expect(page.get_by_role("link", name="Audit")).to_have_count(shown["Audit"])
-    tab.go("nodes/a")
-    expect(page.get_by_role("button", name="Drain…")).to_have_count(shown["Drain…"])
-    tab.go("jobs")
-    expect(page.get_by_text("warm-2")).to_be_visible()
-    for name in ("Evict…", "Stop evict-1"):
-        expect(page.get_by_role("button", name=name)).to_have_count(shown[name])
+    for view, told, operators, admins in (
+        ("nodes/a", "Links to other nodes", ["Drain…"], []),
+        ("jobs", "warm-2", ["Evict…", "Stop evict-1"], []),
+        (SPACE, "What must agree", ["Pin…", "Warm…", "Evict…"], ["Configure…"]),
+        (f"blocks/default/{DIGESTS[0]}/{'0' * 32}", "What the nodes say", ["Pin…", "Warm…"], []),
+        ("settings", "ssd_flush_s", [], ["Change ssd_flush_s"]),
+    ):
+        tab.go(view)
+        expect(page.get_by_text(told, exact=True).first).to_be_visible()
+        for name in operators:
+            expect(page.get_by_role("button", name=name)).to_have_count(shown["operates"])
+        for name in admins:
+            expect(page.get_by_role("button", name=name)).to_have_count(shown["Audit"])
     tab.go("audit")
     heading = "Audit" if shown["Audit"] else "Nothing here"
     expect(page.get_by_role("heading", name=heading)).to_be_visible()
@@ -255,6 +262,46 @@ def test_charts_are_read_by_keys_and_as_a_table(tab):
     until(lambda: 0.4 < at() < 0.6, "it is at the middle")
 
 
+def test_charts_have_a_range(tab):
+    page = tab.enter(VIEWER)
+    plot = page.get_by_role("slider", name=re.compile("Throughput"))
+    expect(plot).to_have_attribute("aria-valuemax", re.compile(r"7\d\d"))
+    page.get_by_label("Time range").select_option("The last 5 minutes")
+    expect(plot).to_have_attribute("aria-valuemax", re.compile(r"^[56]\d$"))
+    tab.page.evaluate("location.hash = '#/nodes/a'")
+    expect(page.get_by_role("heading", name="a", exact=True)).to_be_visible()
+    expect(page.get_by_label("Time range")).to_have_value("300")
+    expect(page.locator(".when").first).to_contain_text("UTC")
+
+
+def test_what_is_no_nodes_name_is_no_error(tab):
+    page = tab.enter(VIEWER, "nodes/ssd%20of%20this%20node")
+    expect(page.get_by_text("No node of this cluster is called ssd of this node.")).to_be_visible()
+    expect(page.get_by_role("alert")).to_have_count(0)
+
+
+def test_blocks_are_found_by_node_and_key(tab, server):
+    page = tab.enter(VIEWER, SPACE)
+    rows = page.get_by_role("region", name="Blocks, table").locator("tbody tr")
+    expect(rows).to_have_count(100)
+    key = page.get_by_label("Key, or how it begins")
+    key.fill("0" * 30 + "0")
+    expect(rows).to_have_count(16)
+    expect(page.get_by_text("16 of the 100 blocks loaded so far.")).to_be_visible()
+    page.get_by_label("Node", exact=True).select_option("b")
+    until(lambda: "b" in server.blocks_of, "the gateway is asked for the node's")
+    key.fill(f"{7:032x}")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"{7:032x}")
+
+
+def test_without_a_router_the_form_says_so_at_once(tab, server):
+    server.answers["cluster"] = {**server.answers["cluster"], "routers": 0}
+    page = tab.enter(VIEWER, "requests")
+    expect(page.get_by_text("No router is configured for this gateway")).to_be_visible()
+    expect(page.get_by_label("Request id")).to_have_count(0)
+
+
 def test_blocks_come_by_the_page(tab):
     page = tab.enter(VIEWER, SPACE)
     rows = page.get_by_role("region", name="Blocks, table").locator("tbody tr")
@@ -282,7 +329,8 @@ def test_a_request_is_explained(tab):
     expect(page.get_by_role("alert")).to_contain_text("There is no requests/nobody's here.")
 
 
-def test_events_come_as_they_happen(tab, server):
+def test_events_come_as_they_happen(open_tab, server):
+    tab = open_tab(timezone_id="UTC")
     page = tab.enter(VIEWER, "events")
     rows = page.get_by_role("log").locator("li")
     expect(rows).to_have_count(2)
@@ -300,6 +348,14 @@ def test_events_come_as_they_happen(tab, server):
     expect(rows).to_have_count(4, timeout=PATIENCE_MS)
     page.get_by_label("Show only events with").fill("EVICT-9")
     expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("2033-05-18 03:33:20")
+    expect(page.get_by_text("Times are UTC, by the clock of the node")).to_be_visible()
+    page.get_by_label("Show only events with").fill("")
+    page.get_by_label("Kind").select_option("Node joined")
+    expect(rows).to_have_count(1)
+    page.get_by_label("Kind").select_option("")
+    page.get_by_label("Node", exact=True).select_option("c")
+    expect(rows).to_have_count(2)
 
 
 def test_what_the_gateway_refuses_is_told_in_its_words(tab, server):
@@ -420,6 +476,91 @@ def test_a_drain_takes_the_nodes_name(tab, server):
     page.get_by_role("button", name="Take the drain back").click()
     expect(page.get_by_text("The drain of b is taken back.")).to_be_visible()
     assert server.changes[-1] == ("DELETE", "nodes/b/drain", None)
+
+
+def test_blocks_are_pinned(tab, server):
+    page = tab.enter(OPERATOR, f"blocks/default/{DIGESTS[0]}/{'0' * 32}")
+    page.get_by_role("button", name="Pin…").click()
+    dialog = page.get_by_role("dialog", name="Pin blocks")
+    pin = dialog.get_by_role("button", name=re.compile("^(Pin|Unpin)"))
+    expect(pin).to_have_text("Pin 1 block")
+    dialog.get_by_label("Keys").fill(f"{'0' * 32} {'1' * 32}, {'1' * 32} no-key")
+    expect(dialog).to_contain_text("no-key is no block's key")
+    expect(pin).to_be_disabled()
+    dialog.get_by_label("Keys").fill(f"{'0' * 32} {'1' * 32}, {'1' * 32}")
+    dialog.get_by_label("Pin", exact=True).select_option("hard")
+    expect(dialog).to_contain_text("takes up memory until it is unpinned")
+    expect(pin).to_have_text("Pin 2 blocks")
+    pin.click()
+    expect(dialog).to_have_count(0)
+    body = {"keys": ["0" * 32, "1" * 32], "kind": "hard", "namespace": DIGESTS[0], "node": ""}
+    assert server.changes == [("POST", "pins", body)]
+    expect(page.get_by_text("Pinned on a: 2; b did not answer: no answer.")).to_be_visible()
+
+
+def test_memory_is_warmed_after_it_was_counted(tab, server):
+    page = tab.enter(OPERATOR, SPACE)
+    page.get_by_role("button", name="Warm…").click()
+    dialog = page.get_by_role("dialog", name="Warm memory")
+    count = dialog.get_by_role("button", name="Count first")
+    expect(dialog).to_contain_text("Name at least one block.")
+    expect(count).to_be_disabled()
+    expect(dialog.get_by_label("Move")).to_be_disabled()
+    dialog.get_by_label("Into the memory of").select_option("b")
+    dialog.get_by_label("What", exact=True).select_option("b")
+    expect(dialog).to_contain_text("Choose two nodes that differ.")
+    dialog.get_by_label("What", exact=True).select_option("a")
+    expect(dialog.get_by_label("Keys")).to_be_disabled()
+    dialog.get_by_label("Move").check()
+    count.click()
+    expect(dialog).to_contain_text("Would move 90 blocks")
+    dialog.get_by_role("button", name="Move 90 blocks").click()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    spec = {"kind": "warm", "namespace": DIGESTS[0], "source": "a", "move": True}
+    assert [body["spec"] for _, _, body in server.changes] == [spec, spec]
+    assert [body["dry_run"] for _, _, body in server.changes] == [True, False]
+    assert server.changes[0][2]["nodes"] == ["b"]
+
+
+def test_a_namespace_is_configured(tab, server):
+    page = tab.enter(ADMIN, SPACE)
+    page.get_by_role("button", name="Configure…").click()
+    dialog = page.get_by_role("dialog", name="Configure the namespace")
+    go = dialog.get_by_role("button", name="Configure")
+    expect(go).to_be_disabled()
+    for label, wrong, right in (
+        ("Kept unused for", "soon", "12h"),
+        ("DRAM quota", "120%", "50GiB"),
+    ):
+        dialog.get_by_label(label).fill(wrong)
+        expect(dialog).to_contain_text(f"Not understood: {label}.")
+        expect(go).to_be_disabled()
+        dialog.get_by_label(label).fill(right)
+    dialog.get_by_label("Written to SSD").select_option("through")
+    expect(dialog).to_contain_text("Kept unused for: no limit → 12 h 0 min")
+    go.click()
+    expect(dialog).to_have_count(0)
+    changes = {"ttl_s": 43_200, "dram_quota": 50 << 30, "write": "through"}
+    assert server.changes == [("PATCH", f"namespaces/{DIGESTS[0]}", changes)]
+
+
+def test_a_setting_is_changed(tab, server):
+    page = tab.enter(ADMIN, "settings")
+    rows = page.get_by_role("region", name="Settings, table").locator("tbody tr")
+    expect(rows.nth(2)).to_contain_text("64 GiB")
+    expect(rows.nth(3)).to_contain_text("set")
+    page.get_by_label("Show only settings with").fill("FLUSH")
+    expect(rows).to_have_count(1)
+    page.get_by_role("button", name="Change ssd_flush_s").click()
+    dialog = page.get_by_role("dialog", name="Change ssd_flush_s")
+    go = dialog.get_by_role("button", name="Change", exact=True)
+    expect(go).to_be_disabled()
+    dialog.get_by_label("Value").fill("90")
+    dialog.get_by_label("Where").select_option("All nodes")
+    expect(dialog).to_contain_text("ssd_flush_s: 20 s → 90, on all nodes, until their daemons end.")
+    go.click()
+    expect(page.get_by_text("ssd_flush_s is changed on a, b.")).to_be_visible()
+    assert server.changes == [("PATCH", "config", {"changes": {"ssd_flush_s": "90"}, "node": ""})]
 
 
 # ---- how it behaves ------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ class UiServer:
         self.answers: dict[str, Any] = {}
         self.changes: list[tuple[str, str, Any]] = []
         self.asked: list[str] = []
+        self.blocks_of: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.lost: set[str] = set()
         self.port = 0
@@ -153,6 +154,7 @@ class UiServer:
         self.lost = set()
         self.changes = []
         self.asked = []
+        self.blocks_of = []
         self.events = [
             {
                 "number": 1,
@@ -229,6 +231,8 @@ class UiServer:
         if path == "hot":
             path = f"hot?{request.query['by']}"
         self.asked.append(path)
+        if path.endswith("/blocks"):
+            self.blocks_of.append(request.query.get("node", ""))
         if role is None:
             return problem(401, "Unauthorized", "This token is not known.")
         if request.method != "GET":
@@ -262,6 +266,8 @@ class UiServer:
             found: Any = next(
                 (each for each in self.answers["jobs"] if each["job"] == path[5:]), None
             )
+        elif path.startswith("nodes/") and " " in path:
+            found = problem(400, "Bad Request", "a node is never called so")
         elif path.startswith("nodes/") and path.count("/") == 1:
             named = [each for each in self.answers["nodes"] if each["node"] == path[6:]]
             found = named and {"node": named[0], "uptime_s": 90_000.0, "sections": SECTIONS}
@@ -284,6 +290,7 @@ class UiServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         seen = request.headers.get("Last-Event-ID", "")
+        wanted = {name for name in request.query.get("nodes", "").split(",") if name}
         first = (
             next(
                 (n + 1 for n, e in enumerate(self.events) if f"{e['node']}:{e['number']}" == seen),
@@ -294,6 +301,8 @@ class UiServer:
         )
         while not self._ended.is_set():
             for event in self.events[first:]:
+                if wanted and event["node"] not in wanted:
+                    continue
                 name = f"{event['node']}:{event['number']}"
                 text = f"event: {event['kind']}\nid: {name}\ndata: {json.dumps(event)}\n\n"
                 await response.write(text.encode())
