@@ -103,7 +103,8 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
     nodes = cluster["nodes"]
     tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
     labelled = any(record["labels"] for record in nodes)
-    secondary = any(_secondary(tier) for record in nodes for tier in record["tiers"])
+    # Of which tiers some are secondary; each has a column for them beside its own.
+    secondary = {tier["name"] for record in nodes for tier in record["tiers"] if _secondary(tier)}
     table = make_table(
         "",
         "  node",
@@ -111,8 +112,11 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
         "incarnation",
         *(["labels"] if labelled else []),
         "address",
-        *(f">{name}" for name in tiers),
-        *([">secondary of it"] if secondary else []),
+        *(
+            head
+            for name in tiers
+            for head in (f">{name}", *([">of it secondary"] if name in secondary else []))
+        ),
         *(["version"] if versions_differ else []),
     )
     own = cluster["incarnation"]
@@ -131,14 +135,11 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
             cells.append(escape(", ".join(labels)))
         urls = ", ".join(transport["url"] for transport in record["transports"])
         cells.append(escape(urls) or "none")
-        cells += [
-            used_text(_stored(by_name[name]), by_name[name]["capacity_bytes"])
-            if name in by_name
-            else ""
-            for name in tiers
-        ]
-        if secondary:
-            cells.append(size_text(sum(map(_secondary, record["tiers"]))))
+        for name in tiers:
+            tier = by_name.get(name)
+            cells.append(used_text(_stored(tier), tier["capacity_bytes"]) if tier else "")
+            if name in secondary:
+                cells.append(size_text(_secondary(tier)) if tier else "")
         if versions_differ:
             cells.append(_version(record, protocols.get(own)))
         table.add_row(*cells)
