@@ -47,7 +47,7 @@ export function memory_plan() {
 /** What more memory gives at most, in words. More memory never gives less: what was measured may be above what was
  *  estimated from some of the blocks. */
 function at_most({ hit, ceiling, error }) {
-  if (hit >= ceiling) return ["Infinite memory would give ", h("b", null, "no more"), ` that could be told from it; each point to within ${percent(error)}.`];
+  if (hit >= ceiling) return ["More memory would give ", h("b", null, "no more hits"), `, as far as was measured; each point to within ${percent(error)}.`];
   return [h("b", null, `At most ${percent(ceiling)}`), ` with infinite memory; each point to within ${percent(error)}.`];
 }
 

@@ -150,16 +150,24 @@ function value_of({ value, secret, form }) {
 const plain = (value) => (value !== null && typeof value === "object"
   ? Object.entries(value).map(([name, each]) => `${name} ${plain(each)}`).join(" ") : String(value));
 
+/** A value as it is typed. */
+function text_of({ value, form }) {
+  if (form !== "SIZE" || typeof value !== "number" || !value) return String(value);
+  const [unit, nbytes] = Object.entries(SIZES).filter(([name]) => /^(|.iB)$/.test(name)).findLast(([, each]) => value % each === 0);
+  return `${value / nbytes}${unit}`;
+}
+
 function change_dialog(setting, node, again) {
+  const written = text_of(setting);
   open_dialog(`Change ${setting.name}`, (dialog) => {
     const choices = setting.form.includes("|") ? setting.form.split("|") : typeof setting.value === "boolean" ? ["true", "false"] : null;
     const value = choices ? h("select", null, choices.map((each) => h("option", { value: each, selected: each === String(setting.value) }, each)))
-      : h("input", { type: "text", value: String(setting.value), autocomplete: "off", spellcheck: "false" });
+      : h("input", { type: "text", value: written, autocomplete: "off", spellcheck: "false" });
     const where = h("select", null, h("option", { value: node }, `${node} only`), h("option", { value: "" }, "All nodes"));
     const answer = h("div", { role: "status", "aria-live": "polite" });
     const go = h("button", { type: "submit", class: "danger" }, "Change");
     const changed = () => {
-      const same = value.value.trim() === String(setting.value) && where.value !== "";
+      const same = value.value.trim() === written && where.value !== "";
       go.disabled = same || !value.value.trim();
       morph(answer, go.disabled ? null : message(`${setting.name}: ${value_of(setting)} → ${value.value.trim()}, on ${where.value || "all nodes"}, until their daemons end.`, "warn"));
     };

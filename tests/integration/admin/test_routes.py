@@ -253,6 +253,8 @@ def test_settings_of_nodes(gate, until):
         "value": True,
         "secret": True,
         "changeable": False,
+        "help": "The shared secret with which peers authenticate, at least 16 random characters",
+        "form": "TEXT",
     }
     assert values["forward"]["value"] is True and values["forward"]["changeable"]
     changed = gate.change("PATCH", "/v1/config", {"changes": {"forward": False}, "node": "a"})

@@ -65,7 +65,7 @@ def test_what_two_daemons_tell(pair, open_tab, numbers):
     expect(page.locator(".node").first).to_contain_text("of 16 MiB")
     expect(page.get_by_text("1 read of one prefix")).to_be_visible(timeout=PATIENCE_MS)
     planned = page.get_by_role("region", name="What more memory would give")
-    expect(planned).to_contain_text("At most 100 %", timeout=PATIENCE_MS)
+    expect(planned).to_contain_text("More memory would give no more hits", timeout=PATIENCE_MS)
     planned.get_by_text("Show as table").click()
     expect(planned.get_by_role("row", name=re.compile("infinite"))).to_be_visible()
     assert g.read(numbers(3)) == 0
@@ -80,7 +80,7 @@ def test_what_two_daemons_tell(pair, open_tab, numbers):
         "jobs": "No jobs since the nodes started",
         "requests": "No router is configured",
         "settings": "replication_bandwidth",
-        "events": "Node joined",
+        "events": "Incarnation: ",
         "audit": "Nobody has changed anything.",
     }
     for view, text in views.items():
@@ -115,6 +115,66 @@ def test_blocks_are_evicted_after_they_were_counted(pair, open_tab, numbers, unt
     tab.go("events")
     expect(page.get_by_role("log")).to_contain_text("Job ended")
     assert tab.said == []
+
+
+def test_blocks_are_warmed_and_pinned(pair, open_tab, numbers, until):
+    a, g = pair.seat("a"), pair.seat("g")
+    some = numbers(30)
+    a.put(some)
+    space = f"namespaces/default/{PLAIN.digest().hex()}"
+    tab = open_tab("op", space)
+    page = tab.page
+    page.get_by_role("button", name="Warm…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Into the memory of").select_option("g")
+    dialog.get_by_label("What", exact=True).select_option("a")
+    dialog.get_by_role("button", name="Count first").click()
+    expect(dialog).to_contain_text("Would bring 30 blocks")
+    assert g.here(some) == 0, "nothing yet"
+    dialog.get_by_role("button", name="Warm 30 blocks").click()
+    row = page.locator("tr.chosen")
+    expect(row).to_contain_text("done", timeout=PATIENCE_MS)
+    expect(row.locator("th")).to_have_text(re.compile("^warm-[0-9a-f]{8}$"))
+    until(lambda: g.here(some) == 30)
+    key = some[0].to_bytes(16, "big").hex()
+    tab.go(f"blocks/default/{PLAIN.digest().hex()}/{key}")
+    page.get_by_role("button", name="Pin…").click()
+    dialog.get_by_label("Nodes").select_option("g")
+    dialog.get_by_label("Pin", exact=True).select_option("hard")
+    dialog.get_by_role("button", name="Pin 1 block").click()
+    expect(page.get_by_text("Pinned on g: 1.")).to_be_visible()
+    found = pair.gate.get(f"/v1/blocks/{key}?namespace={PLAIN.digest().hex()}")["here"]
+    assert {each["node"]: each["pin"] for each in found} == {"a": "none", "g": "hard"}
+    assert tab.said == []
+
+
+def test_namespaces_are_configured_and_settings_changed(pair, open_tab, until):
+    pair.seat("a")
+    digest = PLAIN.digest().hex()
+    tab = open_tab("root", f"namespaces/default/{digest}")
+    page = tab.page
+    page.get_by_role("button", name="Configure…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Kept unused for").fill("12h")
+    dialog.get_by_label("DRAM quota").fill("50%")
+    dialog.get_by_role("button", name="Configure").click()
+    expect(page.get_by_text("The namespace is configured anew")).to_be_visible()
+    until(lambda: pair.gate.get(f"/v1/namespaces/{digest}")["settings"]["ttl_s"] == 43_200)
+    assert pair.gate.get(f"/v1/namespaces/{digest}")["settings"]["dram_quota"] == 0.5
+    tab.go("settings/a")
+    page.get_by_role("button", name="Change replication_bandwidth").click()
+    expect(dialog.get_by_label("Value")).to_have_value("256MiB")
+    dialog.get_by_label("Value").fill("64MiB")
+    dialog.get_by_label("Where").select_option("All nodes")
+    dialog.get_by_role("button", name="Change", exact=True).click()
+    expect(page.get_by_text("replication_bandwidth is changed on a, g.")).to_be_visible()
+    for node in "ag":
+        items = pair.gate.get(f"/v1/config?node={node}")["items"]
+        assert 64 << 20 in [e["value"] for e in items if e["name"] == "replication_bandwidth"]
+    page.get_by_role("button", name="Change replication_bandwidth").click()
+    dialog.get_by_label("Value").fill("much")
+    dialog.get_by_role("button", name="Change", exact=True).click()
+    expect(dialog.get_by_role("alert")).to_contain_text("replication_bandwidth")
 
 
 def test_a_drain_is_refused_to_a_viewer(pair, open_tab):
