@@ -86,6 +86,7 @@ export function cluster_view(root) {
     ]);
     return { cluster, nodes, spaces, prefixes: prefixes.items, tenants: tenants.items, engines, memory };
   }, (data) => {
+    session.cluster = data.cluster; // a gateway that was started anew may know routers
     const nodes = all_nodes(data.nodes);
     queueMicrotask(drawn.show);
     return [

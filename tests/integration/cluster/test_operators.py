@@ -363,6 +363,8 @@ def test_settings_that_may_change(pair):
         "value": True,
         "secret": True,
         "changeable": False,
+        "help": "The shared secret with which peers authenticate, at least 16 random characters",
+        "form": "TEXT",
     }
     assert before["operator_token"]["value"] is False
     assert SECRET not in json.dumps(before)
