@@ -19,6 +19,7 @@ from kvpool.admin.handlers.changes import Changing
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import Dropped, Watching
 from kvpool.admin.handlers.pages import Pages
+from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.history import Sampler
@@ -69,6 +70,7 @@ class Gateway:
             looking,
             Blocks(cluster, self._routers),
             Sessions(cluster),
+            Accounting(cluster),
             Changing(cluster, looking),
             self._routers,
             Watching(cluster, self._events, self._sampler, dropped),

@@ -483,6 +483,37 @@ METRICS: tuple[Metric, ...] = (
         At("tenants.*.traffic.device_read_bytes", ("device",)),
         labels=("tenant", "tier"),
     ),
+    # Tenants' accounts.
+    _counter(
+        "account_read_tokens",
+        "Tokens whose blocks clients read, by the tier that these came from; leases that nobody read are not in it.",
+        "tenants.*.traffic.account.reads.*.tokens",
+        labels=("tenant", "tier"),
+    ),
+    _counter(
+        "account_read_bytes",
+        "Bytes of the blocks that clients read, by the tier that these came from.",
+        "tenants.*.traffic.account.reads.*.nbytes",
+        labels=("tenant", "tier"),
+    ),
+    _counter(
+        "account_written_tokens",
+        "Tokens of the new blocks that clients committed.",
+        "tenants.*.traffic.account.written.tokens",
+        labels=("tenant",),
+    ),
+    _counter(
+        "account_refused_parts",
+        "Parts of blocks that clients were to put and that were not taken, by reason.",
+        "tenants.*.traffic.account.refused.*.parts",
+        labels=("tenant", "reason"),
+    ),
+    _counter(
+        "account_kept_byte_seconds",
+        "Bytes that blocks have taken, times the seconds for which they did, by tier.",
+        "tenants.*.traffic.account.kept_byte_s.*",
+        labels=("tenant", "tier"),
+    ),
     _counter(
         "load_parts",
         "Parts of blocks requested from a lower tier or a peer, by outcome. `loaded` arrived whole, `absent` was a "

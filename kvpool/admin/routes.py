@@ -9,6 +9,7 @@ from kvpool.admin.handlers.changes import Changing
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import EVENT_STREAM, Watching
 from kvpool.admin.handlers.pages import OfFile, Pages
+from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.routing import Route
@@ -18,6 +19,7 @@ def routes(
     looking: Looking,
     blocks: Blocks,
     sessions: Sessions,
+    accounting: Accounting,
     changing: Changing,
     routers: Routers,
     watching: Watching,
@@ -30,6 +32,7 @@ def routes(
         *_namespaces(looking, changing),
         *_blocks(blocks),
         *_sessions(sessions),
+        *_receipts(accounting),
         *_jobs(changing),
         *_routers(routers),
         *_config(changing),
@@ -125,6 +128,19 @@ def _sessions(sessions: Sessions) -> list[Route]:
         Route(
             *("POST", "/v1/intents", sessions.intend, "operator"),
             *(t.IntentInfo, t.OfTenant, t.IntentRequest),
+        ),
+    ]
+
+
+def _receipts(accounting: Accounting) -> list[Route]:
+    return [
+        Route(
+            *("GET", "/v1/receipts", accounting.list_accounts, "viewer"),
+            *(t.AccountList, t.AccountPage),
+        ),
+        Route(
+            *("GET", "/v1/receipts/requests", accounting.list_receipts, "viewer"),
+            *(t.ReceiptList, t.ReceiptPage),
         ),
     ]
 

@@ -13,6 +13,7 @@ import msgspec
 from kvpool.placement.records import DrainProgress, NamespaceSettings, TransportRecord
 from kvpool.telemetry.hit_curve import Curve
 from kvpool.telemetry.node_stats import HotPrefix, Missed, SlabClass
+from kvpool.telemetry.receipts import Amount, Refused
 from kvpool.wire.jobs import JobName, JobSpec, JobState, JobView
 
 LIMIT_MAX = 1000
@@ -190,6 +191,46 @@ class SessionPage(Page, frozen=True):
 
     tenant: TenantName = ""
     node: AnyNode = ""
+
+
+Since = Annotated[float, msgspec.Meta(ge=0, le=1e12, description="Seconds since 1970.")]
+AsFormat = Annotated[
+    Literal["json", "jsonl", "csv"],
+    msgspec.Meta(description="JSON, one JSON object a line, or a table."),
+]
+
+
+class AccountPage(Page, frozen=True):
+    """Which periods of accounts are wanted: those that began from `since` on and before `until` (0: now)."""
+
+    tenant: AnyTenant = ""
+    node: AnyNode = ""
+    namespace: AnyDigest = ""
+    since: Since = 0.0
+    until: Since = 0.0
+    total: Annotated[
+        bool, msgspec.Meta(description="One row for each namespace and node, of all periods.")
+    ] = False
+    format: AsFormat = "json"
+
+
+class ReceiptPage(Given, frozen=True):
+    """Which receipts are wanted: of requests that began from `since` on and before `until` (0: now)."""
+
+    limit: Limit = 100
+    tenant: AnyTenant = ""
+    node: AnyNode = ""
+    namespace: AnyDigest = ""
+    since: Since = 0.0
+    until: Since = 0.0
+    request: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=r"^[^\x00-\x1f\x7f]{0,256}$",
+            description="Requests whose label contains this. An engine's label contains the request's X-Request-Id.",
+        ),
+    ] = ""
+    format: AsFormat = "json"
 
 
 class OfSession(Given, frozen=True):
@@ -670,6 +711,63 @@ class JobList(msgspec.Struct, frozen=True):
 
     items: list[JobInfo]
     next: Next
+    unreachable: Unreachable
+
+
+class AccountItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A namespace of a tenant on a node, in a period, or with `total` in all of them (number 0).
+
+    number: counts the periods of an incarnation; one that is missing was lost. seconds: that the periods took. open: it
+    has not ended: its numbers still grow. namespace: empty: of all those beyond the limit. reads: by the tier that blocks came
+    from. refused: by reason. kept_byte_s: bytes times seconds, by tier.
+    """
+
+    node: str
+    incarnation: str
+    number: int
+    begin_s: float
+    end_s: float
+    seconds: float
+    open: bool
+    tenant: str
+    namespace: str
+    model: str
+    reads: dict[str, Amount]
+    written: Amount
+    refused: dict[str, Refused]
+    kept_byte_s: dict[str, float]
+
+
+class AccountList(msgspec.Struct, frozen=True):
+    """Part of the list of accounts' periods."""
+
+    items: list[AccountItem]
+    next: Next
+    unreachable: Unreachable
+
+
+class ReceiptItem(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node served to a request. request: as its engine names it. ended_s: null: its engine has not said so."""
+
+    node: str
+    request: str
+    tenant: str
+    namespace: str
+    model: str
+    session: str
+    begun_s: float
+    used_s: float
+    ended_s: float | None
+    reads: dict[str, Amount]
+    written: Amount
+    refused: dict[str, Refused]
+
+
+class ReceiptList(msgspec.Struct, frozen=True):
+    """Receipts, oldest first. more: whether older ones were left out."""
+
+    items: list[ReceiptItem]
+    more: bool
     unreachable: Unreachable
 
 

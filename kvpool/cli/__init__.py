@@ -16,7 +16,7 @@ from kvpool.errors import KvpoolError
 # In the order of `kvpool --help`.
 COMMANDS = (
     *("serve", "router", "status", "tiers", "nodes", "namespaces", "locate", "lookup", "blocks"),
-    *("sessions", "put", "get", "ls", "rm"),
+    *("sessions", "receipts", "put", "get", "ls", "rm"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
     *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
     *("doctor", "version", "config", "bench", "completion", "certs", "secret", "token", "audit"),

@@ -317,22 +317,31 @@ class Client:
         part: int = 0,
         lease_s: float = 10.0,
         wait_s: float = 0.0,
+        request: str = "",
     ) -> Lease | None:
         """A lease on one part of each of these blocks that is here, whatever the others are; None if none is.
 
         Slot i of `lease.slots[part]` belongs to key i: where there is none its row is `NO_ROW`. `lease.blocks` counts
-        those that are there. lease_s, wait_s: as for `acquire`.
+        those that are there. lease_s, wait_s, request: as for `acquire`.
         """
         packed = pack_keys(keys)
         if not packed:
             return None
         return self._acquire(
-            ns, lambda number: self._each(ns, number, packed, part, lease_s, wait_s), wait_s
+            ns,
+            lambda number: self._each(ns, number, packed, part, lease_s, wait_s, request),
+            wait_s,
         )
 
     @staticmethod
     def _each(
-        ns: Namespace, number: int, packed: bytes, part: int, lease_s: float, wait_s: float
+        ns: Namespace,
+        number: int,
+        packed: bytes,
+        part: int,
+        lease_s: float,
+        wait_s: float,
+        request: str,
     ) -> client_wire.Acquire:
         # By position: keywords cost a third of a microsecond here.
         return client_wire.Acquire(
@@ -346,6 +355,7 @@ class Client:
             0,
             "",
             ns.verify,
+            request,
         )
 
     def acquire(
@@ -360,6 +370,8 @@ class Client:
         device: DeviceMemory | None = None,
         life: int = 0,
         trace: str = "",
+        request: str = "",
+        for_others: bool = False,
     ) -> Lease | None:
         """A lease on the longest usable prefix of `keys`; None if there is none.
 
@@ -374,6 +386,9 @@ class Client:
         life: the same for a caller that is not attached, on behalf of processes that will `join` the lease and
             are all attached: their `DeviceMemory.life`. The slots there are theirs to read.
         trace: the W3C `traceparent` of the request; the daemon's spans belong to it.
+        request: on whose behalf, as its engine names it: what is read is in its receipt (`end_request`), beside the tenant's
+            account. At most 256 printable characters.
+        for_others: those who `join` the lease read, not the caller: it counts as read with the first of them.
         """
         packed = pack_keys(keys)
         if not packed:
@@ -395,6 +410,8 @@ class Client:
                 life,
                 trace,
                 ns.verify,
+                request,
+                for_others,
             ),
             wait_s,
             device=device,
@@ -464,6 +481,7 @@ class Client:
         part: int = 0,
         lease_s: float = 5.0,
         wait_s: float = 0.0,
+        request: str = "",
     ) -> npt.NDArray[np.bool_]:
         """Copy blocks into `out`; True for each key that is complete, the rest of `out` is undefined.
 
@@ -471,6 +489,7 @@ class Client:
             a list of buffers over which the block is scattered.
         lease_s: the copy must be done by then. The lease is released with this client's next request.
         wait_s: how long to wait for blocks that are not in memory here, but on disks or other nodes.
+        request: as for `acquire`.
         """
         packed = pack_keys(keys)
         n = len(packed) // KEY_BYTES
@@ -481,7 +500,7 @@ class Client:
             return here
         lease = self._acquire(
             ns,
-            lambda number: self._each(ns, number, packed, part, lease_s, wait_s),
+            lambda number: self._each(ns, number, packed, part, lease_s, wait_s, request),
             wait_s,
             n * nbytes,
         )
@@ -504,23 +523,35 @@ class Client:
         return here
 
     def get(
-        self, ns: Namespace, keys: Keys, *, part: int = 0, wait_s: float = 0.0
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        part: int = 0,
+        wait_s: float = 0.0,
+        request: str = "",
     ) -> list[bytes | None]:
         """The bytes of each block, or None; as `get_into`. For bulk use prefer that, or `acquire`."""
         packed = pack_keys(keys)
         n = len(packed) // KEY_BYTES
         out = np.empty((n, part_bytes(ns, part)), dtype=np.uint8)
-        here = self.get_into(ns, packed, out, part=part, wait_s=wait_s)
+        here = self.get_into(ns, packed, out, part=part, wait_s=wait_s, request=request)
         return [out[i].tobytes() if here[i] else None for i in range(n)]
 
     # ---- writing -------------------------------------------------------------------------------------
 
     def reserve(
-        self, ns: Namespace, keys: Keys, *, part: int = 0, parent: bytes | None = None
+        self,
+        ns: Namespace,
+        keys: Keys,
+        *,
+        part: int = 0,
+        parent: bytes | None = None,
+        request: str = "",
     ) -> Reservation:
         """Slots for the blocks that are not present yet. Write them, then `commit`.
 
-        parent: the key before the first one in the prefix chain, if there is one.
+        parent: the key before the first one in the prefix chain, if there is one. request: as for `acquire`.
         Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
         """
         packed = pack_keys(keys)
@@ -528,7 +559,7 @@ class Client:
         if not packed:
             raise InvalidRequest("a reservation needs at least one key")
         with self._connections.request() as connection:
-            return self._reservations.reserve(connection, ns, part, packed, parent)
+            return self._reservations.reserve(connection, ns, part, packed, parent, request=request)
 
     def commit(
         self, reservation: Reservation, checksums: bytes | None = None, *, replicas: int = 0
@@ -562,11 +593,18 @@ class Client:
         return daemon is not None and daemon.protocol >= EACH_SINCE
 
     def reserve_parts(
-        self, ns: Namespace, keys: Keys, parts: Sequence[int], parents: Keys
+        self,
+        ns: Namespace,
+        keys: Keys,
+        parts: Sequence[int],
+        parents: Keys,
+        *,
+        requests: Sequence[tuple[str, int]] = (),
     ) -> list[Reservation]:
         """As `reserve`, in one exchange, of the same blocks in several parts. The blocks may be of several prompts.
 
-        parents: of each key, the one before it in its prefix chain, or `NO_PARENT`.
+        parents: of each key, the one before it in its prefix chain, or `NO_PARENT`. requests: as for `acquire`, each with
+            how many of the keys, in their order, are on its behalf.
         A part without space is refused as the last keys of a reservation are: its `refused` are all of them.
         Raises `LimitExceeded` for more than 65,536 keys and parts, `Unavailable`; `InvalidRequest` where the daemon
         is older than `puts_parts` requires.
@@ -578,7 +616,7 @@ class Client:
         with self._connections.request() as connection:
             if connection.daemon.protocol < PARTS_SINCE:
                 raise InvalidRequest("the daemon is too old to reserve several parts at once")
-            return self._reservations.reserve_parts(connection, ns, parts, packed, before)
+            return self._reservations.reserve_parts(connection, ns, parts, packed, before, requests)
 
     def commit_parts(self, reservations: Sequence[Reservation], *, replicas: int = 0) -> list[int]:
         """As `commit`, in one exchange, of what `reserve_parts` gave. How many blocks of each are new.
@@ -615,6 +653,7 @@ class Client:
         part: int = 0,
         parent: bytes | None = None,
         replicas: int = 0,
+        request: str = "",
     ) -> int:
         """Store blocks; returns the number of new ones.
 
@@ -625,11 +664,12 @@ class Client:
             buffer or a list of buffers that are gathered. Read until this returns, never kept.
         replicas: how many are wanted in the cluster of each; 0: the namespace's setting. Made
             afterwards, in the background.
+        request: as for `acquire`.
         Raises `PoolFull` when not all could be stored (the first ones were: see `contains`),
         `Unavailable`, `InvalidRequest`.
         """
         packed = pack_keys(keys)
-        stored, refused = self._put(ns, packed, blocks, part, parent, replicas)
+        stored, refused = self._put(ns, packed, blocks, part, parent, replicas, request=request)
         if refused:
             raise PoolFull(
                 f"{refused} of {len(packed) // KEY_BYTES} blocks found no space: leases, reservations or hard "
@@ -646,6 +686,7 @@ class Client:
         part: int = 0,
         parents: Keys | None = None,
         replicas: int = 0,
+        request: str = "",
     ) -> npt.NDArray[np.bool_]:
         """As `put`, of blocks that need not follow each other; True for each that is stored then, by this put or before.
 
@@ -656,7 +697,7 @@ class Client:
         n = len(packed) // KEY_BYTES
         before = bytes(len(packed)) if parents is None else pack_keys(parents)
         try:
-            _, refused = self._put(ns, packed, blocks, part, None, replicas, before)
+            _, refused = self._put(ns, packed, blocks, part, None, replicas, before, request)
         except PoolFull:
             refused = n
         stored = np.ones(n, dtype=np.bool_)
@@ -674,6 +715,7 @@ class Client:
         parent: bytes | None,
         replicas: int,
         parents: bytes = b"",
+        request: str = "",
     ) -> tuple[int, int]:
         """How many blocks are new, and how many of the last ones found no space. Raises `PoolFull` if none did."""
         self._check_writes()
@@ -682,12 +724,14 @@ class Client:
         if not n:
             return 0, 0
         if self._granted_puts.fits(ns, part, source):
-            found = self._granted_puts.put(ns, packed, source, part, parent, replicas, parents)
+            found = self._granted_puts.put(
+                *(ns, packed, source, part, parent, replicas, parents, request)
+            )
             if found is not None:
                 return found, 0
         with self._connections.request() as connection:
             reservation = self._reservations.reserve(
-                connection, ns, part, packed, parent, source.total, parents
+                connection, ns, part, packed, parent, source.total, parents, request
             )
             stored = 0
             if len(reservation.missing):
@@ -919,6 +963,20 @@ class Client:
                             nodes=tuple(nodes),
                         )
                     )
+        except Unavailable:
+            pass
+
+    def end_request(self, ns: Namespace, request: str, *, session: str = "") -> None:
+        """This request has ended: its receipt says so. What is still stored on its behalf is added.
+
+        request: as in `acquire` and `put`. session: that it was a turn of. A hint: skipped while all connections are busy;
+        an unreachable or older daemon is no error.
+        """
+        try:
+            with self._connections.request(0.0) as connection:
+                number = connection.daemon.numbers.get(ns.digest)
+                if number is not None and connection.daemon.protocol >= EACH_SINCE:
+                    connection.tell(client_wire.EndRequest(number, request, session))
         except Unavailable:
             pass
 

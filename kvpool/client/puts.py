@@ -39,18 +39,21 @@ class Reservations:
         parent: bytes | None,
         patience_bytes: int = 0,
         parents: bytes = b"",
+        request: str = "",
     ) -> Reservation:
         """patience_bytes: of a concurrent copy. parents: of each key, if they are not a chain."""
         ticket = next(self._tickets)
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
 
         def ask(number: int) -> Any:
-            message = client_wire.Reserve(number, part, ticket, packed, parent or b"", parents)
-            request = connection.send(message, timeout_s)
+            message = client_wire.Reserve(
+                *(number, part, ticket, packed, parent or b"", parents, request)
+            )
+            sent = connection.send(message, timeout_s)
             if patience_bytes:
                 connection.be_patient(patience_bytes)
             try:
-                return connection.receive(request, timeout_s)
+                return connection.receive(sent, timeout_s)
             except Unavailable:
                 # The daemon may have reserved, and only an abort or the end of this process undoes it.
                 self._connections.abandon(daemon.incarnation, ticket)
@@ -87,12 +90,15 @@ class Reservations:
         parts: Sequence[int],
         packed: bytes,
         parents: bytes,
+        requests: Sequence[tuple[str, int]] = (),
     ) -> list[Reservation]:
         tickets = [next(self._tickets) for _ in parts]
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
 
         def ask(number: int) -> Any:
-            message = client_wire.ReserveParts(number, list(parts), tickets, packed, parents)
+            message = client_wire.ReserveParts(
+                *(number, list(parts), tickets, packed, parents, list(requests))
+            )
             try:
                 return connection.ask(message, timeout_s)
             except Unavailable:
@@ -188,6 +194,7 @@ class GrantedPuts:
         parent: bytes | None,
         replicas: int,
         parents: bytes = b"",
+        request: str = "",
     ) -> int | None:
         """How many blocks are new; None if the daemon grants too few slots."""
         with self._connections.request() as connection:
@@ -204,7 +211,8 @@ class GrantedPuts:
                     connection,
                     ns,
                     lambda number: self._store(
-                        *(connection, number, ns, packed, source, part, parent, replicas, parents)
+                        *(connection, number, ns, packed, source, part, parent, replicas),
+                        *(parents, request),
                     ),
                 )
             except BaseException as error:
@@ -225,6 +233,7 @@ class GrantedPuts:
         parent: bytes | None,
         replicas: int,
         parents: bytes,
+        request: str,
     ) -> int | None:
         n = source.n
         stash = connection.daemon.stashes.get((ns.digest, part))
@@ -256,7 +265,7 @@ class GrantedPuts:
             answer = connection.ask(
                 client_wire.Store(
                     *(number, part, packed_rows, packed, checksums, n, parent or b"", replicas),
-                    parents,
+                    *(parents, request),
                 ),
                 self._connections.timeout_s,
             )

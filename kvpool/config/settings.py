@@ -535,6 +535,15 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             "one daemon at a time."
         ),
     ] = ""
+    receipts_bytes: Annotated[
+        int,
+        kind(parse=parse.bytes_or_none, metavar="SIZE"),
+        setting(
+            "How much is kept of [tenants' accounts](admin.md#receipts) in `data_dir`, the oldest going first. 0: "
+            "nothing is written.",
+            default="64MiB",
+        ),
+    ] = 64 << 20
     node: Annotated[Name, setting("This node's name.", default="the host's name")] = ""
     log_level: Annotated[
         LogLevel, setting("The lowest level that is logged. `-v` is short for `info`.")

@@ -16,6 +16,7 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.telemetry.histogram import RATIOS, Histogram
+from kvpool.telemetry.receipts import Booked
 
 PEERS_MAX = 256  # that are counted by name
 OTHERS = "others"
@@ -158,7 +159,8 @@ class Traffic(Branch):
     """What the clients of one tenant put, asked for and got; counted once a request or transfer, never once a block.
 
     put_parts, put_bytes: new ones. matches, reads, pulls: the requests of these names. read_bytes: leased to clients
-    in memory; device_read_bytes: in spare device memory. loads: into memory, by the tier they came from.
+    in memory; device_read_bytes: in spare device memory. loads: into memory, by the tier they came from. account: what
+    the tenant's account says; leases that nobody reads are not in it.
     """
 
     put_parts: int = 0
@@ -169,6 +171,7 @@ class Traffic(Branch):
     read_bytes: int = 0
     device_read_bytes: int = 0
     loads: dict[str, Loads] = {}
+    account: Booked = msgspec.field(default_factory=Booked)
 
 
 class Missed(Branch):

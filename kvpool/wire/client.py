@@ -38,6 +38,7 @@ type  message          direction             answer
 135   ClearNamespace   client → daemon       Done: the new epoch
 138   RemoveEach       client → daemon       Bytes: 0 or 1 a key, and a `Presence` of those beside
 140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
+149   EndRequest       client → daemon       Done: 1 if it is known; or none
 145   WhyMissing       client → daemon       Bytes: a JSON object
 148   Intend           client → daemon       Bytes: a JSON object
 130   ReserveParts     client → daemon       ReservedParts
@@ -124,7 +125,7 @@ class Opened(Message, tag=36):
 class Reserve(Message, tag=11):
     """`ticket` names the reservation; the client chooses it, so that it can abort without having seen the answer.
 
-    `parent`: the key before the first one in the prefix chain, or empty. `parents`: see `Store`.
+    `parent`: the key before the first one in the prefix chain, or empty. `parents`: see `Store`. `request`: see `Acquire`.
     """
 
     ns: int
@@ -133,6 +134,7 @@ class Reserve(Message, tag=11):
     keys: bytes
     parent: bytes = b""
     parents: bytes = b""
+    request: str = ""
 
 
 class Reserved(Message, tag=12):
@@ -158,7 +160,7 @@ class ReserveParts(Message, tag=130):
     """`Reserve` of the same keys in several parts. `tickets`: one a part.
 
     `parents`: 16 bytes a key, the one before it in its prefix chain, zeros if there is none: the keys may be of several
-    chains.
+    chains. `requests`: as in `Acquire`, each with how many of the keys, in their order, belong to it; empty: none.
     """
 
     ns: int
@@ -166,6 +168,7 @@ class ReserveParts(Message, tag=130):
     tickets: list[int]
     keys: bytes
     parents: bytes
+    requests: list[tuple[str, int]] = msgspec.field(default_factory=list)
 
 
 class ReservedParts(Message, tag=131):
@@ -208,7 +211,8 @@ class Acquire(Message, tag=15):
     `parts`: empty means all. `wait_s`: how long to wait for blocks from other nodes. `recompute`:
     see `Pull`; not with `scattered`, where blocks do not depend on each other. `life`: of the
     device memory that the client is attached to and reads itself; 0: none. Not with `scattered`. `verify`: the
-    answer is to have checksums.
+    answer is to have checksums. `request`: on whose behalf, as its engine names it: for its receipt; empty: none.
+    `for_others`: those who join the lease read, so it counts as read with the first of them.
     """
 
     ns: int
@@ -221,6 +225,8 @@ class Acquire(Message, tag=15):
     life: int = 0
     trace: str = ""
     verify: bool = False
+    request: str = ""
+    for_others: bool = False
 
 
 class LeasedPart(Message):
@@ -357,6 +363,17 @@ class SessionTurn(Message, tag=140):
     shared: bool = False
 
 
+class EndRequest(Message, tag=149):
+    """An engine has finished a request: its receipt is closed. `session`: that it was a turn of; empty: none.
+
+    What is still stored on its behalf is added.
+    """
+
+    ns: int
+    request: str
+    session: str = ""
+
+
 class Intend(Message, tag=148):
     """What is wanted for the blocks `keys` of a prompt, from its first one on, or for those of a session in this
     namespace. JSON: a `kvpool.types.IntentAnswer`.
@@ -414,7 +431,7 @@ class Store(Message, tag=27):
     """Granted slots have been written; these are their keys and checksums. One exchange a put.
 
     `count`: how many granted slots the client wants for the next one. `replicas`: see `Commit`. `parents`: as in
-    `ReserveParts`, where the keys are not a chain; else empty.
+    `ReserveParts`, where the keys are not a chain; else empty. `request`: see `Acquire`.
     """
 
     ns: int
@@ -426,6 +443,7 @@ class Store(Message, tag=27):
     parent: bytes = b""
     replicas: int = 0
     parents: bytes = b""
+    request: str = ""
 
 
 class Stored(Message, tag=28):
@@ -577,6 +595,7 @@ ClientMessage = (
     | Present
     | ClearNamespace
     | SessionTurn
+    | EndRequest
     | Intend
     | AnnounceEngine
     | Engines

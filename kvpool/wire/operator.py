@@ -26,6 +26,8 @@ type  message          direction             answer
 144   EndSession       operator → daemon     Done: 1 if it was known
 146   HitCurves        operator → daemon     Bytes: a JSON object
 147   IntendBlocks     operator → daemon     Bytes: a JSON object
+150   ListAccounts     operator → daemon     Bytes: a JSON object
+151   ListReceipts     operator → daemon     Bytes: a JSON object
 """
 
 from __future__ import annotations
@@ -250,6 +252,38 @@ class HitCurves(Message, tag=146):
     """
 
 
+class ListAccounts(Message, tag=150):
+    """Periods of tenants' accounts that began at `since_s` or later and before `until_s`, in seconds since 1970, by their
+    ends, from `after_s` on (not included). JSON: a `kvpool.telemetry.receipts.PeriodRows`.
+
+    Whole periods, so there may be more rows than `count`. `tenants`: empty: all. `digest`: of one namespace; empty: all.
+    `total`: one row for each namespace instead, of all periods.
+    """
+
+    since_s: Finite
+    until_s: Finite
+    after_s: Finite
+    count: int
+    tenants: list[str] = msgspec.field(default_factory=list)
+    digest: bytes = b""
+    total: bool = False
+
+
+class ListReceipts(Message, tag=151):
+    """The receipts of requests that began at `since_s` or later and before `until_s`, the last `count` of them.
+    JSON: a `kvpool.telemetry.receipts.Receipts`.
+
+    `request`: those whose label contains it; empty: all. The rest as in `ListAccounts`.
+    """
+
+    since_s: Finite
+    until_s: Finite
+    count: int
+    request: str = ""
+    tenants: list[str] = msgspec.field(default_factory=list)
+    digest: bytes = b""
+
+
 OperatorMessage = (
     Cluster
     | Locate
@@ -275,4 +309,6 @@ OperatorMessage = (
     | EndSession
     | IntendBlocks
     | HitCurves
+    | ListAccounts
+    | ListReceipts
 )

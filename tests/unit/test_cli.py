@@ -1377,7 +1377,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
         " --object-store s3://b/p --object-bytes-max 1TiB --object-instance-credentials"
         " --no-events --engines-max 3 --device cuda:0=8GiB"
         f" --tls-cert {pem} --tls-key {pem} --tls-ca {pem} --tls-crl {pem} --plaintext --cluster-secret-file /s --operated-by m --operated-by n"
-        " --operator-socket /o --plaintext-passwords --no-announce"
+        " --operator-socket /o --plaintext-passwords --no-announce --receipts-bytes 9MiB"
         f" --http 127.0.0.1:7071 --http unix:/h --http-tokens {pem} --http-rate 7"
         f" --router http://r:1 --router-ca {pem} --otlp http://c:4318 --log-level error --log-format json -v"
     )
@@ -1386,7 +1386,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     config = seen["config"]
     assert (config.socket, config.memory, config.policy) == ("/s", 1 << 20, "lru")
     assert (config.operator_socket, config.plaintext_passwords) == ("/o", True)
-    assert config.announce is False
+    assert (config.announce, config.receipts_bytes) == (False, 9 << 20)
     assert config.listen == ("tcp://a:1", "tcp://b:2")
     assert config.advertise == ("tcp://x:1", "tcp://y:2")
     assert config.peers == ("tcp://c:3",)

@@ -144,6 +144,7 @@ device = "cuda:1=8GiB"
 events = false
 transfer_workers = 2
 data_dir = "/d"
+receipts_bytes = "9MiB"
 node = "n"
 clients_max = 5
 memory_wait_s = 4
@@ -237,6 +238,7 @@ tenant = "red"
         events=False,
         transfer_workers=2,
         data_dir="/d",
+        receipts_bytes=9 << 20,
         node="n",
         clients_max=5,
         memory_wait_s=4.0,
@@ -321,6 +323,7 @@ def test_every_setting_but_tenants_can_come_from_the_environment(tls_files):
         "events": "0",
         "transfer_workers": "2",
         "data_dir": "/d",
+        "receipts_bytes": "9MiB",
         "node": "n",
         "clients_max": "5",
         "memory_wait_s": "4.5",

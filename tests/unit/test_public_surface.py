@@ -79,6 +79,7 @@ METHODS = {
         "clear_namespace",
         "session_news",
         "session_turn",
+        "end_request",
         "intend",
         "dropped",
         "engines",

@@ -34,16 +34,20 @@ PIN_KINDS = {"none": PIN_NONE, "soft": PIN_SOFT, "hard": PIN_HARD}
 class Origin(NamedTuple):
     """Properties of new blocks apart from their bytes: see `Block`.
 
-    depths: of each; empty: they follow from the parents.
+    depths: of each; empty: they follow from the parents. tier: that they came from, for somebody who waits; empty:
+    none.
     """
 
     secondary: bool = False
     hops: int = 0
     replicas: int = 0
     depths: Sequence[int] = ()
+    tier: str = ""
 
 
 OWN = Origin()
+Requests = Sequence[tuple[str, int]]
+"""Labels of requests, each with how many of some keys, in their order, belong to it."""
 
 
 class Block(msgspec.Struct, gc=False, eq=False):
@@ -180,6 +184,24 @@ class PartTable:
         (self.garbage if self.namespace.retired else self.blocks).remove(keys)
 
 
+class ByteSum:
+    """Bytes times seconds of one namespace in one tier: see `byte_seconds`. taken: as much was told to whoever asked last. ended: it is not counted in any more."""
+
+    __slots__ = ("at", "byte_s", "ended", "nbytes", "taken")
+
+    def __init__(self, now: float) -> None:
+        self.nbytes = 0
+        self.at = now
+        self.byte_s = 0.0
+        self.taken = 0.0
+        self.ended = False
+
+    def change(self, nbytes: int, now: float) -> None:
+        self.byte_s += self.nbytes * (now - self.at)
+        self.at = now
+        self.nbytes += nbytes
+
+
 class NamespaceState:
     """A namespace in one epoch, as this node knows it.
 
@@ -192,11 +214,13 @@ class NamespaceState:
     retired: its epoch has ended.
     space: 64 bits for the tenant and the base, the same in every tier.
     reads: what clients asked for and got. misses: of these, by reason. Both are kept from epoch to epoch.
+    byte_seconds: of its blocks; None: it has had none.
     """
 
     __slots__ = (
         "base",
         "base_hex",
+        "byte_seconds",
         "digest",
         "directory_digest",
         "epoch",
@@ -231,6 +255,7 @@ class NamespaceState:
         self.space = int.from_bytes(directory_digest(tenant.name, base)[:8])
         self.reads = Asked()
         self.misses: dict[str, Missed] = {}
+        self.byte_seconds: ByteSum | None = None
         self.epoch = epoch
         self.generation = generation
         self.digest = epoch_digest(base, epoch)
@@ -546,6 +571,7 @@ class Reservation:
     parents: Sequence[bytes]  # of each key, the one before it in the prefix chain
     rows: list[int]
     left: dict[int, int] | None = None  # key index → position, once some are settled
+    requests: Requests = ()  # on whose behalf, in the order of the requested keys
     added: int = -1  # `BlockIndex.added` of the table when these keys were not there, and differed from one another
 
     @property
@@ -596,6 +622,8 @@ class Lease:
     holders: dict[int, Holder] = field(default_factory=dict)  # by id()
     holds: dict[int, int] = field(default_factory=dict)  # how often each has joined
     beside: Beside | None = None
+    request: str = ""  # on whose behalf
+    unread: bool = False  # it is for those who join it: read with the first of them
 
     def read_on(self, table: PartTable, blocks: Sequence[Block]) -> None:
         """These blocks stay in their slots until it ends."""

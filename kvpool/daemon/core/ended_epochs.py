@@ -29,6 +29,8 @@ class EndedEpochs:
     def add(self, tables: Iterable[PartTable]) -> None:
         """The epoch of these has ended: their blocks are no longer found."""
         for table in tables:
+            if table.blocks:
+                self._slots.byte_seconds.changed(table, -len(table.blocks))
             table.garbage, table.blocks = table.blocks, BlockIndex()
             if table.garbage:
                 self._tables[table] = None

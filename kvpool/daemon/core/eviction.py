@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvpool.daemon.core.blocks import Block, PartTable, SlotClass, Tenant
+from kvpool.daemon.core.byte_seconds import TierByteSeconds
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
@@ -28,12 +29,14 @@ class Eviction:
         changes: ChangeFeed,
         departures: TierDepartures,
         counters: Counters,
+        byte_seconds: TierByteSeconds,
     ) -> None:
         self._tenants = tenants
         self._ledger = ledger
         self._changes = changes
         self._departures = departures
         self._counters = counters
+        self._byte_seconds = byte_seconds
         self._victims: list[tuple[int, int]] = []  # see `take_victims`
 
     def evict(
@@ -104,6 +107,8 @@ class Eviction:
                 keys.append(blocks[at].key)
                 at += 1
             table.forget(keys)
+            if not table.namespace.retired:  # otherwise they were not counted any more
+                self._byte_seconds.changed(table, -len(keys))
             self._changes.tell(table.namespace, keys)
             why = Reason.EPOCH if table.namespace.retired else reason
             space, used = table.namespace.space, blocks[at - 1].used

@@ -7,24 +7,32 @@ sent (`settle`). Code that depends on it settles first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable, SlotClass
+from kvpool.daemon.core.byte_seconds import TierByteSeconds
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
 
 _PUT, _READ, _LEASED = range(3)  # the kind of a note
+ARRIVALS_MAX = 1 << 16
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put after them
 
 
 class Ledger:
     """Notes of puts and reads, and the tick counter. Not thread-safe.
 
-    tick: counts puts and reads: the clock of `Block.used`.
+    tick: counts puts and reads: the clock of `Block.used`. arrivals: blocks that came here from another tier or node for
+    somebody who waits, and which; until they are read, as many as `ARRIVALS_MAX`, the last ones.
     """
 
-    def __init__(self, changes: ChangeFeed, commit_waiters: CommitWaiters) -> None:
-        """changes, commit_waiters: notified of new blocks."""
+    def __init__(
+        self, changes: ChangeFeed, commit_waiters: CommitWaiters, byte_seconds: TierByteSeconds
+    ) -> None:
+        """changes, commit_waiters, byte_seconds: notified of new blocks."""
+        self._byte_seconds = byte_seconds
+        self.arrivals: dict[Block, str] = {}
         self._changes = changes
         self._commit_waiters = commit_waiters
         self._pending: list[tuple[int, PartTable, Any]] = []
@@ -94,10 +102,13 @@ class Ledger:
         table.slots = slot_class
         new = slot_class.by_row.enter(table, keys, rows, parents, depths, tick)
         slot_class.checksums.set(rows, checksums)
+        self._byte_seconds.changed(table, len(keys))
+        if origin.tier:
+            self._arrived(new, origin.tier)
         if origin[:3] == OWN[:3]:
             slot_class.policy.insert(new)
         else:
-            kept = origin._replace(depths=())
+            kept = origin._replace(depths=(), tier="")
             for block in new:
                 block.origin = kept
             slot_class.insert(new)
@@ -105,6 +116,12 @@ class Ledger:
         self._changes.tell(table.namespace, keys)
         if self._commit_waiters:
             self._commit_waiters.came(table.namespace.directory_digest, keys)
+
+    def _arrived(self, blocks: Sequence[Block], tier: str) -> None:
+        arrivals = self.arrivals
+        arrivals.update(dict.fromkeys(blocks, tier))
+        for block in list(islice(arrivals, max(0, len(arrivals) - ARRIVALS_MAX))):
+            del arrivals[block]
 
     @staticmethod
     def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:

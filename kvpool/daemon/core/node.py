@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import BlockObjects, Tenant
+from kvpool.daemon.core.byte_seconds import ByteSeconds, TierByteSeconds
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
@@ -76,12 +77,13 @@ class Node:
         incarnation: str = "0",
         packed: bool = False,
         departures: Departures | None = None,
+        byte_seconds: ByteSeconds | None = None,
         tier: str = "dram",
         above_disks: bool = False,
     ) -> None:
         """make_policy: for a class with so many slots. packed: blocks are kept in arrays, for a tier of tens of
-        millions of them: see `packed_blocks`. departures: of all tiers of the daemon; None: nobody wants to know. above_disks:
-        the daemon has disks, and this is its memory.
+        millions of them: see `packed_blocks`. departures: of all tiers of the daemon; None: nobody wants to know. byte_seconds:
+        the same. above_disks: the daemon has disks, and this is its memory.
         """
         self.limits = limits = limits or Limits()
         self.incarnation = incarnation
@@ -90,15 +92,17 @@ class Node:
         self.departures = departures or Departures(0)
         departs = TierDepartures(self.departures, tier, self.idle_age)
         departs.above_disks = above_disks
+        self.byte_seconds = byte_seconds or ByteSeconds()
+        self._tier_byte_seconds = kept = TierByteSeconds(self.byte_seconds, tier)
         self.commit_waiters = CommitWaiters(limits.waiters_max, limits.waiters_per_peer_max)
         self.tenants: dict[str, Tenant] = {}
         tenants = self.tenants
         changes = ChangeFeed()
-        self.ledger = ledger = Ledger(changes, self.commit_waiters)
+        self.ledger = ledger = Ledger(changes, self.commit_waiters, kept)
         new_records = PackedBlocks if packed else lambda _: BlockObjects()
-        slots = Slots(make_policy, new_records, ledger, changes, departs)
+        slots = Slots(make_policy, new_records, ledger, changes, departs, kept)
         self.ended_epochs = EndedEpochs(slots, counters)
-        self.eviction = Eviction(tenants, ledger, changes, departs, counters)
+        self.eviction = Eviction(tenants, ledger, changes, departs, counters, kept)
         self.quotas = Quotas(ledger, slots, self.ended_epochs, self.eviction, counters)
         self.candidates = Candidates(tenants, ledger, self.quotas)
         reclaimer = Reclaimer(
@@ -140,6 +144,11 @@ class Node:
         tenant = Tenant(name, segment, allocator or SlabAllocator(size, slab_bytes=slab_bytes))
         self.tenants[name] = tenant
         return tenant
+
+    def end(self) -> None:
+        """What these rules are of is gone, and with it all blocks."""
+        self.settle()
+        self._tier_byte_seconds.end(self.tenants)
 
     def settle(self) -> bool:
         """Book all recorded puts and reads; returns whether there were any: see `Ledger`."""

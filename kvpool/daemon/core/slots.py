@@ -14,6 +14,7 @@ from kvpool.daemon.core.blocks import (
     Tenant,
     by_table,
 )
+from kvpool.daemon.core.byte_seconds import TierByteSeconds
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
@@ -36,6 +37,7 @@ class Slots:
         ledger: Ledger,
         changes: ChangeFeed,
         departures: TierDepartures,
+        byte_seconds: TierByteSeconds,
     ) -> None:
         """make_policy: for a class with so many slots. new_records: for its blocks, with so many rows."""
         self.make_policy = expendable_first(make_policy)
@@ -43,6 +45,7 @@ class Slots:
         self._ledger = ledger
         self._changes = changes
         self._departures = departures
+        self.byte_seconds = byte_seconds
         self.classes: list[SlotClass] = []
         self.releases = 0
 
@@ -102,6 +105,7 @@ class Slots:
     def drop(self, block: Block, reason: Reason) -> None:
         """Remove a block from its table, and drop it."""
         del block.table.blocks[block.key]
+        self.byte_seconds.changed(block.table, -1)
         self.part_with(block, reason)
 
     def drop_all(self, blocks: Iterable[Block], reason: Reason) -> None:
@@ -114,6 +118,7 @@ class Slots:
             rows = []
             keys = [block.key for block in some]
             table.blocks.remove(keys)
+            self.byte_seconds.changed(table, -len(keys))
             self._departures.tell(table.namespace.space, keys, reason, some[-1].used)
             self.take_all_out(some)
             for block in some:

@@ -246,9 +246,12 @@ class Transfers:
                 if not other.begun:  # this one is asked instead
                     other.task.cancel()
         self._peers.queued(source, nbytes)
+        came = OWN if local else origin
+        if not background:
+            came = came._replace(tier=TIER_OF.get(source, PEER))
         transfer.turn = turns.join(source, transfer.has_turn.set, first=hedges)
         transfer.task = asyncio.get_running_loop().create_task(
-            self._when_its_turn(transfer, url, deadline, OWN if local else origin)
+            self._when_its_turn(transfer, url, deadline, came)
         )
         transfer.task.add_done_callback(lambda task: self._ended(transfer, task))
 

@@ -39,13 +39,13 @@ from kvpool.daemon.ops.published_blocks import (
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
 from kvpool.telemetry.node_stats import EventStreamStats
+from kvpool.telemetry.receipts import facts_of
 
 IDLE_S = 1.0
 LINGER_S = 0.002  # changes that come together are published together
 SLICE_BLOCKS = 512  # looked at before other tasks have their turn: well under a millisecond
 BATCH_EVENTS_MAX = 256
 QUEUED_BATCHES_MAX = 4096  # for one reader that is slow
-BLOCK_TOKENS_MAX = (1 << 31) - 1
 KEPT_BATCHES_MAX, KEPT_BYTES_MAX = 10_000, 16 << 20  # to be repeated
 REPLAYS_QUEUED_MAX = 64  # questions of one reader that were not looked at yet
 REPLAYS_MAX = 4  # readers that get something repeated at a time; others wait
@@ -71,15 +71,8 @@ class Space(msgspec.Struct, frozen=True):
 def space_of(namespace: NamespaceState) -> Space:
     """By what its users have said of it."""
     fields = decode_json(namespace.fields, dict[str, Any], "a namespace's fields")
-    tokens = fields.get("hash_tokens", fields.get("block_tokens", 0))
-    # A client may say anything, also what no message can carry.
-    told = type(tokens) is int and 0 <= tokens <= BLOCK_TOKENS_MAX
-    return Space(
-        str(fields.get("model", "")),
-        namespace.tenant.name,
-        tokens if told else 0,
-        needed(namespace),
-    )
+    model, tokens = facts_of(fields)
+    return Space(model, namespace.tenant.name, tokens, needed(namespace))
 
 
 class Kept:

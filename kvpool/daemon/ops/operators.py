@@ -30,6 +30,7 @@ from kvpool.daemon.ops.listing import describe_chains, describe_session, list_bl
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
+from kvpool.daemon.ops.receipts import ReceiptsKeeper
 from kvpool.daemon.ops.runtime_settings import changed, describe
 from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
@@ -114,6 +115,7 @@ class Operators:
         journal: EventLog,
         stats: StatsGatherer,
         miss_reasons: MissReasons,
+        receipts: ReceiptsKeeper,
         spans: Spans,
         clock: Callable[[], float],
     ) -> None:
@@ -134,6 +136,7 @@ class Operators:
         self._clock = clock
         self._stats = stats
         self._miss_reasons = miss_reasons
+        self._receipts = receipts
         self._spans = spans
         work = Work(tiers, fetcher, rules.by_tier, self._list_on, self._evict_on, clock)
         tenants = [each.name for each in config.all_tenants()]
@@ -164,6 +167,8 @@ class Operators:
             operator_wire.ShowSession: self._show_session,
             operator_wire.EndSession: self._end_session,
             operator_wire.IntendBlocks: self._intend_blocks,
+            operator_wire.ListAccounts: self._list_accounts,
+            operator_wire.ListReceipts: self._list_receipts,
         }
 
     @property
@@ -320,6 +325,16 @@ class Operators:
         self, tenant: Tenant, _by: str, _m: operator_wire.HitCurves
     ) -> frame.Bytes:
         return _json(self._miss_reasons.memory(tenant))
+
+    async def _list_accounts(
+        self, _tenant: Tenant, _by: str, m: operator_wire.ListAccounts
+    ) -> frame.Bytes:
+        return _json(await self._receipts.accounts(m))
+
+    async def _list_receipts(
+        self, _tenant: Tenant, _by: str, m: operator_wire.ListReceipts
+    ) -> frame.Bytes:
+        return _json(self._receipts.receipts(m))
 
     async def _list_blocks(
         self, tenant: Tenant, _by: str, m: operator_wire.ListBlocks

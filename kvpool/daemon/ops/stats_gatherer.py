@@ -11,6 +11,7 @@ import msgspec
 from kvpool import __version__
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.accounts import Accounts
 from kvpool.daemon.core.blocks import Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
@@ -81,6 +82,7 @@ class StatsGatherer:
         connections: ConnectionCounts,
         logins: Logins,
         audit: AuditFile | None,
+        accounts: Accounts,
         clock: Callable[[], float],
     ) -> None:
         self._name = name
@@ -101,6 +103,7 @@ class StatsGatherer:
         self._connections = connections
         self._logins = logins
         self._audit = audit
+        self._accounts = accounts
         self._clock = clock
         self._started = clock()
 
@@ -114,7 +117,7 @@ class StatsGatherer:
         return msgspec.structs.replace(found, event_streams=self._publisher.stats())
 
     def _of(self, tenants: Collection[Tenant], hot: list[HotPrefix]) -> NodeStats:
-        self._node.settle()
+        self._accounts.settle()
         # Of others' objects, as answers to two tenants may lie side by side.
         tiers = msgspec.structs.replace(
             self._ssd.stats(),

@@ -24,7 +24,9 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.namespaces import Namespaces
 from kvpool.daemon.cluster.peer_service import PeerService
 from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.accounts import Accounts
 from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.byte_seconds import ByteSeconds
 from kvpool.daemon.core.departures import Departures
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.loop_shares import LoopShares
@@ -44,6 +46,7 @@ from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.prefetcher import Prefetcher
 from kvpool.daemon.ops.presence import Presences
+from kvpool.daemon.ops.receipts import ReceiptsFile, ReceiptsKeeper
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.ops.session_turns import SessionTurns
@@ -115,6 +118,7 @@ class Daemon(Generic[T]):
     expiry: Expiry
     sampler: Sampler
     sessions: SessionTurns
+    receipts: ReceiptsKeeper
     prefetcher: Prefetcher
     intents: Intents
     hot_prefixes: HotPrefixes
@@ -135,8 +139,9 @@ def make_rules(
     tier: str,
     *,
     packed: bool = False,
+    byte_seconds: ByteSeconds | None = None,
 ) -> Node:
-    """Rules of an empty tier. departures, packed: see `Node`."""
+    """Rules of an empty tier. departures, packed, byte_seconds: see `Node`."""
     policy = config.policy or DEFAULT_POLICY
     return Node(
         make_policy=policy_maker(policy, costs),
@@ -145,6 +150,7 @@ def make_rules(
         incarnation=incarnation,
         packed=packed,
         departures=departures,
+        byte_seconds=byte_seconds,
         tier=tier,
         above_disks=bool(config.ssd) and tier == "dram",
     )
@@ -155,10 +161,12 @@ def make_memory_rules(
     incarnation: str,
     departures: Departures | None = None,
     tier: str = "dram",
+    byte_seconds: ByteSeconds | None = None,
 ) -> Node:
-    """Rules of DRAM, or of spare device memory. departures: as remembered so far; None: begin a memory of them."""
+    """Rules of DRAM, or of spare device memory. departures, byte_seconds: of the daemon so far; None: begin them."""
     departures = departures or Departures(config.departures_max)
-    return make_rules(config, incarnation, dram_costs(disks=bool(config.ssd)), departures, tier)
+    costs = dram_costs(disks=bool(config.ssd))
+    return make_rules(config, incarnation, costs, departures, tier, byte_seconds=byte_seconds)
 
 
 def compose(
@@ -174,15 +182,20 @@ def compose(
     cluster_secrets: Callable[[], tuple[bytes, ...]] = tuple,
     encryption: Callable[[], list[bytes]] = list,
     audit: AuditFile | None = None,
+    receipts_file: ReceiptsFile | None = None,
     next_incarnation: Callable[[], str] = new_incarnation,
 ) -> Daemon[T]:
     """Make all parts of a daemon. Nothing runs yet.
 
     segments: each tenant's memory. make_transport: given the paths to a peer, by its URL. rng: for tie-breaking
     only. cluster_secrets: the cluster's, those accepted now. encryption: the secrets of the encryption at rest, in use
-    now. audit: keeps operators' changes and failed logins; its owner closes it.
+    now. audit: keeps operators' changes and failed logins; its owner closes it. receipts_file:
+    of tenants' accounts.
     """
     clock = clocks.monotonic
+    node.byte_seconds.clock = clock
+    accounts = Accounts(config.node, node, clock, clocks.wall)
+    receipts = ReceiptsKeeper(accounts, receipts_file, clocks.wall)
     peers = Peers(config.labels, rng, apart=NOT_NODES)
     cluster = ClusterMember(
         config, node, membership, directory, peers, clock, rng, topology, next_incarnation
@@ -197,7 +210,9 @@ def compose(
         node,
         clock,
         lambda: make_rules(
-            config, node.incarnation, ssd_costs(), node.departures, "ssd", packed=True
+            *(config, node.incarnation, ssd_costs(), node.departures, "ssd"),
+            packed=True,
+            byte_seconds=node.byte_seconds,
         ),
         adopt,
         encryption,
@@ -211,7 +226,9 @@ def compose(
             config.device,
             node,
             clock,
-            lambda: make_memory_rules(config, node.incarnation, node.departures, "device"),
+            lambda: make_memory_rules(
+                config, node.incarnation, node.departures, "device", node.byte_seconds
+            ),
         )
     engines = Engines(
         config,
@@ -299,6 +316,7 @@ def compose(
         counts,
         logins,
         audit,
+        accounts,
         clock,
     )
     operators = Operators(
@@ -318,6 +336,7 @@ def compose(
         events,
         stats,
         miss_reasons,
+        receipts,
         spans,
         clock,
     )
@@ -341,6 +360,7 @@ def compose(
         stats,
         hot_prefixes,
         miss_reasons,
+        accounts,
         may_free,
         spans,
         loop_shares,
@@ -377,6 +397,7 @@ def compose(
         expiry=expiry,
         sampler=sampler,
         sessions=sessions,
+        receipts=receipts,
         prefetcher=prefetcher,
         intents=intents,
         hot_prefixes=hot_prefixes,

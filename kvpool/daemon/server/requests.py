@@ -17,7 +17,15 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.engine_registry import EngineRegistry, describe
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
-from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable
+from kvpool.daemon.core.accounts import (
+    DRAINING,
+    Accounts,
+    check_request,
+    of_kept,
+    of_last,
+    why_refused,
+)
+from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable, Requests
 from kvpool.daemon.core.commit_waiters import DROPPED_S
 from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.misses import Stage
@@ -97,6 +105,7 @@ class ClientRequests:
         stats: StatsGatherer,
         hot_prefixes: HotPrefixes,
         miss_reasons: MissReasons,
+        accounts: Accounts,
         may_free: Callable[[NamespaceState], bool],
         spans: Spans,
         loop_shares: LoopShares | None,
@@ -126,6 +135,7 @@ class ClientRequests:
         self._stats_of = stats
         self._hot_prefixes = hot_prefixes
         self._miss_reasons = miss_reasons
+        self._accounts = accounts
         self._clock = clock
         self._expiry: asyncio.TimerHandle | None = None
         self._expiry_due = math.inf
@@ -167,6 +177,7 @@ class ClientRequests:
             client_wire.Present: self._present,
             client_wire.ClearNamespace: self._clear,
             client_wire.SessionTurn: self._session_turn,
+            client_wire.EndRequest: self._end_request,
             client_wire.Intend: self._intend,
         }
         for kind in operators.requests:
@@ -243,36 +254,82 @@ class ClientRequests:
             )
 
     def _reserve(self, holder: Holder, m: client_wire.Reserve) -> client_wire.Reserved:
-        self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
+        requests = [(check_request(m.request), len(keys))] if m.request else ()
+        self._check_stores(namespace, m.part, len(keys), requests)
         parents = _parents(m.parents, keys)
-        answer = self._slots_for(
-            lambda: self._node.puts.reserve(
-                holder, namespace, m.part, m.ticket, keys, m.parent, parents
-            )
+        reserve = partial(
+            self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent, parents
         )
+        answer = self._slots_for(holder, m.ticket, namespace, m.part, len(keys), requests, reserve)
         return client_wire.Reserved(*answer)
 
-    def _slots_for(self, reserve: Callable[[], tuple[int, bytes]]) -> tuple[int, bytes]:
+    def _check_stores(
+        self, namespace: NamespaceState, part: int, count: int, requests: Requests
+    ) -> None:
+        """As `_check_open`, for so many blocks of a part."""
+        try:
+            self._check_open()
+        except PoolFull:
+            self._accounts.refused(namespace, part, count, DRAINING, requests)
+            raise
+
+    def _slots_for(
+        self,
+        holder: Holder,
+        ticket: int,
+        namespace: NamespaceState,
+        part: int,
+        count: int,
+        requests: Requests,
+        reserve: Callable[[], tuple[int, bytes]],
+    ) -> tuple[int, bytes]:
         try:
             try:
-                return reserve()
+                stride, found = reserve()
             except PoolFull:
                 # Leases may have ended since the clock was last read.
                 self._node.leases.expire(self._clock())
-                return reserve()
-        except (PoolFull, LimitExceeded):
-            self._node.counters.refused_full += 1
+                stride, found = reserve()
+        except KvpoolError as error:
+            if isinstance(error, (PoolFull, LimitExceeded)):
+                self._node.counters.refused_full += 1
+            self._refused(namespace, part, count, requests, error)
             raise
+        if requests and (reservation := holder.reservations.get(ticket)) is not None:
+            reservation.requests = requests
+        short = count - len(found) // 4
+        if short:
+            full = PoolFull("for the last of them")
+            self._refused(namespace, part, short, of_last(requests, short), full, whole=False)
+        return stride, found
+
+    def _refused(
+        self,
+        namespace: NamespaceState,
+        part: int,
+        count: int,
+        requests: Requests,
+        error: KvpoolError,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """Blocks of a part are not taken."""
+        stride = namespace.tables[part].stride if 0 <= part < len(namespace.tables) else 0
+        reason = why_refused(error, namespace, stride)
+        self._accounts.refused(namespace, part, count, reason, requests, whole=whole)
 
     def _reserve_parts(
         self, holder: Holder, m: client_wire.ReserveParts
     ) -> client_wire.ReservedParts:
         """Without space for a part, its rows are missing; any other error undoes the parts before it."""
-        self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
+        requests = _requests(m.requests)
+        for part in m.parts if self._cluster.state is not NodeState.SERVING else ():
+            self._accounts.refused(namespace, part, len(keys), DRAINING, requests)
+        self._check_open()
         before = _parents(m.parents, keys)
         if len(before) != len(keys) or len(m.tickets) != len(m.parts):
             raise InvalidRequest(
@@ -288,7 +345,9 @@ class ClientRequests:
         for part, ticket in zip(m.parts, m.tickets, strict=True):
             reserve = partial(puts.reserve, holder, namespace, part, ticket, keys, parents=before)
             try:
-                stride, found = self._slots_for(reserve)
+                stride, found = self._slots_for(
+                    holder, ticket, namespace, part, len(keys), requests, reserve
+                )
             except (PoolFull, LimitExceeded):
                 stride, found = namespace.table(part).stride, b""
             except KvpoolError:
@@ -332,14 +391,25 @@ class ClientRequests:
         """Commit a reservation, and have its blocks copied to where they are wanted. How many are new."""
         origin = Origin(replicas=replicas) if replicas else OWN
         reservation = holder.reservations.get(ticket)
+        requests: Requests = ()
+        if reservation is not None and reservation.requests:
+            committed = indices or reservation.left or reservation.indices
+            requests = of_kept(reservation.requests, sorted(committed))
         stored = self._node.puts.commit(holder, ticket, checksums, indices, origin)
         if stored and reservation is not None:
             namespace, part = reservation.table.namespace, reservation.table.part
-            _count_put(reservation.table, stored)
+            self._count_put(reservation.table, stored, requests)
             self._miss_reasons.put(reservation.table, reservation.keys)
             self._replication.wish(namespace, reservation.keys, replicas)
             self._ssd.stored(namespace, part, lambda: reservation.keys)
         return stored
+
+    def _count_put(self, table: PartTable, new: int, requests: Requests) -> None:
+        """A client has put this many new blocks."""
+        traffic = table.namespace.tenant.traffic
+        traffic.put_parts += new
+        traffic.put_bytes += new * table.spec.nbytes
+        self._accounts.written(table, new, requests)
 
     def _progress(self, _holder: Holder, _: client_wire.Progress) -> frame.Done:
         return frame.Done()
@@ -351,25 +421,30 @@ class ClientRequests:
         return client_wire.Reserved(namespace.tables[m.part].stride, frame.pack_rows(granted))
 
     def _store(self, holder: Holder, m: client_wire.Store) -> client_wire.Stored:
-        self._check_open()
         namespace = self._namespace(holder, m.ns, m.keys)
         origin = Origin(replicas=m.replicas) if m.replicas else OWN
         keys = split_keys(m.keys)
-        new, unused = self._node.grants.store(
-            holder,
-            namespace,
-            m.part,
-            rows(m.rows),
-            keys,
-            m.checksums,
-            m.parent,
-            origin,
-            _parents(m.parents, keys) if m.parents else (),
-        )
+        requests = [(check_request(m.request), len(keys))] if m.request else ()
+        self._check_stores(namespace, m.part, len(keys), requests)
+        try:
+            new, unused = self._node.grants.store(
+                holder,
+                namespace,
+                m.part,
+                rows(m.rows),
+                keys,
+                m.checksums,
+                m.parent,
+                origin,
+                _parents(m.parents, keys) if m.parents else (),
+            )
+        except KvpoolError as error:
+            self._refused(namespace, m.part, len(keys), requests, error)
+            raise
         if new and (m.replicas or namespace.settings.replicas) > 1:
             self._replication.wish(namespace, split_keys(m.keys), m.replicas)
         if new:
-            _count_put(namespace.tables[m.part], new)
+            self._count_put(namespace.tables[m.part], new, requests)
             self._miss_reasons.put(namespace.tables[m.part], m.keys)
             self._ssd.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
@@ -402,6 +477,8 @@ class ClientRequests:
             raise InvalidRequest(
                 "a scattered acquire must name exactly one part, and cannot use device memory"
             )
+        if m.request:
+            check_request(m.request)
         keys = split_keys(m.keys)
         if m.wait_s > 0 and self._fetcher.active:
             here = self._here(namespace, m, keys)
@@ -463,6 +540,9 @@ class ClientRequests:
         traffic.read_bytes += counters.leased_bytes - before
         if lease.beside is not None:
             traffic.device_read_bytes += lease.beside.nbytes
+        lease.request, lease.unread = m.request, m.for_others
+        if not m.for_others:
+            self._accounts.read(lease)
         if lease.deadline is not None:
             self._expire_by(lease.deadline, now)
         if self._device is not None:
@@ -507,10 +587,14 @@ class ClientRequests:
         if lease is None:
             return _NOTHING_LEASED
         try:
-            return describe_lease(lease, m.parts or lease.parts, now, None, checksums=m.verify)
+            answer = describe_lease(lease, m.parts or lease.parts, now, None, checksums=m.verify)
         except InvalidRequest:
             self._node.leases.release(holder, m.token)
             raise
+        if lease.unread:
+            lease.unread = False
+            self._accounts.read(lease)
+        return answer
 
     def _corrupt_slots(self, holder: Holder, m: client_wire.CorruptSlots) -> frame.Done:
         """A client's word is enough: it may remove its tenant's blocks anyway."""
@@ -672,6 +756,11 @@ class ClientRequests:
         split_keys(m.keys)  # whole ones
         return frame.Done(int(self._sessions.turn(holder.tenant, namespace, m)))
 
+    def _end_request(self, holder: Holder, m: client_wire.EndRequest) -> frame.Done:
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        check_request(m.session)
+        return frame.Done(int(self._accounts.ended(namespace, m.request, m.session)))
+
     async def _intend(self, holder: Holder, m: client_wire.Intend) -> frame.Bytes:
         namespace = self._namespace(holder, m.ns, m.keys)
         wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
@@ -769,11 +858,13 @@ class ClientRequests:
             self._expire_by(due, now)
 
 
-def _count_put(table: PartTable, new: int) -> None:
-    """A client has put this many new blocks."""
-    traffic = table.namespace.tenant.traffic
-    traffic.put_parts += new
-    traffic.put_bytes += new * table.spec.nbytes
+def _requests(told: Sequence[tuple[str, int]]) -> Requests:
+    """Whose keys they are. Raises `InvalidRequest`."""
+    for label, count in told:
+        check_request(label)
+        if count < 0:
+            raise InvalidRequest(f"request {label!r:.100} has {count} of the keys")
+    return told
 
 
 def _parents(packed: bytes, keys: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -32,6 +32,7 @@ from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.ops.audit_file import AuditFile
+from kvpool.daemon.ops.receipts import ReceiptsFile
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.memory_wait import (
@@ -126,6 +127,7 @@ class Server:
                 secrets.current,
                 encryption.current,
                 audit,
+                open_receipts(self.config),
             )
             stack.push_async_callback(daemon.transport.stop)
             stack.push_async_callback(close, daemon)
@@ -231,6 +233,16 @@ def open_audit(config: DaemonConfig) -> AuditFile | None:
     return AuditFile(Path(config.audit_file), config.audit_file_bytes, config.audit_files)
 
 
+def open_receipts(config: DaemonConfig) -> ReceiptsFile | None:
+    """Where tenants' accounts are kept, if they are. Raises `ConfigError`."""
+    if not config.data_dir or not config.receipts_bytes:
+        return None
+    try:
+        return ReceiptsFile(Path(config.data_dir), config.receipts_bytes)
+    except OSError as error:
+        raise ConfigError(f"data_dir: cannot open {error.filename}: {error.strerror}") from None
+
+
 def _stop_listening(connections: ClientConnections, listener: socket.socket, path: str) -> None:
     connections.ignore(listener)
     listener.close()
@@ -250,6 +262,7 @@ async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) 
         daemon.miss_reasons.run(),
         daemon.sampler.run(),
         daemon.sessions.run(),
+        daemon.receipts.run(),
         daemon.prefetcher.run(),
         daemon.intents.run(),
         daemon.prober.run(daemon.operators.config.probe_s),
@@ -262,6 +275,7 @@ async def close(daemon: Daemon[Any]) -> None:
     """End all parts but the transport, users before the parts that they use."""
     await daemon.connections.close()
     daemon.requests.close()
+    daemon.receipts.close()
     await daemon.engines.close()
     await daemon.events.close()
     await daemon.operators.close()

@@ -101,6 +101,7 @@ class DeviceBooks:
         self.process = None
         self.holders = {}
         former, self.rules = self.rules, self._make_rules()
+        former.end()
         if self._following:
             self.rules.inventory.follow_changes(self._notify)
         self.rules.inventory.tell_of_end(former.inventory)

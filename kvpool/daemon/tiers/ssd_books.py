@@ -181,6 +181,7 @@ class SsdBooks:
     def forget_all(self) -> None:
         self.disk = None
         former, self.node = self.node, self.make_node()
+        former.end()
         self.node.inventory.tell_of_end(former.inventory)
         self.given_up = array("Q")
         self.refused = False

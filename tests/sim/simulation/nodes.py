@@ -84,7 +84,7 @@ class SimulatedServer:
             lambda _: carrier,
             HostTopology(),
             self._draw,
-            Clocks(monotonic=life.world.now),
+            Clocks(monotonic=life.world.now, wall=life.world.now),
             next_incarnation=self.new_incarnation,
         )
         carrier.source = self.daemon.peer_service

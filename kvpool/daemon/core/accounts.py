@@ -1,0 +1,317 @@
+"""The accounts of tenants, and the receipts of requests: see `kvpool.telemetry.receipts`. No I/O.
+
+What is counted here is counted in the same call for the tenant since the daemon started (`Traffic.account`), for the
+namespace in the open period, and for the request, where the client names one: so they agree whatever happens.
+
+Tokens follow one part of the blocks, the first one that all of a prompt's blocks have. So ranks that store or read their
+own parts count none twice, and where they do so on several nodes, only one of these counts tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from kvpool.daemon.core.blocks import Lease, NamespaceState, PartTable, Requests
+from kvpool.daemon.core.node import Node
+from kvpool.decoding import decode_json
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, StaleEpoch
+from kvpool.telemetry.receipts import Amount, Booked, Period, Receipt, Refused, Row, facts_of
+from kvpool.types import REQUEST_MAX, PartKind
+
+ROWS_MAX = 1024  # of a tenant, in a period; further namespaces have one together
+RECEIPTS_MAX = 4096  # the last ones; a tenant that has more than its part of them gives up its own
+
+QUOTA, FULL, LIMIT, DRAINING, EPOCH, INVALID = (
+    "quota",
+    "full",
+    "limit",
+    "draining",
+    "epoch",
+    "invalid",
+)
+PEER = "peer"
+
+
+class _Facts(NamedTuple):
+    """Of a namespace. part: whose blocks stand for its tokens."""
+
+    model: str
+    block_tokens: int
+    part: int
+
+
+class Accounts:
+    """See the module. Not thread-safe. clock, wall: seconds, monotonic and since 1970."""
+
+    def __init__(
+        self, name: str, node: Node, clock: Callable[[], float], wall: Callable[[], float]
+    ) -> None:
+        """name: the node's."""
+        self._name = name
+        self._node = node
+        self._clock = clock
+        self._wall = wall
+        self._facts: dict[tuple[str, bytes], _Facts] = {}
+        self._rows: dict[tuple[str, str], Row] = {}
+        self._rows_of: dict[str, int] = {}
+        self._receipts: dict[str, OrderedDict[tuple[str, str], Receipt]] = {}
+        self._number = 1
+        self._begin_s = wall()
+        self._begun = clock()
+
+    # ---- what happens ------------------------------------------------------------------------------
+
+    def read(self, lease: Lease) -> None:
+        """The blocks of a lease are read on behalf of its request."""
+        held = [(part, blocks) for part, (_, blocks) in lease.parts.items() if blocks]
+        beside = lease.beside
+        if held:
+            namespace = held[0][1][0].table.namespace
+        else:
+            assert beside is not None, "a lease is of blocks"
+            some = next(
+                block for row in beside.parts.values() for block in row if block is not None
+            )
+            namespace = self._in_memory(some.table.namespace)
+        facts = self._facts_of(namespace)
+        reads: dict[str, Amount] = {}
+        memory = reads["dram"] = Amount()
+        arrivals = self._node.ledger.arrivals
+        for part, blocks in held:
+            spec = blocks[0].table.spec
+            counts = spec.stride if part == facts.part else 0
+            memory.nbytes += len(blocks) * spec.nbytes
+            if not arrivals or arrivals.keys().isdisjoint(blocks):
+                continue
+            for block in blocks:
+                tier = arrivals.pop(block, "")
+                if tier:
+                    amount = reads.setdefault(tier, Amount())
+                    amount.blocks += counts
+                    amount.nbytes += spec.nbytes
+                    memory.nbytes -= spec.nbytes
+        if beside is not None and beside.nbytes:
+            device = reads["device"] = Amount(nbytes=beside.nbytes)
+            stride = namespace.tables[facts.part].spec.stride
+            row = beside.parts.get(facts.part, [])
+            device.blocks = stride * (len(row) - row.count(None))
+        if facts.part in lease.parts or (beside is not None and facts.part in beside.parts):
+            below = sum(amount.blocks for tier, amount in reads.items() if tier != "dram")
+            memory.blocks = max(0, lease.blocks - below)
+        for tier, amount in reads.items():
+            if amount.nbytes:
+                amount.tokens = amount.blocks * facts.block_tokens
+                for booked in self._booked(namespace, lease.request):
+                    booked.read(tier, amount)
+
+    def written(self, table: PartTable, new: int, requests: Requests = ()) -> None:
+        """So many blocks of a part are new. requests: whose they are; what is left is nobody's."""
+        namespace = table.namespace
+        facts = self._facts_of(namespace)
+        counts = table.spec.stride if table.part == facts.part else 0
+        for request, some in _shared(requests, new):
+            blocks = some * counts
+            amount = Amount(blocks, blocks * facts.block_tokens, some * table.spec.nbytes)
+            for booked in self._booked(namespace, request):
+                booked.written.add(amount)
+
+    def refused(
+        self,
+        namespace: NamespaceState,
+        part: int,
+        parts: int,
+        reason: str,
+        requests: Requests = (),
+        *,
+        whole: bool = True,
+    ) -> None:
+        """So many parts of blocks were not taken. requests: as for the last of them. whole: none of a request's was."""
+        nbytes = namespace.tables[part].spec.nbytes if 0 <= part < len(namespace.tables) else 0
+        first = True
+        for request, some in _shared(requests, parts):
+            refused = Refused(int(whole and first), some, some * nbytes)
+            first = False
+            tenant, row, *receipt = self._booked(namespace, request)
+            for booked in (tenant, row):
+                booked.refuse(reason, refused)
+            for booked in receipt:
+                booked.refuse(reason, Refused(int(whole), some, some * nbytes))
+
+    def ended(self, namespace: NamespaceState, request: str, session: str = "") -> bool:
+        """An engine says that this request has ended; whether it is known. What is still written for it counts."""
+        kept = self._receipts.get(namespace.tenant.name)
+        receipt = None if kept is None else kept.get((namespace.base_hex, request))
+        if receipt is None:
+            return False
+        receipt.ended_s = self._wall()
+        receipt.session = session or receipt.session
+        return True
+
+    # ---- what is told ------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring up to date what time adds."""
+        self._node.settle()
+        tenants = self._node.tenants
+        for tier, tenant, namespace, byte_s in self._node.byte_seconds.take():
+            self._row(tenant, namespace).booked.keep(tier, byte_s)
+            if (known := tenants.get(tenant)) is not None:
+                known.traffic.account.keep(tier, byte_s)
+
+    def open_period(self) -> Period:
+        """What was counted since the last one was cut. Its rows go on."""
+        self.settle()
+        return self._period(self._wall(), self._clock())
+
+    def cut(self) -> Period:
+        """End the open period, and begin the next one."""
+        self.settle()
+        now_s, now = self._wall(), self._clock()
+        period = self._period(now_s, now)
+        self._rows, self._rows_of = {}, {}
+        self._number += 1
+        self._begin_s, self._begun = now_s, now
+        return period
+
+    def _period(self, now_s: float, now: float) -> Period:
+        return Period(
+            *(self._name, self._node.incarnation, self._number),
+            *(self._begin_s, now_s, now - self._begun),
+            list(self._rows.values()),
+        )
+
+    def receipts(self, wanted: Callable[[Receipt], bool]) -> list[Receipt]:
+        """Those of all tenants, of the last requests, that are wanted; oldest first."""
+        found = [
+            receipt
+            for kept in self._receipts.values()
+            for receipt in kept.values()
+            if wanted(receipt)
+        ]
+        return sorted(found, key=lambda receipt: receipt.begun_s)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _booked(self, namespace: NamespaceState, request: str) -> Sequence[Booked]:
+        """Wherever something has to be counted: of the tenant, of the namespace, and perhaps of a request."""
+        tenant = namespace.tenant
+        row = self._row(tenant.name, namespace.base_hex, namespace)
+        if not request:
+            return tenant.traffic.account, row.booked
+        return tenant.traffic.account, row.booked, self._receipt(namespace, request).booked
+
+    def _row(self, tenant: str, base: str, namespace: NamespaceState | None = None) -> Row:
+        row = self._rows.get((tenant, base))
+        if row is None:
+            count = self._rows_of.get(tenant, 0)
+            if count >= ROWS_MAX and base:
+                return self._row(tenant, "")
+            self._rows_of[tenant] = count + 1
+            if namespace is not None:
+                model = self._facts_of(namespace).model
+            else:
+                facts = self._facts.get((tenant, bytes.fromhex(base)))
+                model = "" if facts is None else facts.model
+            row = self._rows[tenant, base] = Row(tenant, base, model)
+        return row
+
+    def _receipt(self, namespace: NamespaceState, request: str) -> Receipt:
+        name = (namespace.base_hex, request)
+        kept = self._receipts.setdefault(namespace.tenant.name, OrderedDict())
+        found = kept.get(name)
+        now = self._wall()
+        if found is None:
+            model = self._facts_of(namespace).model
+            tenant = namespace.tenant.name
+            found = kept[name] = Receipt(request, tenant, namespace.base_hex, model, now, now)
+            most = max(1, RECEIPTS_MAX // max(1, len(self._node.tenants)))
+            while len(kept) > most:
+                kept.popitem(last=False)
+        found.used_s = now
+        return found
+
+    def _facts_of(self, namespace: NamespaceState) -> _Facts:
+        name = (namespace.tenant.name, namespace.base)
+        found = self._facts.get(name)
+        if found is None:
+            fields = decode_json(namespace.fields, dict[str, Any], "a namespace's fields")
+            of_all = (
+                (spec.stride, part)
+                for part, spec in enumerate(namespace.parts)
+                if spec.kind is PartKind.FULL
+            )
+            if len(self._facts) >= ROWS_MAX * max(1, len(self._node.tenants)):
+                for old in list(islice(self._facts, ROWS_MAX)):
+                    del self._facts[old]
+            model, tokens = facts_of(fields)
+            found = self._facts[name] = _Facts(model, tokens, min(of_all, default=(1, 0))[1])
+        return found
+
+    def _in_memory(self, namespace: NamespaceState) -> NamespaceState:
+        """The state that memory's rules have of another tier's."""
+        known = self._node.namespaces.by_directory(namespace.directory_digest)
+        return namespace if known is None else known
+
+
+def _shared(requests: Requests, count: int) -> Sequence[tuple[str, int]]:
+    """So many blocks, among the requests in their order. What none of them has is nobody's."""
+    if not requests:
+        return (("", count),) if count else ()
+    shared = []
+    left = count
+    for request, most in requests:
+        some = min(most, left)
+        if some > 0:
+            shared.append((request, some))
+            left -= some
+    return [*shared, ("", left)] if left > 0 else shared
+
+
+def of_kept(requests: Requests, indices: Sequence[int]) -> Requests:
+    """The same of those of the keys that are at these indices, which ascend."""
+    found = []
+    end = at = 0
+    for request, count in requests:
+        end += count
+        after = bisect_left(indices, end, at)
+        found.append((request, after - at))
+        at = after
+    return found
+
+
+def of_last(requests: Requests, count: int) -> Requests:
+    """The same of the last so many of the keys."""
+    found: list[tuple[str, int]] = []
+    for request, many in reversed(requests):
+        some = min(many, count)
+        if some > 0:
+            found.append((request, some))
+            count -= some
+    return found[::-1]
+
+
+def why_refused(error: KvpoolError, namespace: NamespaceState, stride: int) -> str:
+    """The reason of a refusal, in one word."""
+    match error:
+        case PoolFull():
+            over = namespace.quota and namespace.held_bytes + stride > namespace.quota
+            return QUOTA if over else FULL
+        case LimitExceeded():
+            return LIMIT
+        case StaleEpoch():
+            return EPOCH
+        case _:
+            return INVALID
+
+
+def check_request(label: str) -> str:
+    """Raises `InvalidRequest` for what cannot be a request's label."""
+    if len(label) > REQUEST_MAX or not label.isprintable():
+        raise InvalidRequest(
+            f"the label of a request must be at most {REQUEST_MAX} printable characters, not {label!r:.100}"
+        )
+    return label

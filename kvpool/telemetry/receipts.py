@@ -1,0 +1,146 @@
+"""What a tenant's account and a request's receipt say: what was read from the cache, written to it, refused, and kept.
+
+The account of a tenant on a node is cut into periods, one row a namespace; a receipt is of one request on one node. As
+JSON they are what the export gives. Parts of the daemon count in them; not thread-safe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvpool.decoding import JsonDecoder
+
+PERIOD_S = 60.0
+BLOCK_TOKENS_MAX = (1 << 31) - 1
+
+
+class Amount(msgspec.Struct):
+    """blocks: whole ones, whatever their parts. tokens: that they stand for; 0 for objects. nbytes: of all parts."""
+
+    blocks: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+
+    def add(self, other: Amount) -> None:
+        self.blocks += other.blocks
+        self.tokens += other.tokens
+        self.nbytes += other.nbytes
+
+
+class Refused(msgspec.Struct):
+    """requests: that stored nothing of what they were to store. parts, nbytes: of blocks that were not taken."""
+
+    requests: int = 0
+    parts: int = 0
+    nbytes: int = 0
+
+    def add(self, other: Refused) -> None:
+        self.requests += other.requests
+        self.parts += other.parts
+        self.nbytes += other.nbytes
+
+
+class Booked(msgspec.Struct):
+    """What was counted. reads: by the tier that they came from: dram, device, ssd, object, or peer, another node's memory
+    or disks. refused: by reason. kept_byte_s: bytes times seconds, by tier of this node.
+    """
+
+    reads: dict[str, Amount] = {}
+    written: Amount = msgspec.field(default_factory=Amount)
+    refused: dict[str, Refused] = {}
+    kept_byte_s: dict[str, float] = {}
+
+    def read(self, tier: str, amount: Amount) -> None:
+        self.reads.setdefault(tier, Amount()).add(amount)
+
+    def refuse(self, reason: str, refused: Refused) -> None:
+        self.refused.setdefault(reason, Refused()).add(refused)
+
+    def keep(self, tier: str, byte_s: float) -> None:
+        self.kept_byte_s[tier] = self.kept_byte_s.get(tier, 0.0) + byte_s
+
+    def add(self, other: Booked) -> None:
+        for tier, amount in other.reads.items():
+            self.read(tier, amount)
+        self.written.add(other.written)
+        for reason, refused in other.refused.items():
+            self.refuse(reason, refused)
+        for tier, byte_s in other.kept_byte_s.items():
+            self.keep(tier, byte_s)
+
+
+class Row(msgspec.Struct):
+    """A tenant's namespace in a period. namespace: its digest, in hex; empty: of all those beyond the limit."""
+
+    tenant: str
+    namespace: str
+    model: str = ""
+    booked: Booked = msgspec.field(default_factory=Booked)
+
+
+class Period(msgspec.Struct):
+    """A line of the receipts' file. begin_s, end_s: since 1970; seconds: between them, by a clock that is never set.
+
+    number: counts the periods of an incarnation from 1; one that is missing was lost. rows: of those that counted.
+    """
+
+    node: str
+    incarnation: str
+    number: int
+    begin_s: float
+    end_s: float
+    seconds: float
+    rows: list[Row] = []
+
+
+class Receipt(msgspec.Struct):
+    """Of a request. request: as its engine names it. ended_s: when the engine said so; null: not yet, or never."""
+
+    request: str
+    tenant: str
+    namespace: str
+    model: str
+    begun_s: float
+    used_s: float
+    ended_s: float | None = None
+    session: str = ""
+    booked: Booked = msgspec.field(default_factory=Booked)
+
+
+class PeriodRow(msgspec.Struct, frozen=True):
+    """A row of the account, as nodes answer. number: 0 for several periods together. open: its period has not ended."""
+
+    incarnation: str
+    number: int
+    begin_s: float
+    end_s: float
+    seconds: float
+    open: bool
+    row: Row
+
+
+class PeriodRows(msgspec.Struct, frozen=True):
+    """more: whether there are any after the last of these, which is the last of its period."""
+
+    rows: list[PeriodRow]
+    more: bool
+
+
+class Receipts(msgspec.Struct, frozen=True):
+    """more: whether older ones were left out."""
+
+    receipts: list[Receipt]
+    more: bool
+
+
+decode_period = JsonDecoder[Period](Period, "a line of the receipts' file")
+
+
+def facts_of(fields: dict[str, Any]) -> tuple[str, int]:
+    """A namespace's model, and tokens a block, by what its users have said of it; 0: its blocks stand for none."""
+    tokens = fields.get("hash_tokens", fields.get("block_tokens", 0))
+    # A client may say anything, also what no message can carry.
+    told = type(tokens) is int and 0 <= tokens <= BLOCK_TOKENS_MAX
+    return str(fields.get("model", "")), tokens if told else 0
