@@ -43,18 +43,26 @@ class Ahead:
         self._entered = True
 
     def submit(
-        self, ns: Namespace, keys: bytes, life: int, trace: str
+        self, ns: Namespace, keys: bytes, life: int, trace: str, request: str
     ) -> Future[Lease | Literal[False] | None]:
         """The lease on what there is of them. False: the daemon refused. One after the other."""
-        return self._thread.submit(self._acquire, ns, keys, life, trace)
+        return self._thread.submit(self._acquire, ns, keys, life, trace, request)
 
     def _acquire(
-        self, ns: Namespace, keys: bytes, life: int, trace: str
+        self, ns: Namespace, keys: bytes, life: int, trace: str, request: str
     ) -> Lease | Literal[False] | None:
         if not self._entered:
             return False
         try:
-            return self._client.acquire(ns, keys, lease_s=self._lease_s, life=life, trace=trace)
+            return self._client.acquire(
+                ns,
+                keys,
+                lease_s=self._lease_s,
+                life=life,
+                trace=trace,
+                request=request,
+                for_others=True,
+            )
         except KvpoolError:
             return False
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.shards import Held
-from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind, Recompute
+from kvpool.types import KEY_BYTES, REQUEST_MAX, NamespaceRecord, PartKind, Recompute
 
 NULL_BLOCK = 0
 """vLLM's block id for "not there": blocks that slid out of a window."""
@@ -57,6 +57,12 @@ class GroupLoad:
     stride: int
     first: int
     block_ids: list[int]
+
+
+def label_of(request_id: str) -> str:
+    """By which the pool knows a request: as the engine names it, but for what no label may have."""
+    label = request_id[:REQUEST_MAX]
+    return label if label.isprintable() else "".join(c for c in label if c.isprintable())
 
 
 @dataclass

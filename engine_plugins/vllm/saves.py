@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, GroupPages, Index
 from kvpool.engine_plugins.vllm.metrics import Counters
-from kvpool.engine_plugins.vllm.plan import GroupSave, SaveJob
+from kvpool.engine_plugins.vllm.plan import GroupSave, SaveJob, label_of
 from kvpool.engine_plugins.vllm.shards import my_turn
 from kvpool.errors import KvpoolError, StaleEpoch
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
@@ -35,16 +35,19 @@ class Saved(Enum):
 
 
 class _Run(NamedTuple):
-    """Blocks that follow one another, of the job at that position. keys, parents: packed, one a block."""
+    """Blocks that follow one another, of the job at that position. keys, parents: packed, one a block. request: its label."""
 
     job: int
     keys: bytes
     parents: bytes
     blocks: Index
+    request: str
 
     def cut(self, begin: int, end: int) -> _Run:
         a, b = begin * KEY_BYTES, end * KEY_BYTES
-        return _Run(self.job, self.keys[a:b], self.parents[a:b], self.blocks[begin:end])
+        return _Run(
+            self.job, self.keys[a:b], self.parents[a:b], self.blocks[begin:end], self.request
+        )
 
 
 class Saves:
@@ -66,7 +69,7 @@ class Saves:
                 run
                 for at, job in enumerate(jobs)
                 for save in job.saves
-                if save.rule == position and (run := _mine(at, save, held)) is not None
+                if save.rule == position and (run := _mine(at, job, save, held)) is not None
             ]
             for batch in self._batches(runs, len(held.parts)):
                 try:
@@ -142,14 +145,19 @@ class Saves:
         keys, parts = b"".join([run.keys for run in batch]), [part.part for part in held.parts]
         if self._client.puts_parts:
             parents = b"".join([run.parents for run in batch])
-            return self._client.reserve_parts(namespace, keys, parts, parents)
+            requests = [(run.request, len(run.blocks)) for run in batch]
+            return self._client.reserve_parts(namespace, keys, parts, parents, requests=requests)
         (run,) = batch
         parent = run.parents[:KEY_BYTES]
         reserved: list[Reservation] = []
         try:
             for part in parts:
                 before = None if parent == NO_PARENT else parent
-                reserved.append(self._client.reserve(namespace, keys, part=part, parent=before))
+                reserved.append(
+                    self._client.reserve(
+                        namespace, keys, part=part, parent=before, request=run.request
+                    )
+                )
         except KvpoolError:
             for reservation in reserved:
                 reservation.abort()
@@ -162,11 +170,13 @@ class Saves:
         return [self._client.commit(reservation) for reservation in reservations]
 
 
-def _mine(at: int, save: GroupSave, held: GroupPages) -> _Run | None:
+def _mine(at: int, job: SaveJob, save: GroupSave, held: GroupPages) -> _Run | None:
     """This rank's share of a run: ranks that hold the same take turns."""
     mine = my_turn(save.keys[:KEY_BYTES], len(save.block_ids), held.turn, held.turns)
     parents = (save.parent or NO_PARENT) + save.keys[:-KEY_BYTES]
-    run = _Run(at, save.keys, parents, np.asarray(save.block_ids, np.int64))
+    run = _Run(
+        at, save.keys, parents, np.asarray(save.block_ids, np.int64), label_of(job.request_id)
+    )
     run = run.cut(mine.start, mine.stop)
     return run if len(run.blocks) else None
 

@@ -50,6 +50,7 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
     block_key,
+    label_of,
     pack,
     plan_load,
     plan_save,
@@ -152,6 +153,7 @@ class RequestState:
     watched: chain index up to which blocks are watched in the pool.
     reports: whether its answer says what was saved.
     turn: what it says of its session.
+    label: by which the pool knows it. served: the pool has given it blocks, or taken some.
     trace: the W3C `traceparent` that the engine got with it, or empty.
     adapter: what its LoRA adapter contains; empty: it has none; None: not known, so its blocks are not shared.
     """
@@ -171,7 +173,12 @@ class RequestState:
     turn: SessionTurn | None = None
     trace: str = ""
     adapter: bytes | None = b""
+    served: bool = False
     _derived: list[bytes] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return label_of(self.request.request_id)
 
     def hashes(self, end: int) -> list[bytes]:
         """Of the chain, at least to that index: the engine's, or with an adapter, of these and what it contains."""
@@ -615,7 +622,7 @@ class SchedulerHalf:
                 state.asking = Asking(start, end)
                 self._answered(state, state.asking)
                 return
-            lease = self._acquire(pack(state.hashes(end)[start:end]), state.trace)
+            lease = self._acquire(pack(state.hashes(end)[start:end]), state)
         self._found(state, start, lease)
 
     def _found(
@@ -638,7 +645,7 @@ class SchedulerHalf:
                 return False
             keys = bytes(asking.keys)
             life, trace = self._life, state.trace
-            asking.lease = self._ahead.submit(self._namespace, keys, life, trace)
+            asking.lease = self._ahead.submit(self._namespace, keys, life, trace, state.label)
             asking.begun = self._clock()
             return False
         waited_s = self._clock() - asking.begun
@@ -708,7 +715,8 @@ class SchedulerHalf:
         end = min(tokens // self._engine.hash_tokens, len(request.block_hashes))
         return end if state.limit is None else min(end, state.limit)
 
-    def _acquire(self, keys: bytes, trace: str) -> Lease | None:
+    def _acquire(self, keys: bytes, state: RequestState) -> Lease | None:
+        """A lease for the ranks, who join it if it is used."""
         assert self._namespace is not None
         begun = self._clock()
         lease = None
@@ -718,7 +726,9 @@ class SchedulerHalf:
                 keys,
                 lease_s=self._config.lease_s,
                 life=self._life,
-                trace=trace,
+                trace=state.trace,
+                request=state.label,
+                for_others=True,
             )
         except KvpoolError:
             # Refused, for example by a quota: the request computes, and the count shows it.
@@ -771,7 +781,7 @@ class SchedulerHalf:
                 asking = Asking(lookup.start, end, bytearray(lookup.keys), end, lookup, pull)
                 state.asking = asking
                 return None
-            lease = self._acquire(pack(state.hashes(end)[lookup.start : end]), state.trace)
+            lease = self._acquire(pack(state.hashes(end)[lookup.start : end]), state)
         return self._gain(state, lookup, lease, pull)
 
     def _gain(self, state: RequestState, before: Lookup, lease: Lease | None, pull: Pull) -> Lookup:
@@ -839,6 +849,7 @@ class SchedulerHalf:
             lookup=lookup.lease.job if isinstance(lookup.lease, RankLease) else 0,
         )
         state.lookup = None
+        state.served = True
         state.saved = max(state.saved, end)
         keys = [*map(block_key, state.hashes(end)[start:end])]
         self._offered.add([*keys, *self._state_names(keys[-1:])], self._clock())
@@ -989,6 +1000,7 @@ class SchedulerHalf:
         """Queue saves, and hold their blocks until all ranks have copied them. keys: to be known as offered."""
         blocks = sorted({block for save in saves for block in save.block_ids})
         job = SaveJob(self._job(), state.request.request_id, self._generation, saves)
+        state.served = True
         self.pins.take(len(blocks))
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._offered.add(keys, now)
@@ -1092,6 +1104,16 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
+        report = self._finish(state, tables, completed=completed)
+        if state.served and self._namespace is not None and not self._quiet.holds(self._clock()):
+            session = "" if state.turn is None else state.turn.id
+            self._client.end_request(self._namespace, state.label, session=session)
+        return report
+
+    def _finish(
+        self, state: RequestState, tables: Sequence[Sequence[int]], *, completed: bool
+    ) -> SaveReport | None:
+        request = state.request
         self._drop_lookup(state)
         self._drop_pull(state)
         shared = self._usable and self._shares(state)

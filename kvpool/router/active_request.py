@@ -37,6 +37,8 @@ from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
 from kvpool.telemetry.spans import QUEUE, Span
 
+USAGE_S = 1.0
+"""For what an engine says of the prompt that it has computed, once all of the answer is there."""
 LOST_SAVE_S = 2.0
 """Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
 blocks that will not come. If the engine was only busy, the request loses its turn there.
@@ -468,6 +470,17 @@ class ActiveRequest:
         """What the first engine says that computed a part of the prompt: others find that part cached."""
         if self.cached_tokens is None:
             self.cached_tokens, self.cached_at = call.cached_tokens, call.spec.name
+
+    async def prompt_cached(self, call: Call) -> int | None:
+        """See `AnswerListener`. An engine that follows may be done before the other's answer is here."""
+        if self.cached_tokens is None:
+            computing = [c for c in self._calls if not (c.answers or c.cancelled or c is call)]
+            tasks = [c.task for c in computing if c.task is not None]
+            if tasks:
+                await asyncio.wait(tasks, timeout=USAGE_S)
+            said = [c.cached_tokens for c in computing if c.cached_tokens is not None]
+            return said[0] if said else None
+        return self.cached_tokens
 
     def _presumably_computed(self, call: Call) -> None:
         """By its first token, or by the time it should have come, in an answer that is not streamed."""

@@ -19,6 +19,7 @@ from kvpool.router.memory import Held, Memory
 from kvpool.router.moving_limit import MovingLimit
 from kvpool.router.session_hints import NO_HINT, SessionHint
 from kvpool.router.sse import (
+    DETAILS,
     EventStream,
     EventTooLong,
     NoEvent,
@@ -26,6 +27,7 @@ from kvpool.router.sse import (
     finish_of,
     is_json,
     usage_of,
+    with_cached,
 )
 from kvpool.router.tracing import Trace
 from kvpool.router.upstream import GARBAGE, TOO_LARGE, Answer, EngineFailed, Upstream
@@ -137,6 +139,9 @@ class AnswerListener(Protocol):
     def answer_ended(self, call: Call) -> None:
         """The client has all of it."""
 
+    async def prompt_cached(self, call: Call) -> int | None:
+        """How many tokens of the prompt were not computed for this request, if others have computed some of it."""
+
 
 class Caller:
     """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`, `NoRoom`, `Exhausted`.
@@ -246,6 +251,7 @@ class Caller:
             call.usage = _usage(answer, data)
         if self._finish_field:
             call.finish = finish_of(self._finish_field, data)
+        data = await _mended(data, passing)
         passing.listener.answer_begun(call)
         passing.at_client = True
         passing.limit.move(asyncio.get_running_loop().time() + self.limits.client_stall_s)
@@ -273,6 +279,7 @@ class Caller:
                     await reply.begin(answer.headers)
                 if self._finish_field:
                     call.finish = finish_of(self._finish_field, data, call.finish)
+                data = await _mended(data, passing)
                 passing.at_client = True
                 move(time() + client_stall_s)
                 if events.done and answer.ended:
@@ -333,6 +340,17 @@ class _Passing:
     listener: AnswerListener
     limit: MovingLimit
     at_client: bool = False
+
+
+async def _mended(data: bytes, passing: _Passing) -> bytes:
+    """The same, with the tokens that were not computed in its usage.
+
+    To the engine that answers, what another one has computed for this request is as cached as what was there before.
+    """
+    if DETAILS not in data:
+        return data
+    cached = await passing.listener.prompt_cached(passing.call)
+    return data if cached is None else with_cached(data, cached)
 
 
 def _usage(answer: Answer, data: bytes) -> dict[str, Any]:

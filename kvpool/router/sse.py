@@ -182,6 +182,22 @@ def cached_tokens(usage: dict[str, Any]) -> int | None:
     return cached if isinstance(cached, int) else None
 
 
+DETAILS = b'_tokens_details"'
+_CACHED = re.compile(
+    rb'("(?:prompt|input)_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)(\d+)'
+)
+"""In text that an answer quotes, the quotation marks have a backslash before them: it is never matched."""
+
+
+def with_cached(data: bytes, most: int) -> bytes:
+    """An answer, or whole events of it, whose usage says of no more tokens of the prompt than that they were cached."""
+
+    def less(found: re.Match[bytes]) -> bytes:
+        return found[1] + b"%d" % min(int(found[2]), most)
+
+    return _CACHED.sub(less, data)
+
+
 def error_event(error: bytes, name: str = "") -> bytes:
     """An error as the last event of a stream that had begun. name: of the event, if the stream's have names."""
     named = f"event: {name}\n".encode() if name else b""

@@ -27,7 +27,7 @@ def put(client: Client, ns: Namespace) -> None:
 
 
 def found(ahead: Ahead, ns: Namespace) -> int:
-    lease = ahead.submit(ns, KEYS, 0, "").result(PATIENCE_S)
+    lease = ahead.submit(ns, KEYS, 0, "", "r").result(PATIENCE_S)
     return lease.blocks if lease else 0
 
 

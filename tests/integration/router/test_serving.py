@@ -100,6 +100,32 @@ async def test_the_decode_engine_loads_what_the_prefill_engine_computed(world: A
     assert all(each["body"]["max_tokens"] == 1 for each in of_clients(prefill))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_computed_for_a_request_is_not_called_cached(
+    world: Any, stream: bool
+) -> None:
+    """The decode engine loads all of it, as if it had been there before."""
+    await world.engine("p", role="prefill", speed=SLOW)
+    await world.engine("d", role="decode", speed=SLOW)
+    await world.router()
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    prompt = world.prompt(1, 1000)
+
+    async def cached(asked: list[int]) -> int:
+        said = await world.complete(asked, max_tokens=6, **options)
+        body = said.messages[-1] if stream else said.body
+        assert body["usage"]["prompt_tokens"] == len(asked)
+        return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert await cached(prompt) == 0
+    before = of_clients(await world.state("p"))
+    longer = [*prompt[:640], *world.prompt(2, 360)]
+    said = await cached(longer)
+    computed = of_clients(await world.state("p"))[len(before) :]
+    assert said == len(longer) - sum(each["prompt_tokens"] - each["cached"] for each in computed)
+    assert said >= 640, "it had computed that for the request before"
+
+
 def of_clients(state: Any) -> list[Any]:
     """Requests that an engine saw, but for the router's own questions."""
     return [each for each in state["requests"] if each["request_id"]]

@@ -132,6 +132,8 @@ class FakePool:
         self.prices: list[Recompute | None] = []
         self.follows: list[tuple[float, str]] = []
         self.given_up: list[bytes] = []
+        self.ended: list[tuple[str, str]] = []
+        self.labelled: list[tuple[str, int]] = []
         self.turns: list[tuple[str, list[bytes], dict[str, Any]]] = []
         self.opened: list[NamespaceRecord] = []
         self.closed: list[bytes] = []
@@ -183,6 +185,10 @@ class FakePool:
     def session_turn(self, ns: Namespace, session: str, keys: bytes, **told: Any) -> None:
         assert self.opened
         self.turns.append((session, _split(keys), told))
+
+    def end_request(self, ns: Namespace, request: str, *, session: str = "") -> None:
+        assert self.opened
+        self.ended.append((request, session))
 
     def stats(self) -> NodeStats:
         return node_stats(sources=bool(self.others))
@@ -328,7 +334,13 @@ class FakePool:
             del self.holds[lease.token], self.leases[lease.token]
 
     def reserve(
-        self, ns: Namespace, keys: Any, *, part: int = 0, parent: bytes | None = None
+        self,
+        ns: Namespace,
+        keys: Any,
+        *,
+        part: int = 0,
+        parent: bytes | None = None,
+        request: str = "",
     ) -> FakeReservation:
         if self.away:
             raise Unavailable("the fake daemon is away")
@@ -347,8 +359,15 @@ class FakePool:
         return FakeReservation(self, slots, missing, names)
 
     def reserve_parts(
-        self, ns: Namespace, keys: Any, parts: Sequence[int], parents: Any
+        self,
+        ns: Namespace,
+        keys: Any,
+        parts: Sequence[int],
+        parents: Any,
+        *,
+        requests: Sequence[tuple[str, int]] = (),
     ) -> list[FakeReservation]:
+        self.labelled += requests
         split, before = _split(keys), _split(parents)
         self.exchanges.append((tuple(parts), len(split)))
         reserved = []

@@ -18,6 +18,7 @@ from kvpool.router.sse import (
     finish_of,
     is_json,
     usage_of,
+    with_cached,
 )
 
 TEXT = st.text(max_size=20)
@@ -51,6 +52,18 @@ def test_an_event_that_is_cut_off_is_not_passed_on(texts: list[str], missing: in
     stream = EventStream()
     assert stream.feed(whole + last[:-missing]) == whole
     assert not stream.done
+
+
+def test_usage_says_of_no_more_cached_tokens_than_there_were():
+    usage = b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"audio":0, "cached_tokens": 8},"x":1}}'
+    assert with_cached(usage, 3) == usage.replace(b"8}", b"3}")
+    assert with_cached(usage, 30) == usage, "an engine that had to compute more says less"
+    named = (
+        b'event: e\ndata: {"response":{"usage":{"input_tokens_details":{"cached_tokens":8}}}}\n\n'
+    )
+    assert with_cached(named, 0) == named.replace(b":8}", b":0}")
+    quoted = json.dumps({"text": usage.decode()}).encode()
+    assert with_cached(quoted, 0) == quoted, "what an answer quotes stays as it is"
 
 
 def test_events_that_end_with_carriage_returns() -> None:

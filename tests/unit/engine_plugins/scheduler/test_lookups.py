@@ -200,7 +200,7 @@ class AheadByHand:
     def enter(self, record: NamespaceRecord, generation: int) -> None:
         self.entered.append((record, generation))
 
-    def submit(self, ns: Any, keys: bytes, life: int, trace: str) -> Any:
+    def submit(self, ns: Any, keys: bytes, life: int, trace: str, request: str) -> Any:
         return self.threads.submit(self._acquire, ns, keys, life)
 
     def _acquire(self, ns: Any, keys: bytes, life: int) -> Any:

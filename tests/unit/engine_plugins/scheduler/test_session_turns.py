@@ -120,6 +120,16 @@ def test_without_a_session_nothing_is_told(harness: Harness, pool: Any) -> None:
     assert pool.turns == []
 
 
+def test_the_daemon_hears_the_end_of_each_request_that_the_pool_served(
+    harness: Harness, pool: Any
+) -> None:
+    served(harness, PARAMS, name="turn")
+    assert pool.ended == [("turn", "s")]
+    served(harness, None, name="again")
+    served(harness, None, name="nothing", blocks=0)
+    assert pool.ended == [("turn", "s")], "the pool gave these nothing, and took nothing of them"
+
+
 def test_an_aborted_request_is_no_turn(harness: Harness, pool: Any) -> None:
     served(harness, PARAMS, completed=False)
     assert pool.turns == []
