@@ -12,6 +12,7 @@ import typer
 from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Socket, app
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError
+from kvpool.types import DEFAULT_TENANT
 
 EVER_S = 1e12
 PAGE = 1000
@@ -57,6 +58,7 @@ def receipts(
     Example: kvpool receipts --tenant search --since 2026-12-01T00:00:00Z --periods --format csv
     """
     from kvpool.cli.render.receipts import show_accounts, show_receipts
+    from kvpool.config import secret_of
     from kvpool.telemetry.receipts_export import to_csv, to_lines
 
     now_s = time.time()
@@ -68,7 +70,9 @@ def receipts(
         raise InvalidRequest("--namespace: give all 32 hex digits of its digest") from None
     silent: dict[str, str] = {}
     items: list[dict[str, Any]] = []
-    with base.client_of(socket, tenant or "default") as client:
+    # Whoever has a tenant's token may have no other; operators need none.
+    login = tenant if tenant and secret_of("KVPOOL_TOKEN") else DEFAULT_TENANT
+    with base.client_of(socket, login) as client:
         nodes = [node] if node else sorted(each["node"] for each in client.cluster()["nodes"])
         for name in nodes:
             try:

@@ -25,11 +25,12 @@ def show_accounts(
         console.print("nothing was counted in this time")
         return
     if periods:
-        table = make_table("", "ended", "node", "tenant", "namespace", *_COLUMNS)
+        table = make_table("", "ended", "node", "tenant", "namespace", *_SHORT)
         for item in items:
-            end = datetime.fromtimestamp(item["end_s"], UTC).strftime("%m-%d %H:%M:%S")
-            names = (escape(item["node"]), escape(item["tenant"]), _namespace(item))
-            table.add_row(f"{end}{' (open)' if item['open'] else ''}", *names, *_numbers([item]))
+            end = datetime.fromtimestamp(item["end_s"], UTC).strftime("%m-%d %H:%M")
+            names = (escape(item["node"]), escape(item["tenant"]), _namespace(item)[:6])
+            read, _, written, _, _, kept = _numbers([item])
+            table.add_row("open" if item["open"] else end, *names, read, written, kept)
         console.print(table)
         return
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -71,6 +72,8 @@ def show_receipts(items: Sequence[Mapping[str, Any]], console: Console | None = 
 
 
 _COLUMNS = (">read tokens", ">read", ">written tokens", ">written", ">refused", ">kept GiB h")
+
+_SHORT = (">read tokens", ">written tokens", ">kept GiB h")
 
 
 def _numbers(items: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -128,23 +128,26 @@ class ReceiptsKeeper:
         while True:
             now = self._wall()
             await asyncio.sleep(PERIOD_S - now % PERIOD_S)
-            self._cut()
-            if self._file is not None:
-                await asyncio.to_thread(self._write, self._file)
+            self.end_period()
+            await asyncio.to_thread(self.write)
 
     def close(self) -> None:
         """The daemon ends, and with it the open period."""
-        self._cut()
-        if self._file is not None:
-            self._write(self._file)
+        self.end_period()
+        self.write()
 
-    def _cut(self) -> None:
+    def end_period(self) -> None:
+        """The next one begins."""
         period = self._accounts.cut()
         self._kept.append(period)
         if self._file is not None:
             self._unwritten.append(period)
 
-    def _write(self, file: ReceiptsFile) -> None:
+    def write(self) -> None:
+        """Bring what has ended into the file, if there is one; in any thread. What fails is tried again the next time."""
+        file = self._file
+        if file is None:
+            return
         with self._writing:  # a thread may be at it while the daemon ends
             periods = list(self._unwritten)
             try:

@@ -1,0 +1,322 @@
+"""Accounts and receipts against an oracle that counts by itself: a day with quotas, evictions, restarts and crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvpool.daemon.core import accounts
+from kvpool.daemon.core.accounts import Accounts, of_kept, of_last
+from kvpool.daemon.core.blocks import Origin
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.ops.receipts import FILE, ReceiptsFile, ReceiptsKeeper
+from kvpool.errors import LimitExceeded, PoolFull
+from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
+from kvpool.storage.stack import dram_costs
+from kvpool.telemetry.receipts import Booked
+from kvpool.telemetry.receipts_export import account_item, flat, to_csv, to_lines
+from kvpool.types import NamespaceRecord, PartSpec
+from kvpool.wire import operator as operator_wire
+
+NBYTES, TOKENS, DAY_S, PERIOD_S = 4096, 16, 86_400.0, 300.0
+TENANTS = ("blue", "red")
+EVER = operator_wire.ListAccounts(0.0, 1e12, 0.0, 10_000, total=True)
+
+
+class Life:
+    """A daemon's rules with its accounts, from a start to an end."""
+
+    def __init__(self, number: int, now: float, folder: Path | None) -> None:
+        self.now = now
+        self.node = Node(
+            make_policy=policy_maker(DEFAULT_POLICY, dram_costs(disks=False)),
+            incarnation=f"life-{number}",
+        )
+        self.node.byte_seconds.clock = lambda: self.now
+        self.accounts = Accounts("a", self.node, lambda: self.now, lambda: self.now + 1.7e9)
+        file = None if folder is None else ReceiptsFile(folder, 64 << 20)
+        self.keeper = ReceiptsKeeper(self.accounts, file, lambda: self.now + 1.7e9)
+        self.holders = {}
+        self.spaces = {}
+        self.tickets = 0
+        for segment, tenant in enumerate(TENANTS):
+            made = self.node.add_tenant(tenant, segment, 256 * NBYTES, 64 * NBYTES)
+            self.holders[tenant] = self.node.holders.own(tenant, "client")
+            for model in ("small", "large"):
+                record = NamespaceRecord(
+                    {"model": model, "block_tokens": TOKENS}, (PartSpec(NBYTES),)
+                )
+                space = self.node.namespaces.open(
+                    made, record.digest(), record.canonical(), list(record.parts)
+                )
+                self.spaces[tenant, model] = space
+        self.node.quotas.set(self.spaces["red", "small"], 32 * NBYTES)
+
+    def put(self, space: Any, keys: list[bytes], request: str = "") -> int:
+        """As a client's put; how many are new."""
+        holder = self.holders[space.tenant.name]
+        self.tickets += 1
+        requests = [(request, len(keys))] if request else ()
+        try:
+            self.node.puts.reserve(holder, space, 0, self.tickets, keys)
+        except (PoolFull, LimitExceeded):
+            self.accounts.refused(space, 0, len(keys), "full", requests)
+            return 0
+        reservation = holder.reservations.get(self.tickets)
+        if reservation is None:
+            return 0
+        new = self.node.puts.commit(holder, self.tickets, bytes(16 * len(reservation.rows)))
+        self.accounts.written(reservation.table, new, requests)
+        return new
+
+    def read(self, space: Any, keys: list[bytes], request: str = "") -> int:
+        holder = self.holders[space.tenant.name]
+        lease = self.node.leases.acquire(holder, space, [], keys, 5.0, self.now)
+        if lease is None:
+            return 0
+        lease.request = request
+        self.accounts.read(lease)
+        self.node.leases.release(holder, lease.token)
+        return lease.blocks
+
+    def end_period(self) -> None:
+        self.keeper.end_period()
+        self.keeper.write()
+
+    def held(self) -> dict[tuple[str, str], int]:
+        self.node.settle()
+        return {
+            name: len(space.tables[0].blocks) * space.tables[0].stride
+            for name, space in self.spaces.items()
+        }
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def rows(keeper: ReceiptsKeeper, m: operator_wire.ListAccounts = EVER) -> Any:
+    return asyncio.run(keeper.accounts(m))
+
+
+def by_name(life: Life, found: Any) -> dict[tuple[str, str], Booked]:
+    digests = {space.base_hex: model for (_, model), space in life.spaces.items()}
+    return {(each.row.tenant, digests[each.row.namespace]): each.row.booked for each in found.rows}
+
+
+class Oracle:
+    """Counts the same by itself, of what lives did: in periods that ended, in the open one, and what crashes lost."""
+
+    def __init__(self) -> None:
+        self.closed: Any = Counter()
+        self.open: Any = Counter()
+        self.lost: Any = Counter()
+
+    def passes(self, life: Life, until: float) -> None:
+        """Nothing happens until then."""
+        for name, nbytes in life.held().items():
+            self.open[(*name, "kept")] += nbytes * (until - life.now)
+        life.now = until
+
+    def ends(self, into: Any) -> None:
+        into.update(self.open)
+        self.open.clear()
+
+    @staticmethod
+    def total(counted: Any, what: str) -> int:
+        return sum(int(count) for (_, _, each), count in counted.items() if each == what)
+
+
+def test_a_day_with_clean_restarts_and_crashes_adds_up(tmp_path: Path) -> None:
+    draw, oracle, counters = random.Random(7), Oracle(), Counter[str]()
+    life = Life(0, 0.0, tmp_path)
+    lives = crashes = 0
+    cut_at, end_at = PERIOD_S, draw.uniform(2000, 8000)
+    while life.now < DAY_S:
+        happens_at = life.now + draw.expovariate(1 / 20)
+        while cut_at <= happens_at:
+            oracle.passes(life, cut_at)
+            life.end_period()
+            oracle.ends(oracle.closed)
+            cut_at += PERIOD_S
+        oracle.passes(life, happens_at)
+        name = (draw.choice(TENANTS), draw.choice(("small", "large")))
+        first = draw.randrange(1500)
+        keys = [key(first + at) for at in range(draw.randrange(1, 40))]
+        request = draw.choice(("", f"r{draw.randrange(50)}"))
+        if draw.random() < 0.5:
+            oracle.open[(*name, "written")] += life.put(life.spaces[name], keys, request)
+        else:
+            oracle.open[(*name, "read")] += life.read(life.spaces[name], keys, request)
+        if life.now >= end_at or life.now >= DAY_S:
+            counters["read"] += life.node.counters.leased_blocks
+            counters["written"] += life.node.counters.committed
+            counters["evicted"] += life.node.counters.evicted
+            counters["over quota"] += life.node.counters.evicted_by_quota
+            crash = draw.random() < 0.5
+            if not crash:
+                life.keeper.close()
+            oracle.ends(oracle.lost if crash else oracle.closed)
+            lives, crashes = lives + 1, crashes + crash
+            life, end_at = Life(lives, life.now, tmp_path), life.now + draw.uniform(2000, 8000)
+    assert lives > 8
+    assert crashes > 2
+    assert counters["over quota"] > 100
+    assert counters["evicted"] > 1000
+
+    found = by_name(life, rows(life.keeper))
+    assert set(found) == set(life.spaces)
+    for name, booked in found.items():
+        read, written = booked.reads["dram"], booked.written
+        assert read.blocks == oracle.closed[(*name, "read")]
+        assert written.blocks == oracle.closed[(*name, "written")]
+        for amount in (read, written):
+            assert amount.tokens == amount.blocks * TOKENS
+            assert amount.nbytes == amount.blocks * NBYTES
+        assert booked.kept_byte_s["dram"] == pytest.approx(oracle.closed[(*name, "kept")], rel=1e-9)
+    # What crashes lost is missing, at most a period each: the daemons' own counters say the same.
+    for what, got in (
+        ("read", sum(each.reads["dram"].blocks for each in found.values())),
+        ("written", sum(each.written.blocks for each in found.values())),
+    ):
+        assert got == oracle.total(oracle.closed, what)
+        assert got + oracle.total(oracle.lost, what) == counters[what]
+        assert oracle.total(oracle.lost, what) < crashes * counters[what] * 2 * PERIOD_S / DAY_S
+
+
+def test_receipts_and_what_has_no_label_are_the_account() -> None:
+    life = Life(0, 0.0, None)
+    space = life.spaces["red", "large"]
+    some = [key(at) for at in range(8)]
+    assert life.put(space, some, "one") == 8
+    assert life.read(space, some, "one") == 8
+    assert life.read(space, some[:3], "two") == 3
+    assert life.read(space, some[:5]) == 5
+    life.accounts.refused(space, 0, 4, "quota", [("two", 4)])
+    assert life.accounts.ended(space, "one", "s")
+    assert not life.accounts.ended(space, "unknown")
+    one, two = life.accounts.receipts(lambda _: True)
+    assert (one.request, one.session, one.ended_s) == ("one", "s", 1.7e9)
+    assert (two.request, two.ended_s) == ("two", None)
+    account = space.tenant.traffic.account
+    (row,) = life.accounts.open_period().rows
+    assert row.booked.written == account.written == one.booked.written
+    read = [each.booked.reads["dram"].blocks for each in (one, two)]
+    assert account.reads["dram"].blocks == row.booked.reads["dram"].blocks == sum(read) + 5
+    assert two.booked.refused == row.booked.refused == account.refused
+
+
+def test_blocks_that_a_reader_waited_for_count_once_for_where_they_came_from() -> None:
+    life = Life(0, 0.0, None)
+    space, holder = life.spaces["red", "large"], life.holders["red"]
+    some = [key(at) for at in range(6)]
+    life.put(space, some[:2])
+    life.node.puts.reserve(holder, space, 0, 900, some)
+    life.node.puts.commit(holder, 900, bytes(16 * 4), None, Origin(tier="ssd"))
+    for _ in range(2):
+        assert life.read(space, some) == 6
+    reads = space.tenant.traffic.account.reads
+    assert {tier: amount.blocks for tier, amount in reads.items()} == {"dram": 8, "ssd": 4}
+    assert {tier: amount.tokens for tier, amount in reads.items()} == {"dram": 128, "ssd": 64}
+
+
+def test_an_ended_epoch_is_kept_for_nobody() -> None:
+    life = Life(0, 0.0, None)
+    space = life.spaces["red", "large"]
+    life.put(space, [key(at) for at in range(10)])
+    life.node.settle()
+    life.now = 10.0
+    life.node.namespaces.set_epoch(space, 1, 1)
+    life.now = 100.0
+    life.node.ended_epochs.reclaim(100)
+    life.accounts.settle()
+    assert space.tenant.traffic.account.kept_byte_s == {"dram": 10 * NBYTES * 10.0}
+
+
+def test_the_file_survives_a_torn_line_and_pages_are_whole_periods(tmp_path: Path) -> None:
+    life = Life(0, 0.0, tmp_path)
+    for minute in range(1, 90):
+        life.put(life.spaces["red", "large"], [key(minute)])
+        life.put(life.spaces["blue", "small"], [key(minute)])
+        life.now = minute * PERIOD_S
+        life.end_period()
+    life.put(life.spaces["red", "small"], [key(1)])
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'{"node":"a","incarn')
+    again = Life(1, life.now, tmp_path)
+    again.keeper.close()
+    assert all(json.loads(line) for line in (tmp_path / FILE).read_text().splitlines())
+    for reader in (life, again):
+        seen: list[tuple[str, float, str]] = []
+        after, more = 0.0, True
+        while more:
+            page = rows(reader.keeper, operator_wire.ListAccounts(0.0, 1e12, after, 7))
+            assert 7 <= len(page.rows) <= 9 or not page.more
+            seen += [(each.incarnation, each.end_s, each.row.tenant) for each in page.rows]
+            after, more = page.rows[-1].end_s, page.more
+        assert len(seen) == len(set(seen))
+        assert sum(incarnation == "life-0" for incarnation, _, _ in seen) >= 2 * 89
+    red = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0.0, 1000, ["red"]))
+    assert {each.row.tenant for each in red.rows} == {"red"}
+    assert [each.open for each in red.rows if each.open] == []
+
+
+def test_old_files_go_first_and_the_whole_stays_bounded(tmp_path: Path) -> None:
+    file = ReceiptsFile(tmp_path, 8000)
+    life = Life(0, 0.0, None)
+    for minute in range(1, 200):
+        life.now = minute * PERIOD_S
+        life.put(life.spaces["red", "large"], [key(minute)])
+        file.write([life.accounts.cut()])
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 8000 + 4 * 1000
+    numbers = [period.number for period in file.read(0.0, 1e12, 0.0)]
+    assert numbers == list(range(numbers[0], 200)), "the last ones, in their order"
+
+
+def test_tables_and_lines_have_every_number() -> None:
+    life = Life(0, 0.0, None)
+    life.put(life.spaces["red", "large"], [key(1)], "=cmd")
+    life.now = 3.0
+    found = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0.0, 10))
+    items = [account_item("a", msgspec.to_builtins(each)) for each in found.rows]
+    head, line = to_csv(items).splitlines()
+    table = dict(zip(head.split(","), line.split(","), strict=True))
+    assert table["written_tokens"] == "16" and table["refused_quota_parts"] == "0"
+    assert set(flat(items[0])) <= set(table)
+    assert json.loads(to_lines(items)) == items[0]
+
+
+def test_labels_follow_the_keys_that_found_a_slot() -> None:
+    requests = [("a", 3), ("b", 2), ("c", 4)]
+    assert of_kept(requests, [0, 2, 4, 5, 8]) == [("a", 2), ("b", 1), ("c", 2)]
+    assert of_kept(requests, []) == [("a", 0), ("b", 0), ("c", 0)]
+    assert of_last(requests, 5) == [("b", 1), ("c", 4)]
+
+
+def test_namespaces_beyond_the_limit_have_one_row_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "ROWS_MAX", 1)
+    life = Life(0, 0.0, None)
+    for model in ("small", "large"):
+        life.put(life.spaces["red", model], [key(1)])
+    life.now = 5.0
+    found = {row.namespace: row.booked.written.blocks for row in life.accounts.cut().rows}
+    assert found == {life.spaces["red", "small"].base_hex: 1, "": 1}
+
+
+def test_a_tenant_with_many_requests_gives_up_its_own_receipts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounts, "RECEIPTS_MAX", 6)
+    life = Life(0, 0.0, None)
+    life.put(life.spaces["blue", "large"], [key(1)], "kept")
+    for number in range(20):
+        life.put(life.spaces["red", "large"], [key(number)], f"r{number}")
+    names = [each.request for each in life.accounts.receipts(lambda _: True)]
+    assert names == ["kept", "r17", "r18", "r19"]
