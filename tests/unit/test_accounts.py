@@ -16,7 +16,7 @@ from kvpool.daemon.core import accounts
 from kvpool.daemon.core.accounts import Accounts, of_kept, of_last
 from kvpool.daemon.core.blocks import Origin
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.ops.receipts import FILE, ReceiptsFile, ReceiptsKeeper
+from kvpool.daemon.ops.receipts import FILE, AccountPeriods, ReceiptsFile
 from kvpool.errors import LimitExceeded, PoolFull
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.storage.stack import dram_costs
@@ -42,7 +42,7 @@ class Life:
         self.node.byte_seconds.clock = lambda: self.now
         self.accounts = Accounts("a", self.node, lambda: self.now, lambda: self.now + 1.7e9)
         file = None if folder is None else ReceiptsFile(folder, 64 << 20)
-        self.keeper = ReceiptsKeeper(self.accounts, file, lambda: self.now + 1.7e9)
+        self.keeper = AccountPeriods(self.accounts, file, lambda: self.now + 1.7e9)
         self.holders = {}
         self.spaces = {}
         self.tickets = 0
@@ -102,7 +102,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def rows(keeper: ReceiptsKeeper, m: operator_wire.ListAccounts = EVER) -> Any:
+def rows(keeper: AccountPeriods, m: operator_wire.ListAccounts = EVER) -> Any:
     return asyncio.run(keeper.accounts(m))
 
 

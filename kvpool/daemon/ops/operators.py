@@ -30,7 +30,7 @@ from kvpool.daemon.ops.listing import describe_chains, describe_session, list_bl
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
-from kvpool.daemon.ops.receipts import ReceiptsKeeper
+from kvpool.daemon.ops.receipts import AccountPeriods
 from kvpool.daemon.ops.runtime_settings import changed, describe
 from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
@@ -115,7 +115,7 @@ class Operators:
         journal: EventLog,
         stats: StatsGatherer,
         miss_reasons: MissReasons,
-        receipts: ReceiptsKeeper,
+        receipts: AccountPeriods,
         spans: Spans,
         clock: Callable[[], float],
     ) -> None:

@@ -109,7 +109,7 @@ class ReceiptsFile:
                 continue  # it was rotated away
 
 
-class ReceiptsKeeper:
+class AccountPeriods:
     """See the module. wall: seconds since 1970. file: None: in memory only."""
 
     def __init__(

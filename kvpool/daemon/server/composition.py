@@ -46,7 +46,7 @@ from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.prefetcher import Prefetcher
 from kvpool.daemon.ops.presence import Presences
-from kvpool.daemon.ops.receipts import ReceiptsFile, ReceiptsKeeper
+from kvpool.daemon.ops.receipts import AccountPeriods, ReceiptsFile
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.ops.session_turns import SessionTurns
@@ -118,7 +118,7 @@ class Daemon(Generic[T]):
     expiry: Expiry
     sampler: Sampler
     sessions: SessionTurns
-    receipts: ReceiptsKeeper
+    receipts: AccountPeriods
     prefetcher: Prefetcher
     intents: Intents
     hot_prefixes: HotPrefixes
@@ -195,7 +195,7 @@ def compose(
     clock = clocks.monotonic
     node.byte_seconds.clock = clock
     accounts = Accounts(config.node, node, clock, clocks.wall)
-    receipts = ReceiptsKeeper(accounts, receipts_file, clocks.wall)
+    receipts = AccountPeriods(accounts, receipts_file, clocks.wall)
     peers = Peers(config.labels, rng, apart=NOT_NODES)
     cluster = ClusterMember(
         config, node, membership, directory, peers, clock, rng, topology, next_incarnation
