@@ -13,6 +13,8 @@ NOT_HERE = {
     "kvpool_drain_phase",
     "kvpool_drain_blocks",
     "kvpool_drain_copied_bytes",
+    # Nothing is refused here: tests/unit/test_accounts.py, tests/integration/test_receipts.py.
+    "kvpool_account_refused_parts_total",
     # Without an audit file, and without a failed login: tests/integration/test_audit.py.
     "kvpool_audit_records_total",
     "kvpool_audit_lost_records_total",
