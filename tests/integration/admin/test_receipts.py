@@ -92,3 +92,12 @@ def test_the_account_in_every_format_says_what_was_counted(gate, seat_of, used):
     assert sum(int(row["written_nbytes"]) for row in plain) == after["written_bytes"]
     assert sum(int(row["reads_dram_nbytes"]) for row in plain) == after["read_bytes"]
     assert all(float(row["kept_byte_s_dram"]) > 0 for row in plain)
+
+
+def test_a_tenants_token_sees_its_own_receipts_only(gate, used):
+    used("a", "of the default tenant", 2)
+    assert {each["tenant"] for each in gate.get("/v1/receipts")["items"]} == {"default"}
+    for path in ("/v1/receipts", "/v1/receipts/requests"):
+        assert gate.of("red").get(path)["items"] == []
+        assert gate.of("red").ask("GET", f"{path}?tenant=default").status == 404
+        assert gate.of("red").ask("GET", f"{path}?format=csv").body.count(b"\n") == 1

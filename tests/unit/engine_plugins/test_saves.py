@@ -83,6 +83,7 @@ def test_a_step_is_one_exchange_for_each_group(pool: Any) -> None:
     jobs = [job(number, 0, 2) for number in range(1, 9)]
     Saves(pool, groups(memory), Counters()).save(pool.open(RECORD), jobs, None)
     assert pool.exchanges == [((0, 1), 16), ((2,), 16)]
+    assert pool.labelled == 2 * [(f"r{number}", 2) for number in range(1, 9)], "whose they are"
 
 
 @pytest.mark.parametrize("puts_parts", [True, False])
@@ -91,7 +92,9 @@ def test_those_whose_last_blocks_found_no_space_have_failed(pool: Any, puts_part
     pool.puts_parts = puts_parts
     reserve, room = pool.reserve, [5]
 
-    def little(ns: Any, keys: Any, *, part: int = 0, parent: bytes | None = None) -> Any:
+    def little(
+        ns: Any, keys: Any, *, part: int = 0, parent: bytes | None = None, request: str = ""
+    ) -> Any:
         count = len(pool_keys := bytes(keys)) // KEY_BYTES
         if part != 1:
             return reserve(ns, keys, part=part, parent=parent)
