@@ -129,7 +129,8 @@ class AccountPeriods:
             now = self._wall()
             await asyncio.sleep(PERIOD_S - now % PERIOD_S)
             self.end_period()
-            await asyncio.to_thread(self.write)
+            if self._file is not None:
+                await asyncio.to_thread(self.write)
 
     def close(self) -> None:
         """The daemon ends, and with it the open period."""
