@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -18,7 +19,7 @@ from kvpool.errors import SegmentError
 from kvpool.memory.segment import F_ADD_SEALS, SEALS, SEGMENT_NAME, Segment
 
 PAGE = 4096
-PREFAULT_CHUNK_BYTES = 256 << 20
+PREFAULT_CHUNK_BYTES = 64 << 20  # a tenth of a second: how late a stop is obeyed
 KEEP_FREE_BYTES = 256 << 20  # memory that must be left to the rest of the machine
 
 
@@ -83,14 +84,22 @@ class DramSegment(Segment):
     """A segment that this process has made."""
 
     @classmethod
-    def create(cls, size: int, *, free_bytes: int | None = None) -> Self:
+    def create(
+        cls,
+        size: int,
+        *,
+        free_bytes: int | None = None,
+        taken: Callable[[int], None] = lambda _: None,
+    ) -> Self:
         """Allocate, pre-fault and seal `size` bytes, rounded down to whole pages.
 
         Every page is allocated here: an existing segment never runs out of memory later, when an
         engine writes to it. Huge pages are requested, and used if the host's
-        `shmem_enabled` allows them.
+        `shmem_enabled` allows them. It takes seconds for each few GiB, without the GIL: a program with a loop calls it
+        in a thread.
 
-        Raises `SegmentError` when the memory is not available.
+        taken: is told now and then, in the calling thread, how many bytes are allocated; if it raises, nothing stays
+        allocated. Raises `SegmentError` when the memory is not available.
         """
         size -= size % PAGE
         if size <= 0:
@@ -106,7 +115,7 @@ class DramSegment(Segment):
         try:
             os.ftruncate(fd, size)
             _ask_for_huge_pages(fd, size)
-            _prefault(fd, size)
+            _prefault(fd, size, taken)
             fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
         except OSError as error:
             os.close(fd)
@@ -134,7 +143,9 @@ def _ask_for_huge_pages(fd: int, size: int) -> None:
                 raise
 
 
-def _prefault(fd: int, size: int) -> None:
-    """Allocate every page. In chunks, so that signals are handled between them."""
+def _prefault(fd: int, size: int, taken: Callable[[int], None]) -> None:
+    """Allocate every page, in chunks."""
     for at in range(0, size, PREFAULT_CHUNK_BYTES):
-        os.posix_fallocate(fd, at, min(PREFAULT_CHUNK_BYTES, size - at))
+        chunk = min(PREFAULT_CHUNK_BYTES, size - at)
+        os.posix_fallocate(fd, at, chunk)
+        taken(at + chunk)

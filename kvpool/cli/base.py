@@ -108,7 +108,7 @@ def client_of(socket: str | None, tenant: str) -> OperatorClient:
         from kvpool.cli.render.starting import waiting
 
         if said := waiting(socket):
-            raise Unavailable(f"{said}; `kvpool doctor` tells who holds it") from None
+            raise Unavailable(f"{said}; `kvpool doctor` tells more") from None
         raise
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,6 +35,7 @@ def serve(
 
     Example: kvpool serve --listen tcp://10.0.0.5:7070 --join etcd://10.0.0.1:2379
     """
+    from kvpool.cli.render.taking import Taking
     from kvpool.config import load
     from kvpool.daemon.server.server import serve as run
     from kvpool.telemetry import logs
@@ -45,8 +48,12 @@ def serve(
         )
     settings = load(file=config, flags=flags)
     logs.setup(settings.log_level, settings.log_format)
-    with base.in_foreground():
-        run(settings, _say_ready)
+    taking = Taking(sys.stderr, time.monotonic, logged=settings.log_format == "json")
+    try:
+        with base.in_foreground():
+            run(settings, _say_ready, taking)
+    finally:
+        taking.end()
 
 
 def _holds_password(url: str) -> bool:

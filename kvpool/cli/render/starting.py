@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.cli.render.text import size_text
+from kvpool.cli.render.text import size_text, used_text
 from kvpool.daemon.server.memory_wait import read_wait
 
 
@@ -11,6 +11,11 @@ def waiting(socket: str) -> str:
     waits = read_wait(socket)
     if waits is None:
         return ""
+    if waits.wanted_bytes:
+        return (
+            f"the daemon at {socket} is starting, and takes its memory: "
+            f"{used_text(waits.taken_bytes, waits.wanted_bytes)} so far"
+        )
     return (
         f"the daemon at {socket} is starting, and waits for memory: {size_text(waits.missing_bytes)} are missing, "
         f"{size_text(waits.free_bytes)} are free. It has waited for {waits.waited_s:.0f} s, and gives up in "

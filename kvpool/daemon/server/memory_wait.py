@@ -46,12 +46,17 @@ class LastSegment(msgspec.Struct, frozen=True):
 
 
 class MemoryWait(msgspec.Struct, frozen=True):
-    """What a starting daemon waits for. Durations: who reads it looks at the age of the file."""
+    """What a starting daemon waits for. Durations: who reads it looks at the age of the file.
+
+    wanted_bytes: of its segments, once it waits for no one and allocates them; taken_bytes: those that it has.
+    """
 
     missing_bytes: int
     free_bytes: int
     waited_s: float
     left_s: float
+    taken_bytes: int = 0
+    wanted_bytes: int = 0
 
 
 Last = Mapping[str, LastSegment]

@@ -36,6 +36,7 @@ from kvpool.daemon.ops.receipts import ReceiptsFile
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.memory_wait import (
+    MemoryWait,
     end_wait,
     last_mappers,
     read_last,
@@ -64,6 +65,10 @@ from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 log = logging.getLogger("kvpool.daemon")
 
 IDLE_S = 1.0
+NOTE_S = 1.0  # between two notes of how much memory is taken
+
+Taking = Callable[[int, int], None]
+"""Is told, in another thread, how many bytes of memory are taken of how many, once for each few MiB."""
 
 
 class Started(NamedTuple):
@@ -74,6 +79,10 @@ class Started(NamedTuple):
     urls: Sequence[str]
     incarnation: str
     others: int
+
+
+class _Stopped(Exception):
+    """The daemon was told to stop while it took memory."""
 
 
 class Server:
@@ -89,21 +98,27 @@ class Server:
         self.node = make_memory_rules(config, new_incarnation())
         self.segments: dict[str, Segment] = {}
         self._stop = asyncio.Event()
+        self._interrupted = False
 
-    async def run(self, ready: Callable[[Started], None] | None = None) -> None:
-        """Serve until `stop` or SIGTERM/SIGINT. `ready` is called once clients can connect."""
+    async def run(
+        self, ready: Callable[[Started], None] | None = None, taking: Taking | None = None
+    ) -> bool:
+        """Serve until `stop` or SIGTERM/SIGINT. `ready` is called once clients can connect.
+
+        Returns whether a SIGINT has stopped it before that.
+        """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_crash)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
         raise_descriptor_limit()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, _lock_socket(self.config.socket))
             if self.config.data_dir:
                 stack.callback(os.close, _lock_data_dir(self.config.data_dir))
-            await self._create_segments(stack)
+            await self._create_segments(stack, taking)
             if self._stop.is_set():
-                return
+                return self._interrupted
             secrets = open_secrets(self.config)
             encryption = EncryptionSecrets(
                 self.config.encryption_secret_file, self.config.encryption_secret_command
@@ -166,6 +181,11 @@ class Server:
                 )
             await self._stop.wait()
             await self._flush(daemon)
+        return False
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self.stop()
 
     def stop(self) -> None:
         """End `run`; a second call does not wait for disks."""
@@ -185,7 +205,9 @@ class Server:
             if isinstance(outcome, Exception):
                 raise outcome
 
-    async def _create_segments(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _create_segments(
+        self, stack: contextlib.AsyncExitStack, taking: Taking | None
+    ) -> None:
         """One segment a tenant, once there is room for them, or as large as there is after `memory_wait_s`."""
         tenants = self.config.all_tenants()
         socket_path = self.config.socket
@@ -205,12 +227,38 @@ class Server:
             end_wait(socket_path)
         if self._stop.is_set():
             return
-        for segment_id, (name, size) in enumerate(sizes(tenants, free).items()):
-            segment = DramSegment.create(size)
-            stack.callback(segment.close)
-            self.segments[name] = segment
-            self.node.add_tenant(name, segment_id, segment.size)
+        planned = sizes(tenants, free)
+        try:
+            for segment_id, (name, size) in enumerate(planned.items()):
+                # A thread: the loop sees a signal meanwhile.
+                segment = await asyncio.to_thread(
+                    DramSegment.create, size, taken=self._taken(sum(planned.values()), taking)
+                )
+                stack.callback(segment.close)
+                self.segments[name] = segment
+                self.node.add_tenant(name, segment_id, segment.size)
+        except _Stopped:
+            return
+        finally:
+            end_wait(socket_path)
         write_last(socket_path, tenants, self.segments)
+
+    def _taken(self, wanted: int, taking: Taking | None) -> Callable[[int], None]:
+        """For the next segment: tells how far all of them are, and ends it if the daemon is to stop."""
+        before = sum(segment.size for segment in self.segments.values())
+        note_at = time.monotonic() + NOTE_S
+
+        def taken(nbytes: int) -> None:
+            nonlocal note_at
+            if self._stop.is_set():
+                raise _Stopped
+            if taking is not None:
+                taking(before + nbytes, wanted)
+            if time.monotonic() >= note_at:
+                note_at = time.monotonic() + NOTE_S
+                write_wait(self.config.socket, MemoryWait(0, 0, 0, 0, before + nbytes, wanted))
+
+        return taken
 
     def _free_bytes(self) -> int:
         # A daemon that is told to stop waits for nothing.
@@ -297,14 +345,23 @@ async def _reclaim_garbage(node: Node) -> None:
         await asyncio.sleep(0 if more or node.ended_epochs else IDLE_S)
 
 
-def serve(config: DaemonConfig, ready: Callable[[Started], None] | None = None) -> None:
-    """Run a daemon in this process until SIGTERM or SIGINT. Raises `KvpoolError` if it cannot start."""
+def serve(
+    config: DaemonConfig,
+    ready: Callable[[Started], None] | None = None,
+    taking: Taking | None = None,
+) -> None:
+    """Run a daemon in this process until SIGTERM or SIGINT.
 
-    async def main() -> None:
-        await Server(config).run(ready)
+    Raises `KvpoolError` if it cannot start, and `KeyboardInterrupt` if a SIGINT has stopped it before it served.
+    """
+
+    async def main() -> bool:
+        return await Server(config).run(ready, taking)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+        interrupted = runner.run(main())
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _crash(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
