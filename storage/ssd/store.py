@@ -850,8 +850,14 @@ def _mark_sealed(folder: Path, sealed: bool) -> None:
 
 def _lock(folder: Path) -> int:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Its parent is not created: a mistyped path, or a disk that is not mounted, would fill another file system.
+        folder.mkdir(exist_ok=True)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        raise SegmentError(
+            f"the SSD store {folder} cannot be opened: there is no folder {folder.parent}. Mount the disk, create the "
+            "folder, or correct the path"
+        ) from None
     except OSError as error:
         raise SegmentError(
             f"the SSD store {folder} cannot be opened: {os.strerror(error.errno or 0)}"

@@ -444,6 +444,18 @@ def test_a_disk_that_cannot_be_used_is_told_and_the_node_serves(start, folder):
         assert "disk" in engine.disk.error
 
 
+def test_a_mistyped_path_makes_no_folders(start, folder):
+    """They would be on the file system of `/`, and fill it."""
+    path = folder / "nvm0" / "kvpool"
+    daemon = start("--memory", "4MiB", "--ssd", f"{path}=16MiB")
+    assert not path.parent.exists()
+    assert f"there is no folder {path.parent}. Mount the disk, create the folder" in daemon.stderr
+    path.parent.mkdir()
+    other = start("--memory", "4MiB", "--ssd", f"{path}=16MiB", name="other")
+    with other.client(connect=True) as client:
+        assert client.stats().tiers.ssd[0].state == "serving"
+
+
 def test_two_daemons_cannot_have_one_disk(disked, start, folder, until):
     engine = disked()
     other = start("--memory", "4MiB", "--ssd", f"{folder / 'node-disk'}=64MiB", name="other")

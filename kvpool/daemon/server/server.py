@@ -116,6 +116,13 @@ class Server:
             stack.callback(os.close, _lock_socket(self.config.socket))
             if self.config.data_dir:
                 stack.callback(os.close, _lock_data_dir(self.config.data_dir))
+            for path in on_root([disk.path for disk in self.config.ssd]):
+                log.warning(
+                    "the SSD folder %s is on the root file system: blocks on it can fill that, up to the given size. "
+                    "If a disk should be mounted there, it is not",
+                    path,
+                    extra={"disk": path},
+                )
             await self._create_segments(stack, taking)
             if self._stop.is_set():
                 return self._interrupted
@@ -295,6 +302,19 @@ def _stop_listening(connections: ClientConnections, listener: socket.socket, pat
     connections.ignore(listener)
     listener.close()
     _unlink_socket(path)
+
+
+def on_root(paths: Sequence[str], root: str = "/") -> list[str]:
+    """Those of the folders that are on the root file system, or would be when they are created in their parent."""
+    device = os.stat(root).st_dev
+    found = []
+    for path in paths:
+        for place in (path, os.path.dirname(path)):
+            with contextlib.suppress(OSError):
+                if os.stat(place).st_dev == device:
+                    found.append(path)
+                break
+    return found
 
 
 async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) -> None:
