@@ -270,9 +270,10 @@ class HotWanted(Given, frozen=True):
 
 
 class ClearRequest(Given, frozen=True):
-    """fence: engines must open the namespace again, since their weights may be old."""
+    """fence: engines must open the namespace again, since their weights may be old. dry_run: only tell the new epoch."""
 
     fence: bool = False
+    dry_run: bool = False
 
 
 class SettingsPatch(Given, frozen=True):
@@ -514,11 +515,12 @@ class NamespaceList(msgspec.Struct, frozen=True):
 
 
 class ClearInfo(msgspec.Struct, frozen=True):
-    """epoch: the new one."""
+    """epoch: the new one; with `dry_run`, the one that it would be, as far as the nodes that answered know."""
 
     digest: str
     tenant: str
     epoch: int
+    dry_run: bool = False
 
 
 class BlockInfo(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130
 EXIT_STATUSES = {
     0: "success",
     EXIT_ERROR: "the command failed, or found a problem; the last line names it",
-    EXIT_USAGE: "invalid command line: an option or argument is unknown or missing",
+    EXIT_USAGE: "invalid command line: an option or argument is unknown or missing, such as --yes in a script",
     EXIT_NO_DAEMON: "no daemon answers on this machine",
     EXIT_NOT_ALLOWED: "the daemon or the router refused access",
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",
@@ -73,6 +73,12 @@ Tenant = Annotated[str, typer.Option(help="The tenant; its token is read from KV
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 AnyNode = Annotated[
     str, typer.Option(help="Ask this node of the cluster instead of the local one.", metavar="NAME")
+]
+Yes = Annotated[
+    bool,
+    typer.Option(
+        "--yes", "-y", help="Do not ask for confirmation. Needed where there is no terminal to ask."
+    ),
 ]
 Digest = Annotated[
     str, typer.Argument(help="A namespace: its first hex digits, 4 or more.", metavar="DIGEST")
@@ -168,6 +174,23 @@ def in_foreground() -> Iterator[None]:
     except KvpoolError as error:
         complain(str(error))
         raise typer.Exit(EXIT_ERROR) from None
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before blocks go that nobody has named one by one. Without a terminal only `yes` is one.
+
+    Raises `typer.Exit`: nothing was changed.
+    """
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        complain(
+            f"{question} There is no terminal to ask: repeat with --yes, or see with --dry-run"
+        )
+        raise typer.Exit(EXIT_USAGE)
+    if not typer.confirm(question, err=True):
+        complain("nothing was changed")
+        raise typer.Exit(EXIT_ERROR)
 
 
 def complain(text: str) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, KeysFile, Socket, Tenant, app
+from kvpool.cli.base import OPERATORS, AsJson, KeysFile, Socket, Tenant, Yes, app
 from kvpool.cli.job_runs import DryRun, OnNodes, Wait, named_nodes, run_job
 from kvpool.errors import InvalidRequest
 
@@ -49,7 +48,7 @@ def evict(
     everything: Annotated[bool, typer.Option("--all", help="All blocks of the tenant.")] = False,
     node: OnNodes = None,
     dry_run: DryRun = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     wait: Wait = True,
     socket: Socket = None,
     tenant: Tenant = "default",
@@ -57,7 +56,7 @@ def evict(
 ) -> None:
     """Evict blocks on all nodes or some. Blocks with hard pins stay.
 
-    On a terminal it asks for confirmation, unless blocks are named. Ctrl-C offers to stop the job.
+    It asks for confirmation, unless blocks are named by their keys. Ctrl-C offers to stop the job.
 
     Example: kvpool evict --namespace 3fa9 --unused-s 2h --node host-7 --dry-run
 
@@ -68,7 +67,12 @@ def evict(
 
     named = block_keys(keys or [], keys_file)
     chosen = any((named, namespace, unused_s, least))
-    if everything == chosen:
+    if everything and chosen:
+        raise InvalidRequest(
+            "--all is all blocks of the tenant, so it excludes keys, --namespace, --unused-s and --least: leave out "
+            "--all to evict what the others choose"
+        )
+    if not everything and not chosen:
         raise InvalidRequest(
             "name the blocks to evict: keys, --namespace, --unused-s or --least; or --all"
         )
@@ -87,12 +91,14 @@ def evict(
         "unused_s": period(unused_s) if unused_s else 0.0,
         "least_bytes": size(least) if least else 0,
     }
+    if everything:  # only then: daemons of earlier versions do not know it
+        spec["everything"] = True
     with base.client_of(socket, tenant) as client:
         digest = base.resolve(client, tenant, namespace).hex() if namespace else ""
         spec["namespace"] = digest
         nodes, silent = _nodes(client, node, tenant, digest)
-        if not (named or dry_run or yes):
-            _confirm(f"Evict {_what(spec, tenant)} on {', '.join(nodes)}?")
+        if not (named or dry_run):
+            base.confirm(f"Evict {_what(spec, tenant)} on {', '.join(nodes)}?", yes=yes)
         run_job(client, "evict", nodes, spec, silent, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
@@ -118,10 +124,3 @@ def _what(spec: dict[str, Any], tenant: str) -> str:
     else:
         text = f"all blocks of {of}"
     return text + (f" in {', '.join(spec['tiers'])}" if spec["tiers"] else "")
-
-
-def _confirm(question: str) -> None:
-    """Ask for confirmation on a terminal; without one nothing is asked."""
-    if sys.stdin.isatty() and sys.stderr.isatty() and not typer.confirm(question, err=True):
-        base.complain("nothing was changed")
-        raise typer.Exit(EXIT_ERROR)

@@ -33,11 +33,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 class EvictJob(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="evict"
 ):
-    """Evict blocks. Without any limit: all of the tenant's on the node.
+    """Evict blocks. everything: all of the tenant's on the node; without it something has to limit what goes.
 
     namespace: only its blocks. keys: only these; with `chains`, also the blocks behind them in their prefix
     chains. tiers: only there; none: in all. unused_s: only blocks not used for this long. least_bytes: the least
-    valuable of these, until this many bytes are free; combined only with `tiers`.
+    valuable of these, until this many bytes are free. `tiers` alone limits nothing: it goes
+    together with `everything` or `least_bytes` too.
     """
 
     namespace: Digest = ""
@@ -46,6 +47,7 @@ class EvictJob(
     tiers: list[TierName] = []
     unused_s: Seconds = 0.0
     least_bytes: Count = 0
+    everything: bool = False
 
 
 class WarmJob(
@@ -135,8 +137,21 @@ def parse_job(raw: bytes) -> JobSpec:
             raise InvalidRequest(
                 "least_bytes selects by value alone: do not combine it with namespace, keys or unused_s"
             )
+        case EvictJob(everything=True) if (
+            spec.namespace or spec.keys or spec.unused_s or spec.least_bytes
+        ):
+            raise InvalidRequest(
+                "everything is all of the tenant: do not combine it with namespace, keys, unused_s or least_bytes"
+            )
         case EvictJob(keys=[], chains=True):
             raise InvalidRequest("chains need keys: name at least one")
+        case EvictJob(everything=False) if not (
+            spec.namespace or spec.keys or spec.unused_s or spec.least_bytes
+        ):
+            raise InvalidRequest(
+                "name the blocks to evict (namespace, keys, unused_s or least_bytes), or say that all of the tenant's "
+                "are meant (everything)"
+            )
         case WarmJob(namespace=""):
             raise InvalidRequest("name the namespace of the blocks")
         case WarmJob(keys=[], source=""):

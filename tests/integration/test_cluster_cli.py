@@ -232,7 +232,7 @@ def test_reset_makes_blocks_misses_everywhere(cluster, at_a, at_b, kvpool, until
     put(at_a, range(5))
     ns = at_b.open(RECORD)
     until(lambda: at_b.pull(ns, keys_of(range(5)), wait_s=PATIENCE_S) == 5, what="b has pulled")
-    done = kvpool(b, "clear", DIGEST[:4])
+    done = kvpool(b, "clear", DIGEST[:4], "--yes")
     assert done.status == 0
     assert f"namespace {DIGEST} of tenant default is in epoch 1" in done.out
     for client in (at_a, at_b):
@@ -254,7 +254,7 @@ def test_a_fence_has_engines_open_a_namespace_again(cluster, at_a, kvpool, until
     # By the other node, where nobody has opened it.
     with b.client() as at_b:
         until(lambda: at_b.cluster()["namespaces"], what="b knows the namespace")
-    done = kvpool(b, "clear", DIGEST, "--fence")
+    done = kvpool(b, "clear", DIGEST, "--fence", "--yes")
     assert (done.status, done.err) == (0, "")
     assert "until they open it again" in done.out
 
@@ -293,7 +293,7 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
         client.open(RECORD)
         for words, hint in (
             (("clear", "beef"), "no namespace of this tenant begins with beef"),
-            (("clear", ABSENT), "`kvpool namespaces` lists"),
+            (("clear", ABSENT, "-y"), "`kvpool namespaces` lists"),
             (("configure", DIGEST[:4], "--replicas", "1000"), "replicas_max"),
             (("configure", DIGEST[:4], "--write", "later"), "back, through, none"),
             (("locate", "abc"), "32 hex digits"),
@@ -433,7 +433,7 @@ def test_a_node_without_etcd_says_what_that_means(folder, servers, kvpool, until
 def test_only_operators_are_shown_the_cluster(start_cluster, kvpool):
     token = "a token for operators"
     (a,) = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": token}).nodes
-    for words in (("nodes",), ("locate", ABSENT), ("drain", "a"), ("clear", ABSENT)):
+    for words in (("nodes",), ("locate", ABSENT), ("drain", "a"), ("clear", ABSENT, "-y")):
         done = kvpool(a, *words)
         assert done.status == 4, words
         assert "KVPOOL_OPERATOR_TOKEN" in done.err

@@ -656,6 +656,19 @@ def test_namespaces_of_the_cluster_and_of_this_node():
     assert "SSD" not in text
 
 
+def test_a_node_that_is_alone_agrees_with_itself_and_says_what_its_disks_hold():
+    mine = STATS["tenants"]["red"]
+    disk = {"where": "/d", "namespaces": {DIGEST: {"held_bytes": 3 << 30}}}
+    spaces = {DIGEST: mine["namespaces"][DIGEST] | {"blocks": [0], "part_bytes": [1024]}}
+    tenant = mine | {"namespaces": spaces, "usage": {"ssd": [disk]}}
+    known = CLUSTER | {"namespaces": [], "joined": False}
+    rows = namespace_rows(known, node_stats(**STATS | {"tenants": {"red": tenant}}), "red")
+    assert (rows[0]["agreed"], rows[0]["ssd_bytes"]) == (True, 3 << 30)
+    text = printed(show_namespaces, rows, width=120)
+    assert "on SSD" in text and "3 GiB" in line_with(text, DIGEST[:12])
+    assert "?" not in text and "agreed" not in text
+
+
 def test_settings_are_shown_where_a_namespace_has_them():
     kept = DEFAULTS | {"write": "through", "ttl_s": 43_200.0}
     rows = namespace_rows(
@@ -675,7 +688,7 @@ def test_settings_are_shown_where_a_namespace_has_them():
     assert shown_quota == "dram=12.5%,ssd=50GiB"
     assert quotas(shown_quota) == {"dram": 0.125, "ssd": 50 << 30}, "it can be typed"
     assert max(map(len, text.splitlines())) <= 80
-    foreign = limited | {"tenant": "blue", "blocks": None, "bytes": None}
+    foreign = limited | {"tenant": "blue", "blocks": None, "bytes": None, "ssd_bytes": None}
     text = printed(show_namespaces, [limited, foreign])
     assert f"blue    {DIGEST[:12]}  quota dram=12.5%,ssd=50GiB" in text
 
@@ -1034,7 +1047,7 @@ def test_secrets_are_no_options():
     "url", ["redis://user:hush@host", "redis://:hush@host:1/2", "rediss+cluster://u:hush@a:1,b:2"]
 )
 def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
-    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda config, ready: None)
+    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda config, ready, taking: None)
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert isinstance(result.exception, ConfigError)
     assert "KVPOOL_DIRECTORY_PASSWORD" in str(result.exception)
@@ -1047,7 +1060,7 @@ def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
 def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
     seen = []
     monkeypatch.setattr(
-        "kvpool.daemon.server.server.serve", lambda config, ready: seen.append(config)
+        "kvpool.daemon.server.server.serve", lambda config, ready, taking: seen.append(config)
     )
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert result.exit_code == 0, result.output
@@ -1181,12 +1194,12 @@ def test_namespaces(daemon):
 
 
 def test_clear(daemon):
-    done = run("clear", "0123")
+    done = run("clear", "0123", "--yes")
     assert done.status == 0
     assert f"namespace {DIGEST} of tenant red is in epoch 3" in done.out
     assert "continue in the new epoch" in done.out
     daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=False)
-    assert "until they open it again" in run("clear", "0123", "--fence").out
+    assert "until they open it again" in run("clear", "0123", "--fence", "-y").out
     daemon.clear.assert_called_with(bytes.fromhex(DIGEST), fence=True)
     assert isinstance(run("clear", "beef").error, InvalidRequest)
     assert daemon.clear.call_count == 2
@@ -1238,7 +1251,8 @@ def test_configure_refuses_what_makes_no_sense_before_it_asks(daemon):
 
 
 @pytest.mark.parametrize(
-    "words", [("clear", "0123"), ("configure", "0123", "--replicas", "2"), ("drain", "host-2")]
+    "words",
+    [("clear", "0123", "-y"), ("configure", "0123", "--replicas", "2"), ("drain", "host-2")],
 )
 @pytest.mark.parametrize("kind", [Unavailable, ClusterUnavailable])
 def test_a_change_without_an_answer_is_in_doubt(daemon, words, kind):
@@ -1359,7 +1373,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     pem.touch(0o600)
     seen = {}
 
-    def run(config, ready):
+    def run(config, ready, taking):
         seen["config"] = config
 
     monkeypatch.setattr("kvpool.daemon.server.server.serve", run)

@@ -87,6 +87,9 @@ class Changing:
     ) -> ClearInfo:
         """Start a new epoch of a namespace: all its blocks become misses."""
         tenant = tenant_of(call.who, wanted.tenant)
+        if body.dry_run:
+            found = await self._looking.namespace(tenant, wanted.digest)
+            return ClearInfo(wanted.digest, tenant, found.epoch + 1, dry_run=True)
         node = await self._one_that_knows(tenant, wanted.digest)
         epoch = await self._cluster.daemon.number(
             operator_wire.Clear(bytes.fromhex(wanted.digest), body.fence),

@@ -179,6 +179,7 @@ function evict_dialog(scope) {
         if (digest) found.namespace = digest;
         if (chosen.length < TIERS.length) found.tiers = chosen;
         if (Number(unused.value) > 0) found.unused_s = Number(unused.value) * UNITS[unit.value];
+        if (!found.namespace && !found.unused_s) found.everything = true;
         return { tenant, body: { spec: found, nodes: node.value ? [node.value] : [] } };
       },
       fields: [

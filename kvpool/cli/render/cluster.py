@@ -21,8 +21,8 @@ from kvpool.cli.render.text import (
     size_text,
     used_text,
 )
-from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
-from kvpool.telemetry.node_stats import NamespaceStats, NodeStats
+from kvpool.errors import ClusterUnavailable, InvalidRequest, KvpoolError, Unavailable
+from kvpool.telemetry.node_stats import NamespaceStats, NodeStats, PlaceUsage
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
@@ -269,17 +269,20 @@ def namespace_rows(
 ) -> list[dict[str, Any]]:
     """One dict for each namespace: what the cluster has agreed on, and what this node holds of it.
 
-    `agreed` is False for those of which the cluster does not know yet. `blocks`, `bytes`, and `asked` and `hits` (blocks
-    that reads asked for, and got, since this node was started) are this node's, and None for other tenants, whose pools
-    are not shown to this one.
+    `agreed` is False for those of which the cluster does not know yet; a node that is alone agrees with itself.
+    `blocks` and `bytes` are in this node's memory, `ssd_bytes` on its disks; `asked` and `hits` are the blocks that
+    reads asked it for, and got, since it was started. All are None for other tenants, whose pools are not shown to this
+    one, and `ssd_bytes` without disks, too.
     """
     here = stats.tenants[tenant].namespaces
+    alone = not cluster.get("joined", True)  # daemons of earlier versions do not say
+    disks = stats.tenants[tenant].usage.ssd
     rows = []
     for entry in cluster["namespaces"]:
         row = {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
-        row |= dict.fromkeys(("blocks", "bytes", "asked", "hits"))
+        row |= dict.fromkeys(("blocks", "bytes", "ssd_bytes", "asked", "hits"))
         if entry["tenant"] == tenant:
-            row |= _held(here.get(entry["digest"]))
+            row |= _held(entry["digest"], here.get(entry["digest"]), disks)
         rows.append(row)
     known = {row["digest"] for row in rows if row["tenant"] == tenant}
     for digest in sorted(here.keys() - known):
@@ -293,16 +296,20 @@ def namespace_rows(
                 "epoch": one.epoch,
                 "fence": 0,
                 "settings": one.settings,
-                "agreed": False,
-                **_held(one),
+                "agreed": alone,
+                **_held(digest, one, disks),
             }
         )
     return rows
 
 
-def _held(one: NamespaceStats | None) -> dict[str, int]:
+def _held(
+    digest: str, one: NamespaceStats | None, disks: Sequence[PlaceUsage]
+) -> dict[str, int | None]:
+    on = [disk.namespaces[digest].held_bytes for disk in disks if digest in disk.namespaces]
+    ssd_bytes = sum(on) if disks else None
     if one is None:
-        return dict.fromkeys(("blocks", "bytes", "asked", "hits"), 0)
+        return {"blocks": 0, "bytes": 0, "ssd_bytes": ssd_bytes, "asked": 0, "hits": 0}
     pairs = zip(one.blocks, one.part_bytes, strict=True)
     hits = one.reads.local + one.reads.fetched
     return {
@@ -310,7 +317,36 @@ def _held(one: NamespaceStats | None) -> dict[str, int]:
         "hits": hits,
         "blocks": max(one.blocks, default=0),
         "bytes": sum(n * nbytes for n, nbytes in pairs),
+        "ssd_bytes": ssd_bytes,
     }
+
+
+def holdings(
+    client: Asks, nodes: Sequence[str], tenant: str, digest: str
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
+    rows, silent = [], {}
+    for node in nodes:
+        try:
+            found = client.inspect(node).tenants.get(tenant)
+        except KvpoolError as error:
+            silent[node] = str(error)
+        else:
+            if found is not None:
+                held = _held(digest, found.namespaces.get(digest), found.usage.ssd)
+                rows.append({"node": node, **held})
+    return rows, silent
+
+
+def show_holdings(
+    rows: Sequence[Mapping[str, Any]], title: str, console: Console | None = None
+) -> None:
+    """Print what `holdings` gives."""
+    table = make_table(title, "node", ">blocks in memory", ">bytes", ">on SSD")
+    for row in rows:
+        on_ssd = "" if row["ssd_bytes"] is None else size_text(row["ssd_bytes"])
+        table.add_row(escape(row["node"]), f"{row['blocks']:,}", size_text(row["bytes"]), on_ssd)
+    (console or make_console()).print(table)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -342,7 +378,10 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("no engine has opened a namespace yet")
         return
     several = len({row["tenant"] for row in rows}) > 1
-    columns = ["digest", "fields", ">epoch", ">replicas", ">a block", ">blocks", ">bytes", ">hits"]
+    disks = any(row["ssd_bytes"] is not None for row in rows)
+    columns = ["digest", "fields", ">epoch", ">replicas", ">a block", ">blocks", ">bytes"]
+    columns += [">on SSD"] if disks else []
+    columns.append(">hits")
     table = make_table("", *(["tenant"] if several else []), *columns)
     for row in rows:
         hidden = row["blocks"] is None
@@ -354,8 +393,10 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
             size_text(sum(part[0] for part in row["parts"])),
             "" if hidden else f"{row['blocks']:,}",
             "" if hidden else size_text(row["bytes"]),
-            f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "",
         ]
+        if disks:
+            cells.append("" if row["ssd_bytes"] is None else size_text(row["ssd_bytes"]))
+        cells.append(f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "")
         table.add_row(*([escape(row["tenant"])] if several else []), *cells)
     for column in table.columns:
         column.no_wrap = column.header != "fields"
@@ -365,8 +406,10 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print()
         console.print(_settings_table(rows, several=several))
     console.print()
+    where = ", and on SSD those on its disks" if disks else ""
     console.print(
-        "Blocks and bytes are those of this node; hits: of the blocks that reads asked it for since its start."
+        f"Blocks and bytes are those in this node's memory{where}; hits: of the blocks that reads asked it for since its "
+        "start."
     )
     fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
     if fenced:

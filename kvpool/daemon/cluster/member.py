@@ -493,6 +493,7 @@ class ClusterMember:
             "incarnation": self.incarnation,
             "standing": standing.value,
             "state": str(self.state),
+            "joined": bool(self.config.join),
             "nodes": [plain(record) for _, record in sorted(self._view.nodes.items())],
             "peers": [node.url for node in self._static.values()],
             "silent_peers": [silent._asdict() for silent in self._static_peers.silent()],

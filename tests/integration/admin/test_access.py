@@ -125,7 +125,7 @@ def hexed(numbers):
         ("POST", "/v1/why", {"namespace": DIGEST, "keys": ["{key}"]}),
         ("GET", "/v1/memory", None),
         ("POST", "/v1/pins", {"namespace": DIGEST, "keys": ["{key}"], "kind": "hard"}),
-        ("POST", "/v1/jobs", {"spec": {"kind": "evict"}}),
+        ("POST", "/v1/jobs", {"spec": {"kind": "evict", "everything": True}}),
         ("POST", "/v1/jobs", {"spec": {"kind": "evict", "keys": ["{key}"]}}),
         ("POST", "/v1/jobs", {"spec": {"kind": "warm", "namespace": DIGEST, "source": "a"}}),
         ("GET", "/v1/namespaces", None),

@@ -190,6 +190,9 @@ def test_jobs_stop_and_are_not_there(gate, until):
     assert gate.ask("DELETE", "/v1/jobs/nobody-s").status == 404
     for wrong in (
         {"kind": "evict", "least_bytes": 1, "unused_s": 3},
+        {"kind": "evict"},
+        {"kind": "evict", "tiers": ["dram"]},
+        {"kind": "evict", "everything": True, "unused_s": 3},
         {"kind": "warm", "namespace": "", "source": "a"},
     ):
         assert gate.ask("POST", "/v1/jobs?tenant=blue", {"spec": wrong}).code == "invalid"
@@ -213,6 +216,8 @@ def test_settings_and_a_new_epoch_of_a_namespace(gate, two, numbers, until):
     assert gate.ask("PATCH", path, {"dram_quota": 7.5}).code == "invalid"
     assert gate.ask("PATCH", path, {"colour": 1}).code == "invalid"
     before = gate.get(path)["epoch"]
+    would = gate.change("POST", f"{path}/clear", {"dry_run": True})
+    assert (would["epoch"], would["dry_run"]) == (before + 1, True)
     assert gate.change("POST", f"{path}/clear")["epoch"] == before + 1
     until(lambda: seat.here(some) == 0)
     assert gate.change("POST", f"{path}/clear", {"fence": True})["epoch"] == before + 2

@@ -377,21 +377,24 @@ def test_blocks_are_evicted_everywhere_or_on_some_nodes(pair, numbers, kvpool):
     assert done.out.splitlines()[-1].startswith("10 blocks evicted, ")
     assert (a.here(some), b.here(some)) == (15, 12)
     assert kvpool(a.node, "pin", *hexes(some[4:6]), "--kind", "hard").status == 0
-    found = kvpool.json(a.node, "evict", "--all", "--tier", "dram")
+    found = kvpool.json(a.node, "evict", "--all", "--tier", "dram", "--yes")
     by_node = {view["node"]: view for view in found["nodes"]}
     assert (by_node["a"]["blocks"], by_node["a"]["kept"], by_node["b"]["blocks"]) == (13, 2, 12)
     assert found["failures"] == {}
     assert (a.here(some), b.here(some)) == (2, 0)
-    done = kvpool(a.node, "evict", "--all")
+    refused = kvpool(a.node, "evict", "--all")
+    assert (refused.status, refused.out) == (2, "")
+    assert "There is no terminal to ask: repeat with --yes" in refused.err
+    done = kvpool(a.node, "evict", "--all", "--yes")
     assert "2 blocks stay, pinned" in done.out
     assert kvpool(a.node, "unpin", *hexes(some[4:6])).out == "2 of 2 blocks unpinned\n"
     done = kvpool(a.node, "pin", ABSENT)
     assert (done.status, done.out) == (1, "0 of 1 block pinned soft\n")
     assert "`kvpool locate KEY`" in done.err
-    assert kvpool(a.node, "evict", "--least", "1MiB").status == 0
+    assert kvpool(a.node, "evict", "--least", "1MiB", "--yes").status == 0
     assert a.here(some) == 0
     a.put(some)
-    done = kvpool(a.node, "evict", "--namespace", DIGEST, "--unused-s", "2h")
+    done = kvpool(a.node, "evict", "--namespace", DIGEST, "--unused-s", "2h", "-y")
     assert done.out.splitlines()[-1] == "0 blocks evicted"
     assert a.here(some) == 20
 
@@ -400,14 +403,15 @@ def test_what_evict_refuses(pair, kvpool):
     a, _ = pair
     for words, hint in (
         ((), "or --all"),
-        (("--all", ABSENT), "or --all"),
+        (("--all", ABSENT), "so it excludes keys"),
+        (("--all", "--unused-s", "2h"), "leave out --all to evict what the others choose"),
         (("--namespace", DIGEST, "--chain"), "--chain needs keys"),
         (("--namespace", "beef"), "`kvpool namespaces` shows"),
         (("--unused-s", "5"), "30s, 15m, 12h"),
         (("--all", "--tier", "tape"), "must be one of dram, ssd, device"),
         (("--least", "many"), "10GiB"),
-        (("--least", "1MiB", "--namespace", DIGEST), "least_bytes selects by value alone"),
-        (("--all", "--node", "z"), "`kvpool nodes` lists the nodes"),
+        (("--least", "1MiB", "--namespace", DIGEST, "-y"), "least_bytes selects by value alone"),
+        (("--all", "--node", "z", "-y"), "`kvpool nodes` lists the nodes"),
     ):
         done = kvpool(a.node, "evict", *words)
         assert (done.status, done.out) == (1, ""), words
@@ -465,7 +469,7 @@ def long_job(start_cluster, numbers):
 def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
     def interrupted():
         """A job's name and what was said of it, unless the job ended before the interrupt came."""
-        with kvpool.begin(long_job.node, "evict", "--unused-s", "1h") as process:
+        with kvpool.begin(long_job.node, "evict", "--unused-s", "1h", "--yes") as process:
             name = re.search(r"job (evict-\w+) runs on a\n", hear(process, "runs on a\n"))[1]
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=PATIENCE_S)
@@ -510,7 +514,7 @@ def test_jobs_are_listed_shown_and_stopped(pair, numbers, kvpool, until):
     a, b = pair
     b.put(numbers(5))
     assert kvpool(a.node, "jobs", "list").out == "no node remembers a job\n"
-    done = kvpool(a.node, "evict", "--all", "--node", "b", "--no-wait")
+    done = kvpool(a.node, "evict", "--all", "--node", "b", "--no-wait", "--yes")
     assert (done.status, done.err) == (0, "")
     name = done.out.strip()
     assert re.fullmatch(r"evict-[0-9a-f]{8}", name)
@@ -526,7 +530,7 @@ def test_jobs_are_listed_shown_and_stopped(pair, numbers, kvpool, until):
 
 
 def test_a_running_job_is_stopped(long_job, kvpool, until):
-    name = kvpool(long_job.node, "evict", "--unused-s", "1h", "--no-wait").out.strip()
+    name = kvpool(long_job.node, "evict", "--unused-s", "1h", "--no-wait", "-y").out.strip()
     done = kvpool(long_job.node, "jobs", "stop", name)
     assert done.status == 0
     assert done.out.startswith(f"job {name} ")
@@ -630,7 +634,11 @@ def test_changes_answer_in_json(pair, numbers, kvpool):
     found = kvpool.json(a.node, "pin", *hexes(some))
     assert found == {"kind": "soft", "keys": 2, "found": {"": 2}}
     assert kvpool.json(a.node, "configure", DIGEST, "--ttl", "1h")["namespace"] == DIGEST
-    assert kvpool.json(a.node, "clear", DIGEST)["epoch"] == 1
+    found = kvpool.json(a.node, "clear", DIGEST, "--dry-run")
+    assert {each["node"]: each["blocks"] for each in found["nodes"]}["a"] == 2
+    assert kvpool(a.node, "clear", DIGEST).status == 2
+    assert kvpool.json(a.node, "namespaces")[0]["epoch"] == 0, "neither has changed anything"
+    assert kvpool.json(a.node, "clear", DIGEST, "--yes")["epoch"] == 1
     assert kvpool.json(a.node, "drain", "b", "--no-wait")["node"] == "b"
     assert kvpool.json(a.node, "drain", "b", "--cancel")["node"] == "b"
 

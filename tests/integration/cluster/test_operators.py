@@ -101,7 +101,12 @@ def test_what_is_wrong_is_told(pair):
             InvalidRequest,
             "regex",
         ),
-        (operator_wire.BeginJob("", b'{"kind":"evict"}'), {}, InvalidRequest, "name is invalid"),
+        (
+            operator_wire.BeginJob("", b'{"kind":"evict","everything":true}'),
+            {},
+            InvalidRequest,
+            "name is invalid",
+        ),
     ):
         with pytest.raises(error, match=text):
             a.client.ask_node(message, **more)
@@ -299,7 +304,7 @@ def test_a_job_is_stopped_and_remembered(pair, numbers, ended):
     b.put(numbers(100))
     begin(a, {"kind": "evict", "unused_s": 1e6}, node="b")
     with pytest.raises(InvalidRequest, match="already"):
-        begin(b, {"kind": "evict"})
+        begin(b, {"kind": "evict", "everything": True})
     a.client.ask_node(operator_wire.StopJob("j"), node="b")
     view = ended(a, node="b")
     assert view["state"] in {"cancelled", "done"}
@@ -316,7 +321,7 @@ def test_what_happened_is_told(pair, numbers, ended):
     assert [e["number"] for e in told["events"]] == list(range(1, told["last"] + 1))
     joined = [e["details"]["of"] for e in told["events"] if e["kind"] == "node joined"]
     assert set(joined) == {"a", "b"}
-    begin(a, {"kind": "evict"}, node="b", by="token ops")
+    begin(a, {"kind": "evict", "everything": True}, node="b", by="token ops")
     ended(a, node="b")
     a.client.ask_node(operator_wire.PinBlocks(bytes(16), "soft", DIGEST), node="b", by="token ops")
     news = b.client.ask_node(operator_wire.Events(told["last"], 1000, 5.0))["events"]
