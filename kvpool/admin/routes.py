@@ -52,6 +52,7 @@ def _gateway(looking: Looking, watching: Watching, pages: Pages) -> list[Route]:
             media=metrics.CONTENT_TYPE,
         ),
         Route("GET", "/v1/me", looking.get_me, "viewer", t.Me),
+        Route("GET", "/", pages.redirect_root, None, None, media=html, hidden=True),
         Route("GET", "/ui", pages.redirect_ui, None, None, media=html, hidden=True),
         Route("GET", "/ui/{path:.*}", pages.get_ui, None, None, OfFile, media=html, hidden=True),
     ]

@@ -10,7 +10,7 @@ import os
 import sys
 from importlib import import_module
 
-from kvpool.cli.base import app, complain, exit_status
+from kvpool.cli.base import EXIT_INTERRUPTED, app, complain, exit_status
 from kvpool.errors import KvpoolError
 
 # In the order of `kvpool --help`.
@@ -42,9 +42,11 @@ def main() -> None:
 
         prepare()
     first = sys.argv[1] if len(sys.argv) > 1 else ""
-    load(first)
     try:
+        load(first)
         app(prog_name="kvpool")
+    except KeyboardInterrupt:  # outside of a command, which ends with the same status
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except KvpoolError as error:
         complain(str(error))
         raise SystemExit(exit_status(error)) from None

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli import base
 from kvpool.cli.base import OPERATORS, app
 from kvpool.errors import ConfigError, ProtocolError
 
 audit = typer.Typer(
+    cls=base.Commands,
     help="Check that an audit file is whole: no record changed, removed or put in between.",
     no_args_is_help=True,
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvpool import __version__
 from kvpool.errors import ClusterUnavailable, KvpoolError, NotAuthenticated, Unavailable
@@ -27,12 +29,40 @@ EXIT_STATUSES = {
     EXIT_ERROR: "the command failed, or found a problem; the last line names it",
     EXIT_USAGE: "invalid command line: an option or argument is unknown or missing, such as --yes in a script",
     EXIT_NO_DAEMON: "no daemon answers on this machine",
-    EXIT_NOT_ALLOWED: "the daemon or the router refused access",
+    EXIT_NOT_ALLOWED: "the daemon or the router refused access, or its socket is another user's",
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",
 }
 
+
+def panels(params: Iterable[Any], ctx: Any, usual: str) -> dict[str, list[tuple[str, str]]]:
+    """The lines of a help's options or commands, by panel, in the order of their first one."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in params:
+        if (line := each.get_help_record(ctx)) is not None:
+            found.setdefault(getattr(each, "rich_help_panel", None) or usual, []).append(line)
+    return found
+
+
+class Commands(TyperGroup):
+    """Its help has a part for each panel. In plain lines: tables cut off what does not fit 80 columns."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        found: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                line = (name, command.get_short_help_str(200))
+                panel = getattr(command, "rich_help_panel", None)
+                found.setdefault(panel if isinstance(panel, str) else "Commands", []).append(line)
+        for panel, lines in found.items():
+            with formatter.section(panel):
+                formatter.write_dl(lines)
+
+
 app = typer.Typer(
     name="kvpool",
+    cls=Commands,
+    rich_markup_mode=None,
     help="A cluster-wide KV cache pool for LLM serving.",
     epilog="Exit status: "
     + "; ".join(
@@ -111,11 +141,27 @@ def client_of(socket: str | None, tenant: str) -> OperatorClient:
             connect=True,
         )
     except Unavailable:
+        if os.path.exists(socket) and not os.access(socket, os.W_OK):
+            raise NotAuthenticated(_not_ours(socket)) from None
         from kvpool.cli.render.starting import waiting
 
         if said := waiting(socket):
             raise Unavailable(f"{said}; `kvpool doctor` tells more") from None
         raise
+
+
+def _not_ours(socket: str) -> str:
+    import pwd
+
+    uid = os.stat(socket).st_uid
+    try:
+        owner = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        owner = f"uid {uid}"
+    return (
+        f"permission denied: the daemon at {socket} is {owner}'s. Ask to be in its group, with socket_mode 660 there; "
+        f"or name your own daemon's socket (--socket, KVPOOL_SOCKET)"
+    )
 
 
 def node_names(client: OperatorClient) -> dict[str, str]:

@@ -45,6 +45,6 @@ def bench(
     ):
         found = measure(bench)
     if as_json:
-        base.print_json({"block_bytes": nbytes, "measured": plain_rows(found)})
+        base.print_json({"block_bytes": nbytes, "cut": bench.cut, "measured": plain_rows(found)})
     else:
-        show(found, nbytes)
+        show(found, nbytes, cut=bench.cut)

@@ -15,6 +15,7 @@ from kvpool.cli.base import OPERATORS, AsJson, app
 from kvpool.errors import ConfigError
 
 certs = typer.Typer(
+    cls=base.Commands,
     help="Create a small certificate authority, and certificates for TLS. Needs the extra admin.",
     no_args_is_help=True,
 )

@@ -13,6 +13,7 @@ from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tena
 from kvpool.cli.job_runs import OnNodes, named_nodes
 
 config = typer.Typer(
+    cls=base.Commands,
     help="The configuration: check a file; show and change that of running nodes.",
     no_args_is_help=True,
 )

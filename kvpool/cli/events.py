@@ -41,7 +41,12 @@ def events(
     from kvpool.cli.render.events import Feed, chosen, show_events
     from kvpool.cli.render.events import follow as go_on
     from kvpool.cli.render.jobs import nodes_of
+    from kvpool.daemon.ops.event_log import KINDS
+    from kvpool.errors import InvalidRequest
 
+    for each in kind or ():
+        if each not in KINDS:
+            raise InvalidRequest(f"--kind {each!r:.40}: must be one of {', '.join(KINDS)}")
     with base.client_of(socket, tenant) as client:
         feed = Feed(client, list(dict.fromkeys(node or nodes_of(client.cluster()))))
         found = chosen(feed.news(), kind or (), limit)

@@ -12,6 +12,7 @@ from kvpool.cli.job_runs import OnNodes, complain_of, named_nodes
 from kvpool.errors import InvalidRequest
 
 jobs = typer.Typer(
+    cls=base.Commands,
     help="Operators' long-running work: evict, warm, move, scrub.",
     no_args_is_help=True,
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from kvpool.cli import base
 from kvpool.cli.base import AsJson, Socket, Tenant, app
@@ -14,7 +13,7 @@ from kvpool.cli.base import AsJson, Socket, Tenant, app
 WORKLOAD = "workload"
 
 
-class _PlanGroup(TyperGroup):
+class _PlanGroup(base.Commands):
     """`kvpool plan TRACE` is `kvpool plan workload TRACE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -9,11 +9,14 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli import base
 from kvpool.cli.base import OPERATORS, app
 from kvpool.errors import ConfigError
 
 secret = typer.Typer(
-    help="Create the cluster's secret, and change it while the daemons run.", no_args_is_help=True
+    cls=base.Commands,
+    help="Create the cluster's secret, and change it while the daemons run.",
+    no_args_is_help=True,
 )
 app.add_typer(secret, name="secret", rich_help_panel=OPERATORS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,7 +52,7 @@ def serve(
     taking = Taking(sys.stderr, time.monotonic, logged=settings.log_format == "json")
     try:
         with base.in_foreground():
-            run(settings, _say_ready, taking)
+            run(settings, _say_ready, taking, partial(_say_gateway, settings))
     finally:
         taking.end()
 
@@ -79,13 +80,18 @@ def _say_ready(started: Started) -> None:
             f"{others} other {'node' if others == 1 else 'nodes'} to pull from, "
             f"{'with' if config.directory else 'without'} a directory"
         )
-    if config.http:
-        lines.append(f"HTTP gateway at {', '.join(config.http)}, tokens in {_tokens_of(config)}")
     print("\n".join(lines), flush=True)
     tell_ready(os.environ)
 
 
-def _tokens_of(config: DaemonConfig) -> str:
+def _say_gateway(config: DaemonConfig, urls: list[str]) -> None:
+    where = f"tokens in {config.http_tokens}"
+    if not config.http_tokens:
+        where = f"token in {_token_of(config)}"
+    print(f"HTTP gateway at {', '.join(urls)}, dashboard at /ui/, {where}", flush=True)
+
+
+def _token_of(config: DaemonConfig) -> str:
     from kvpool.daemon.workers.gateway import token_path
 
-    return config.http_tokens or str(token_path(config))
+    return str(token_path(config))

@@ -10,7 +10,9 @@ from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tenant, app
 
 sessions = typer.Typer(
-    help="Sessions, as their clients tell of them: list, show, end.", no_args_is_help=True
+    cls=base.Commands,
+    help="Sessions, as their clients tell of them: list, show, end.",
+    no_args_is_help=True,
 )
 app.add_typer(sessions, name="sessions", rich_help_panel=OPERATORS)
 SessionName = Annotated[

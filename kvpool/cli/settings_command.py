@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from kvpool.cli.base import panels
+
 if TYPE_CHECKING:
     from kvpool.config import Setting
 
@@ -39,6 +41,12 @@ class SettingsCommand(TyperCommand):
     @params.setter
     def params(self, own: list[Any]) -> None:
         self._params = own
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A part for each panel."""
+        for panel, lines in panels(self.get_params(ctx), ctx, "Options").items():
+            with formatter.section(panel):
+                formatter.write_dl(lines)
 
     def invoke(self, ctx: Any) -> Any:
         """The function itself, without the settings among its arguments."""

@@ -39,6 +39,10 @@ def check(config: DaemonConfig) -> None:
     _check_passwords(config)
     _check_tls(config)
     _check_http(config)
+    if config.join and not config.join.startswith(("etcd://", "etcds://")):
+        raise ConfigError(
+            f"join = {config.join!r:.100}: must be the URL of etcd, such as etcd://10.0.0.1:2379, or etcds:// with TLS"
+        )
     if config.join and not config.listen:
         raise ConfigError(
             "join: other nodes pull from this one, so it must listen: set --listen tcp://HOST:PORT"

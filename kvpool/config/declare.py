@@ -10,6 +10,7 @@ A *kind* (`kind`) describes the valid values and the error text for others; a *s
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -70,8 +71,8 @@ class Setting(NamedTuple):
         try:
             return msgspec.convert(value, self.type, strict=False)
         except msgspec.ValidationError as error:
-            if not self.wanted:  # a table, or several: the error names the place in it
-                raise ConfigError(f"{where}: {error}") from None
+            if not self.wanted:  # a table, or several
+                raise ConfigError(f"{where}{_in_words(str(error), self.type)}") from None
             shown = "" if self.secret else f" = {given!r}"
             raise ConfigError(f"{where}{shown}: {self.wanted}") from None
 
@@ -110,7 +111,9 @@ def convert_setting(struct: type[msgspec.Struct], name: str, value: object, wher
     """The value of one of this struct's settings for a given input. Raises `ConfigError`, for unknown names too."""
     known = settings_of(struct)
     if name not in known:
-        raise ConfigError(f"{where}: no such setting. Known settings: {', '.join(known)}")
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"Did you mean {near[0]}?" if near else f"Known settings: {', '.join(known)}"
+        raise ConfigError(f"{where}: no such setting. {meant}")
     return known[name].convert(value, where)
 
 
@@ -148,6 +151,33 @@ def settings_of(struct: type[msgspec.Struct]) -> Mapping[str, Setting]:
             file_only=file_only,
         )
     return found
+
+
+_PLACE = re.compile(r" - at `\$((?:\[[^\]]*\])*)\.?([^`]*)`$")
+
+
+def _in_words(error: str, hint: Any) -> str:
+    """msgspec's error of a table in a setting, without its notation for the place: `.role: ...`, with what is valid."""
+    found = _PLACE.search(error)
+    if found is None:
+        return f": {error}"
+    number = re.match(r"\[(\d+)\]", found[1])
+    which = f" number {int(number[1]) + 1}" if number and number[1] != "0" else ""
+    field = found[2]
+    kind: Any = plain_type(hint)
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    valid = _literals(get_type_hints(kind).get(field)) if field and isinstance(kind, type) else ()
+    wanted = f"; one of {', '.join(valid)}" if valid else ""
+    place = f", {field}" if field else ""
+    return f"{which}{place}: {error[: found.start()]}{wanted}"
+
+
+def _literals(hint: Any) -> tuple[str, ...]:
+    """The texts that a type allows, if it is a choice."""
+    if get_origin(hint) is Literal:
+        return tuple(str(each) for each in get_args(hint))
+    return tuple(text for each in get_args(hint) for text in _literals(each))
 
 
 def plain_type(hint: Any) -> Any:

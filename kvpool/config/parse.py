@@ -217,6 +217,9 @@ def labels(value: object, where: str) -> dict[str, str]:
     if isinstance(value, str):
         value = [item for item in value.split(",") if item]
     if isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, str) and "=" not in item:
+                raise ConfigError(f"{where}: {item!r} is not NAME=VALUE, such as zone=a")
         pairs = [item.partition("=")[::2] if isinstance(item, str) else ("", "") for item in value]
         value = dict(pairs)
     if not isinstance(value, dict) or len(value) > LABELS_MAX:

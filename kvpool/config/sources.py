@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import msgspec
 
 _SETTINGS = settings_of(DaemonConfig)
+NEAR = 0.83  # so alike are two names of which one is the other, mistyped
+_OTHERS = frozenset({"KVPOOL_TENANT", "KVPOOL_TOKEN", "KVPOOL_TOKEN_FILE", "KVPOOL_ROUTER"})
+"""Variables of clients and routers, which may be set where a daemon starts."""
 
 
 class Given(NamedTuple):
@@ -97,7 +101,23 @@ def gather(
         if text is not None:
             source = variable if variable in environ else f"{variable}_FILE"
             given[name] = Given(parse_setting(name, text, variable), source)
+    for variable in environ:
+        _check_variable(variable)
     return given | from_flags(DaemonConfig, flags)
+
+
+def _check_variable(variable: str) -> None:
+    """Raises `ConfigError` for what looks like a mistyped setting. Others may be of another program."""
+    if not variable.startswith("KVPOOL_") or variable in _OTHERS:
+        return
+    name = variable.removeprefix("KVPOOL_").lower()
+    if name in _SETTINGS or name.removesuffix("_file") in _SETTINGS:
+        return
+    if near := difflib.get_close_matches(name, _SETTINGS, n=1, cutoff=NEAR):
+        raise ConfigError(
+            f"{variable}: no such setting. Did you mean KVPOOL_{near[0].upper()}? Unset the variable if it is "
+            "something else"
+        )
 
 
 def from_file(struct: type[msgspec.Struct], path: str) -> dict[str, Given]:

@@ -20,11 +20,12 @@ HEALTH_BYTES_MAX = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class Patient:
-    """A probed engine."""
+    """A probed engine. missed: that it gets no requests was said in the log."""
 
     spec: EngineSpec
     breaker: EngineBreaker
     probed: asyncio.Event = field(default_factory=asyncio.Event)
+    missed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +188,16 @@ class Health:
         patient.breaker.probed(error is None, self._clock(), self._probe_s)
         if error is not None and passed:
             log.warning("probe: %s", error)
+        elif error is not None and not patient.probed.is_set():
+            # Said once: the router is ready without it, and nothing else would tell why.
+            name = patient.spec.name
+            log.warning(
+                "engine %s receives no requests before it answers: %s",
+                name,
+                error,
+                extra={"engine": name},
+            )
+            patient.missed = True
         self._turn(patient, passed)
         patient.probed.set()
 
@@ -198,9 +209,12 @@ class Health:
         self._servers[patient.spec.url].turned.set()
         name, state = patient.spec.name, patient.breaker.state.value
         if passes:
-            log.info("engine %s receives requests: %s", name, state, extra={"engine": name})
+            level = logging.WARNING if patient.missed else logging.INFO
+            patient.missed = False
+            log.log(level, "engine %s receives requests: %s", name, state, extra={"engine": name})
             self._up(patient.spec)
         else:
+            patient.missed = True
             log.warning(
                 "engine %s receives no requests until its next probe", name, extra={"engine": name}
             )

@@ -14,6 +14,7 @@ from unittest.mock import create_autospec
 import hypothesis.strategies as st
 import msgspec
 import pytest
+import typer
 from hypothesis import given
 from rich.console import Console
 from typer.testing import CliRunner
@@ -32,7 +33,7 @@ from kvpool.cli.render.naming import block_key, full_digest, known_digests, peri
 from kvpool.cli.render.node import _COUNTERS, show
 from kvpool.cli.render.text import duration, period_text, size_text, used_text
 from kvpool.client import OperatorClient
-from kvpool.config import SETTINGS, DeviceConfig, DiskConfig
+from kvpool.config import SETTINGS, DaemonConfig, DeviceConfig, DiskConfig, settings_of
 from kvpool.daemon.server.server import Started
 from kvpool.errors import (
     ClusterUnavailable,
@@ -1047,7 +1048,7 @@ def test_secrets_are_no_options():
     "url", ["redis://user:hush@host", "redis://:hush@host:1/2", "rediss+cluster://u:hush@a:1,b:2"]
 )
 def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
-    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda config, ready, taking: None)
+    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda *_: None)
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert isinstance(result.exception, ConfigError)
     assert "KVPOOL_DIRECTORY_PASSWORD" in str(result.exception)
@@ -1059,9 +1060,7 @@ def test_a_password_on_the_command_line_is_refused(monkeypatch, url):
 )
 def test_other_directories_are_taken_from_the_command_line(monkeypatch, url):
     seen = []
-    monkeypatch.setattr(
-        "kvpool.daemon.server.server.serve", lambda config, ready, taking: seen.append(config)
-    )
+    monkeypatch.setattr("kvpool.daemon.server.server.serve", lambda config, *_: seen.append(config))
     result = CliRunner().invoke(verbs.app, ["serve", "--directory", url])
     assert result.exit_code == 0, result.output
     assert [config.directory for config in seen] == [url]
@@ -1373,7 +1372,7 @@ def test_flags_are_settings(monkeypatch, tmp_path):
     pem.touch(0o600)
     seen = {}
 
-    def run(config, ready, taking):
+    def run(config, *_):
         seen["config"] = config
 
     monkeypatch.setattr("kvpool.daemon.server.server.serve", run)
@@ -1512,3 +1511,23 @@ def test_a_secret_is_created_once_and_rotated(tmp_path):
     assert len(new) == 64 and new != first
     assert old.startswith(f"{first} until 20")
     assert new not in rotated.output and first not in rotated.output
+
+
+def every_command(command, path=()):
+    yield path, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from every_command(one, (*path, name))
+
+
+def test_help_is_whole_at_80_columns():
+    for path, _ in every_command(typer.main.get_command(verbs.app)):
+        done = CliRunner().invoke(verbs.app, [*path, "--help"], env={"COLUMNS": "80"})
+        assert done.exit_code == 0, path
+        assert "…" not in done.output and "...\n" not in done.output.partition("\n")[2], path
+        assert max(map(len, done.output.splitlines())) <= 80, path
+    serve = CliRunner().invoke(verbs.app, ["serve", "--help"], env={"COLUMNS": "80"}).output
+    words = " ".join(serve.split())
+    for name, each in settings_of(DaemonConfig).items():
+        if each.option:
+            assert f"{each.option} " in words, name
+            assert each.is_switch or f"{each.option} {each.metavar} " in words, name

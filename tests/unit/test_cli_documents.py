@@ -123,12 +123,17 @@ def test_a_configuration_is_checked(tmp_path: Path) -> None:
     file.chmod(0o600)
     done = kvpool("config", "check", str(file), KVPOOL_TRANSFER_WORKERS="3")
     assert (done.returncode, done.stderr) == (0, "")
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert rows["memory"] == [str(1 << 30), str(file)]
-    assert rows["transfer_workers"] == ["3", "KVPOOL_TRANSFER_WORKERS"]
-    assert rows["cluster_secret"] == ["***", str(file)]
+    assert f'\n# from {file}\nmemory = "1GiB"\n' in done.stdout
+    assert "\n# from KVPOOL_TRANSFER_WORKERS\ntransfer_workers = 3\n" in done.stdout
+    assert '\n# cluster_secret = "***"  # a secret, not shown\n' in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if str(file) not in line) <= 80
+    again = tmp_path / "again.toml"
+    again.write_text(done.stdout)
+    taken = json.loads(kvpool("config", "check", str(again), "--json").stdout)
     found = json.loads(kvpool("config", "check", str(file), "--json").stdout)
     assert found["memory"] == {"value": 1 << 30, "source": str(file)}
+    assert taken["transfer_workers"] == {"value": 3, "source": str(again)}
+    assert taken["memory"]["value"] == found["memory"]["value"]
     assert "0123456789abcdef" not in done.stdout
     done = kvpool("config", "check", str(file), KVPOOL_TRANSFER_WORKERS="many")
     assert (done.returncode, done.stdout) == (1, "")

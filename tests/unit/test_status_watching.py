@@ -16,6 +16,7 @@ from kvpool.cli.render.naming import block_keys, size
 from kvpool.cli.render.router_http import RouterHttp
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
 from kvpool.cli.render.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
+from kvpool.config import load
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
@@ -226,7 +227,17 @@ def test_blocks_and_prefixes_as_tables():
     block = {"key": "ab" * 16, "namespace": "cd" * 16, "depth": 1200, "parts": 2, "bytes": 2048}
     block |= {"age_s": 61.0, "pin": "none", "copy": True, "reused": True}
     text = printed(show_blocks, [block], "0.7")
-    assert text.splitlines()[1].split()[2:] == [
+    assert text.startswith(f"namespace {'cd' * 6} ")
+    wide = block | {
+        "pin": "soft",
+        "copy": False,
+        "age_s": 86_400.0 + 3600 * 11,
+        "bytes": 1000 << 10,
+    }
+    narrow = io.StringIO()
+    show_blocks([block, wide], None, Console(file=narrow, width=80, highlight=False))
+    assert "pin soft" in narrow.getvalue() and "1 d 11 h" in narrow.getvalue()
+    assert text.splitlines()[2].split()[1:] == [
         "1,200",
         "2",
         "2",
@@ -331,16 +342,49 @@ def test_where_each_setting_comes_from(tmp_path):
     assert found["directory"] == {"value": HIDDEN, "source": "KVPOOL_DIRECTORY"}
     assert found["operator_token"]["source"] == "default"
     assert found["tenants"]["source"] == str(file)
-    text = str(found) + printed(show, effective(str(file), environ))
+    shown = io.StringIO()
+    show(effective(str(file), environ), shown)
+    text = str(found) + shown.getvalue()
     for hidden in ("hush", "secret of red", "ssss"):
         assert hidden not in text
     assert plain(effective(None, {"KVPOOL_CONFIG": str(file)}))["transfer_workers"]["value"] == 3
 
 
+def test_what_is_shown_of_a_configuration_sets_the_same(tmp_path):
+    file = tmp_path / "kvpool.toml"
+    file.write_text(
+        'memory = "12.5%"\nsocket_mode = 0o660\nlabels = { zone = "z", "rack" = "7" }\nreplicas_max = 2\n'
+        'ssd = ["/tmp/a long name of a folder for blocks=8MiB", "/tmp/another quite long name=3000000KiB"]\n'
+        'listen = ["tcp://127.0.0.1:0", "tcp://127.0.0.1:1"]\nrails = ["a", "-"]\nforward = false\n'
+        'device = "cpu=4MiB"\nlease_s_max = 0.1\nnode = "b"\nsocket = "/s"\nhttp_tokens = ""\n'
+        '[tenants.red]\nmemory = 4097\nssd = "30%"\n[tenants.blue]\nmemory = "25%"\nannounce = true\n'
+        '[publish_events.one]\nmodel = "m \\"q\\""\nendpoint = "ipc:///tmp/e"\n'
+    )
+    before = load(file=str(file), environ={})
+    shown = io.StringIO()
+    show(effective(str(file), {}), shown)
+    again = tmp_path / "again.toml"
+    again.write_text(shown.getvalue())
+    assert load(file=str(again), environ={}) == before
+    named = str(tmp_path)
+    assert max(len(line) for line in shown.getvalue().splitlines() if named not in line) <= 80
+
+
+@pytest.mark.parametrize("variable", ["KVPOOL_MEMROY", "KVPOOL_LISTN", "KVPOOL_NODES"])
+def test_a_mistyped_variable_is_no_silence(variable):
+    with pytest.raises(ConfigError, match=rf"{variable}: no such setting\. Did you mean KVPOOL_"):
+        effective(None, {variable: "1"})
+
+
+def test_variables_of_others_are_left_alone():
+    others = ("KVPOOL_PORT_7071_TCP", "KVPOOL_SERVICE_HOST", "KVPOOL_TENANT", "KVPOOL_ROUTER", "X")
+    assert effective(None, dict.fromkeys(others, "1"))
+
+
 def test_what_is_wrong_in_a_configuration_is_named(tmp_path):
     file = tmp_path / "kvpool.toml"
     file.write_text('memroy = "1GiB"')
-    with pytest.raises(ConfigError, match="memroy: no such setting"):
+    with pytest.raises(ConfigError, match=r"memroy: no such setting\. Did you mean memory\?"):
         effective(str(file), {})
     with pytest.raises(ConfigError, match="cannot read"):
         effective(str(tmp_path / "none"), os.environ)

@@ -61,6 +61,14 @@ class Pages:
         """Redirects to the dashboard at /ui/."""
         return web.Response(status=308, headers={"Location": "/ui/"})
 
+    async def redirect_root(self, call: Call, _: Nothing) -> web.Response:
+        """Redirects browsers to the dashboard; programs are told that there is nothing here."""
+        if "text/html" not in call.http.headers.get("Accept", ""):
+            raise not_found(
+                "nothing is at /; GET /openapi.json lists the paths, /ui/ is the dashboard"
+            )
+        return web.Response(status=307, headers={"Location": "/ui/"})
+
     async def get_ui(self, _call: Call, wanted: OfFile) -> web.Response:
         """The dashboard. It asks for a token, and has none of its own."""
         name = wanted.path or "index.html"

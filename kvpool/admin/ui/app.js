@@ -128,8 +128,8 @@ function sign_in_form(why) {
       morph(answer, message(problem.status === 401 ? "This token is not known here." : told(problem), "bad"));
       token.select();
     } else main.focus({ preventScroll: true }); // what had it is gone
-  } }, h("h1", null, "Sign in"), field("Token", token, ["An operator makes one with ", h("code", null, "kvpool token NAME --role viewer"),
-    ". Without http_tokens it is in ", h("code", null, "http.token"), " in the folder of the daemon's socket. It is kept in this tab only."]), answer, go));
+  } }, h("h1", null, "Sign in"), field("Token", token, ["An operator makes one with ", h("code", null, "kvpool token NAME --role viewer --file FILE"),
+    ", where FILE is the daemon's http_tokens. Without http_tokens it is in ", h("code", null, "http.token"), " in the folder of the daemon's socket. It is kept in this tab only."]), answer, go));
   token.focus();
 }
 

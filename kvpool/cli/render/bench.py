@@ -64,6 +64,9 @@ class Bench:
                 f"{size_text(segment)}: use smaller ones with --block-size"
             )
         self.count = count
+        self.cut = (
+            count < total_bytes // block_bytes
+        )  # there is not room for all that was asked for
         self._together = max(1, min(count, TOGETHER_BYTES // block_bytes))
         random = np.random.default_rng(seed)
         packed = random.bytes(KEY_BYTES * count)
@@ -173,9 +176,17 @@ def plain(found: list[Measured]) -> list[dict[str, Any]]:
     ]
 
 
-def show(found: list[Measured], block_bytes: int, console: Console | None = None) -> None:
-    """Print what was measured, a line each."""
+def show(
+    found: list[Measured], block_bytes: int, console: Console | None = None, *, cut: bool = False
+) -> None:
+    """Print what was measured, a line each. cut: of less than was asked for."""
     console = console or make_console()
+    if cut:
+        console.print(
+            f"measured with {size_text(found[0].blocks * block_bytes)}, less than --size: a quarter of the tenant's "
+            f"memory, and {KEYS_MAX:,} blocks, at most",
+            style="yellow",
+        )
     console.print(f"{found[0].blocks:,} blocks of {size_text(block_bytes)}, the best of {ROUNDS}")
     console.print()
     table = make_table("", "what", ">GB/s", ">blocks/s", ">a call")

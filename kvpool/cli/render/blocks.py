@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -21,6 +22,7 @@ from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 PAGE = 1000  # blocks in one answer
 
@@ -77,31 +79,34 @@ def show_blocks(
     """Print blocks, and how to get the next ones. of_one: all are of one namespace, which is known."""
     console = console or make_console()
     if found:
-        space = [] if of_one else ["namespace"]
-        table = make_table(
-            "", "key", *space, ">depth", ">parts", ">bytes", ">unused for", "pin", ""
-        )
-        for block in found:
-            table.add_row(
-                block["key"],
-                *([] if of_one else [block["namespace"][:DIGEST_SHOWN]]),
-                f"{block['depth']:,}",
-                str(block["parts"]),
-                size_text(block["bytes"]),
-                duration(block["age_s"]),
-                "" if block["pin"] == "none" else block["pin"],
-                _remarks(block),
-            )
-        for column in table.columns:
-            column.no_wrap = column.header in {"key", "namespace"}
-            column.overflow = "fold"
-        console.print(table)
+        for namespace, some in groupby(found, lambda block: block["namespace"]):
+            title = "" if of_one else f"namespace {namespace[:DIGEST_SHOWN]}"
+            console.print(_table(title, some))
     else:
         console.print("no blocks here")
     if after is not None:
         console.print(f"there is more: --cursor {after}", markup=False)
 
 
+def _table(title: str, some: Iterable[Mapping[str, Any]]) -> Table:
+    """Of one namespace; its name in a column would take 80 columns too many."""
+    table = make_table(title, "key", ">depth", ">parts", ">bytes", ">unused", "")
+    for block in some:
+        table.add_row(
+            block["key"],
+            f"{block['depth']:,}",
+            str(block["parts"]),
+            size_text(block["bytes"]),
+            duration(block["age_s"]),
+            _remarks(block),
+        )
+    for column in table.columns:
+        column.no_wrap = column.header != ""
+        column.overflow = "fold"
+    return table
+
+
 def _remarks(block: Mapping[str, Any]) -> str:
     words = (("copy", "a copy"), ("reused", "read again"))
-    return ", ".join(text for name, text in words if block[name])
+    pin = [] if block["pin"] == "none" else [f"pin {block['pin']}"]
+    return ", ".join([*pin, *(text for name, text in words if block[name])])

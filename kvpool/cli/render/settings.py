@@ -4,8 +4,10 @@ now; and how they are changed.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import msgspec
 from rich.markup import escape
@@ -14,11 +16,14 @@ from kvpool.cli.render.jobs import Asks
 from kvpool.cli.render.text import make_console, make_table
 from kvpool.config import SECRETS, SETTINGS, config_of, gather
 from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
+from kvpool.plain_text import plain as plain_text
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+LINE_MAX = 78
+TABLES = ("tenants", "publish_events")
 HIDDEN = "***"
 DEFAULT = "default"
 HIDDEN_FIELDS = frozenset(("token", "password", "secret"))
@@ -62,16 +67,25 @@ def plain(found: Sequence[Setting]) -> dict[str, Any]:
     return {each.name: {"value": each.value, "source": each.source} for each in found}
 
 
-def show(found: Sequence[Setting], console: Console | None = None) -> None:
-    """Print a table: what somebody has set first."""
-    console = console or make_console()
-    table = make_table("", "setting", "value", "from")
-    for each in sorted(found, key=lambda each: each.source == DEFAULT):
-        style = "dim" if each.source == DEFAULT else ""
-        table.add_row(each.name, escape(_text(each)), escape(each.source), style=style)
-    for column in table.columns:
-        column.overflow = "fold"
-    console.print(table)
+def show(found: Sequence[Setting], out: TextIO | None = None) -> None:
+    """Print TOML that sets the same when it is saved to a file: what somebody has set, and defaults in comments."""
+    out = out or sys.stdout
+    chosen = [each for each in found if each.source != DEFAULT]
+    # A table takes all lines after it, so tables come last.
+    chosen.sort(key=lambda each: (each.name in TABLES, each.source))
+    for each in found:
+        if each.source == DEFAULT and each.name not in TABLES:
+            text = _toml(each) if each.value is not None else f"{each.name}: not set"
+            out.write(plain_text("".join(f"# {line}\n" for line in text.splitlines())))
+    source = ""
+    for each in chosen:
+        if each.source != source:
+            source = each.source
+            out.write(plain_text(f"\n# from {source}\n"))
+        text = _toml(each)
+        if each.name in SECRETS:
+            text = f"# {text}  # a secret, not shown"
+        out.write(plain_text(f"{text}\n"))
 
 
 def show_running(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
@@ -138,3 +152,63 @@ def _words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={_words(each)}" for name, each in value.items())
     return str(value)
+
+
+def _toml(setting: Setting) -> str:
+    """As it would be written in a file."""
+    name, value = setting.name, setting.value
+    match name:
+        case "socket_mode":
+            return f"{name} = 0o{value:o}"
+        case "ssd":
+            value = [f"{disk['path']}={_size(disk['size'])}" for disk in value]
+        case "device" if value:
+            value = f"{value['device']}={_size(value['size'])}"
+        case "rails":
+            value = [each or "-" for each in value]
+        case "memory":
+            value = _share(value)
+        case _ if name in TABLES:
+            return "\n".join(_table(name, each) for each in value)
+    if isinstance(value, (list, tuple)) and value:
+        rows = "".join(f"    {_value(each)},\n" for each in value)
+        line = f"{name} = [{', '.join(map(_value, value))}]"
+        return line if len(line) <= LINE_MAX else f"{name} = [\n{rows}]"
+    return f"{name} = {_value(value)}"
+
+
+def _table(name: str, fields: Mapping[str, Any]) -> str:
+    lines = [f"[{name}.{_value(fields['name'])}]"]
+    for key, value in fields.items():
+        if key == "name" or value is None:
+            continue
+        shown = _share(value) if key in {"memory", "ssd"} else value
+        line = f"{key} = {_value(shown)}"
+        lines.append(f"# {line}  # a secret, not shown" if value == HIDDEN else line)
+    return "\n".join(lines)
+
+
+def _share(value: float) -> str:
+    """Of memory or disks: bytes are whole numbers."""
+    return _size(value) if isinstance(value, int) else f"{100 * value:.15g}%"
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return str(nbytes)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{_value(key)} = {_value(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    # What JSON quotes, TOML does, too; but DEL.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

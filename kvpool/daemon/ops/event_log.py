@@ -24,6 +24,14 @@ LOGIN_FAILED = "login failed"
 AUDITED = frozenset({AUDIT, LOGIN_FAILED})
 """The kinds of events that the audit file has."""
 
+KINDS = (
+    *("node joined", "node state", "node left", "engine announced"),
+    *("drain wanted", "drain taken back", "namespace deleted"),
+    *("job began", "job ended"),
+    *(AUDIT, LOGIN_FAILED),
+)
+"""All kinds of events."""
+
 events_log = logging.getLogger("kvpool.events")
 audit_log = logging.getLogger("kvpool.audit")
 
@@ -55,7 +63,7 @@ class EventLog:
         self.last = 0
 
     def note(self, kind: str, /, **details: Any) -> None:
-        """Details are plain values without secrets."""
+        """kind: one of `KINDS`. Details are plain values without secrets."""
         self.last += 1
         event = Event(self.last, self._wall(), self._node, kind, details)
         self._events.append(event)

@@ -18,7 +18,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +65,12 @@ from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
 log = logging.getLogger("kvpool.daemon")
 
 IDLE_S = 1.0
+ETCD_SAY_S = 1.5  # without an answer, before it is said
+MEMORY_BYTES_MIN = 1 << 20  # of a tenant: below, not even a few small blocks fit
 NOTE_S = 1.0  # between two notes of how much memory is taken
+
+GatewayAnswers = Callable[[list[str]], None]
+"""Is told the addresses of the HTTP gateway once it answers there."""
 
 Taking = Callable[[int, int], None]
 """Is told, in another thread, how many bytes of memory are taken of how many, once for each few MiB."""
@@ -93,6 +98,12 @@ class Server:
         make_policy(
             config.policy or DEFAULT_POLICY, 1
         )  # unknown names are reported before any memory is taken
+        for tenant in config.all_tenants():
+            if isinstance(tenant.memory, int) and tenant.memory < MEMORY_BYTES_MIN:
+                raise ConfigError(
+                    f"memory of tenant {tenant.name}: {tenant.memory} bytes are too few for blocks: give at least "
+                    f"{MEMORY_BYTES_MIN >> 20}MiB"
+                )
         if config.device is not None:
             check_environment()
         self.node = make_memory_rules(config, new_incarnation())
@@ -101,7 +112,10 @@ class Server:
         self._interrupted = False
 
     async def run(
-        self, ready: Callable[[Started], None] | None = None, taking: Taking | None = None
+        self,
+        ready: Callable[[Started], None] | None = None,
+        taking: Taking | None = None,
+        gateway_answers: GatewayAnswers = lambda _: None,
     ) -> bool:
         """Serve until `stop` or SIGTERM/SIGINT. `ready` is called once clients can connect.
 
@@ -116,13 +130,7 @@ class Server:
             stack.callback(os.close, _lock_socket(self.config.socket))
             if self.config.data_dir:
                 stack.callback(os.close, _lock_data_dir(self.config.data_dir))
-            for path in on_root([disk.path for disk in self.config.ssd]):
-                log.warning(
-                    "the SSD folder %s is on the root file system: blocks on it can fill that, up to the given size. "
-                    "If a disk should be mounted there, it is not",
-                    path,
-                    extra={"disk": path},
-                )
+            _warn_of_root(self.config)
             await self._create_segments(stack, taking)
             if self._stop.is_set():
                 return self._interrupted
@@ -157,11 +165,12 @@ class Server:
             segments = dict(enumerate(self.segments.values()))
             for segment_id, segment in segments.items():
                 await daemon.transport.attach_segment(segment_id, segment)
-            gateway = Gateway(self.config, partial(daemon.logins.fail_all, "http"))
+            gateway = Gateway(self.config, partial(daemon.logins.fail_all, "http"), gateway_answers)
             stack.push_async_callback(gateway.stop)
             tasks = Tasks()
             stack.push_async_callback(tasks.end)
-            await enter_cluster(daemon, daemon.transport.addresses, tasks)
+            with _said_if_late(loop, self.config):
+                await enter_cluster(daemon, daemon.transport.addresses, tasks)
             if daemon.device is not None:
                 daemon.device.start(segments)
             await daemon.objects.start(segments)
@@ -173,7 +182,6 @@ class Server:
                 listener = _listen(path, mode)
                 stack.callback(_stop_listening, daemon.connections, listener, path)
                 daemon.connections.listen(listener, operators=operators)
-            tasks.begin(gateway.run())
             tasks.begin(encryption.follow(partial(_use_secrets, daemon)))
             _tune_gc()
             if ready is not None:
@@ -186,6 +194,7 @@ class Server:
                         len(daemon.cluster.living),
                     )
                 )
+            tasks.begin(gateway.run())  # its line comes after the first one, which programs read
             await self._stop.wait()
             await self._flush(daemon)
         return False
@@ -274,6 +283,32 @@ class Server:
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+def _warn_of_root(config: DaemonConfig) -> None:
+    for path in on_root([disk.path for disk in config.ssd]):
+        log.warning(
+            "the SSD folder %s is on the root file system: blocks on it can fill that, up to the given size. If a disk "
+            "should be mounted there, it is not",
+            path,
+            extra={"disk": path},
+        )
+
+
+@contextlib.contextmanager
+def _said_if_late(loop: asyncio.AbstractEventLoop, config: DaemonConfig) -> Iterator[None]:
+    """Around joining: it waits for etcd longer than people do for a word."""
+    hosts = config.join.partition("://")[2].rpartition("@")[2]
+
+    def say() -> None:
+        if hosts:
+            log.warning("etcd at %s does not answer so far: a node joins before it serves", hosts)
+
+    timer = loop.call_later(ETCD_SAY_S, say)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _use_secrets(daemon: Daemon[TransferWorkers]) -> None:
@@ -369,6 +404,7 @@ def serve(
     config: DaemonConfig,
     ready: Callable[[Started], None] | None = None,
     taking: Taking | None = None,
+    gateway_answers: GatewayAnswers = lambda _: None,
 ) -> None:
     """Run a daemon in this process until SIGTERM or SIGINT.
 
@@ -376,7 +412,7 @@ def serve(
     """
 
     async def main() -> bool:
-        return await Server(config).run(ready, taking)
+        return await Server(config).run(ready, taking, gateway_answers)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         interrupted = runner.run(main())

@@ -39,9 +39,13 @@ class GatewayWorker(Worker):
     decode = worker_wire.decode_gateway
 
     def __init__(
-        self, start: worker_wire.GatewayStart, logins_failed: Callable[[Failures], None]
+        self,
+        start: worker_wire.GatewayStart,
+        logins_failed: Callable[[Failures], None],
+        answers: Callable[[list[str]], None],
     ) -> None:
         super().__init__()
+        self._tell = answers
         self._start = start
         self._logins_failed = logins_failed
 
@@ -57,6 +61,7 @@ class GatewayWorker(Worker):
             raise ProtocolError(f"the gateway's first message is a {type(answer).__name__}")
         urls = decode_json(answer.data, list[str], "a list of addresses")
         log.info("the HTTP gateway listens at %s", ", ".join(urls))
+        self._tell(urls)
 
     def on_worker_exit(self) -> None:
         pass
@@ -65,11 +70,15 @@ class GatewayWorker(Worker):
 class Gateway:
     """Keeps the gateway running, if one is configured. Event loop only.
 
-    logins_failed: is told of users that could not prove who they are.
+    logins_failed: is told of users that could not prove who they are. answers: is told of its addresses the first
+    time that it listens there.
     """
 
     def __init__(
-        self, config: DaemonConfig, logins_failed: Callable[[Failures], None] = lambda _: None
+        self,
+        config: DaemonConfig,
+        logins_failed: Callable[[Failures], None] = lambda _: None,
+        answers: Callable[[list[str]], None] = lambda _: None,
     ) -> None:
         """Raises `ConfigError` if its token cannot be stored."""
         self._config = config
@@ -77,12 +86,20 @@ class Gateway:
         if config.http and not config.http_tokens:
             digest = hashlib.sha256(own_token(token_path(config)).encode()).hexdigest()
         self._start = _start_message(config, digest)
-        self._supervisor = WorkerSupervisor(lambda: GatewayWorker(self._start, logins_failed))
+        self._first_answers: Callable[[list[str]], None] | None = answers
+        self._supervisor = WorkerSupervisor(
+            lambda: GatewayWorker(self._start, logins_failed, self._tell)
+        )
 
     async def run(self) -> None:
         """Start it, retrying until it succeeds, without making others wait."""
         if self._config.http or self._config.otlp:
             await self._supervisor.insist("the HTTP gateway")
+
+    def _tell(self, urls: list[str]) -> None:
+        if urls and self._first_answers is not None:
+            self._first_answers(urls)
+            self._first_answers = None
 
     async def stop(self) -> None:
         await self._supervisor.stop()

@@ -139,6 +139,15 @@ def judge(refused: Refused) -> Verdict:
     return "fail"
 
 
+def _in_words(refused: Refused) -> str:
+    """Why to try again, for people: what the network said, without gRPC's words around it."""
+    if refused.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it did not answer in time"
+    if refused.code is grpc.StatusCode.UNAVAILABLE and "onnect" in refused.details:
+        return f"no connection ({refused.details.rpartition(': ')[2]})"
+    return str(refused)
+
+
 def to_error(refused: Refused, what: str) -> Exception:
     """kvpool's error for a refusal that no retry would change."""
     code, details = refused.code, refused.details
@@ -346,7 +355,7 @@ class EtcdClient:
                     continue
                 if verdict != "retry":
                     raise _special(refused) or to_error(refused, what) from None
-                last = f"{endpoint}: {refused}"
+                last = f"{endpoint}: {_in_words(refused)}"
             self.give_up(endpoint)
             tries += 1
             if tries % count == 0:

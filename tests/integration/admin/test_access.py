@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import select
+import socket
 import subprocess
 import sys
 
@@ -405,3 +407,15 @@ def test_no_secret_is_in_sight(start_cluster, tmp_path):
     secrets += gate.tokens.values()
     for text in (arguments, world.node("g").said, shown, json.dumps(gate.get("/v1/nodes/g"))):
         assert not any(secret in text for secret in secrets)
+
+
+def test_an_address_is_printed_once_it_answers(start, until):
+    """One that another process has is not: the daemon serves, and says what is wrong."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        daemon = start("--http", address)
+        assert "HTTP" not in daemon.ready
+        until(lambda: f"cannot listen on {address}" in daemon.stderr)
+        assert not select.select([daemon.process.stdout], [], [], 0)[0]
+    line = daemon.process.stdout.readline().decode()
+    assert line.startswith(f"HTTP gateway at http://{address}, dashboard at /ui/, token in ")

@@ -1,10 +1,13 @@
 """Each route, on real daemons with real blocks."""
 
+import http.client
+
 import pytest
 
 from kvpool.types import NamespaceRecord
 from tests.integration.admin.conftest import open_gate
 from tests.integration.cluster.conftest import NBYTES, PLAIN, key
+from tests.support.waiting import PATIENCE_S
 
 DIGEST = PLAIN.digest().hex()
 
@@ -424,3 +427,17 @@ def test_the_dashboard_is_served_and_nothing_beside_it(gate):
         "/ui/a.py",
     ):
         assert nobody.ask("GET", path).status == 404
+
+
+def test_browsers_at_the_root_are_sent_to_the_dashboard(gate):
+    def at_root(**headers: str) -> tuple[int, str | None]:
+        connection = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=PATIENCE_S)
+        try:
+            connection.request("GET", "/", headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("Location")
+        finally:
+            connection.close()
+
+    assert at_root(Accept="text/html,application/xhtml+xml,*/*;q=0.8") == (307, "/ui/")
+    assert at_root(Accept="*/*") == (404, None)

@@ -1,8 +1,16 @@
 """The last events of a node."""
 
 import asyncio
+import re
 
-from kvpool.daemon.ops.event_log import EVENTS_MAX, EventLog, membership_news
+from kvpool.daemon.ops.event_log import (
+    AUDIT,
+    EVENTS_MAX,
+    KINDS,
+    LOGIN_FAILED,
+    EventLog,
+    membership_news,
+)
 from kvpool.placement.records import NodeRecord, NodeState, View, changed_nodes
 from kvpool.testing.membership import entry
 from kvpool.types import EngineRecord
@@ -77,3 +85,15 @@ def test_a_namespace_that_was_deleted_is_news():
     told = list(membership_news(before, after, []))
     assert told == [("namespace deleted", {"tenant": "t", "namespace": "00"})]
     assert list(membership_news(after, before, [])) == [], "who opens one is not"
+
+
+def test_all_kinds_are_known(repo_root):
+    """`kvpool events --kind` refuses others."""
+    written = set()
+    for path in sorted((repo_root / "kvpool" / "daemon").rglob("*.py")):
+        text = path.read_text()
+        written |= set(re.findall(r"(?:journal|events)\.note\(\s*\"([^\"]+)\"", text))
+        written |= set(re.findall(r"^ +yield \"([^\"]+)\", \{", text, re.MULTILINE))
+    assert len(written) > 8
+    assert written <= set(KINDS)
+    assert set(KINDS) - written <= {AUDIT, LOGIN_FAILED}

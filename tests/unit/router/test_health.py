@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from kvpool.retry import BreakerRule
 from kvpool.router.engines import EngineSpec
 from kvpool.router.health import Health
 from kvpool.router.upstream import EngineFailed
-from tests.support.waiting import until_async
+from tests.support.waiting import PATIENCE_S, until_async
 
 RULE = BreakerRule(failures_max=2, backoff_s=1000.0, backoff_s_max=1000.0)
 RANKS = [EngineSpec("http://h:1", rank, name=f"h-dp{rank}") for rank in range(3)]
@@ -108,3 +110,21 @@ def test_a_rank_may_come_later_and_leave_before_the_others() -> None:
         assert not health.breakers
 
     run(check)
+
+
+def test_an_engine_that_does_not_answer_at_first_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The router is ready without it, and says nothing else of it."""
+
+    async def check(server: Server, health: Health, said: list[str]) -> None:
+        health.add(RANKS[0])
+        await server.answer(1, well=False)
+        await health.first_probes(PATIENCE_S)
+        assert not said
+
+    with caplog.at_level("WARNING"):
+        run(check)
+    (record,) = caplog.records
+    assert "engine h-dp0 receives no requests before it answers: " in record.getMessage()
+    assert "no answer" in record.getMessage()
