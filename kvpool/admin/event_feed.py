@@ -36,6 +36,7 @@ OF_TOKEN_MAX = 10
 NODES_LOOK_S = 2.0
 RETRY_S = 1.0
 OVERLAP_S = 60.0  # by which clocks may differ
+LEFT_MAX = 1000  # nodes that have left, whose last event is remembered
 FIRST_S = 3.0  # for the nodes' journals, when the first ones listen
 
 Moment: TypeAlias = tuple[float, int]
@@ -121,6 +122,8 @@ class Events:
         self._nbytes = 0
         self._last = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
+        self._heard: dict[str, EventInfo] = {}
+        """The last event of each node. It outlives its poll: a node that is drained and comes back is in the same life."""
         self._first: dict[str, list[EventInfo]] | None = {}
         self._awaited: set[str] = set()
         self._came = asyncio.Event()
@@ -145,6 +148,11 @@ class Events:
                 for node in set(self._polls) - set(names) if names else set():
                     self._polls.pop(node).cancel()
                     self.unreachable.pop(node, None)
+                    if node in self._heard:
+                        self._heard[node] = self._heard.pop(
+                            node
+                        )  # as the latest of those that have left
+                self._forget(set(names))
                 if names and self._first is not None:
                     await self._begin()
                 await asyncio.sleep(NODES_LOOK_S)
@@ -152,6 +160,11 @@ class Events:
             for poll in self._polls.values():
                 poll.cancel()
             await asyncio.gather(*self._polls.values(), return_exceptions=True)
+
+    def _forget(self, here: set[str]) -> None:
+        left = [node for node in self._heard if node not in here] if here else []
+        for node in left[: max(0, len(left) - LEFT_MAX)]:
+            del self._heard[node]
 
     async def _begin(self) -> None:
         """Put what the journals hold in the order of its times, once those that answer have."""
@@ -169,8 +182,8 @@ class Events:
         self._ready.set()
 
     async def _poll(self, node: str) -> None:
-        last: EventInfo | None = None
-        wait_s, sure = 0.0, True
+        last = self._heard.get(node)
+        wait_s, sure = 0.0, last is None
         while True:
             after = last.number if last is not None else 0
             try:
@@ -190,7 +203,7 @@ class Events:
                 last = None
                 continue
             for event in told.events:
-                last = event
+                last = self._heard[node] = event
                 if self._first is None:
                     self._hear(event)
                 else:

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import threading
+import time
 
 import pytest
 
+from kvpool.admin.event_feed import NODES_LOOK_S
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
 from tests.support.waiting import PATIENCE_S
 
@@ -183,3 +185,31 @@ def test_one_who_does_not_read_holds_nobody_up(pair):
         assert len(heard) == 300
         numbers = [data["number"] for _, data in heard]
         assert numbers == sorted(set(numbers))
+
+
+def test_a_node_that_left_and_is_taken_back_is_not_heard_again(pair, until):
+    """Its process lives on, and its journal with it."""
+    gate = pair.gate
+
+    def state() -> str:
+        return next(
+            (n["state"] for n in gate.get("/v1/nodes")["items"] if n["node"] == "a"), "gone"
+        )
+
+    pin(gate, "a")
+    gate.change("PUT", "/v1/nodes/a/drain")
+    until(lambda: state() == "gone")
+    looked = time.monotonic() + 2 * NODES_LOOK_S  # by then the gateway has left it
+    until(lambda: time.monotonic() > looked)
+    gate.change("DELETE", "/v1/nodes/a/drain")
+    until(lambda: state() == "serving")
+    pin(gate, "a")
+    with Stream(gate, "/v1/events?replay=500") as stream:
+        idents = []
+        while len([i for i in idents if i[1]]) < 2:
+            ident, kind, data = stream.next()
+            idents.append((ident, kind == "change" and data["details"]["what"] == "pin"))
+    names = [ident for ident, _ in idents if ident]
+    assert len(names) == len(set(names)), names
+    numbers = [int(name.partition(":")[2]) for name in names if name.startswith("a:")]
+    assert numbers == sorted(numbers)
