@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -223,11 +224,11 @@ def check_package() -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise ConfigError(
-            f"encryption at rest needs a package that cannot be imported ({error}): pip install 'kvpool[cluster]'"
+            f"encryption at rest needs a package that cannot be imported ({error}): {install('cluster')}"
         ) from None
     if not hasattr(AESGCM, "decrypt_into"):
         raise ConfigError(
-            "encryption at rest needs a newer package cryptography: pip install --upgrade 'kvpool[cluster]'"
+            f"encryption at rest needs a newer package cryptography: {install('cluster')}"
         )
 
 

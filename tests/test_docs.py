@@ -278,6 +278,28 @@ def test_variables_and_extras_exist(document: Path) -> None:
         assert set(extras.split(",")) <= set(project()["optional-dependencies"]), extras
 
 
+def installed(text: str) -> list[str]:
+    """What commands of pip in a text would take from the Python Package Index under this project's name."""
+    named = r"\bpip3? install (?:-[-\w]+ )*['\"]?kvpool\b(?! @)[^\s`]*"
+    return re.findall(named, text)
+
+
+def test_nothing_is_installed_by_a_name_that_is_not_ours() -> None:
+    """It is not on the Python Package Index yet (docs/release.md): the name is anybody's until then."""
+    assert installed("pip install kvpool, pip install -U 'kvpool[admin]'")
+    assert not installed("pip install '.[admin]', pip install 'kvpool @ git+https://host/kvpool'")
+    pages = [*REPO_ROOT.glob("*.md"), *(REPO_ROOT / "docs").rglob("*.md")]
+    pages += [each for each in (REPO_ROOT / "deploy").rglob("*") if each.is_file()]
+    code = [*(REPO_ROOT / "kvpool").rglob("*.py"), *(REPO_ROOT / "storage").rglob("*.py")]
+    code += (REPO_ROOT / "engine_plugins").rglob("*.py")
+    found = {
+        str(path.relative_to(REPO_ROOT)): lines
+        for path in [*pages, *code]
+        if path.name != "release.md" and (lines := installed(path.read_text(errors="replace")))
+    }
+    assert not found
+
+
 @cache
 def project() -> dict[str, Any]:
     found: dict[str, Any] = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]

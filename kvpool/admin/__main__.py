@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 
 from kvpool.errors import ConfigError, KvpoolError, ProtocolError
+from kvpool.extras import install
 from kvpool.net import raise_descriptor_limit
 from kvpool.security.failed_logins import Failures
 from kvpool.telemetry import logs
@@ -67,9 +68,7 @@ async def _serve(channel: socket.socket, request: int, start: worker_wire.Gatewa
         try:
             from kvpool.admin.gateway import Gateway
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"http: the gateway needs {error.name}: pip install 'kvpool[admin]'"
-            ) from None
+            raise ConfigError(f"http: the gateway needs {error.name}: {install('admin')}") from None
         gateway = Gateway(start, lambda failures: _tell(channel, failures))
         urls = await gateway.start()
     except KvpoolError as error:

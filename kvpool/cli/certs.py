@@ -13,6 +13,7 @@ import typer
 from kvpool.cli import base
 from kvpool.cli.base import OPERATORS, AsJson, app
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 
 certs = typer.Typer(
     cls=base.Commands,
@@ -127,9 +128,7 @@ def _certs_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"creating certificates needs {error.name}: pip install 'kvpool[admin]'"
-        ) from None
+        raise ConfigError(f"creating certificates needs {error.name}: {install('admin')}") from None
 
 
 def _now() -> datetime:

@@ -13,6 +13,7 @@ from kvpool.cli.base import app
 from kvpool.cli.settings_command import RouterCommand
 from kvpool.cli.supervisor import tell_ready
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 
 
 @app.command(cls=RouterCommand)
@@ -32,7 +33,7 @@ def router(
     try:
         from kvpool.router.command import run
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the router needs {error.name}: pip install 'kvpool[router]'") from None
+        raise ConfigError(f"the router needs {error.name}: {install('router')}") from None
     from kvpool.router.config import load
     from kvpool.telemetry import logs
 

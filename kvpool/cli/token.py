@@ -9,6 +9,7 @@ import typer
 
 from kvpool.cli.base import OPERATORS, app
 from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.extras import install
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -30,7 +31,7 @@ def token(
     try:
         from kvpool.admin.tokens import ROLES, add_token
     except ModuleNotFoundError as error:
-        raise ConfigError(f"this needs {error.name}: pip install 'kvpool[admin]'") from None
+        raise ConfigError(f"this needs {error.name}: {install('admin')}") from None
     if role not in ROLES:
         raise InvalidRequest(f"--role {role!r:.40}: must be one of {', '.join(ROLES)}")
     print(add_token(file, name, role, list(tenants or [])))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.extras import install
 
 FILE = "tokenizer.json"
 CHARACTERS_MAX = 1 << 20
@@ -28,7 +29,7 @@ class ModelTokenizer:
             from kvpool.router.chat_template import read_chat_template
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"models: a tokenizer needs {error.name}: pip install 'kvpool[tokenizer]'"
+                f"models: a tokenizer needs {error.name}: {install('tokenizer')}"
             ) from None
         path = Path(folder) / FILE
         try:

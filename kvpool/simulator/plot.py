@@ -1,4 +1,4 @@
-"""Runs of the simulator as a plot. Needs matplotlib (`pip install 'kvpool[plots]'`)."""
+"""Runs of the simulator as a plot. Needs matplotlib (`pip install '.[plots]'`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 
 SHOWN = ("mean", "p50", "p90", "p99")
 
@@ -15,7 +16,7 @@ def require() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install 'kvpool[plots]'") from None
+        raise ConfigError(f"a plot needs matplotlib: {install('plots')}") from None
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from kvpool.errors import ConfigError, KvpoolError
+from kvpool.extras import install
 from kvpool.telemetry.spans import CLIENT, NAMES, SERVER, TAKE_MAX, Batch, Finished
 
 log = logging.getLogger("kvpool.telemetry.otlp")
@@ -47,9 +48,7 @@ class Exporter:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"otlp: traces need {error.name}: pip install 'kvpool[tracing]'"
-            ) from None
+            raise ConfigError(f"otlp: traces need {error.name}: {install('tracing')}") from None
         self.endpoint = endpoint
         # Its own logs are suppressed: failures are counted here, and logged once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)

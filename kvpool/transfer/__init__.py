@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import cast
 
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 from kvpool.transfer.base import TransportFactory
 
 GROUP = "kvpool.transports"
@@ -44,9 +45,7 @@ def transport_for(url: str) -> TransportFactory:
         try:
             return cast("TransportFactory", getattr(import_module(module), name))
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"{scheme}:// needs {error.name}: pip install 'kvpool[cluster]'"
-            ) from None
+            raise ConfigError(f"{scheme}:// needs {error.name}: {install('cluster')}") from None
     # Imported here: its parsers of e-mail and archives take a third of a transfer worker's start.
     from importlib.metadata import entry_points
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError, KvpoolError, ProtocolError, Unavailable
+from kvpool.extras import install
 from kvpool.transfer.base import Deadline
 from kvpool.transfer.memory import Memory
 
@@ -169,7 +170,7 @@ class Agent:
             bindings = importlib.import_module(f"{MODULE}._bindings")
         except ImportError as error:
             raise ConfigError(
-                f"nixl:// needs NIXL, which is not installed ({error}): pip install 'kvpool[nixl]'"
+                f"nixl:// needs NIXL, which is not installed ({error}): {install('nixl')}"
             ) from None
         # They have no base of their own.
         self._failures = tuple(

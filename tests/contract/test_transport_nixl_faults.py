@@ -448,7 +448,7 @@ def test_off_loopback_ucxs_tcp_is_not_used() -> None:
 
 def test_without_nixl_the_message_says_what_to_install() -> None:
     said = in_a_process("import sys; sys.modules['nixl_cu12'] = None" + START.format(loopback=True))
-    assert "pip install 'kvpool[nixl]'" in said.splitlines()[0]
+    assert "pip install '.[nixl]'" in said.splitlines()[0]
 
 
 def test_an_agent_that_is_closed() -> None:

@@ -22,6 +22,7 @@ from kvpool.cli.render.cluster import silent_text
 from kvpool.cli.render.starting import waiting
 from kvpool.cli.render.text import fold, make_console, make_table, size_text
 from kvpool.daemon.server.memory_wait import last_mappers
+from kvpool.extras import install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -220,7 +221,7 @@ def _nixl(machine: Machine, rdma: bool) -> Finding:
             "NIXL",
             NOTE if rdma else OK,
             f"{NIXL_PACKAGE} is not installed",
-            "pip install 'kvpool[nixl]' (deploy/rdma.md)" if rdma else "",
+            f"{install('nixl')} (deploy/rdma.md)" if rdma else "",
         )
     lanes = machine.environ.get("UCX_TLS", "")
     if (

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 
 BONDS_MAX = 8
 """Cards of a bond, or a card below a VLAN, that are examined."""
@@ -59,7 +60,7 @@ def interface_addresses() -> list[tuple[str, str, str]]:
     try:
         import psutil
     except ImportError:
-        raise ConfigError("a cluster needs psutil: pip install 'kvpool[cluster]'") from None
+        raise ConfigError(f"a cluster needs psutil: {install('cluster')}") from None
     return [
         (name, one.address.partition("%")[0], one.netmask)
         for name, listed in psutil.net_if_addrs().items()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvpool.config import DaemonConfig
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 from kvpool.placement.catalog.base import Catalog
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
 from kvpool.placement.directory.base import Directory
@@ -105,7 +106,8 @@ def _file(path: str) -> Path | None:
 
 
 def _not_installed(setting: str, error: ModuleNotFoundError) -> ConfigError:
+    # A module `google` is there without protobuf, or not at all; the package to install has that name.
+    package = "protobuf" if (error.name or "").partition(".")[0] == "google" else error.name
     return ConfigError(
-        f"{setting} needs the package {error.name}, which is not installed: "
-        f"pip install 'kvpool[cluster]'"
+        f"{setting} needs the package {package}, which is not installed: {install('cluster')}"
     )

@@ -38,6 +38,7 @@ from kvpool.daemon.ops.published_blocks import (
 )
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 from kvpool.telemetry.node_stats import EventStreamStats
 from kvpool.telemetry.receipts import facts_of
 
@@ -55,7 +56,7 @@ REPLAY_QUESTIONS_MAX = (
 REPLAY_QUEUED_MAX = 64  # batches on their way to such a reader
 REPLAY_STALLED_S, REPLAY_S = 1.0, 30.0  # how long it may read nothing, and take in all
 END = (-1).to_bytes(8, "big", signed=True)
-NO_PYZMQ = "publish_events needs pyzmq: pip install 'kvpool[events]'"
+NO_PYZMQ = f"publish_events needs pyzmq: {install('events')}"
 _TIERS = ("dram", "ssd")
 
 

@@ -28,6 +28,7 @@ from kvpool.daemon.core.requests import check_events
 from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import Tasks, crash_if_failed
 from kvpool.errors import ConfigError
+from kvpool.extras import install
 from kvpool.placement.directory.announcement_queue import Held
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, SeenKeys, short_hash
@@ -46,9 +47,7 @@ SEEN_KEYS_MAX = 1 << 19  # of one namespace; some 200 bytes each
 NOTED_BYTES_MAX = 4 << 20  # keys named by requests and not handled yet
 FORMER_MAX = 8  # epochs that have ended and whose entries are being withdrawn
 WALK_ROWS = 1 << 40  # cursors of one namespace
-NO_PYZMQ = (
-    "engines' KV events are not followed: pyzmq is not installed (pip install 'kvpool[events]')"
-)
+NO_PYZMQ = f"engines' KV events are not followed: pyzmq is not installed ({install('events')})"
 
 Subscribe = Callable[[str, str, str, Callable[[], None]], "EventSubscriber"]
 """(endpoint, replay endpoint or empty, topic, callback for news) → the subscriber."""

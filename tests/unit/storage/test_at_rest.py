@@ -138,7 +138,7 @@ def test_encryption_is_not_switched_while_running() -> None:
 
 def test_without_the_package_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[cluster\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[cluster\]'"):
         BlockSealer(EncryptionSecrets([OLD]), b"store")
 
 
