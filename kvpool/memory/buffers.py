@@ -21,8 +21,6 @@ from kvpool.errors import InvalidRequest
 Bytes1D = npt.NDArray[np.uint8]
 Rows2D = npt.NDArray[np.uint8]
 IOV_MAX = 1024
-PAGE = 4096
-FAULT_CHUNK_BYTES = 64 << 20
 
 
 def as_bytes(source: Any, *, writable: bool = False) -> Bytes1D:
@@ -162,14 +160,3 @@ def row_checksums(table: Rows2D, rows: Any, nbytes: int) -> bytes:
     """xxh3-128 of the first `nbytes` of each row, 16 bytes each."""
     digest = xxhash.xxh3_128_digest
     return b"".join([digest(table[row, :nbytes].data) for row in rows])
-
-
-def fault_in(mapping: Any) -> None:
-    """Enter all pages of a mapping that exist in the page table, without the GIL: later copies need not fault.
-
-    It only reads, so others may write to the memory meanwhile.
-    """
-    pages = np.frombuffer(mapping, np.uint8)[::PAGE]
-    step = FAULT_CHUNK_BYTES // PAGE
-    for at in range(0, len(pages), step):
-        pages[at : at + step].max()

@@ -13,6 +13,7 @@ from kvpool.cli.render.taking import FIRST_S, LINE_S, SCREEN_S, Taking
 from kvpool.config import load
 from kvpool.daemon.server.memory_wait import MemoryWait, write_wait
 from kvpool.daemon.server.server import serve
+from kvpool.daemon.workers.worker_main import FAULT_CHUNK_BYTES, _fault_in
 from kvpool.memory.segment import Segment
 from kvpool.storage.dram import PREFAULT_CHUNK_BYTES, DramSegment
 from kvpool.telemetry import logs
@@ -128,3 +129,20 @@ def test_a_signal_is_obeyed_between_two_steps(tmp_path, monkeypatch, number, int
     assert not socket.exists()
     assert not Path(f"{socket}.waits").exists()
     assert not Path(f"{socket}.memory").exists(), "what the next one may expect is what was taken"
+
+
+def test_a_worker_faults_its_mapping_in_without_being_waited_for():
+    def mapped() -> int:
+        (line,) = [
+            each
+            for each in Path("/proc/self/status").read_text().splitlines()
+            if each.startswith("RssShmem:")
+        ]
+        return int(line.split()[1]) << 10
+
+    segment = DramSegment.create(FAULT_CHUNK_BYTES + (1 << 20))
+    mapping = segment.map()
+    before = mapped()
+    _fault_in(mapping)
+    assert mapped() - before >= segment.size
+    segment.close()
