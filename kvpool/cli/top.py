@@ -38,4 +38,7 @@ def top(
         elif once or not sys.stdout.isatty():
             show_once(look_once(client, every_s))
         else:
-            run(client, every_s)
+            try:
+                run(client, every_s)
+            except KeyboardInterrupt:
+                raise typer.Exit(base.EXIT_INTERRUPTED) from None

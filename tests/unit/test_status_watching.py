@@ -125,6 +125,14 @@ def test_the_screen():
     out = io.StringIO()
     Console(file=out, width=80, highlight=False).print(view(watch))
     assert len(out.getvalue().splitlines()) == 4, "a row is a line"
+    busy = {"tiers": {"ssd": [disk(7), disk(0)], "device": [{"used_bytes": 5, "size_bytes": 8}]}}
+    full = stats(**busy, leases=12345, clients=16)
+    watch.seen = {"gpu-node-12": Seen(full, rates=Rates(1.2e9, 1.2e9, 1.2e9, 0.87))}
+    out = io.StringIO()
+    Console(file=out, width=80, highlight=False).print(view(watch))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4 and max(map(len, lines)) <= 80
+    assert lines[-1].split()[:2] == ["gpu-node-12", "serving"] and "87%" in lines[-1]
 
 
 # ---- events ----------------------------------------------------------------------------------------

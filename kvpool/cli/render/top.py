@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.text import Text
 
 from kvpool.cli.render.cluster import STATE_STYLES
@@ -27,12 +28,17 @@ from kvpool.errors import KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 NODES_MAX = 256  # that are looked at, in the order of their names
 ASKING_MAX = 8  # nodes at a time
 FIRST_LOOK_S = 5.0  # for all nodes' first answers
 Answer = Future[tuple[Any, Any, float]]
 """A node's numbers, its jobs, and when they came."""
-QUIT = frozenset(b"qQ\x03")
+INTERRUPT = 3  # Ctrl-C, where no terminal makes a signal of it
+QUIT = frozenset((*b"qQ", INTERRUPT))
+WIDE = 1000  # columns, as many as any table takes
 
 
 class Sums(NamedTuple):
@@ -192,6 +198,35 @@ def plain(watch: Watch) -> dict[str, Any]:
     return {"cluster": watch.cluster["cluster"], "nodes": rows}
 
 
+class _Fitting:
+    """A table, or where it is too wide another one that says less."""
+
+    def __init__(self, table: Table, narrow: Table) -> None:
+        self._table = table
+        self._narrow = narrow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(width=WIDE)
+        wide = Measurement.get(console, unlimited, self._table).maximum > options.max_width
+        yield self._narrow if wide else self._table
+
+
+def _table(watch: Watch, tiers: Sequence[str], *, narrow: bool = False) -> Table:
+    """A row for each node. narrow: tiers in percent, no leases and clients."""
+    more = [] if narrow else [">leases", ">clients"]
+    errors = [""] if any(seen.error for seen in watch.seen.values()) else []
+    named = [*(f">{tier}" for tier in tiers), ">put/s", ">read/s", ">pulled/s", ">hits", *more]
+    table = make_table("", "node", "state", *named, *errors)
+    if len(tiers) > 1:
+        table.padding = (0, 1, 0, 0)  # for 80 columns
+    for name, seen in watch.seen.items():
+        table.add_row(*_row(name, seen, tiers, narrow=narrow)[: len(table.columns)])
+    for column in table.columns:
+        column.no_wrap = column.header in {"state", *tiers}
+        column.overflow = "fold"
+    return table
+
+
 def view(watch: Watch, *, hint: str = "") -> RenderableType:
     """The whole screen."""
     known = [seen for seen in watch.seen.values() if seen.stats is not None]
@@ -200,26 +235,7 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
     title = Text(f"cluster {watch.cluster['cluster']}", style="bold")
     title.append(f", {count(len(watch.seen), 'node')}", style="none")
     title.append(f", {count(sum(len(_running(s)) for s in known), 'job')} running", style="none")
-    table = make_table(
-        "",
-        "node",
-        "state",
-        *(f">{tier}" for tier in tiers),
-        ">put/s",
-        ">read/s",
-        ">pulled/s",
-        ">hits",
-        ">leases",
-        ">clients",
-        *([""] if any(seen.error for seen in watch.seen.values()) else []),
-    )
-    if len(tiers) > 1:
-        table.padding = (0, 1, 0, 0)  # for 80 columns
-    for name, seen in watch.seen.items():
-        table.add_row(*_row(name, seen, tiers)[: len(table.columns)])
-    for column in table.columns:
-        column.no_wrap = column.header in {"state", *tiers}
-        column.overflow = "fold"
+    table = _Fitting(_table(watch, tiers), _table(watch, tiers, narrow=True))
     parts: list[RenderableType] = [title, Text(), table]
     jobs = [job for seen in known for job in _running(seen)]
     if jobs:
@@ -233,23 +249,28 @@ def _running(seen: Seen) -> list[Mapping[str, Any]]:
     return [job for job in seen.jobs if job["state"] == "running"]
 
 
-def _row(name: str, seen: Seen, tiers: Sequence[str]) -> list[str | Text]:
+def _row(name: str, seen: Seen, tiers: Sequence[str], *, narrow: bool) -> list[str | Text]:
     if seen.stats is None:
         unknown: list[str | Text] = [escape(name), Text("unknown", style="bold red")]
-        return [*unknown, *[""] * (len(tiers) + 6), Text(seen.error, style="yellow")]
+        empty = len(tiers) + (4 if narrow else 6)
+        return [*unknown, *[""] * empty, Text(seen.error, style="yellow")]
     state, space = seen.stats.cluster.state, fills(seen.stats)
     rates = seen.rates
     hits = "" if rates is None or rates.hit_rate is None else f"{rates.hit_rate:.0%}"
+    used = _percent if narrow else used_text
     return [
         escape(name),
         Text(state, style=STATE_STYLES.get(state, "")),
-        *(used_text(*space[tier]) if tier in space else "" for tier in tiers),
+        *(used(*space[tier]) if tier in space else "" for tier in tiers),
         *([""] * 3 if rates is None else [f"{size_text(rate)}/s" for rate in rates[:3]]),
         hits,
-        f"{seen.stats.leases:,}",
-        f"{seen.stats.clients:,}",
+        *([] if narrow else [f"{seen.stats.leases:,}", f"{seen.stats.clients:,}"]),
         Text(seen.error, style="yellow"),
     ]
+
+
+def _percent(used: int, capacity: int) -> str:
+    return f"{used / capacity:.0%}" if capacity else ""
 
 
 def once(
@@ -272,7 +293,7 @@ def show_once(watch: Watch, console: Console | None = None) -> None:
 
 
 def run(client: OperatorClient, every_s: float) -> None:
-    """Until q or Ctrl-C, on a terminal."""
+    """Until q, on a terminal. Raises `KeyboardInterrupt`."""
     watch = Watch(client)
     console = make_console()
     try:
@@ -283,11 +304,11 @@ def run(client: OperatorClient, every_s: float) -> None:
         ):
             while True:
                 live.update(view(watch, hint="q ends"), refresh=True)
-                if keys(every_s) & QUIT:
+                if typed := keys(every_s) & QUIT:
+                    if INTERRUPT in typed:
+                        raise KeyboardInterrupt
                     return
                 watch.turn(every_s)
-    except KeyboardInterrupt:
-        pass  # how it ends
     finally:
         watch.close()
 
