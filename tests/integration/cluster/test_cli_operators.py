@@ -247,7 +247,8 @@ def test_blocks_are_listed_page_by_page(pair, numbers, kvpool):
     assert sorted(each["key"] for each in seen) == sorted(hexes(some))
     done = kvpool(a.node, "blocks", "--node", "b", "--limit", "40")
     line = next(line for line in done.out.splitlines() if hexes(some)[4] in line)
-    assert line.split()[:4] == [hexes(some)[4], DIGEST[:12], "4", "1"]
+    assert done.out.splitlines()[0].rstrip() == f"namespace {DIGEST[:12]}"
+    assert line.split()[:3] == [hexes(some)[4], "4", "1"]
     assert line.split()[-1] == "hard"
     assert kvpool(a.node, "blocks").out == "no blocks here\n"
     assert "--cursor" in kvpool(a.node, "blocks", "--node", "b", "--limit", "7").out
