@@ -55,7 +55,7 @@ def test_too_little_memory_is_refused_before_anything_is_taken(tmp_path):
     [
         (
             grpc.StatusCode.UNAVAILABLE,
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused",
+            "last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused",
             "no connection (Connection refused)",
         ),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", "it did not answer in time"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -139,12 +140,16 @@ def judge(refused: Refused) -> Verdict:
     return "fail"
 
 
+_NOT_CONNECTED = re.compile(r"Failed to connect to remote host: ([A-Z][^:]+)$")
+
+
 def _in_words(refused: Refused) -> str:
     """Why to try again, for people: what the network said, without gRPC's words around it."""
     if refused.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "it did not answer in time"
-    if refused.code is grpc.StatusCode.UNAVAILABLE and "onnect" in refused.details:
-        return f"no connection ({refused.details.rpartition(': ')[2]})"
+    # The end alone where it is the reason; a handshake's is in the middle, and all of it is told.
+    if found := _NOT_CONNECTED.search(refused.details):
+        return f"no connection ({found[1]})"
     return str(refused)
 
 
