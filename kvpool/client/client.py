@@ -604,7 +604,7 @@ class Client:
         """As `reserve`, in one exchange, of the same blocks in several parts. The blocks may be of several prompts.
 
         parents: of each key, the one before it in its prefix chain, or `NO_PARENT`. requests: as for `acquire`, each with
-            how many of the keys, in their order, are on its behalf.
+            how many of the keys, in their order, are on its behalf: at least one, and all together no more than there are.
         A part without space is refused as the last keys of a reservation are: its `refused` are all of them.
         Raises `LimitExceeded` for more than 65,536 keys and parts, `Unavailable`; `InvalidRequest` where the daemon
         is older than `puts_parts` requires.

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpool.daemon.core import accounts
-from kvpool.daemon.core.accounts import Accounts, of_kept, of_last
+from kvpool.daemon.core import accounts, ledger
+from kvpool.daemon.core.accounts import Accounts, PartRefused, of_kept
 from kvpool.daemon.core.blocks import Origin
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.receipts import FILE, AccountPeriods, ReceiptsFile
@@ -67,7 +67,7 @@ class Life:
         try:
             self.node.puts.reserve(holder, space, 0, self.tickets, keys)
         except (PoolFull, LimitExceeded):
-            self.accounts.refused(space, 0, len(keys), "full", requests)
+            self.accounts.refused(space, [PartRefused(0, "full")], len(keys), requests)
             return 0
         reservation = holder.reservations.get(self.tickets)
         if reservation is None:
@@ -199,7 +199,7 @@ def test_receipts_and_what_has_no_label_are_the_account() -> None:
     assert life.read(space, some, "one") == 8
     assert life.read(space, some[:3], "two") == 3
     assert life.read(space, some[:5]) == 5
-    life.accounts.refused(space, 0, 4, "quota", [("two", 4)])
+    life.accounts.refused(space, [PartRefused(0, "quota")], 4, [("two", 4)])
     assert life.accounts.ended(space, "one", "s")
     assert not life.accounts.ended(space, "unknown")
     one, two = life.accounts.receipts(lambda _: True)
@@ -297,7 +297,6 @@ def test_labels_follow_the_keys_that_found_a_slot() -> None:
     requests = [("a", 3), ("b", 2), ("c", 4)]
     assert of_kept(requests, [0, 2, 4, 5, 8]) == [("a", 2), ("b", 1), ("c", 2)]
     assert of_kept(requests, []) == [("a", 0), ("b", 0), ("c", 0)]
-    assert of_last(requests, 5) == [("b", 1), ("c", 4)]
 
 
 def test_namespaces_beyond_the_limit_have_one_row_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,3 +319,139 @@ def test_a_tenant_with_many_requests_gives_up_its_own_receipts(
         life.put(life.spaces["red", "large"], [key(number)], f"r{number}")
     names = [each.request for each in life.accounts.receipts(lambda _: True)]
     assert names == ["kept", "r17", "r18", "r19"]
+
+
+def parts_of(life: Life, *parts: PartSpec) -> Any:
+    record = NamespaceRecord({"model": "parts", "block_tokens": TOKENS}, parts)
+    tenant = life.node.tenants["red"]
+    return life.node.namespaces.open(tenant, record.digest(), record.canonical(), list(parts))
+
+
+@pytest.mark.parametrize(
+    ("takes", "taken", "requests", "parts"),
+    [
+        ((0, 0, 0), 0, {"A": 1, "B": 1, "": 1}, {"A": 9, "B": 6, "": 3}),
+        # A part that takes the first four keys has something of A, and the beginning of B.
+        ((0, 4, 0), 4, {"A": 0, "B": 0, "": 1}, {"A": 6, "B": 5, "": 3}),
+        ((3, 3, 3), 3, {"B": 1, "": 1}, {"B": 6, "": 3}),
+        # Another part, which is not among those refused, takes all.
+        ((0, 0, 0), 6, {"A": 0, "B": 0, "": 0}, {"A": 9, "B": 6, "": 3}),
+    ],
+)
+def test_a_request_is_refused_once_whatever_its_parts(
+    takes: tuple[int, ...], taken: int, requests: dict[str, int], parts: dict[str, int]
+) -> None:
+    life = Life(0, 0.0, None)
+    space = parts_of(life, *(PartSpec(NBYTES),) * 3)
+    told = [PartRefused(part, "full", first) for part, first in enumerate(takes)]
+    # Of A there are two runs.
+    life.accounts.refused(space, told, 6, [("A", 1), ("A", 2), ("B", 2)], taken)
+    account = space.tenant.traffic.account.refused["full"]
+    assert (account.requests, account.parts) == (sum(requests.values()), sum(parts.values()))
+    assert account.nbytes == account.parts * NBYTES
+    for each in life.accounts.receipts(lambda _: True):
+        refused = each.booked.refused["full"]
+        assert (refused.requests, refused.parts) == (requests[each.request], parts[each.request])
+    (row,) = life.accounts.open_period().rows
+    assert row.booked.refused == space.tenant.traffic.account.refused
+
+
+def test_a_request_that_two_reasons_refuse_counts_with_the_first() -> None:
+    life = Life(0, 0.0, None)
+    space = parts_of(life, PartSpec(NBYTES), PartSpec(2 * NBYTES))
+    life.accounts.refused(space, [PartRefused(0, "full"), PartRefused(1, "quota")], 2)
+    refused = space.tenant.traffic.account.refused
+    assert {why: (it.requests, it.parts, it.nbytes) for why, it in refused.items()} == {
+        "full": (1, 2, 2 * NBYTES),
+        "quota": (0, 2, 4 * NBYTES),
+    }
+
+
+def test_rows_of_blocks_that_no_client_put_here_have_their_model() -> None:
+    life = Life(0, 0.0, None)
+    space, holder = life.spaces["red", "large"], life.holders["red"]
+    life.node.puts.reserve(holder, space, 0, 900, [key(1)])
+    life.node.puts.commit(holder, 900, bytes(16))
+    life.node.settle()
+    for now in (5.0, 9.0):
+        life.now = now
+        (row,) = life.accounts.cut().rows
+        assert row.model == "large"
+
+
+def test_one_tenants_namespaces_take_no_model_from_anothers_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounts, "ROWS_MAX", 2)
+    life = Life(0, 0.0, None)
+    life.put(life.spaces["blue", "small"], [key(1)])
+    for number in range(10):
+        record = NamespaceRecord({"model": f"m{number}"}, (PartSpec(NBYTES),))
+        red = life.node.tenants["red"]
+        space = life.node.namespaces.open(
+            red, record.digest(), record.canonical(), list(record.parts)
+        )
+        life.accounts.written(space.tables[0], 1)
+    life.accounts.cut()
+    life.now = 60.0
+    models = {row.tenant: row.model for row in life.accounts.cut().rows if row.namespace}
+    assert models["blue"] == "small"
+
+
+def test_scattered_reads_count_what_a_put_of_the_same_counts() -> None:
+    life = Life(0, 0.0, None)
+    space, holder = parts_of(life, PartSpec(NBYTES, stride=4)), life.holders["red"]
+    some = [key(at) for at in range(8)]
+    assert life.put(space, some) == 8
+    lease = life.node.leases.acquire(holder, space, [0], some, 5.0, life.now, scattered=True)
+    assert lease is not None
+    life.accounts.read(lease)
+    account = space.tenant.traffic.account
+    assert account.reads["dram"] == account.written
+    assert account.written.blocks == 32
+
+
+def test_arrivals_are_forgotten_with_their_blocks_and_by_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "ARRIVALS_MAX", 4)
+    life = Life(0, 0.0, None)
+
+    def arrive(tenant: str, keys: list[bytes]) -> Any:
+        life.tickets += 1
+        puts, space = life.node.puts, life.spaces[tenant, "large"]
+        puts.reserve(life.holders[tenant], space, 0, life.tickets, keys)
+        sums = bytes(16 * len(keys))
+        puts.commit(life.holders[tenant], life.tickets, sums, None, Origin(tier="ssd"))
+        life.node.settle()
+        return life.node.tenants[tenant].arrivals
+
+    blue = arrive("blue", [key(1), key(2)])
+    red = arrive("red", [key(at) for at in range(9)])
+    assert [block.key for block in red] == [key(at) for at in range(5, 9)], "the last ones"
+    assert len(blue) == 2, "no other tenant's"
+    life.node.removal.remove(life.spaces["blue", "large"], [key(1)])
+    assert [block.key for block in blue] == [key(2)]
+    assert life.node.eviction.evict_least(life.node.tenants["blue"], 10) == (1, NBYTES)
+    assert not blue
+
+
+def test_receipts_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "RECEIPTS_MAX", 4)
+    life = Life(0, 0.0, None)
+    for number, request in enumerate(("old", "one", "old", "two")):
+        life.put(life.spaces["red", "large"], [key(number)], request)
+    assert {each.request for each in life.accounts.receipts(lambda _: True)} == {"old", "two"}
+
+
+def test_a_commit_tells_which_of_its_blocks_are_new() -> None:
+    life = Life(0, 0.0, None)
+    space, holder, puts = life.spaces["red", "large"], life.holders["red"], life.node.puts
+    some = [key(at) for at in range(6)]
+    puts.reserve(holder, space, 0, 900, some)
+    reservation = holder.reservations[900]
+    assert life.put(space, [some[0], some[3]]) == 2
+    assert puts.commit(holder, 900, bytes(16 * 3), [4, 3, 5]) == 2
+    assert reservation.new == [0, 2]
+    assert puts.commit(holder, 900, bytes(16 * 3)) == 2
+    assert reservation.new == [1, 2]

@@ -12,10 +12,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
-from kvpool.daemon.core.blocks import Lease, NamespaceState, PartTable, Requests
+from kvpool.daemon.core.blocks import (
+    Lease,
+    NamespaceFacts,
+    NamespaceState,
+    PartTable,
+    Requests,
+)
 from kvpool.daemon.core.node import Node
 from kvpool.decoding import decode_json
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, StaleEpoch
@@ -36,12 +41,12 @@ QUOTA, FULL, LIMIT, DRAINING, EPOCH, INVALID = (
 PEER = "peer"
 
 
-class _Facts(NamedTuple):
-    """Of a namespace. part: whose blocks stand for its tokens."""
+class PartRefused(NamedTuple):
+    """Of some blocks only the first so many of this part were taken."""
 
-    model: str
-    block_tokens: int
     part: int
+    reason: str
+    taken: int = 0
 
 
 class Accounts:
@@ -55,7 +60,6 @@ class Accounts:
         self._node = node
         self._clock = clock
         self._wall = wall
-        self._facts: dict[tuple[str, bytes], _Facts] = {}
         self._rows: dict[tuple[str, str], Row] = {}
         self._rows_of: dict[str, int] = {}
         self._receipts: dict[str, OrderedDict[tuple[str, str], Receipt]] = {}
@@ -80,10 +84,12 @@ class Accounts:
         facts = self._facts_of(namespace)
         reads: dict[str, Amount] = {}
         memory = reads["dram"] = Amount()
-        arrivals = self._node.ledger.arrivals
+        leased = lease.blocks
+        arrivals = lease.tenant.arrivals
         for part, blocks in held:
             spec = blocks[0].table.spec
             counts = spec.stride if part == facts.part else 0
+            leased = max(leased, len(blocks) * counts)  # more where they are scattered
             memory.nbytes += len(blocks) * spec.nbytes
             if not arrivals or arrivals.keys().isdisjoint(blocks):
                 continue
@@ -101,7 +107,7 @@ class Accounts:
             device.blocks = stride * (len(row) - row.count(None))
         if facts.part in lease.parts or (beside is not None and facts.part in beside.parts):
             below = sum(amount.blocks for tier, amount in reads.items() if tier != "dram")
-            memory.blocks = max(0, lease.blocks - below)
+            memory.blocks = max(0, leased - below)
         for tier, amount in reads.items():
             if amount.nbytes:
                 amount.tokens = amount.blocks * facts.block_tokens
@@ -110,36 +116,64 @@ class Accounts:
 
     def written(self, table: PartTable, new: int, requests: Requests = ()) -> None:
         """So many blocks of a part are new. requests: whose they are; what is left is nobody's."""
+        if not new:
+            return
         namespace = table.namespace
         facts = self._facts_of(namespace)
-        counts = table.spec.stride if table.part == facts.part else 0
-        for request, some in _shared(requests, new):
-            blocks = some * counts
-            amount = Amount(blocks, blocks * facts.block_tokens, some * table.spec.nbytes)
-            for booked in self._booked(namespace, request):
-                booked.written.add(amount)
+        spec = table.spec
+        counts = spec.stride if table.part == facts.part else 0
+        blocks = new * counts
+        amount = Amount(blocks, blocks * facts.block_tokens, new * spec.nbytes)
+        for booked in self._booked(namespace, ""):
+            booked.written.add(amount)
+        left = new
+        for request, most in requests:
+            some = min(most, left)
+            left -= some
+            if request and some:
+                blocks = some * counts
+                amount = Amount(blocks, blocks * facts.block_tokens, some * spec.nbytes)
+                self._receipt(namespace, request).booked.written.add(amount)
 
     def refused(
         self,
         namespace: NamespaceState,
-        part: int,
-        parts: int,
-        reason: str,
+        parts: Sequence[PartRefused],
+        count: int,
         requests: Requests = (),
-        *,
-        whole: bool = True,
+        taken: int = 0,
     ) -> None:
-        """So many parts of blocks were not taken. requests: as for the last of them. whole: none of a request's was."""
-        nbytes = namespace.tables[part].spec.nbytes if 0 <= part < len(namespace.tables) else 0
-        first = True
-        for request, some in _shared(requests, parts):
-            refused = Refused(int(whole and first), some, some * nbytes)
-            first = False
-            tenant, row, *receipt = self._booked(namespace, request)
-            for booked in (tenant, row):
-                booked.refuse(reason, refused)
-            for booked in receipt:
-                booked.refuse(reason, Refused(int(whole), some, some * nbytes))
+        """Of so many blocks, these parts were not taken as a whole. O(parts x requests).
+
+        requests: whose the blocks are; what is left is nobody's, and counts as one request. taken: the most of the
+        blocks that any part took, also one that is not among these: a request that begins behind them stored nothing.
+        """
+        shares = _ranges(requests, count)
+        begins: dict[str, int] = {}
+        for request, begin, _ in shares:
+            begins.setdefault(request, begin)
+        tables = namespace.tables
+        found: dict[str, dict[str, Refused]] = {}  # by request, and reason
+        for part, reason, first in parts:
+            nbytes = tables[part].spec.nbytes if 0 <= part < len(tables) else 0
+            for request, begin, end in shares:
+                some = end - max(begin, first)
+                if some > 0:
+                    by_reason = found.setdefault(request, {})
+                    by_reason.setdefault(reason, Refused()).add(Refused(0, some, some * nbytes))
+        total = Booked()
+        for request, by_reason in found.items():
+            if begins[request] >= taken:
+                next(iter(by_reason.values())).requests = 1
+            for reason, refused in by_reason.items():
+                total.refuse(reason, refused)
+            if request:
+                booked = self._receipt(namespace, request).booked
+                for reason, refused in by_reason.items():
+                    booked.refuse(reason, refused)
+        if found:
+            for booked in self._booked(namespace, ""):
+                booked.add(total)
 
     def ended(self, namespace: NamespaceState, request: str, session: str = "") -> bool:
         """An engine says that this request has ended; whether it is known. What is still written for it counts."""
@@ -157,8 +191,8 @@ class Accounts:
         """Bring up to date what time adds."""
         self._node.settle()
         tenants = self._node.tenants
-        for tier, tenant, namespace, byte_s in self._node.byte_seconds.take():
-            self._row(tenant, namespace).booked.keep(tier, byte_s)
+        for tier, tenant, namespace, fields, byte_s in self._node.byte_seconds.take():
+            self._row(tenant, namespace, fields).booked.keep(tier, byte_s)
             if (known := tenants.get(tenant)) is not None:
                 known.traffic.account.keep(tier, byte_s)
 
@@ -199,23 +233,19 @@ class Accounts:
     def _booked(self, namespace: NamespaceState, request: str) -> Sequence[Booked]:
         """Wherever something has to be counted: of the tenant, of the namespace, and perhaps of a request."""
         tenant = namespace.tenant
-        row = self._row(tenant.name, namespace.base_hex, namespace)
+        row = self._row(tenant.name, namespace.base_hex, namespace.fields)
         if not request:
             return tenant.traffic.account, row.booked
         return tenant.traffic.account, row.booked, self._receipt(namespace, request).booked
 
-    def _row(self, tenant: str, base: str, namespace: NamespaceState | None = None) -> Row:
+    def _row(self, tenant: str, base: str, fields: bytes) -> Row:
         row = self._rows.get((tenant, base))
         if row is None:
             count = self._rows_of.get(tenant, 0)
             if count >= ROWS_MAX and base:
-                return self._row(tenant, "")
+                return self._row(tenant, "", b"{}")
             self._rows_of[tenant] = count + 1
-            if namespace is not None:
-                model = self._facts_of(namespace).model
-            else:
-                facts = self._facts.get((tenant, bytes.fromhex(base)))
-                model = "" if facts is None else facts.model
+            model, _ = _told(fields)
             row = self._rows[tenant, base] = Row(tenant, base, model)
         return row
 
@@ -231,25 +261,23 @@ class Accounts:
             most = max(1, RECEIPTS_MAX // max(1, len(self._node.tenants)))
             while len(kept) > most:
                 kept.popitem(last=False)
+        else:
+            kept.move_to_end(name)
         found.used_s = now
         return found
 
-    def _facts_of(self, namespace: NamespaceState) -> _Facts:
-        name = (namespace.tenant.name, namespace.base)
-        found = self._facts.get(name)
-        if found is None:
-            fields = decode_json(namespace.fields, dict[str, Any], "a namespace's fields")
+    @staticmethod
+    def _facts_of(namespace: NamespaceState) -> NamespaceFacts:
+        facts = namespace.facts
+        if facts is None:
             of_all = (
                 (spec.stride, part)
                 for part, spec in enumerate(namespace.parts)
                 if spec.kind is PartKind.FULL
             )
-            if len(self._facts) >= ROWS_MAX * max(1, len(self._node.tenants)):
-                for old in list(islice(self._facts, ROWS_MAX)):
-                    del self._facts[old]
-            model, tokens = facts_of(fields)
-            found = self._facts[name] = _Facts(model, tokens, min(of_all, default=(1, 0))[1])
-        return found
+            part = min(of_all, default=(1, 0))[1]
+            facts = namespace.facts = NamespaceFacts(*_told(namespace.fields), part)
+        return facts
 
     def _in_memory(self, namespace: NamespaceState) -> NamespaceState:
         """The state that memory's rules have of another tier's."""
@@ -257,18 +285,19 @@ class Accounts:
         return namespace if known is None else known
 
 
-def _shared(requests: Requests, count: int) -> Sequence[tuple[str, int]]:
-    """So many blocks, among the requests in their order. What none of them has is nobody's."""
-    if not requests:
-        return (("", count),) if count else ()
-    shared = []
-    left = count
-    for request, most in requests:
-        some = min(most, left)
-        if some > 0:
-            shared.append((request, some))
-            left -= some
-    return [*shared, ("", left)] if left > 0 else shared
+def _told(fields: bytes) -> tuple[str, int]:
+    """As `facts_of`, of a namespace's fields in JSON."""
+    return facts_of(decode_json(fields, dict[str, Any], "a namespace's fields"))
+
+
+def _ranges(requests: Requests, count: int) -> Sequence[tuple[str, int, int]]:
+    """Whose so many blocks are, from which one up to which. What no request has is nobody's."""
+    ranges = []
+    at = 0
+    for request, some in requests:
+        ranges.append((request, at, at + some))
+        at += some
+    return [*ranges, ("", at, count)] if at < count else ranges
 
 
 def of_kept(requests: Requests, indices: Sequence[int]) -> Requests:
@@ -281,17 +310,6 @@ def of_kept(requests: Requests, indices: Sequence[int]) -> Requests:
         found.append((request, after - at))
         at = after
     return found
-
-
-def of_last(requests: Requests, count: int) -> Requests:
-    """The same of the last so many of the keys."""
-    found: list[tuple[str, int]] = []
-    for request, many in reversed(requests):
-        some = min(many, count)
-        if some > 0:
-            found.append((request, some))
-            count -= some
-    return found[::-1]
 
 
 def why_refused(error: KvpoolError, namespace: NamespaceState, stride: int) -> str:

@@ -185,11 +185,12 @@ class PartTable:
 
 
 class ByteSum:
-    """Bytes times seconds of one namespace in one tier: see `byte_seconds`. taken: as much was told to whoever asked last. ended: it is not counted in any more."""
+    """Bytes times seconds of one namespace in one tier: see `byte_seconds`. fields: the namespace's. taken: as much was told to whoever asked last. ended: it is not counted in any more."""
 
-    __slots__ = ("at", "byte_s", "ended", "nbytes", "taken")
+    __slots__ = ("at", "byte_s", "ended", "fields", "nbytes", "taken")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, fields: bytes) -> None:
+        self.fields = fields
         self.nbytes = 0
         self.at = now
         self.byte_s = 0.0
@@ -200,6 +201,14 @@ class ByteSum:
         self.byte_s += self.nbytes * (now - self.at)
         self.at = now
         self.nbytes += nbytes
+
+
+class NamespaceFacts(NamedTuple):
+    """What receipts take from a namespace's fields and parts. part: whose blocks stand for its tokens."""
+
+    model: str
+    block_tokens: int
+    part: int
 
 
 class NamespaceState:
@@ -214,7 +223,7 @@ class NamespaceState:
     retired: its epoch has ended.
     space: 64 bits for the tenant and the base, the same in every tier.
     reads: what clients asked for and got. misses: of these, by reason. Both are kept from epoch to epoch.
-    byte_seconds: of its blocks; None: it has had none.
+    byte_seconds: of its blocks; None: it has had none. facts: see `NamespaceFacts`; None: nobody has asked yet.
     """
 
     __slots__ = (
@@ -224,6 +233,7 @@ class NamespaceState:
         "digest",
         "directory_digest",
         "epoch",
+        "facts",
         "fields",
         "generation",
         "kept",
@@ -256,6 +266,7 @@ class NamespaceState:
         self.reads = Asked()
         self.misses: dict[str, Missed] = {}
         self.byte_seconds: ByteSum | None = None
+        self.facts: NamespaceFacts | None = None
         self.epoch = epoch
         self.generation = generation
         self.digest = epoch_digest(base, epoch)
@@ -476,10 +487,15 @@ class SlotClass:
 
 
 class Tenant:
-    """A tenant: its segment, its blocks, and its pin quotas. No tenant sees another's."""
+    """A tenant: its segment, its blocks, and its pin quotas. No tenant sees another's.
+
+    arrivals: blocks that came here from another tier or node for somebody who waits, and which; until they are read or
+    gone, as many as `ARRIVALS_MAX`, the last ones.
+    """
 
     __slots__ = (
         "allocator",
+        "arrivals",
         "classes",
         "epochs",
         "evicted",
@@ -497,6 +513,7 @@ class Tenant:
         self.name = name
         self.segment = segment
         self.allocator = allocator
+        self.arrivals: dict[Block, str] = {}
         self.classes: dict[int, SlotClass] = {}
         self.namespaces: dict[bytes, NamespaceState] = {}  # living ones, by digest
         self.epochs: dict[bytes, list[NamespaceState]] = {}  # by base, the living one last
@@ -572,6 +589,7 @@ class Reservation:
     rows: list[int]
     left: dict[int, int] | None = None  # key index → position, once some are settled
     requests: Requests = ()  # on whose behalf, in the order of the requested keys
+    new: Sequence[int] | None = None  # which of the blocks of its last commit were new; None: all
     added: int = -1  # `BlockIndex.added` of the table when these keys were not there, and differed from one another
 
     @property

@@ -28,17 +28,17 @@ class ByteSeconds:
         name = (tier, namespace.tenant.name, namespace.base_hex)
         found = self._sums.get(name)
         if found is None:
-            found = self._sums[name] = ByteSum(self.clock())
+            found = self._sums[name] = ByteSum(self.clock(), namespace.fields)
         return found
 
-    def take(self) -> Iterator[tuple[str, str, str, float]]:
-        """Tier, tenant, namespace and what has come since the last call, where there is any."""
+    def take(self) -> Iterator[tuple[str, str, str, bytes, float]]:
+        """Tier, tenant, namespace, its fields, and what has come since the last call, where there is any."""
         now = self.clock()
         spare = []
         for name, each in self._sums.items():
             each.change(0, now)
             if each.byte_s > each.taken:
-                yield (*name, each.byte_s - each.taken)
+                yield (*name, each.fields, each.byte_s - each.taken)
                 each.taken = each.byte_s
             elif not each.nbytes:
                 spare.append(name)

@@ -107,6 +107,9 @@ class Eviction:
                 keys.append(blocks[at].key)
                 at += 1
             table.forget(keys)
+            if arrivals := table.namespace.tenant.arrivals:
+                for block in blocks[first:at]:
+                    arrivals.pop(block, None)
             if not table.namespace.retired:  # otherwise they were not counted any more
                 self._byte_seconds.changed(table, -len(keys))
             self._changes.tell(table.namespace, keys)

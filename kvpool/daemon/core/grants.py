@@ -87,7 +87,7 @@ class Grants:
         parents = parents or (parent, *keys[:-1])
         blocks = table.blocks
         if not blocks.isdisjoint(keys) or len(set(keys)) != len(keys):
-            keys, parents, rows, checksums, unused = self._puts.only_new(
+            keys, parents, rows, checksums, unused, _ = self._puts.only_new(
                 table, keys, parents, rows, checksums
             )
             origin = origin._replace(depths=())

@@ -16,15 +16,14 @@ from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
 
 _PUT, _READ, _LEASED = range(3)  # the kind of a note
-ARRIVALS_MAX = 1 << 16
+ARRIVALS_MAX = 1 << 16  # of a tenant
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put after them
 
 
 class Ledger:
     """Notes of puts and reads, and the tick counter. Not thread-safe.
 
-    tick: counts puts and reads: the clock of `Block.used`. arrivals: blocks that came here from another tier or node for
-    somebody who waits, and which; until they are read, as many as `ARRIVALS_MAX`, the last ones.
+    tick: counts puts and reads: the clock of `Block.used`.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class Ledger:
     ) -> None:
         """changes, commit_waiters, byte_seconds: notified of new blocks."""
         self._byte_seconds = byte_seconds
-        self.arrivals: dict[Block, str] = {}
         self._changes = changes
         self._commit_waiters = commit_waiters
         self._pending: list[tuple[int, PartTable, Any]] = []
@@ -104,7 +102,7 @@ class Ledger:
         slot_class.checksums.set(rows, checksums)
         self._byte_seconds.changed(table, len(keys))
         if origin.tier:
-            self._arrived(new, origin.tier)
+            _arrived(table.namespace.tenant.arrivals, new, origin.tier)
         if origin[:3] == OWN[:3]:
             slot_class.policy.insert(new)
         else:
@@ -116,12 +114,6 @@ class Ledger:
         self._changes.tell(table.namespace, keys)
         if self._commit_waiters:
             self._commit_waiters.came(table.namespace.directory_digest, keys)
-
-    def _arrived(self, blocks: Sequence[Block], tier: str) -> None:
-        arrivals = self.arrivals
-        arrivals.update(dict.fromkeys(blocks, tier))
-        for block in list(islice(arrivals, max(0, len(arrivals) - ARRIVALS_MAX))):
-            del arrivals[block]
 
     @staticmethod
     def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:
@@ -155,3 +147,9 @@ class Ledger:
         if found:
             found.reverse()
             slot_class.refresh(found)
+
+
+def _arrived(arrivals: dict[Block, str], blocks: Sequence[Block], tier: str) -> None:
+    arrivals.update(dict.fromkeys(blocks, tier))
+    for block in list(islice(arrivals, max(0, len(arrivals) - ARRIVALS_MAX))):
+        del arrivals[block]

@@ -146,7 +146,7 @@ class Puts:
 
         checksums: 16 bytes for each row of the reservation, in order (with `indices`, for each of
         these). A block that another client committed meanwhile is kept; this slot is freed. So
-        are all slots if the namespace's epoch has ended meanwhile.
+        are all slots if the namespace's epoch has ended meanwhile. `Reservation.new` tells which are new.
         Raises `UnknownReservation`, and changes nothing, for slots that this holder has not reserved.
         """
         self._ledger.settle()
@@ -156,6 +156,7 @@ class Puts:
                 f"reservation {ticket} is not open: this client never made it, or it was committed or aborted before"
             )
         table = reservation.table
+        reservation.new = None
         keys: Sequence[bytes] = reservation.keys
         parents: Sequence[bytes] = reservation.parents
         rows: Sequence[int] = reservation.rows
@@ -184,7 +185,7 @@ class Puts:
         if reservation.added != table.blocks.added and (
             len(set(keys)) != len(keys) or not table.blocks.isdisjoint(keys)
         ):
-            keys, parents, rows, checksums, surplus = self.only_new(
+            keys, parents, rows, checksums, surplus, reservation.new = self.only_new(
                 table, keys, parents, rows, checksums
             )
             origin = origin._replace(depths=())
@@ -218,8 +219,10 @@ class Puts:
         parents: Sequence[bytes],
         rows: Sequence[int],
         checksums: bytes,
-    ) -> tuple[Sequence[bytes], Sequence[bytes], Sequence[int], bytes, list[int]]:
-        """The same without blocks that are here or named twice, and the rows that are left over."""
+    ) -> tuple[Sequence[bytes], Sequence[bytes], Sequence[int], bytes, list[int], list[int]]:
+        """The same without blocks that are here or named twice, the rows that are left over, and the places of the
+        rest among these keys.
+        """
         blocks = table.blocks
         here = [block for block in blocks.found(keys) if block is not None]
         if here:
@@ -238,6 +241,7 @@ class Puts:
             [rows[index] for index in chosen],
             b"".join([sums[index] for index in chosen]),
             [rows[index] for index in sorted(unused)],
+            chosen,
         )
 
     def abort(self, holder: Holder, ticket: int) -> None:

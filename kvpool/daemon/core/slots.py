@@ -127,6 +127,7 @@ class Slots:
                     table.going += 1
                 else:
                     rows.append(block.row)
+                    tenant.arrivals.pop(block, None)
             slot_class.by_row.clear(rows)
             tenant.allocator.free(table.stride, rows)
             self._changes.tell(table.namespace, keys)
@@ -146,6 +147,7 @@ class Slots:
     def free(self, block: Block) -> None:
         table = block.table
         tenant = table.namespace.tenant
+        tenant.arrivals.pop(block, None)
         tenant.classes[table.stride].by_row.clear([block.row])
         tenant.allocator.free(table.stride, [block.row])
 

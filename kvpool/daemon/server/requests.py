@@ -20,9 +20,9 @@ from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.accounts import (
     DRAINING,
     Accounts,
+    PartRefused,
     check_request,
     of_kept,
-    of_last,
     why_refused,
 )
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable, Requests
@@ -78,6 +78,7 @@ _INDIFFERENT_TO_RELEASES = {
 }
 log = logging.getLogger("kvpool.daemon")
 
+_FULL = PoolFull("for the last of them")
 _NOTHING_LEASED = client_wire.Leased("", 0, 0.0, [])
 
 
@@ -262,8 +263,15 @@ class ClientRequests:
         reserve = partial(
             self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent, parents
         )
-        answer = self._slots_for(holder, m.ticket, namespace, m.part, len(keys), requests, reserve)
-        return client_wire.Reserved(*answer)
+        try:
+            stride, found = self._slots_for(holder, m.ticket, requests, reserve)
+        except KvpoolError as error:
+            self._refused(namespace, m.part, len(keys), requests, error)
+            raise
+        taken = len(found) // 4
+        if taken < len(keys):
+            self._refused(namespace, m.part, len(keys), requests, _FULL, taken)
+        return client_wire.Reserved(stride, found)
 
     def _check_stores(
         self, namespace: NamespaceState, part: int, count: int, requests: Requests
@@ -272,16 +280,13 @@ class ClientRequests:
         try:
             self._check_open()
         except PoolFull:
-            self._accounts.refused(namespace, part, count, DRAINING, requests)
+            self._accounts.refused(namespace, [PartRefused(part, DRAINING)], count, requests)
             raise
 
     def _slots_for(
         self,
         holder: Holder,
         ticket: int,
-        namespace: NamespaceState,
-        part: int,
-        count: int,
         requests: Requests,
         reserve: Callable[[], tuple[int, bytes]],
     ) -> tuple[int, bytes]:
@@ -295,14 +300,9 @@ class ClientRequests:
         except KvpoolError as error:
             if isinstance(error, (PoolFull, LimitExceeded)):
                 self._node.counters.refused_full += 1
-            self._refused(namespace, part, count, requests, error)
             raise
         if requests and (reservation := holder.reservations.get(ticket)) is not None:
             reservation.requests = requests
-        short = count - len(found) // 4
-        if short:
-            full = PoolFull("for the last of them")
-            self._refused(namespace, part, short, of_last(requests, short), full, whole=False)
         return stride, found
 
     def _refused(
@@ -312,13 +312,11 @@ class ClientRequests:
         count: int,
         requests: Requests,
         error: KvpoolError,
-        *,
-        whole: bool = True,
+        taken: int = 0,
     ) -> None:
-        """Blocks of a part are not taken."""
-        stride = namespace.tables[part].stride if 0 <= part < len(namespace.tables) else 0
-        reason = why_refused(error, namespace, stride)
-        self._accounts.refused(namespace, part, count, reason, requests, whole=whole)
+        """Of so many blocks of one part only the first ones are taken."""
+        refused = _part_refused(namespace, part, error, taken)
+        self._accounts.refused(namespace, [refused], count, requests, taken)
 
     def _reserve_parts(
         self, holder: Holder, m: client_wire.ReserveParts
@@ -326,11 +324,9 @@ class ClientRequests:
         """Without space for a part, its rows are missing; any other error undoes the parts before it."""
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
-        requests = _requests(m.requests)
-        for part in m.parts if self._cluster.state is not NodeState.SERVING else ():
-            self._accounts.refused(namespace, part, len(keys), DRAINING, requests)
-        self._check_open()
         before = _parents(m.parents, keys)
+        if not keys:
+            raise InvalidRequest("a reservation needs at least one key")
         if len(before) != len(keys) or len(m.tickets) != len(m.parts):
             raise InvalidRequest(
                 f"{len(keys)} keys with {len(before)} parents, {len(m.parts)} parts with {len(m.tickets)} tickets: "
@@ -340,22 +336,38 @@ class ClientRequests:
             raise LimitExceeded(
                 f"{len(keys)} keys in {len(m.parts)} parts in one request; the limit is {frame.KEYS_MAX} together"
             )
+        requests = _requests(m.requests, len(keys))
+        try:
+            self._check_open()
+        except PoolFull:
+            draining = [PartRefused(part, DRAINING) for part in m.parts]
+            self._accounts.refused(namespace, draining, len(keys), requests)
+            raise
         answer = client_wire.ReservedParts([], [])
+        refused: list[PartRefused] = []
+        most = 0  # of the keys, that some part takes
         puts = self._node.puts
         for part, ticket in zip(m.parts, m.tickets, strict=True):
             reserve = partial(puts.reserve, holder, namespace, part, ticket, keys, parents=before)
             try:
-                stride, found = self._slots_for(
-                    holder, ticket, namespace, part, len(keys), requests, reserve
-                )
-            except (PoolFull, LimitExceeded):
-                stride, found = namespace.table(part).stride, b""
-            except KvpoolError:
+                stride, found = self._slots_for(holder, ticket, requests, reserve)
+                why: KvpoolError = _FULL
+            except (PoolFull, LimitExceeded) as error:
+                stride, found, why = namespace.table(part).stride, b"", error
+            except KvpoolError as error:
                 for reserved in m.tickets[: len(answer.rows)]:
                     puts.abort(holder, reserved)
+                all_parts = [_part_refused(namespace, each, error) for each in m.parts]
+                self._accounts.refused(namespace, all_parts, len(keys), requests)
                 raise
+            taken = len(found) // 4
+            most = max(most, taken)
+            if taken < len(keys):
+                refused.append(_part_refused(namespace, part, why, taken))
             answer.strides.append(stride)
             answer.rows.append(found)
+        if refused:
+            self._accounts.refused(namespace, refused, len(keys), requests, most)
         return answer
 
     def _commit(self, holder: Holder, m: client_wire.Commit) -> frame.Done:
@@ -391,12 +403,16 @@ class ClientRequests:
         """Commit a reservation, and have its blocks copied to where they are wanted. How many are new."""
         origin = Origin(replicas=replicas) if replicas else OWN
         reservation = holder.reservations.get(ticket)
-        requests: Requests = ()
+        committed: Sequence[int] = ()  # which of the requested keys, where somebody wants to know
         if reservation is not None and reservation.requests:
-            committed = indices or reservation.left or reservation.indices
-            requests = of_kept(reservation.requests, sorted(committed))
+            committed = list(indices or reservation.left or reservation.indices)
         stored = self._node.puts.commit(holder, ticket, checksums, indices, origin)
         if stored and reservation is not None:
+            requests: Requests = ()
+            if committed:
+                if reservation.new is not None:  # others stored the rest of them
+                    committed = [committed[at] for at in reservation.new]
+                requests = of_kept(reservation.requests, sorted(committed))
             namespace, part = reservation.table.namespace, reservation.table.part
             self._count_put(reservation.table, stored, requests)
             self._miss_reasons.put(reservation.table, reservation.keys)
@@ -415,9 +431,14 @@ class ClientRequests:
         return frame.Done()
 
     def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Reserved:
-        self._check_open()
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
-        granted = self._node.grants.grant(holder, namespace, m.part, min(m.count, frame.KEYS_MAX))
+        count = max(0, min(m.count, frame.KEYS_MAX))
+        self._check_stores(namespace, m.part, count, ())
+        try:
+            granted = self._node.grants.grant(holder, namespace, m.part, count)
+        except KvpoolError as error:
+            self._refused(namespace, m.part, count, (), error)
+            raise
         return client_wire.Reserved(namespace.tables[m.part].stride, frame.pack_rows(granted))
 
     def _store(self, holder: Holder, m: client_wire.Store) -> client_wire.Stored:
@@ -858,13 +879,27 @@ class ClientRequests:
             self._expire_by(due, now)
 
 
-def _requests(told: Sequence[tuple[str, int]]) -> Requests:
-    """Whose keys they are. Raises `InvalidRequest`."""
+def _requests(told: Sequence[tuple[str, int]], keys: int) -> Requests:
+    """Whose so many keys are. Raises `InvalidRequest`."""
+    if len(told) > keys:
+        raise InvalidRequest(f"{len(told)} labels of requests with {keys} keys: at most one each")
+    left = keys
     for label, count in told:
         check_request(label)
-        if count < 0:
-            raise InvalidRequest(f"request {label!r:.100} has {count} of the keys")
+        left -= count
+        if count < 1 or left < 0:
+            raise InvalidRequest(
+                f"request {label!r:.100} has {count} of {keys} keys: each has at least one, and all together no more "
+                "than there are"
+            )
     return told
+
+
+def _part_refused(
+    namespace: NamespaceState, part: int, error: KvpoolError, taken: int = 0
+) -> PartRefused:
+    stride = namespace.tables[part].stride if 0 <= part < len(namespace.tables) else 0
+    return PartRefused(part, why_refused(error, namespace, stride), taken)
 
 
 def _parents(packed: bytes, keys: Sequence[bytes]) -> tuple[bytes, ...]:
