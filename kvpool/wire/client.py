@@ -161,7 +161,7 @@ class ReserveParts(Message, tag=130):
 
     `parents`: 16 bytes a key, the one before it in its prefix chain, zeros if there is none: the keys may be of several
     chains. `requests`: as in `Acquire`, each with how many of the keys, in their order, belong to it, at least one; what
-    is left is nobody's, as is what has an empty label. No more than there are keys.
+    is left is nobody's, as is what has an empty label. At most 4096 of them.
     """
 
     ns: int

@@ -11,8 +11,9 @@ import pytest
 
 from kvpool.client import Client, OperatorClient
 from kvpool.client.slots import Reservation
-from kvpool.errors import InvalidRequest, LimitExceeded, UnknownReservation
+from kvpool.errors import InvalidRequest, LimitExceeded, StaleEpoch, UnknownReservation
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace, NamespaceRecord, PartSpec
+from kvpool.wire import operator as operator_wire
 
 PART_BYTES = (4096, 8192, 4096)
 PARTS = range(len(PART_BYTES))
@@ -108,6 +109,82 @@ def test_what_cannot_be_reserved_leaves_nothing_behind(
     many = [key(n) for n in range(1 << 15)]
     with pytest.raises(LimitExceeded, match="the limit is 65536 together"):
         client.reserve_parts(ns, many, PARTS, many)
+
+
+@pytest.mark.parametrize(
+    ("requests", "error", "said"),
+    [
+        ([("", 1)] * 1_000_000, LimitExceeded, "1000000 labels of requests; the limit is 4096"),
+        ([("a", 0)], InvalidRequest, "'a' has 0 of 5 keys"),
+        ([("a", -1)], InvalidRequest, "'a' has -1 of 5 keys"),
+        ([("a", 3), ("b", 3)], InvalidRequest, "'b' has 3 of 5 keys"),
+        ([("a\n", 3)], InvalidRequest, "must be at most 256 printable characters"),
+    ],
+    ids=["many", "none", "negative", "more-than-keys", "unprintable"],
+)
+def test_labels_that_make_no_sense_reserve_nothing(
+    client: OperatorClient, ns: Namespace, requests: Any, error: Any, said: str
+) -> None:
+    before = client.stats().counters.reserved
+    with pytest.raises(error, match=said):
+        client.reserve_parts(ns, KEYS, PARTS, PARENTS, requests=requests)
+    assert client.stats().counters.reserved == before
+
+
+def booked(client: OperatorClient, request: str) -> Any:
+    """The receipt of a request."""
+    node = client.stats().node
+    found = client.ask_node(operator_wire.ListReceipts(0.0, 1e12, 100), node=node)["receipts"]
+    (receipt,) = [each for each in found if each["request"] == request]
+    return receipt["booked"]
+
+
+def test_labels_get_the_blocks_that_they_stored_themselves(
+    client: OperatorClient, ns: Namespace
+) -> None:
+    """And not those that somebody else stored between."""
+    (reserved,) = client.reserve_parts(
+        ns, KEYS, [0], PARENTS, requests=[("first", 2), ("", 1), ("last", 2)]
+    )
+    client.put(ns, KEYS[:2], bytes(2 * PART_BYTES[0]), part=0)
+    assert client.commit_parts([reserved]) == [3]
+    assert booked(client, "last")["written"]["blocks"] == 2
+    with pytest.raises(ValueError, match="not enough values"):
+        booked(client, "first")
+
+
+def test_what_is_refused_in_all_parts_counts_once_a_request(
+    client: OperatorClient, ns: Namespace
+) -> None:
+    many = [key(1000 + n) for n in range(2100)]
+
+    def account() -> tuple[int, int]:
+        refused = client.stats().tenants["default"].traffic.account.refused.values()
+        return sum(each.requests for each in refused), sum(each.parts for each in refused)
+
+    with client.reserve(ns, many, part=0) as held:
+        assert account() == (0, held.refused)  # of one request, which stores the rest
+        with pytest.raises(InvalidRequest, match="there is no part 3"):
+            client.reserve_parts(ns, KEYS, [3, 3], PARENTS, requests=[("wrong", 5)])
+        (invalid,) = booked(client, "wrong")["refused"].values()
+        assert (invalid["requests"], invalid["parts"]) == (1, 10)
+        parts = client.reserve_parts(ns, KEYS, [0, 0], PARENTS, requests=[("A", 3), ("B", 2)])
+        assert [each.refused for each in parts] == [5, 5]
+        for request, count in ("A", 3), ("B", 2):
+            (refused,) = booked(client, request)["refused"].values()
+            assert (refused["requests"], refused["parts"]) == (1, 2 * count)
+        assert account() == (3, held.refused + 20)
+
+
+def test_puts_that_are_refused_with_their_grant_count(
+    client: OperatorClient, ns: Namespace
+) -> None:
+    client.clear(ns.digest, fence=True)
+    for number in range(3):
+        with pytest.raises(StaleEpoch):
+            client.put(ns, [key(number)], bytes(PART_BYTES[0]), part=0)
+    refused = client.stats().tenants["default"].traffic.account.refused
+    assert {why: (each.requests, each.parts) for why, each in refused.items()} == {"epoch": (3, 3)}
 
 
 def test_one_that_was_settled_before_does_not_keep_the_others(

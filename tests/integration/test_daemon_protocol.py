@@ -246,6 +246,11 @@ def test_any_values_of_the_right_types(apart, data):
             st.builds(client_wire.Reserve, number, number, number, keys, keys),
             st.builds(client_wire.Commit, number, keys, st.binary(max_size=12)),
             st.builds(client_wire.Abort, parts),
+            st.builds(
+                client_wire.ReserveParts,
+                *(number, parts, parts, keys, keys),
+                st.lists(st.tuples(texts, number), max_size=3),
+            ),
             st.builds(client_wire.Acquire, number, keys, parts, seconds, seconds, st.booleans()),
             st.builds(client_wire.Join, texts, parts),
             st.builds(client_wire.Release, st.lists(texts, max_size=3)),

@@ -159,8 +159,14 @@ class Accounts:
             for request, begin, end in shares:
                 some = end - max(begin, first)
                 if some > 0:
-                    by_reason = found.setdefault(request, {})
-                    by_reason.setdefault(reason, Refused()).add(Refused(0, some, some * nbytes))
+                    by_reason = found.get(request)
+                    if by_reason is None:
+                        by_reason = found[request] = {}
+                    refused = by_reason.get(reason)
+                    if refused is None:
+                        refused = by_reason[reason] = Refused()
+                    refused.parts += some
+                    refused.nbytes += some * nbytes
         total = Booked()
         for request, by_reason in found.items():
             if begins[request] >= taken:

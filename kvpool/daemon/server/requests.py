@@ -68,6 +68,7 @@ from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
+LABELS_MAX = 4096  # of requests, in one that reserves: each may be a receipt
 BESIDE_S = 0.05  # the longest wait of a removal for what others know of the keys beside it
 _INDIFFERENT_TO_RELEASES = {
     client_wire.Acquire,
@@ -881,8 +882,8 @@ class ClientRequests:
 
 def _requests(told: Sequence[tuple[str, int]], keys: int) -> Requests:
     """Whose so many keys are. Raises `InvalidRequest`."""
-    if len(told) > keys:
-        raise InvalidRequest(f"{len(told)} labels of requests with {keys} keys: at most one each")
+    if len(told) > LABELS_MAX:
+        raise LimitExceeded(f"{len(told)} labels of requests; the limit is {LABELS_MAX} together")
     left = keys
     for label, count in told:
         check_request(label)

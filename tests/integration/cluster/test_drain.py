@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.errors import PoolFull, Unavailable
+from kvpool.errors import LimitExceeded, PoolFull, Unavailable
 from kvpool.placement.records import NodeState
 
 
@@ -46,6 +46,15 @@ def test_a_draining_node_takes_nothing_new_and_reads_go_on(start_cluster, number
     until(lambda: b.members["a"]["state"] == NodeState.DRAINING)
     with pytest.raises(PoolFull, match="--cancel"):
         a.put(numbers(3))
+    new = [n.to_bytes(16, "big") for n in numbers(2)]
+    with pytest.raises(PoolFull, match="--cancel"):
+        a.client.reserve_parts(a.ns, new, [0, 0], new, requests=[("a", 1), ("b", 1)])
+    with pytest.raises(LimitExceeded, match="the limit is 65536 together"):
+        a.client.reserve_parts(a.ns, new, [0] * 1_000_000, new)
+    refused = a.client.stats().tenants["default"].traffic.account.refused
+    assert {why: (each.requests, each.parts) for why, each in refused.items()} == {
+        "draining": (1 + 2, 3 + 2 * 2)
+    }
     assert a.read(some) == 50
     until(lambda: (b.members["a"]["drain"] or {}).get("phase") == "waiting", "for the lease")
     progress = b.members["a"]["drain"]
