@@ -333,6 +333,7 @@ def parts_of(life: Life, *parts: PartSpec) -> Any:
         ((0, 0, 0), 0, {"A": 1, "B": 1, "": 1}, {"A": 9, "B": 6, "": 3}),
         # A part that takes the first four keys has something of A, and the beginning of B.
         ((0, 4, 0), 4, {"A": 0, "B": 0, "": 1}, {"A": 6, "B": 5, "": 3}),
+        ((1, 0, 1), 1, {"A": 0, "B": 1, "": 1}, {"A": 7, "B": 6, "": 3}),
         ((3, 3, 3), 3, {"B": 1, "": 1}, {"B": 6, "": 3}),
         # Another part, which is not among those refused, takes all.
         ((0, 0, 0), 6, {"A": 0, "B": 0, "": 0}, {"A": 9, "B": 6, "": 3}),
@@ -451,7 +452,9 @@ def test_a_commit_tells_which_of_its_blocks_are_new() -> None:
     puts.reserve(holder, space, 0, 900, some)
     reservation = holder.reservations[900]
     assert life.put(space, [some[0], some[3]]) == 2
-    assert puts.commit(holder, 900, bytes(16 * 3), [4, 3, 5]) == 2
-    assert reservation.new == [0, 2]
+    assert puts.commit(holder, 900, bytes(16 * 2), [3, 4]) == 1
+    assert reservation.new == [1]
+    assert puts.commit(holder, 900, bytes(16), [5]) == 1
+    assert reservation.new is None, "all of them"
     assert puts.commit(holder, 900, bytes(16 * 3)) == 2
     assert reservation.new == [1, 2]
