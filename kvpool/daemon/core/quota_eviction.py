@@ -209,9 +209,9 @@ class QuotaEviction:
         youngest = moving.youngest(left) if moving.examined else []
         if not moving:
             del self._moving[base]
-        self._common.discard(youngest)
         # The youngest first, each batch before the previous one: so the order is preserved.
-        self._parts[base].put_back(youngest)
+        part = self._parts[base]
+        self._move_over(youngest, part, part.put_back)
         return n - left + len(youngest)
 
     def _policy_of(self, blocks: Sequence[Used]) -> EvictionPolicy:
@@ -221,10 +221,19 @@ class QuotaEviction:
             return self._common
         moving = self._moving.get(base)
         if moving is not None:
-            late = moving.take(dict.fromkeys(blocks))
-            self._common.discard(late)
-            part.insert(late)
+            self._move_over(moving.take(dict.fromkeys(blocks)), part, part.insert)
         return part
+
+    def _move_over(
+        self, blocks: list[Used], part: EvictionPolicy, enter: Callable[[list[Used]], None]
+    ) -> None:
+        """From the common policy into one of a namespace. What is expendable stays so."""
+        expendable = [block for block in blocks if is_expendable(block)]
+        self._common.discard(blocks)
+        enter(blocks)
+        if expendable:
+            assert isinstance(part, ExpendableFirst), "secondary replicas cannot be expendable"
+            part.expend(expendable)
 
     # ---- the policy ----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
 from kvpool.storage.eviction import Lru, make_policy
+from kvpool.storage.expendable import expendable_first, is_expendable
 from kvpool.telemetry.node_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
@@ -402,6 +403,27 @@ def test_entries_of_several_orders_are_discarded_together() -> None:
     assert len(order) == 4
     assert {one.ident for one in order.take(9)} == {4, 5, 10, 11}
     assert order.take_of(b"mine", 9) == []
+
+
+@pytest.mark.parametrize("way", ["moved", "read", "expended again"])
+def test_what_is_expendable_stays_so_where_it_moves_over(way: str) -> None:
+    mine, others = [Held(n, b"mine") for n in range(6)], [Held(n, b"others") for n in range(6, 9)]
+    make = expendable_first(partial(make_policy, "lru"))
+    order = QuotaEviction(make(9), make, HeldRows([*mine, *others]))
+    order.insert(mine)
+    order.insert(others)
+    assert order.expend(mine[3:5]) == 2
+    order.divide(b"mine", 100, empty=False)
+    if way == "read":
+        order.touch([mine[0], mine[3]])  # which is an ordinary one then
+    elif way == "expended again":
+        assert order.expend(mine[3:6]) == 1
+    while order.move(b"mine", 12):
+        pass
+    wanted = {"moved": {3, 4}, "read": {4}, "expended again": {3, 4, 5}}[way]
+    assert {one.ident for one in mine if is_expendable(one)} == wanted
+    assert order.expendable == len(wanted)
+    assert {one.ident for one in order.take_of(b"mine", len(wanted))} == wanted
 
 
 @policies
