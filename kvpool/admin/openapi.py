@@ -134,6 +134,7 @@ def _responses(route: Route) -> dict[str, Any]:
         content = {route.media: {"schema": {"type": "object"}}}
     else:
         content = {route.media: {"schema": {"$ref": TEMPLATE.format(name=route.answer.__name__)}}}
+    content |= {media: {"schema": {"type": "string"}} for media in route.texts}
     good: dict[str, Any] = {"description": "As asked for.", "content": content}
     if route.status == 202:
         good["headers"] = {

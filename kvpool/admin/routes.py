@@ -13,6 +13,7 @@ from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.routing import Route
+from kvpool.telemetry.receipts_export import MEDIA
 
 
 def routes(
@@ -138,10 +139,12 @@ def _receipts(accounting: Accounting) -> list[Route]:
         Route(
             *("GET", "/v1/receipts", accounting.list_accounts, "viewer"),
             *(t.AccountList, t.AccountPage),
+            texts=tuple(MEDIA.values()),
         ),
         Route(
             *("GET", "/v1/receipts/requests", accounting.list_receipts, "viewer"),
             *(t.ReceiptList, t.ReceiptPage),
+            texts=tuple(MEDIA.values()),
         ),
     ]
 

@@ -44,7 +44,8 @@ class Route:
 
     do: called with the `Call`, the parameters (path and query are one struct) and, where there is one, the body. What
     it returns is the answer's body, or the whole response. role: None: no token is needed. whole: for tokens that are
-    not limited to tenants. media: of the answer. body_optional: none is the default one.
+    not limited to tenants. media: of the answer; texts: others, of plain text, in which it can be asked for.
+    body_optional: none is the default one.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Route:
     status: int = 200
     whole: bool = False
     media: str = JSON
+    texts: tuple[str, ...] = ()
     body_optional: bool = False
     routers: bool = False
     hidden: bool = False

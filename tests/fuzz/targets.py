@@ -107,7 +107,8 @@ def sample(kind: inspect.Type, rng: random.Random) -> Any:
         case inspect.StrType():
             texts = ("default", "n", "", "0" * 32)
             fits = re.compile(kind.pattern or "").search
-            return rng.choice([each for each in texts if fits(each)])
+            least = kind.min_length or 0
+            return rng.choice([each for each in texts if len(each) >= least and fits(each)])
         case inspect.BytesType():
             return rng.choice((b"", DIGEST, bytes(16), bytes(32)))
         case _:
