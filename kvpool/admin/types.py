@@ -741,11 +741,12 @@ class AccountItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccountList(msgspec.Struct, frozen=True):
-    """Part of the list of accounts' periods."""
+    """Part of the list of accounts' periods. incomplete: nodes that could not read all of their files."""
 
     items: list[AccountItem]
     next: Next
     unreachable: Unreachable
+    incomplete: list[str]
 
 
 class ReceiptItem(msgspec.Struct, frozen=True, kw_only=True):

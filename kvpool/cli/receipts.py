@@ -16,6 +16,7 @@ from kvpool.types import DEFAULT_TENANT
 
 EVER_S = 1e12
 PAGE = 1000
+INCOMPLETE = "its files of receipts cannot all be read: see its log"
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -69,6 +70,7 @@ def receipts(
     except ValueError:
         raise InvalidRequest("--namespace: give all 32 hex digits of its digest") from None
     silent: dict[str, str] = {}
+    lacking: list[str] = []  # what is said of answers that are not whole
     items: list[dict[str, Any]] = []
     # Whoever has a tenant's token may have no other; operators need none.
     login = tenant if tenant and secret_of("KVPOOL_TOKEN") else DEFAULT_TENANT
@@ -77,9 +79,13 @@ def receipts(
         for name in nodes:
             try:
                 if request:
-                    items += _requests(client, name, began, ends, request, tenant, digest)
+                    some, lack = _requests(client, name, began, ends, request, tenant, digest)
                 else:
-                    items += _accounts(client, name, began, ends, tenant, digest, total=not periods)
+                    some, lack = _accounts(
+                        client, name, began, ends, tenant, digest, total=not periods
+                    )
+                items += some
+                lacking += [f"{name}: {lack}"] if lack else []
             except KvpoolError as error:
                 silent[name] = str(error)
     items.sort(key=lambda item: (item.get("begin_s", item.get("begun_s")), item["node"]))
@@ -96,7 +102,9 @@ def receipts(
             show_accounts(items, periods=periods)
     for name, why in silent.items():
         base.complain(f"{name}: {why}")
-    if silent:
+    for text in lacking:
+        base.complain(text)
+    if silent or lacking:
         raise typer.Exit(EXIT_ERROR)
 
 
@@ -109,22 +117,24 @@ def _accounts(
     digest: bytes,
     *,
     total: bool,
-) -> list[dict[str, Any]]:
-    """All rows of a node, page by page."""
+) -> tuple[list[dict[str, Any]], str]:
+    """All rows of a node, page by page; and what they lack, if anything."""
     from kvpool.telemetry.receipts_export import account_item
     from kvpool.wire import operator as operator_wire
 
     items: list[dict[str, Any]] = []
-    after_s = 0.0
+    incomplete = False
+    sequence = row = 0
     while True:
         message = operator_wire.ListAccounts(
-            *(since_s, until_s, after_s, PAGE, [tenant] if tenant else [], digest, total)
+            *(since_s, until_s, sequence, PAGE, [tenant] if tenant else [], digest, total, row)
         )
         found = client.ask_node(message, node=node)
-        items += [account_item(node, row) for row in found["rows"]]
-        if not found["more"] or not found["rows"]:
-            return items
-        after_s = found["rows"][-1]["end_s"]
+        items += [account_item(node, each) for each in found["rows"]]
+        incomplete |= found["incomplete"]
+        if not found["more"]:
+            return items, INCOMPLETE if incomplete else ""
+        sequence, row = found["next_sequence"], found["next_row"]
 
 
 def _requests(
@@ -135,7 +145,8 @@ def _requests(
     request: str,
     tenant: str,
     digest: bytes,
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], str]:
+    """The last receipts of a node; and what they lack, if anything."""
     from kvpool.telemetry.receipts_export import receipt_item
     from kvpool.wire import operator as operator_wire
 
@@ -143,7 +154,8 @@ def _requests(
         *(since_s, until_s, PAGE, request, [tenant] if tenant else [], digest)
     )
     found = client.ask_node(message, node=node)
-    return [receipt_item(node, each) for each in found["receipts"]]
+    lack = f"there are more: these are its last {PAGE:,}" if found["more"] else ""
+    return [receipt_item(node, each) for each in found["receipts"]], lack
 
 
 def moment(text: str, now_s: float, option: str) -> float:

@@ -14,6 +14,7 @@ from kvpool.decoding import JsonDecoder
 
 PERIOD_S = 60.0
 BLOCK_TOKENS_MAX = (1 << 31) - 1
+MODEL_MAX = 128  # characters
 
 
 class Amount(msgspec.Struct):
@@ -83,7 +84,8 @@ class Row(msgspec.Struct):
 class Period(msgspec.Struct):
     """A line of the receipts' file. begin_s, end_s: since 1970; seconds: between them, by a clock that is never set.
 
-    number: counts the periods of an incarnation from 1; one that is missing was lost. rows: of those that counted.
+    number: counts the periods of an incarnation from 1; one that is missing was lost. sequence: ascends over restarts,
+    whatever clocks say. rows: of those that counted.
     """
 
     node: str
@@ -93,6 +95,7 @@ class Period(msgspec.Struct):
     end_s: float
     seconds: float
     rows: list[Row] = []
+    sequence: int = 0
 
 
 class Receipt(msgspec.Struct):
@@ -122,10 +125,15 @@ class PeriodRow(msgspec.Struct, frozen=True):
 
 
 class PeriodRows(msgspec.Struct, frozen=True):
-    """more: whether there are any after the last of these, which is the last of its period."""
+    """more: whether there are any after the last of these: the next one is `next_row` (from 0) of the period with the
+    sequence number `next_sequence`. incomplete: some of the file could not be read.
+    """
 
     rows: list[PeriodRow]
     more: bool
+    next_sequence: int = 0
+    next_row: int = 0
+    incomplete: bool = False
 
 
 class Receipts(msgspec.Struct, frozen=True):
@@ -139,8 +147,11 @@ decode_period = JsonDecoder[Period](Period, "a line of the receipts' file")
 
 
 def facts_of(fields: dict[str, Any]) -> tuple[str, int]:
-    """A namespace's model, and tokens a block, by what its users have said of it; 0: its blocks stand for none."""
+    """A namespace's model, as far as it is shown, and tokens a block, by what its users have said of it; 0: its blocks stand
+    for none.
+    """
     tokens = fields.get("hash_tokens", fields.get("block_tokens", 0))
     # A client may say anything, also what no message can carry.
     told = type(tokens) is int and 0 <= tokens <= BLOCK_TOKENS_MAX
-    return str(fields.get("model", "")), tokens if told else 0
+    model = "".join(filter(str.isprintable, str(fields.get("model", ""))))[:MODEL_MAX]
+    return model, tokens if told else 0

@@ -78,9 +78,10 @@ def to_lines(items: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A clients' text must not become a formula in somebody's spreadsheet."""
-    if isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
-        return f"'{value}"
+    """A client's text must not become a formula in somebody's spreadsheet, nor move what is beside it."""
+    if isinstance(value, str):
+        plain = "".join(letter if letter.isprintable() else " " for letter in value)
+        return f"'{plain}" if value.startswith(("=", "+", "-", "@", "\t", "\r")) else plain
     if isinstance(value, bool):
         return "true" if value else "false"
     return "" if value is None else value

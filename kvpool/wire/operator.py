@@ -253,20 +253,21 @@ class HitCurves(Message, tag=146):
 
 
 class ListAccounts(Message, tag=150):
-    """Periods of tenants' accounts that began at `since_s` or later and before `until_s`, in seconds since 1970, by their
-    ends, from `after_s` on (not included). JSON: a `kvpool.telemetry.receipts.PeriodRows`.
+    """Periods of tenants' accounts that began at `since_s` or later and before `until_s`, in seconds since 1970, in their
+    order. JSON: a `kvpool.telemetry.receipts.PeriodRows`.
 
-    Whole periods, so there may be more rows than `count`. `tenants`: empty: all. `digest`: of one namespace; empty: all.
-    `total`: one row for each namespace instead, of all periods.
+    `from_sequence`, `from_row`: from this row on, of the period with this sequence number: as the page before says.
+    `tenants`: empty: all. `digest`: of one namespace; empty: all. `total`: one row for each namespace instead, of all periods.
     """
 
     since_s: Finite
     until_s: Finite
-    after_s: Finite
+    from_sequence: int
     count: int
     tenants: list[str] = msgspec.field(default_factory=list)
     digest: bytes = b""
     total: bool = False
+    from_row: int = 0
 
 
 class ListReceipts(Message, tag=151):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import json
 import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -16,24 +19,27 @@ from kvpool.daemon.core import accounts, ledger
 from kvpool.daemon.core.accounts import Accounts, PartRefused, of_kept
 from kvpool.daemon.core.blocks import Origin
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.ops.receipts import FILE, AccountPeriods, ReceiptsFile
+from kvpool.daemon.ops import receipts
+from kvpool.daemon.ops.receipts import FILE, ROWS_MAX, AccountPeriods, ReceiptsFile
 from kvpool.errors import LimitExceeded, PoolFull
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.storage.stack import dram_costs
-from kvpool.telemetry.receipts import Booked
+from kvpool.telemetry.receipts import MODEL_MAX, Booked, facts_of
 from kvpool.telemetry.receipts_export import account_item, flat, to_csv, to_lines
 from kvpool.types import NamespaceRecord, PartSpec
 from kvpool.wire import operator as operator_wire
 
 NBYTES, TOKENS, DAY_S, PERIOD_S = 4096, 16, 86_400.0, 300.0
 TENANTS = ("blue", "red")
-EVER = operator_wire.ListAccounts(0.0, 1e12, 0.0, 10_000, total=True)
+EVER = operator_wire.ListAccounts(0.0, 1e12, 0, 10_000, total=True)
 
 
 class Life:
     """A daemon's rules with its accounts, from a start to an end."""
 
-    def __init__(self, number: int, now: float, folder: Path | None) -> None:
+    def __init__(
+        self, number: int, now: float, folder: Path | None, nbytes: int = 64 << 20
+    ) -> None:
         self.now = now
         self.node = Node(
             make_policy=policy_maker(DEFAULT_POLICY, dram_costs(disks=False)),
@@ -41,7 +47,7 @@ class Life:
         )
         self.node.byte_seconds.clock = lambda: self.now
         self.accounts = Accounts("a", self.node, lambda: self.now, lambda: self.now + 1.7e9)
-        file = None if folder is None else ReceiptsFile(folder, 64 << 20)
+        file = None if folder is None else ReceiptsFile(folder, nbytes)
         self.keeper = AccountPeriods(self.accounts, file, lambda: self.now + 1.7e9)
         self.holders = {}
         self.spaces = {}
@@ -240,7 +246,7 @@ def test_an_ended_epoch_is_kept_for_nobody() -> None:
     assert space.tenant.traffic.account.kept_byte_s == {"dram": 10 * NBYTES * 10.0}
 
 
-def test_the_file_survives_a_torn_line_and_pages_are_whole_periods(tmp_path: Path) -> None:
+def test_the_file_survives_a_torn_line_and_pages_share_no_row(tmp_path: Path) -> None:
     life = Life(0, 0.0, tmp_path)
     for minute in range(1, 90):
         life.put(life.spaces["red", "large"], [key(minute)])
@@ -255,42 +261,210 @@ def test_the_file_survives_a_torn_line_and_pages_are_whole_periods(tmp_path: Pat
     assert all(json.loads(line) for line in (tmp_path / FILE).read_text().splitlines())
     for reader in (life, again):
         seen: list[tuple[str, float, str]] = []
-        after, more = 0.0, True
+        place, more = (0, 0), True
         while more:
-            page = rows(reader.keeper, operator_wire.ListAccounts(0.0, 1e12, after, 7))
-            assert 7 <= len(page.rows) <= 9 or not page.more
+            wanted = operator_wire.ListAccounts(0.0, 1e12, place[0], 7, from_row=place[1])
+            page = rows(reader.keeper, wanted)
+            assert len(page.rows) == 7 or not page.more
             seen += [(each.incarnation, each.end_s, each.row.tenant) for each in page.rows]
-            after, more = page.rows[-1].end_s, page.more
+            place, more = (page.next_sequence, page.next_row), page.more
         assert len(seen) == len(set(seen))
         assert sum(incarnation == "life-0" for incarnation, _, _ in seen) >= 2 * 89
-    red = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0.0, 1000, ["red"]))
+    red = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 1000, ["red"]))
     assert {each.row.tenant for each in red.rows} == {"red"}
     assert [each.open for each in red.rows if each.open] == []
 
 
 def test_old_files_go_first_and_the_whole_stays_bounded(tmp_path: Path) -> None:
-    file = ReceiptsFile(tmp_path, 8000)
-    life = Life(0, 0.0, None)
+    life = Life(0, 0.0, tmp_path, 8000)
     for minute in range(1, 200):
         life.now = minute * PERIOD_S
         life.put(life.spaces["red", "large"], [key(minute)])
-        file.write([life.accounts.cut()])
-    assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 8000 + 4 * 1000
-    numbers = [period.number for period in file.read(0.0, 1e12, 0.0)]
+        life.end_period()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 8000
+    numbers = numbers_in(tmp_path)
     assert numbers == list(range(numbers[0], 200)), "the last ones, in their order"
+
+
+def numbers_in(folder: Path) -> list[int]:
+    files = [folder / f"{FILE}.{number}" for number in (3, 2, 1)] + [folder / FILE]
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    return [json.loads(line)["number"] for line in lines]
+
+
+def minutes(life: Life, count: int) -> None:
+    """That many periods, in each of which one block is written."""
+    for _ in range(count):
+        life.accounts.written(life.spaces["red", "large"].tables[0], 1)
+        life.now += PERIOD_S
+        life.end_period()
+
+
+def written(found: Any) -> int:
+    return sum(each.row.booked.written.blocks for each in found.rows)
+
+
+def pages(keeper: AccountPeriods, count: int) -> list[Any]:
+    found = [rows(keeper, operator_wire.ListAccounts(0.0, 1e12, 0, count))]
+    while found[-1].more:
+        last = found[-1]
+        wanted = operator_wire.ListAccounts(
+            0.0, 1e12, last.next_sequence, count, from_row=last.next_row
+        )
+        found.append(rows(keeper, wanted))
+    return found
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_clock_that_is_set_back_hides_nothing(
+    tmp_path: Path, restart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(0, 0.0, tmp_path)
+    minutes(life, 150)
+    if restart:
+        life = Life(1, -86_400.0, tmp_path)
+    else:
+        monkeypatch.setattr(life.accounts, "_wall", lambda: life.now + 1.7e9 - 86_400)
+    for told in range(160, 290, 10):
+        minutes(life, 10)
+        assert written(rows(life.keeper)) == told
+    found = pages(life.keeper, 50)
+    assert len(found) == 6
+    assert sum(map(written, found)) == 280
+
+
+def test_a_file_that_cannot_be_read_is_told_and_the_rest_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(0, 0.0, tmp_path)
+    minutes(life, 70)
+    (tmp_path / f"{FILE}.1").mkdir()
+    for _ in range(2):
+        found = rows(life.keeper)
+        assert found.incomplete
+        assert written(found) == 70
+    assert len([each for each in caplog.records if "cannot be read" in each.message]) == 1
+    (tmp_path / f"{FILE}.1").rmdir()
+    assert not rows(life.keeper).incomplete
+
+
+def test_a_tenant_has_a_bounded_part_of_a_period_and_sums_stay(tmp_path: Path) -> None:
+    life = Life(0, 0.0, tmp_path)
+    life.accounts.written(life.spaces["blue", "small"].tables[0], 1)
+    for number in range(300):
+        record = NamespaceRecord({"model": "x" * 5000 + str(number)}, (PartSpec(NBYTES),))
+        space = life.node.namespaces.open(
+            life.node.tenants["red"], record.digest(), record.canonical(), list(record.parts)
+        )
+        life.accounts.written(space.tables[0], 1)
+    life.now += 5.0
+    wanted = operator_wire.ListAccounts(0.0, 1e12, 0, 1000, ["red"])
+    before = rows(life.keeper, wanted)
+    assert len(before.rows) == ROWS_MAX + 1
+    life.end_period()
+    assert [each.row for each in rows(life.keeper, wanted).rows] == [
+        each.row for each in before.rows
+    ]
+    again = Life(1, life.now, tmp_path)
+    old = rows(again.keeper, wanted)
+    assert [each.row for each in old.rows] == [each.row for each in before.rows]
+    assert written(old) == 300
+    assert old.rows[-1].row.namespace == ""
+    assert {len(each.row.model) for each in old.rows} == {0, MODEL_MAX}
+    assert (tmp_path / FILE).stat().st_size < 40_000
+    assert sum(map(written, pages(again.keeper, 7))) == 301
+
+
+def test_all_periods_together_have_a_bounded_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receipts, "ROWS_OF_TOTAL_MAX", 1)
+    life = Life(0, 0.0, None)
+    minutes(life, 3)
+    life.accounts.written(life.spaces["red", "small"].tables[0], 7)
+    life.accounts.written(life.spaces["blue", "small"].tables[0], 1)
+    life.now += 1.0
+    found = {(each.row.tenant, each.row.namespace): each for each in rows(life.keeper).rows}
+    large, small = (life.spaces[name] for name in (("red", "large"), ("blue", "small")))
+    assert set(found) == {("red", large.base_hex), ("red", ""), ("blue", small.base_hex)}
+    assert found["red", ""].row.booked.written.blocks == 7
+    assert [found["red", name].open for name in (large.base_hex, "")] == [False, True]
+
+
+def test_a_full_disk_costs_the_oldest_periods_and_no_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(0, 0.0, tmp_path, 8000)
+    with monkeypatch.context() as patch:
+        patch.setattr(receipts.os, "write", Mock(side_effect=OSError(28, "full")))
+        minutes(life, 100)
+        assert len(life.keeper._unwritten) < 20
+        assert life.keeper._unwritten_bytes == sum(map(len, life.keeper._unwritten)) <= 2000
+    minutes(life, 1)
+    numbers = numbers_in(tmp_path)
+    assert numbers == list(range(numbers[0], 102))
+    assert all(each.stat().st_size <= 2000 for each in tmp_path.iterdir())
+    assert f"the file lacks {numbers[0] - 1} periods" in caplog.text
+
+
+def test_files_that_are_rotated_while_somebody_reads_are_read(tmp_path: Path) -> None:
+    life = Life(0, 0.0, tmp_path, 40_000)
+    minutes(life, 100)
+    file = life.keeper._file
+    assert file is not None
+    opened, failed = file.open()
+    lines = receipts._lines_of(opened, failed)
+    seen = [next(lines)]
+    begun = (tmp_path / FILE).stat().st_ino
+    while (tmp_path / FILE).stat().st_ino == begun:
+        minutes(life, 1)
+    seen += lines
+    numbers = [json.loads(line)["number"] for line in seen]
+    assert numbers == list(range(1, numbers[-1] + 1))
+    assert numbers[-1] >= 100
+    for each in opened:
+        each.close()
+
+
+def test_questions_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receipts, "QUERIES_WAITING_MAX", 2)
+    life = Life(0, 0.0, tmp_path)
+    minutes(life, 3)
+
+    async def ask() -> list[Any]:
+        asked = (life.keeper.accounts(EVER) for _ in range(3))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    *told, refused = asyncio.run(ask())
+    assert [written(each) for each in told] == [3, 3]
+    assert isinstance(refused, LimitExceeded)
 
 
 def test_tables_and_lines_have_every_number() -> None:
     life = Life(0, 0.0, None)
     life.put(life.spaces["red", "large"], [key(1)], "=cmd")
     life.now = 3.0
-    found = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0.0, 10))
+    found = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 10))
     items = [account_item("a", msgspec.to_builtins(each)) for each in found.rows]
     head, line = to_csv(items).splitlines()
     table = dict(zip(head.split(","), line.split(","), strict=True))
     assert table["written_tokens"] == "16" and table["refused_quota_parts"] == "0"
     assert set(flat(items[0])) <= set(table)
     assert json.loads(to_lines(items)) == items[0]
+
+
+def test_a_clients_text_stays_in_its_cell() -> None:
+    model, _ = facts_of({"model": "\t=1+1\x1b[2J" + "x" * 500})
+    assert model == "=1+1[2J" + "x" * (MODEL_MAX - 7)
+    life = Life(0, 0.0, None)
+    minutes(life, 1)
+    (found,) = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 10)).rows
+    for text, told in (("\t=1", "' =1"), ("\r=1", "' =1"), ("a\nb", "a b"), ("@x", "'@x")):
+        found.row.model = text
+        table = to_csv([account_item("a", msgspec.to_builtins(found))])
+        (line,) = csv.DictReader(io.StringIO(table))
+        assert line["model"] == told
 
 
 def test_labels_follow_the_keys_that_found_a_slot() -> None:

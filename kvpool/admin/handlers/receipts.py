@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -19,7 +20,7 @@ from kvpool.admin.types import (
     ReceiptList,
     ReceiptPage,
 )
-from kvpool.telemetry.receipts import PeriodRow, PeriodRows, Receipts
+from kvpool.telemetry.receipts import PeriodRows, Receipts
 from kvpool.telemetry.receipts_export import (
     MEDIA,
     Format,
@@ -33,6 +34,14 @@ from kvpool.wire import operator as operator_wire
 EVER_S = 1e12
 NEXT = "x-next-cursor"
 UNREACHABLE = "x-unreachable"
+INCOMPLETE = "x-incomplete"
+NODES_A_PAGE = 16
+SEQUENCE_MAX = 1 << 62
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=SEQUENCE_MAX)]
+Place = tuple[str, _Number, _Number]
+"""Of a row: its node, its period's sequence number, and where it is in the period."""
+NOWHERE = ("", 0, 0)
 
 
 class Accounting:
@@ -46,40 +55,54 @@ class Accounting:
     ) -> AccountList | web.StreamResponse:
         """Tenants' accounts: what was read, written, refused and kept, in periods of a minute or all together.
 
-        Pages end with a period, of all nodes; as `csv` or `jsonl` the next page's cursor is the header `x-next-cursor`.
+        Pages go through the nodes by name, and through each in the order of its periods; one may be short although there
+        is a next one. As `csv` or `jsonl` the next page's cursor is the header `x-next-cursor`.
         """
         nodes = await self._nodes(wanted.node)
         tenants = self._tenants(call, wanted.tenant)
-        after_s = unpack_cursor(wanted.cursor, tuple[float])[0] if wanted.cursor else 0.0
-        message = operator_wire.ListAccounts(
-            *(wanted.since, wanted.until or EVER_S, after_s, wanted.limit, tenants),
-            *(bytes.fromhex(wanted.namespace), wanted.total),
-        )
-        listed = await self._cluster.json_each(nodes, message, PeriodRows)
-        found: list[tuple[float, str, PeriodRow]] = []
-        told_s = []  # up to when a node has told all
-        for node, some in listed.by_node.items():
-            found += [(row.end_s, node, row) for row in some.rows if call.who.sees(row.row.tenant)]
-            if some.more and some.rows:
-                told_s.append(some.rows[-1].end_s)
-        found.sort(key=lambda each: (*each[:2], each[2].row.tenant, each[2].row.namespace))
+        items: list[AccountItem] = []
+        unreachable: dict[str, str] = {}
+        incomplete: list[str] = []
         next_ = None
-        if not wanted.total:
-            until_s = min(told_s, default=EVER_S)
-            whole = [each for each in found if each[0] <= until_s]
-            if len(whole) > wanted.limit:
-                until_s = whole[wanted.limit - 1][0]
-                whole = [each for each in whole if each[0] <= until_s]
-            if whole and (told_s or len(whole) < len(found)):
-                next_ = pack_cursor(until_s)
-            found = whole
-        items = [
-            msgspec.convert(account_item(node, msgspec.to_builtins(row)), AccountItem)
-            for _, node, row in found
-        ]
-        answer = AccountList(items, next_, listed.unreachable)
+
+        async def ask(names: Sequence[str], sequence: int, row: int) -> PeriodRows | None:
+            """The last one's answer."""
+            message = operator_wire.ListAccounts(
+                *(wanted.since, wanted.until or EVER_S, sequence, wanted.limit - len(items)),
+                *(tenants, bytes.fromhex(wanted.namespace), wanted.total, row),
+            )
+            listed = await self._cluster.json_each(names, message, PeriodRows)
+            unreachable.update(listed.unreachable)
+            some = None
+            for node, some in sorted(listed.by_node.items()):
+                items.extend(
+                    msgspec.convert(account_item(node, msgspec.to_builtins(each)), AccountItem)
+                    for each in some.rows
+                    if call.who.sees(each.row.tenant)
+                )
+                if some.incomplete:
+                    incomplete.append(node)
+            return some
+
+        if wanted.total:
+            await ask(nodes, 0, 0)
+        else:
+            first, sequence, row = unpack_cursor(wanted.cursor, Place) if wanted.cursor else NOWHERE
+            names = sorted(name for name in nodes if name >= first)
+            for asked, name in enumerate(names):
+                # One that is silent takes its time: the next page asks the others.
+                if len(items) >= wanted.limit or unreachable or asked == NODES_A_PAGE:
+                    next_ = pack_cursor(name, 0, 0)
+                    break
+                some = await ask([name], *((sequence, row) if name == first else (0, 0)))
+                if some is not None and some.more:
+                    next_ = pack_cursor(name, some.next_sequence, some.next_row)
+                    break
+        answer = AccountList(items, next_, unreachable, incomplete)
         text = _text(wanted.format, answer.items, requests=False)
-        return answer if text is None else _response(wanted.format, text, answer.unreachable, next_)
+        if text is None:
+            return answer
+        return _response(wanted.format, text, unreachable, next_, incomplete)
 
     async def list_receipts(
         self, call: Call, wanted: ReceiptPage
@@ -102,7 +125,7 @@ class Accounting:
         more = len(items) > wanted.limit or any(some.more for some in listed.by_node.values())
         answer = ReceiptList(items[-wanted.limit :], more, listed.unreachable)
         text = _text(wanted.format, answer.items, requests=True)
-        return answer if text is None else _response(wanted.format, text, answer.unreachable, None)
+        return answer if text is None else _response(wanted.format, text, answer.unreachable)
 
     async def _nodes(self, node: str) -> Sequence[str]:
         view = await self._cluster.view()
@@ -127,7 +150,11 @@ def _text(
 
 
 def _response(
-    kind: Format, text: str, unreachable: Mapping[str, str], next_: str | None
+    kind: Format,
+    text: str,
+    unreachable: Mapping[str, str],
+    next_: str | None = None,
+    incomplete: Sequence[str] = (),
 ) -> web.Response:
     """A text, and in its headers what it has no place for."""
     headers = {"Content-Type": MEDIA[kind]}
@@ -135,4 +162,6 @@ def _response(
         headers[NEXT] = next_
     if unreachable:
         headers[UNREACHABLE] = ",".join(sorted(unreachable))
+    if incomplete:
+        headers[INCOMPLETE] = ",".join(sorted(incomplete))
     return web.Response(body=text.encode(), headers=headers)

@@ -53,13 +53,13 @@ def show_receipts(items: Sequence[Mapping[str, Any]], console: Console | None = 
         console.print("no node remembers such a request: its client names none, or it was long ago")
         return
     for item in items:
-        console.print(f"[bold]{escape(item['request'])}[/] on {escape(item['node'])}")
+        console.print(f"[bold]{_shown(item['request'])}[/] on {escape(item['node'])}")
         ended = item["ended_s"]
         took = "not ended" if ended is None else f"ended after {duration(ended - item['begun_s'])}"
-        session = f", session {escape(item['session'])}" if item["session"] else ""
+        session = f", session {_shown(item['session'])}" if item["session"] else ""
         console.print(
             f"  tenant {escape(item['tenant'])}, {_namespace(item)}, "
-            f"{escape(item['model']) or 'no model'}{session}: {took}"
+            f"{_shown(item['model']) or 'no model'}{session}: {took}"
         )
         for tier, amount in item["reads"].items():
             console.print(f"  read from {tier}: {_amount(amount)}")
@@ -93,6 +93,11 @@ def _numbers(items: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _namespace(item: Mapping[str, Any]) -> str:
     return item["namespace"][:DIGEST_SHOWN] or "(others)"
+
+
+def _shown(text: str) -> str:
+    """A client's text, without what moves the cursor."""
+    return escape("".join(filter(str.isprintable, text)))
 
 
 def _amount(amount: Mapping[str, Any]) -> str:

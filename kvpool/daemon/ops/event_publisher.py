@@ -72,8 +72,8 @@ class Space(msgspec.Struct, frozen=True):
 def space_of(namespace: NamespaceState) -> Space:
     """By what its users have said of it."""
     fields = decode_json(namespace.fields, dict[str, Any], "a namespace's fields")
-    model, tokens = facts_of(fields)
-    return Space(model, namespace.tenant.name, tokens, needed(namespace))
+    _, tokens = facts_of(fields)
+    return Space(str(fields.get("model", "")), namespace.tenant.name, tokens, needed(namespace))
 
 
 class Kept:

@@ -3,6 +3,9 @@
 Periods end with the minute, as all nodes' do, and when the daemon ends. Those of the last hour are in memory; with a
 `data_dir` each is written to the file when it has ended, one JSON object a line (`kvpool.telemetry.receipts.Period`).
 So a daemon that is killed loses the period that was open, and the file shows that: the next line has another incarnation.
+
+The order of periods is that of their sequence numbers, which ascend over restarts. Clocks are set back; so no time says
+which period is older, or which one is in memory.
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from kvpool.daemon.core.accounts import Accounts
 from kvpool.daemon.ops.audit_file import files_of
 from kvpool.decoding import JsonDecoder
-from kvpool.errors import ProtocolError
+from kvpool.errors import LimitExceeded, ProtocolError
 from kvpool.telemetry.receipts import (
     PERIOD_S,
+    Booked,
     Period,
     PeriodRow,
     PeriodRows,
@@ -37,76 +42,88 @@ from kvpool.wire import operator as operator_wire
 FILE = "receipts.jsonl"
 FILES = 4
 KEPT = 60  # periods in memory
-UNWRITTEN_MAX = 1440  # while the file cannot be written
-ROWS_ASKED_MAX = 10_000
+ROWS_MAX = 64  # of a tenant in a period; further namespaces have one together
+ROWS_OF_TOTAL_MAX = 256  # the same with all periods together
+ROWS_ASKED_MAX = 5000  # about 2 KB each at most, and an answer has 16 MiB
 RECEIPTS_ASKED_MAX = 1000
-LINES_TOGETHER = 200  # read in one go, in a thread beside the event loop
+LINES_TOGETHER = 20  # read in one go, in a thread beside the event loop
+QUERIES_WAITING_MAX = 16
 
 log = logging.getLogger("kvpool.daemon")
 
 
-class _Span(msgspec.Struct, frozen=True):
+class _Head(msgspec.Struct, frozen=True):
     """The fields of a line by which it is chosen."""
 
     begin_s: float
-    end_s: float
+    sequence: int
 
 
-_decode_span = JsonDecoder[_Span](_Span, "a line of the receipts' file")
+_decode_head = JsonDecoder[_Head](_Head, "a line of the receipts' file without its rows")
 
 
 class ReceiptsFile:
-    """The periods that have ended, oldest first, in `FILES` files of equal size. One thread at a time writes.
+    """The periods that have ended, oldest first, in `FILES` files of equal size. One thread at a time writes; any reads.
 
     nbytes: of all files. Raises OSError where there is no such folder.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
+        self.bytes_max = max(1, nbytes // FILES)
         self._path = folder / FILE
-        self._bytes_max = max(1, nbytes // FILES)
+        self._rotating = threading.Lock()
         with contextlib.suppress(FileNotFoundError):
             _drop_torn_line(self._path)
+        self.last = max((_last_sequence(file) for file in files_of(self._path)), default=0)
 
-    def write(self, periods: Iterable[Period]) -> None:
-        """Append them, durably. Raises OSError; then all of them may be there, or a part that the next call replaces."""
+    def write(self, lines: Sequence[bytes]) -> int:
+        """Append the first of them, as many as one file takes, durably; how many. Raises OSError: then none."""
         path = self._path
-        if path.exists() and path.stat().st_size >= self._bytes_max:
-            for number in range(FILES - 1, 0, -1):
-                newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
-                if newer.exists():
-                    newer.replace(path.with_name(f"{path.name}.{number}"))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(path, flags, 0o600)
+        with self._rotating:
+            size = path.stat().st_size if path.exists() else 0
+            changed = size == 0
+            if size and size + len(lines[0]) > self.bytes_max:
+                for number in range(FILES - 1, 0, -1):
+                    newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+                    if newer.exists():
+                        newer.replace(path.with_name(f"{path.name}.{number}"))
+                size, changed = 0, True
+            fd = os.open(path, flags, 0o600)
         try:
-            before = os.fstat(fd).st_size
-            data = b"".join(msgspec.json.encode(period) + b"\n" for period in periods)
+            count, end = 1, size + len(lines[0])
+            while count < len(lines) and end + len(lines[count]) <= self.bytes_max:
+                end += len(lines[count])
+                count += 1
             try:
-                view = memoryview(data)
+                view = memoryview(b"".join(lines[:count]))
                 while view:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
+                if changed:
+                    _sync_folder(path.parent)
             except OSError:
-                os.ftruncate(fd, before)
+                os.ftruncate(fd, size)
                 raise
         finally:
             os.close(fd)
+        return count
 
-    def read(self, since_s: float, until_s: float, after_s: float) -> Iterator[Period]:
-        """Periods that began in this time and ended after `after_s`. What is no line is skipped: somebody has edited it."""
-        for file in files_of(self._path):
+    def open(self) -> tuple[list[BinaryIO], list[OSError]]:
+        """All files, oldest first, as they are now; and why others cannot be read. The caller closes them."""
+        opened: list[BinaryIO] = []
+        failed: list[OSError] = []
+        with self._rotating:
             try:
-                if file.stat().st_mtime < max(since_s, after_s) - PERIOD_S:
-                    continue
-                with file.open("rb") as opened:
-                    for line in opened:
-                        try:
-                            span = _decode_span(line)
-                            if since_s <= span.begin_s < until_s and span.end_s > after_s:
-                                yield decode_period(line)
-                        except ProtocolError:
-                            continue
-            except FileNotFoundError:
-                continue  # it was rotated away
+                found = files_of(self._path)
+            except OSError as error:
+                return [], [error]
+            for file in found:
+                try:
+                    opened.append(file.open("rb"))
+                except OSError as error:
+                    failed.append(error)
+        return opened, failed
 
 
 class AccountPeriods:
@@ -119,9 +136,17 @@ class AccountPeriods:
         self._file = file
         self._wall = wall
         self._kept: deque[Period] = deque(maxlen=KEPT)
-        self._unwritten: deque[Period] = deque(maxlen=UNWRITTEN_MAX)
+        # Without a file, and where the last periods could not be written, the time goes on from what was said before.
+        self._sequence = max(int(wall()), 0 if file is None else file.last) + 1
+        self._unwritten: deque[bytes] = deque()
+        self._unwritten_bytes = 0
+        self._dropped = 0
         self._failed = False
+        self._unreadable = False
+        self._queue = threading.Lock()  # of what is unwritten; never held while a disk works
         self._writing = threading.Lock()
+        self._asking = asyncio.Semaphore(1)
+        self._waiting = 0
 
     async def run(self) -> None:
         """Until cancelled: end periods."""
@@ -139,10 +164,18 @@ class AccountPeriods:
 
     def end_period(self) -> None:
         """The next one begins."""
-        period = self._accounts.cut()
+        period = self._numbered(self._accounts.cut())
+        self._sequence += 1
         self._kept.append(period)
-        if self._file is not None:
-            self._unwritten.append(period)
+        if self._file is None:
+            return
+        line = msgspec.json.encode(period) + b"\n"
+        with self._queue:
+            self._unwritten.append(line)
+            self._unwritten_bytes += len(line)
+            while self._unwritten_bytes > self._file.bytes_max and len(self._unwritten) > 1:
+                self._unwritten_bytes -= len(self._unwritten.popleft())
+                self._dropped += 1
 
     def write(self) -> None:
         """Bring what has ended into the file, if there is one; in any thread. What fails is tried again the next time."""
@@ -150,38 +183,68 @@ class AccountPeriods:
         if file is None:
             return
         with self._writing:  # a thread may be at it while the daemon ends
-            periods = list(self._unwritten)
-            try:
-                file.write(periods)
-            except OSError as error:
-                if not self._failed:
-                    log.warning("the tenants' accounts cannot be written: %s", error)
-                self._failed = True
-                return
+            while lines := self._lines():
+                try:
+                    count = file.write(lines)
+                except OSError as error:
+                    if not self._failed:
+                        log.warning("the tenants' accounts cannot be written: %s", error)
+                    self._failed = True
+                    return
+                with self._queue:
+                    for line in lines[:count]:
+                        if self._unwritten and self._unwritten[0] is line:
+                            self._unwritten.popleft()
+                            self._unwritten_bytes -= len(line)
+            with self._queue:
+                dropped, self._dropped = self._dropped, 0
+            if self._failed:
+                log.warning(
+                    "the tenants' accounts are written again; the file lacks %d periods", dropped
+                )
             self._failed = False
-            for period in periods:
-                if self._unwritten and self._unwritten[0] is period:
-                    self._unwritten.popleft()
 
     # ---- for operators -------------------------------------------------------------------------------
 
     async def accounts(self, m: operator_wire.ListAccounts) -> PeriodRows:
-        """Rows of the account, of the file and of memory."""
-        # What is in memory is not taken from the file, into which it may be written meanwhile.
+        """Rows of the account, of the file and of memory. Raises `LimitExceeded` while too many others ask."""
+        if self._waiting >= QUERIES_WAITING_MAX:
+            raise LimitExceeded(
+                f"{QUERIES_WAITING_MAX} others are asking for tenants' accounts: ask again later"
+            )
+        self._waiting += 1
+        try:
+            async with self._asking:
+                return await self._account(m)
+        finally:
+            self._waiting -= 1
+
+    async def _account(self, m: operator_wire.ListAccounts) -> PeriodRows:
+        now = self._numbered(self._accounts.open_period())
+        # Its numbers go on changing while a thread is at it.
+        open_ = [decode_period(msgspec.json.encode(now))] if now.end_s > now.begin_s else []
         kept = list(self._kept)
-        here = [period for period in kept if _chosen(m, period.begin_s, period.end_s)]
-        now = self._accounts.open_period()
-        before_s = min([period.begin_s for period in kept], default=now.begin_s)
-        open_ = [now] if _chosen(m, now.begin_s, now.end_s) and now.end_s > now.begin_s else []
-        # Its numbers go on changing while this waits for the file.
-        open_ = [decode_period(msgspec.json.encode(period)) for period in open_]
-        answer = _Answer(m, now.number if open_ else -1, now.incarnation)
-        if self._file is not None and m.since_s < before_s:
-            old = self._file.read(m.since_s, min(m.until_s, before_s), m.after_s)
-            while not answer.full and await asyncio.to_thread(answer.take, old, LINES_TOGETHER):
+        # What is in memory is not taken from the file, into which it may be written meanwhile.
+        before = kept[0].sequence if kept else now.sequence
+        lines: Iterator[bytes] = iter(self._lines())
+        files: list[BinaryIO] = []
+        failed: list[OSError] = []
+        answer = _Answer(m, now.sequence, now.incarnation)
+        try:
+            if self._file is not None and m.from_sequence < before:
+                opened, failed = await asyncio.to_thread(self._file.open)
+                files += opened
+                lines = chain(_lines_of(_needed(opened, m.from_sequence), failed), lines)
+            periods = chain(_chosen(lines, m, before), kept, open_)
+            while await asyncio.to_thread(answer.take, periods, LINES_TOGETHER):
                 pass
-        answer.take(iter(chain(here, open_)), len(here) + len(open_))
-        return answer.rows()
+        finally:
+            for file in files:
+                file.close()
+        if failed and not self._unreadable:
+            log.warning("tenants' accounts in the file cannot be read: %s", failed[0])
+        self._unreadable = bool(failed)
+        return answer.rows(incomplete=bool(failed))
 
     def receipts(self, m: operator_wire.ListReceipts) -> Receipts:
         """Receipts of requests, oldest first."""
@@ -197,82 +260,197 @@ class AccountPeriods:
         count = min(count, RECEIPTS_ASKED_MAX)
         return Receipts(found[-count:], len(found) > count)
 
+    def _numbered(self, period: Period) -> Period:
+        """With its sequence number, and as many rows as a tenant may have."""
+        period.sequence = self._sequence
+        period.rows = _folded(period.rows)
+        return period
+
+    def _lines(self) -> list[bytes]:
+        with self._queue:
+            return list(self._unwritten)
+
 
 class _Answer:
     """Collects rows until there are enough, or sums them up."""
 
-    def __init__(self, m: operator_wire.ListAccounts, open_number: int, incarnation: str) -> None:
+    def __init__(self, m: operator_wire.ListAccounts, open_: int, incarnation: str) -> None:
+        """open_: the open period's sequence number."""
         self._m = m
         self._tenants = set(m.tenants)
         self._digest = m.digest.hex()
-        self._open = (incarnation, open_number)
+        self._open = open_
+        self._incarnation = incarnation
         self._rows: list[PeriodRow] = []
         self._totals: dict[tuple[str, str], Row] = {}
-        self._covered: dict[tuple[str, str], tuple[float, float, float]] = {}
+        self._total_rows_of: dict[str, int] = {}
+        self._covered: dict[tuple[str, str], tuple[float, float, float, bool, int]] = {}
         self._count = min(max(1, m.count), ROWS_ASKED_MAX)
-        self.full = False
+        self._next: tuple[int, int] | None = None
 
     def take(self, periods: Iterator[Period], most: int) -> bool:
         """Some of them; whether there may be more."""
+        m = self._m
         for _ in range(most):
-            if not self._m.total and len(self._rows) >= self._count:
-                self.full = next(periods, None) is not None
-                return False
             period = next(periods, None)
             if period is None:
                 return False
-            for row in period.rows:
-                if self._tenants and row.tenant not in self._tenants:
+            if period.sequence < m.from_sequence or not m.since_s <= period.begin_s < m.until_s:
+                continue
+            first = m.from_row if period.sequence == m.from_sequence else 0
+            for index, row in enumerate(period.rows):
+                if index < first or (self._tenants and row.tenant not in self._tenants):
                     continue
                 if self._digest and row.namespace != self._digest:
                     continue
-                self._enter(period, row)
+                if m.total:
+                    self._add(period, row)
+                elif len(self._rows) < self._count:
+                    is_open = period.sequence == self._open
+                    times = period.begin_s, period.end_s, period.seconds, is_open
+                    self._rows.append(PeriodRow(period.incarnation, period.number, *times, row))
+                else:
+                    self._next = (period.sequence, index)
+                    return False
         return True
 
-    def _enter(self, period: Period, row: Row) -> None:
-        if not self._m.total:
-            is_open = (period.incarnation, period.number) == self._open
-            times = period.begin_s, period.end_s, period.seconds, is_open
-            self._rows.append(PeriodRow(period.incarnation, period.number, *times, row))
-            return
+    def _add(self, period: Period, row: Row) -> None:
         name = (row.tenant, row.namespace)
+        if name not in self._totals and row.namespace:
+            count = self._total_rows_of.get(row.tenant, 0)
+            if count >= ROWS_OF_TOTAL_MAX or len(self._totals) >= ROWS_ASKED_MAX:
+                name = (row.tenant, "")
+            else:
+                self._total_rows_of[row.tenant] = count + 1
         known = self._totals.get(name)
         if known is None:
-            known = self._totals[name] = Row(row.tenant, row.namespace, row.model)
-            self._covered[name] = (period.begin_s, period.end_s, 0.0)
+            known = self._totals[name] = Row(*name, row.model if name[1] else "")
+            self._covered[name] = (period.begin_s, period.end_s, 0.0, False, 0)
         known.booked.add(row.booked)
-        begin_s, end_s, seconds = self._covered[name]
+        begin_s, end_s, seconds, is_open, last = self._covered[name]
         self._covered[name] = (
             *(min(begin_s, period.begin_s), max(end_s, period.end_s)),
-            seconds + period.seconds,
+            # Several rows of a period may be in one of these.
+            seconds + (period.seconds if period.sequence != last else 0.0),
+            *(is_open or period.sequence == self._open, period.sequence),
         )
 
-    def rows(self) -> PeriodRows:
+    def rows(self, *, incomplete: bool) -> PeriodRows:
         if self._m.total:
             rows = [
-                PeriodRow(self._open[0], 0, *self._covered[name], False, row)
+                PeriodRow(self._incarnation, 0, *self._covered[name][:4], row)
                 for name, row in sorted(self._totals.items())
             ]
-            return PeriodRows(rows, more=False)
-        return PeriodRows(self._rows, self.full)
+            return PeriodRows(rows, more=False, incomplete=incomplete)
+        more = self._next is not None
+        return PeriodRows(self._rows, more, *(self._next or (0, 0)), incomplete=incomplete)
 
 
-def _chosen(m: operator_wire.ListAccounts, begin_s: float, end_s: float) -> bool:
-    return m.since_s <= begin_s < m.until_s and end_s > m.after_s
+def _folded(rows: Iterable[Row]) -> list[Row]:
+    """A tenant's rows beyond `ROWS_MAX` as one, at the place of the first of them: no row moves when others are added."""
+    found: list[Row] = []
+    count: dict[str, int] = {}
+    rest: dict[str, int] = {}  # where it is
+    for row in rows:
+        many = count[row.tenant] = count.get(row.tenant, 0) + bool(row.namespace)
+        if row.namespace and many <= ROWS_MAX:
+            found.append(row)
+            continue
+        if row.tenant not in rest:
+            rest[row.tenant] = len(found)
+            found.append(Row(row.tenant, "", "", Booked()))  # of its own: the open one's go on
+        found[rest[row.tenant]].booked.add(row.booked)
+    return found
+
+
+def _chosen(lines: Iterator[bytes], m: operator_wire.ListAccounts, before: int) -> Iterator[Period]:
+    """Those that may have wanted rows, before a sequence number. What is no line is skipped: somebody has edited it."""
+    names = [b'"tenant":' + msgspec.json.encode(tenant) + b"," for tenant in m.tenants]
+    digest = b'"namespace":' + msgspec.json.encode(m.digest.hex()) if m.digest else b""
+    last = m.from_sequence - 1
+    for line in lines:
+        head = _head(line)
+        # Also those that are there twice: a line was written after it was looked at.
+        if head is None or not last < head.sequence < before:
+            continue
+        last = head.sequence
+        if not m.since_s <= head.begin_s < m.until_s or digest not in line:
+            continue
+        if names and not any(name in line for name in names):
+            continue
+        with contextlib.suppress(ProtocolError):
+            yield decode_period(line)
+
+
+def _head(line: bytes) -> _Head | None:
+    """Without a look at its rows. No text in them can look like this: its quotes are escaped."""
+    begin, end = line.find(b',"rows":['), line.rfind(b',"sequence":')
+    if not 0 <= begin < end:
+        return None
+    try:
+        return _decode_head(line[:begin] + line[end:])
+    except ProtocolError:
+        return None
+
+
+def _needed(files: list[BinaryIO], sequence: int) -> list[BinaryIO]:
+    """Without the oldest ones, all of whose periods are before this one."""
+    for at in range(len(files) - 1, 0, -1):
+        try:
+            head = _head(files[at].readline())
+            files[at].seek(0)
+        except OSError:
+            continue  # it is told when its lines are read
+        if head is not None and head.sequence <= sequence:
+            return files[at:]
+    return files
+
+
+def _lines_of(files: Iterable[BinaryIO], failed: list[OSError]) -> Iterator[bytes]:
+    """All lines. What cannot be read goes to `failed`."""
+    for file in files:
+        try:
+            yield from file
+        except OSError as error:
+            failed.append(error)
+
+
+def _last_sequence(path: Path) -> int:
+    """Of the last line of a file; 0: there is none, or nobody can read it."""
+    try:
+        with path.open("rb") as opened:
+            end = opened.seek(0, os.SEEK_END)
+            opened.seek(_after_newline(opened, end - 1))
+            head = _head(opened.readline())
+    except OSError:
+        return 0
+    return 0 if head is None else head.sequence
 
 
 def _drop_torn_line(path: Path) -> None:
     """A last line that a crash has cut off never was one."""
     with path.open("r+b") as opened:
         size = opened.seek(0, os.SEEK_END)
-        at = size
-        while at > 0:
-            begin = max(0, at - (1 << 16))
-            opened.seek(begin)
-            end = opened.read(at - begin).rfind(b"\n")
-            if end >= 0:
-                at = begin + end + 1
-                break
-            at = begin
+        at = _after_newline(opened, size)
         if at < size:
             opened.truncate(at)
+
+
+def _after_newline(opened: BinaryIO, end: int) -> int:
+    """Where the line begins that goes on at `end`."""
+    while end > 0:
+        begin = max(0, end - (1 << 16))
+        opened.seek(begin)
+        found = opened.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
