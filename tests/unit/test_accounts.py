@@ -397,7 +397,7 @@ def test_a_full_disk_costs_the_oldest_periods_and_no_bound(
 ) -> None:
     life = Life(0, 0.0, tmp_path, 8000)
     with monkeypatch.context() as patch:
-        patch.setattr(receipts.os, "write", Mock(side_effect=OSError(28, "full")))
+        patch.setattr("os.write", Mock(side_effect=OSError(28, "full")))
         minutes(life, 100)
         assert len(life.keeper._unwritten) < 20
         assert life.keeper._unwritten_bytes == sum(map(len, life.keeper._unwritten)) <= 2000
@@ -425,6 +425,27 @@ def test_files_that_are_rotated_while_somebody_reads_are_read(tmp_path: Path) ->
     assert numbers[-1] >= 100
     for each in opened:
         each.close()
+
+
+def test_a_page_begins_near_its_first_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, "BISECTED_BYTES", 2000)
+    life = Life(0, 0.0, tmp_path, 200_000)
+    minutes(life, 250)
+    first = life.keeper._sequence - 250
+    file = life.keeper._file
+    assert file is not None
+    for number in (0, 1, 2, 100, 177, 248, 249):
+        opened, _ = file.open()
+        needed = receipts._needed(opened, first + number)
+        seen = [json.loads(line)["sequence"] for line in receipts._lines_of(needed, [])]
+        for each in opened:
+            each.close()
+        assert first + number - 12 < seen[0] <= first + number
+        assert seen == list(range(seen[0], first + 250))
+        page = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, first + number, 1))
+        assert page.rows[0].number == number + 1
 
 
 def test_questions_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ ROWS_ASKED_MAX = 5000  # about 2 KB each at most, and an answer has 16 MiB
 RECEIPTS_ASKED_MAX = 1000
 LINES_TOGETHER = 20  # read in one go, in a thread beside the event loop
 QUERIES_WAITING_MAX = 16
+BISECTED_BYTES = 64 << 10
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -232,9 +233,9 @@ class AccountPeriods:
         answer = _Answer(m, now.sequence, now.incarnation)
         try:
             if self._file is not None and m.from_sequence < before:
-                opened, failed = await asyncio.to_thread(self._file.open)
-                files += opened
-                lines = chain(_lines_of(_needed(opened, m.from_sequence), failed), lines)
+                files, failed = await asyncio.to_thread(self._file.open)
+                needed = await asyncio.to_thread(_needed, files, m.from_sequence)
+                lines = chain(_lines_of(needed, failed), lines)
             periods = chain(_chosen(lines, m, before), kept, open_)
             while await asyncio.to_thread(answer.take, periods, LINES_TOGETHER):
                 pass
@@ -394,16 +395,36 @@ def _head(line: bytes) -> _Head | None:
 
 
 def _needed(files: list[BinaryIO], sequence: int) -> list[BinaryIO]:
-    """Without the oldest ones, all of whose periods are before this one."""
-    for at in range(len(files) - 1, 0, -1):
-        try:
-            head = _head(files[at].readline())
-            files[at].seek(0)
-        except OSError:
-            continue  # it is told when its lines are read
-        if head is not None and head.sequence <= sequence:
-            return files[at:]
+    """Without most of what is before this period, whose lines ascend: without whole files, and in the first one left
+    from a line on that is not after it.
+    """
+    try:
+        while len(files) > 1 and _begins_by(files[1], 0, sequence):
+            files = files[1:]
+        for file in files[:1]:
+            begin, end = 0, file.seek(0, os.SEEK_END)
+            while end - begin > BISECTED_BYTES:
+                middle = (begin + end) // 2
+                file.seek(middle)
+                file.readline()
+                line_at = file.tell()
+                if line_at < end and _begins_by(file, line_at, sequence):
+                    begin = line_at
+                else:
+                    end = middle
+            file.seek(begin)
+    except OSError:
+        for file in files:
+            file.seek(0)  # its lines are tried, and it is told
     return files
+
+
+def _begins_by(file: BinaryIO, at: int, sequence: int) -> bool:
+    """Whether the line there is not after this period. The file is there again afterwards."""
+    file.seek(at)
+    head = _head(file.readline())
+    file.seek(at)
+    return head is not None and head.sequence <= sequence
 
 
 def _lines_of(files: Iterable[BinaryIO], failed: list[OSError]) -> Iterator[bytes]:
