@@ -223,7 +223,7 @@ class AccountPeriods:
     async def _account(self, m: operator_wire.ListAccounts) -> PeriodRows:
         now = self._numbered(self._accounts.open_period())
         # Its numbers go on changing while a thread is at it.
-        open_ = [decode_period(msgspec.json.encode(now))] if now.end_s > now.begin_s else []
+        open_ = [decode_period(msgspec.json.encode(now))] if now.seconds > 0 else []
         kept = list(self._kept)
         # What is in memory is not taken from the file, into which it may be written meanwhile.
         before = kept[0].sequence if kept else now.sequence
