@@ -19,6 +19,7 @@ NO_JSON = {  # and why
     "kvpool serve": "runs until it is stopped",
     "kvpool router": "the same",
     "kvpool completion": "prints a script",
+    "kvpool receipts": "has --format json, beside others",
 }
 
 
