@@ -164,5 +164,5 @@ def test_spans_that_are_not_to_be_had_are_asked_for_again() -> None:
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(ConfigError, match=r"kvpool\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"'\.\[tracing\]'"):
         Exporter("http://127.0.0.1:1", "s", "i", "1")
