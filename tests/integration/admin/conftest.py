@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pytest
 
 from kvpool.admin.tokens import add_token
+from kvpool.errors import ConfigError
 from tests.integration.cluster.conftest import (  # noqa: F401  (fixtures of this folder, too)
     World,
     numbers,
@@ -23,6 +24,7 @@ from tests.integration.cluster.conftest import (  # noqa: F401  (fixtures of thi
     start_cluster,
 )
 from tests.support.local_cluster import LocalNode
+from tests.support.servers.chromium import chromium
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S, until
 
@@ -51,6 +53,16 @@ PRINCIPALS = (
     ("redeye", "viewer", ["red"]),
     ("blue", "admin", ["blue"]),
 )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A Chromium; where none can be had, its tests are skipped."""
+    try:
+        with chromium() as found:
+            yield found
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @dataclass

@@ -6,10 +6,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from kvpool.errors import ConfigError
 from tests.integration.admin.ui_browser import PATIENCE_MS, Tab
 from tests.integration.admin.ui_server import DIGESTS, HOSTILE, UI, job, node, problem, ui_server
-from tests.support.servers.chromium import chromium
 from tests.support.waiting import until
 
 VIEWER, OPERATOR, ADMIN = "v" * 20, "o" * 20, "a" * 20
@@ -29,15 +27,6 @@ VIEWS = (
     "audit",
 )
 each_view = pytest.mark.parametrize("view", VIEWS)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        with chromium() as found:
-            yield found
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

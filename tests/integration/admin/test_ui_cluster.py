@@ -5,23 +5,12 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
 from tests.integration.admin.conftest import gateway_pid, open_gate
 from tests.integration.admin.ui_browser import PATIENCE_MS, Tab
 from tests.integration.cluster.conftest import NBYTES, PLAIN
-from tests.support.servers.chromium import chromium
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        with chromium() as found:
-            yield found
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -8,13 +8,11 @@ import urllib.request
 import pytest
 from playwright.sync_api import expect
 
-from kvpool.errors import ConfigError
 from kvpool.types import EngineRecord
 from tests.integration.admin.conftest import open_gate
 from tests.integration.admin.ui_browser import PATIENCE_MS, Tab
 from tests.integration.cluster.conftest import PLAIN
 from tests.support.programs import program
-from tests.support.servers.chromium import chromium
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S, until
 
@@ -148,15 +146,6 @@ def busy(shared_cluster, tmp_path_factory):
         )
         until(lambda: len(gate.get("/v1/history")["samples"]) >= 2, "there is something to draw")
         yield world
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        with chromium() as found:
-            yield found
-    except ConfigError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from kvpool.telemetry.hit_curve import TIMES, Curve, Memory, Reuse, bucket_of, b
 from kvpool.types import NamespaceRecord
 
 BLOCK = 1 << 16
-TRACE = Path(os.environ.get("KVPOOL_TRACE", "/work/shared/traces/conversation_trace.jsonl"))
+TRACE = Path(__file__).resolve().parents[3] / "../shared/traces/conversation_trace.jsonl"
 
 
 def space(name: str = "m") -> NamespaceState:
