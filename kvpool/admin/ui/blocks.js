@@ -4,7 +4,7 @@ import { change, get, path, session } from "./api.js";
 import { field, h, morph, notify, open_dialog } from "./dom.js";
 import { DASH, ago, bytes, count, duration, plural, title_of } from "./format.js";
 import { TIERS, evict_button, fill, keys_box, node_options, parse_keys, warm_button } from "./jobs.js";
-import { card, heading, live, message, namespace_href, namespace_name, pairs, pill, short_key, table, tier_name, told,
+import { card, heading, live, message, namespace_href, namespace_name, on_submit, pairs, pill, short_key, table, tier_name, told,
   unreachable_note } from "./parts.js";
 import { configure_button, setting_rows } from "./settings.js";
 
@@ -199,24 +199,16 @@ function pin_dialog({ tenant, digest }, keys) {
     named.oninput = changed;
     kind.onchange = changed;
     fill(node, node_options(dialog.aborted));
-    queueMicrotask(() => {
-      changed();
-      dialog.querySelector("form").onsubmit = async (event) => {
-        event.preventDefault();
-        go.disabled = true;
-        try {
-          const body = { keys: parse_keys(named.value).keys, kind: kind.value, namespace: digest, node: node.value };
-          const { items, unreachable } = await change("POST", path(["pins"], { tenant }), body, dialog.aborted);
-          dialog.close();
-          const silent = Object.entries(unreachable).map(([name, why]) => `; ${name} did not answer: ${why}`);
-          notify(`${kind.value === "none" ? "Unpinned" : "Pinned"} on ${items.map((on) => `${on.node}: ${count(on.blocks)}`).join(", ") || "no node"}${silent.join("")}.`,
-            silent.length ? "bad" : "");
-        } catch (problem) {
-          if (dialog.aborted.aborted) return;
-          morph(answer, message(told(problem), "bad"));
-          go.disabled = false;
-        }
-      };
+    on_submit(dialog, {
+      go, answer, changed,
+      async act() {
+        const body = { keys: parse_keys(named.value).keys, kind: kind.value, namespace: digest, node: node.value };
+        const { items, unreachable } = await change("POST", path(["pins"], { tenant }), body, dialog.aborted);
+        dialog.close();
+        const silent = Object.entries(unreachable).map(([name, why]) => `; ${name} did not answer: ${why}`);
+        notify(`${kind.value === "none" ? "Unpinned" : "Pinned"} on ${items.map((on) => `${on.node}: ${count(on.blocks)}`).join(", ") || "no node"}${silent.join("")}.`,
+          silent.length ? "bad" : "");
+      },
     });
     return [
       h("p", { class: "quiet" }, "In memory and on disks, where nodes have these blocks."),

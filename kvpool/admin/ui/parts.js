@@ -136,6 +136,25 @@ function sentences(first, second) {
   return `${first}${/[.!?]$/.test(first) ? "" : "."} ${second}`;
 }
 
+/** Have a dialog's form call `act`; what that throws is said in `answer`. changed: sees to what `go` offers, at first too. */
+export function on_submit(dialog, { go, answer, changed, act }) {
+  queueMicrotask(() => {
+    changed();
+    dialog.querySelector("form").onsubmit = async (event) => {
+      event.preventDefault();
+      if (go.disabled) return;
+      go.disabled = true;
+      try {
+        await act();
+      } catch (problem) {
+        if (dialog.aborted.aborted) return;
+        morph(answer, message(told(problem), "bad"));
+        go.disabled = false;
+      }
+    };
+  });
+}
+
 export function unreachable_note(unreachable) {
   const names = Object.entries(unreachable ?? {});
   if (!names.length) return null;

@@ -3,7 +3,7 @@
 import { change, get, list, path, session } from "./api.js";
 import { field, h, morph, notify, open_dialog } from "./dom.js";
 import { DASH, bytes, count, duration, percent, title_of } from "./format.js";
-import { heading, live, message, pill, table, told } from "./parts.js";
+import { heading, live, message, on_submit, pill, table } from "./parts.js";
 
 // ---- a namespace's -------------------------------------------------------------------------------------
 
@@ -76,23 +76,14 @@ function configure_dialog({ tenant, digest, settings }, again) {
       control.onchange = changed;
       control.oninput = changed;
     }
-    queueMicrotask(() => {
-      changed();
-      dialog.querySelector("form").onsubmit = async (event) => {
-        event.preventDefault();
-        if (go.disabled) return;
-        go.disabled = true;
-        try {
-          await change("PATCH", path(["namespaces", digest], { tenant }), changes, dialog.aborted);
-          dialog.close();
-          notify("The namespace is configured anew, on all nodes.");
-          again();
-        } catch (problem) {
-          if (dialog.aborted.aborted) return;
-          morph(answer, message(told(problem), "bad"));
-          go.disabled = false;
-        }
-      };
+    on_submit(dialog, {
+      go, answer, changed,
+      async act() {
+        await change("PATCH", path(["namespaces", digest], { tenant }), changes, dialog.aborted);
+        dialog.close();
+        notify("The namespace is configured anew, on all nodes.");
+        again();
+      },
     });
     return [
       h("div", { class: "both" }, Object.entries(controls).map(([name, control]) => field(SETTING_NAMES[name] ?? title_of(name), control, HINTS[name]))),
@@ -174,24 +165,15 @@ function change_dialog(setting, node, again) {
     value.oninput = changed;
     value.onchange = changed;
     where.onchange = changed;
-    queueMicrotask(() => {
-      changed();
-      dialog.querySelector("form").onsubmit = async (event) => {
-        event.preventDefault();
-        if (go.disabled) return;
-        go.disabled = true;
-        try {
-          const done = await change("PATCH", path(["config"]), { changes: { [setting.name]: value.value.trim() }, node: where.value }, dialog.aborted);
-          dialog.close();
-          const silent = Object.entries(done.unreachable).map(([name, why]) => `; not on ${name}: ${why}`);
-          notify(`${setting.name} is changed on ${done.nodes.join(", ")}${silent.join("")}.`, silent.length ? "bad" : "");
-          again();
-        } catch (problem) {
-          if (dialog.aborted.aborted) return;
-          morph(answer, message(told(problem), "bad"));
-          go.disabled = false;
-        }
-      };
+    on_submit(dialog, {
+      go, answer, changed,
+      async act() {
+        const done = await change("PATCH", path(["config"]), { changes: { [setting.name]: value.value.trim() }, node: where.value }, dialog.aborted);
+        dialog.close();
+        const silent = Object.entries(done.unreachable).map(([name, why]) => `; not on ${name}: ${why}`);
+        notify(`${setting.name} is changed on ${done.nodes.join(", ")}${silent.join("")}.`, silent.length ? "bad" : "");
+        again();
+      },
     });
     return [
       h("p", { class: "quiet" }, setting.help ? `${setting.help}.` : ""),
