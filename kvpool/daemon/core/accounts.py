@@ -318,10 +318,10 @@ def of_kept(requests: Requests, indices: Sequence[int]) -> Requests:
     return found
 
 
-def why_refused(error: KvpoolError, namespace: NamespaceState, stride: int) -> str:
-    """The reason of a refusal, in one word."""
+def why_refused(error: KvpoolError | None, namespace: NamespaceState, stride: int) -> str:
+    """The reason of a refusal, in one word. error: None: there was room for some, and no more."""
     match error:
-        case PoolFull():
+        case PoolFull() | None:
             over = namespace.quota and namespace.held_bytes + stride > namespace.quota
             return QUOTA if over else FULL
         case LimitExceeded():

@@ -79,7 +79,6 @@ _INDIFFERENT_TO_RELEASES = {
 }
 log = logging.getLogger("kvpool.daemon")
 
-_FULL = PoolFull("for the last of them")
 _NOTHING_LEASED = client_wire.Leased("", 0, 0.0, [])
 
 
@@ -271,7 +270,7 @@ class ClientRequests:
             raise
         taken = len(found) // 4
         if taken < len(keys):
-            self._refused(namespace, m.part, len(keys), requests, _FULL, taken)
+            self._refused(namespace, m.part, len(keys), requests, None, taken)
         return client_wire.Reserved(stride, found)
 
     def _check_stores(
@@ -312,10 +311,10 @@ class ClientRequests:
         part: int,
         count: int,
         requests: Requests,
-        error: KvpoolError,
+        error: KvpoolError | None,
         taken: int = 0,
     ) -> None:
-        """Of so many blocks of one part only the first ones are taken."""
+        """Of so many blocks of one part only the first ones are taken. error: None: there was no room for the others."""
         refused = _part_refused(namespace, part, error, taken)
         self._accounts.refused(namespace, [refused], count, requests, taken)
 
@@ -352,7 +351,7 @@ class ClientRequests:
             reserve = partial(puts.reserve, holder, namespace, part, ticket, keys, parents=before)
             try:
                 stride, found = self._slots_for(holder, ticket, requests, reserve)
-                why: KvpoolError = _FULL
+                why: KvpoolError | None = None
             except (PoolFull, LimitExceeded) as error:
                 stride, found, why = namespace.table(part).stride, b"", error
             except KvpoolError as error:
@@ -897,7 +896,7 @@ def _requests(told: Sequence[tuple[str, int]], keys: int) -> Requests:
 
 
 def _part_refused(
-    namespace: NamespaceState, part: int, error: KvpoolError, taken: int = 0
+    namespace: NamespaceState, part: int, error: KvpoolError | None, taken: int = 0
 ) -> PartRefused:
     stride = namespace.tables[part].stride if 0 <= part < len(namespace.tables) else 0
     return PartRefused(part, why_refused(error, namespace, stride), taken)
