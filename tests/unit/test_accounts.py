@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from kvpool.daemon.core import accounts, ledger
-from kvpool.daemon.core.accounts import Accounts, PartRefused, of_kept
+from kvpool.daemon.core.accounts import ROWS_MAX, Accounts, PartRefused, of_kept
 from kvpool.daemon.core.blocks import Origin
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops import receipts
-from kvpool.daemon.ops.receipts import FILE, ROWS_MAX, AccountPeriods, ReceiptsFile
+from kvpool.daemon.ops.receipts import FILE, AccountPeriods, ReceiptsFile
 from kvpool.errors import LimitExceeded, PoolFull
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.storage.stack import dram_costs

@@ -27,7 +27,7 @@ from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, 
 from kvpool.telemetry.receipts import Amount, Booked, Period, Receipt, Refused, Row, facts_of
 from kvpool.types import REQUEST_MAX, PartKind
 
-ROWS_MAX = 1024  # of a tenant, in a period; further namespaces have one together
+ROWS_MAX = 64  # of a tenant, in a period; further namespaces have one together
 RECEIPTS_MAX = 4096  # the last ones; a tenant that has more than its part of them gives up its own
 
 QUOTA, FULL, LIMIT, DRAINING, EPOCH, INVALID = (
@@ -38,7 +38,6 @@ QUOTA, FULL, LIMIT, DRAINING, EPOCH, INVALID = (
     "epoch",
     "invalid",
 )
-PEER = "peer"
 
 
 class PartRefused(NamedTuple):

@@ -29,7 +29,6 @@ from kvpool.decoding import JsonDecoder
 from kvpool.errors import LimitExceeded, ProtocolError
 from kvpool.telemetry.receipts import (
     PERIOD_S,
-    Booked,
     Period,
     PeriodRow,
     PeriodRows,
@@ -42,7 +41,6 @@ from kvpool.wire import operator as operator_wire
 FILE = "receipts.jsonl"
 FILES = 4
 KEPT = 60  # periods in memory
-ROWS_MAX = 64  # of a tenant in a period; further namespaces have one together
 ROWS_OF_TOTAL_MAX = 256  # the same with all periods together
 ROWS_ASKED_MAX = 5000  # about 2 KB each at most, and an answer has 16 MiB
 RECEIPTS_ASKED_MAX = 1000
@@ -262,9 +260,8 @@ class AccountPeriods:
         return Receipts(found[-count:], len(found) > count)
 
     def _numbered(self, period: Period) -> Period:
-        """With its sequence number, and as many rows as a tenant may have."""
+        """With its sequence number."""
         period.sequence = self._sequence
-        period.rows = _folded(period.rows)
         return period
 
     def _lines(self) -> list[bytes]:
@@ -345,23 +342,6 @@ class _Answer:
             return PeriodRows(rows, more=False, incomplete=incomplete)
         more = self._next is not None
         return PeriodRows(self._rows, more, *(self._next or (0, 0)), incomplete=incomplete)
-
-
-def _folded(rows: Iterable[Row]) -> list[Row]:
-    """A tenant's rows beyond `ROWS_MAX` as one, at the place of the first of them: no row moves when others are added."""
-    found: list[Row] = []
-    count: dict[str, int] = {}
-    rest: dict[str, int] = {}  # where it is
-    for row in rows:
-        many = count[row.tenant] = count.get(row.tenant, 0) + bool(row.namespace)
-        if row.namespace and many <= ROWS_MAX:
-            found.append(row)
-            continue
-        if row.tenant not in rest:
-            rest[row.tenant] = len(found)
-            found.append(Row(row.tenant, "", "", Booked()))  # of its own: the open one's go on
-        found[rest[row.tenant]].booked.add(row.booked)
-    return found
 
 
 def _chosen(lines: Iterator[bytes], m: operator_wire.ListAccounts, before: int) -> Iterator[Period]:
