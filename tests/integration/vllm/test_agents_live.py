@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,35 +9,18 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.support.servers.etcd import free_port
+from tests.integration.vllm.test_router import BENCH
 
-ROOT = Path(__file__).resolve().parents[3]
 MEMORY = "16MiB"  # some 128 blocks
 SESSIONS, TURNS, BEGUN, MORE = 3, 3, 10, 4  # the last two: blocks
 NEW = 8  # tokens of an answer, which fill no block
 SETTINGS = {"lookup_timeout_s": 5.0, "prefill_tokens_per_s": 1.0}
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
-
-
-def _engines() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_engines", ROOT / "bench/engines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCH: Any = _engines()
-# No test beside this one is given the same, nor is a connection: servers take long to listen.
-BENCH.free_port = free_port
 
 
 def test_sessions_are_served_rightly_and_known(
