@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,7 +51,9 @@ from peers_results import (
     MIB,
     MIDDLE,
     MIDDLE_MANY,
+    MIDDLE_ONE,
     SMALL,
+    Check,
     Results,
     Shape,
     between_marks,
@@ -99,6 +101,7 @@ class Entry:
     servers: Callable[[ExitStack], tuple[dict[str, Any], Callable[[], list[int]]]]
     python: str = str(PEERS_PYTHON)
     variables: Mapping[str, str] = field(default_factory=dict)
+    script: str = "peers_worker.py"
 
 
 class Worker:
@@ -108,7 +111,7 @@ class Worker:
         self.name = entry.name
         options, self._pids = entry.servers(stack)
         self._log = folder / f"{entry.name.replace(' ', '-')}.log"
-        command = [entry.python, str(HERE / "peers_worker.py"), entry.kind, str(payload_fd)]
+        command = [entry.python, str(HERE / entry.script), entry.kind, str(payload_fd)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, str(PAYLOAD_BYTES), json.dumps(options)],
@@ -325,14 +328,12 @@ def joined(
 
 def kvpool_nixl(folder: Path, etcd: str, lane: str, variables: Mapping[str, str]) -> Any:
     def start(stack: ExitStack) -> tuple[dict[str, Any], Callable[[], list[int]]]:
-        needs_peers_python()
         a, b, pids = joined(
             stack,
             folder,
             etcd,
             f"nixl-{lane}",
             *("--listen", "nixl://127.0.0.1:0"),
-            python=str(PEERS_PYTHON),
             variables={**variables, "KVPOOL_PULL_OVER": "nixl"},
         )
         options = {"socket_path": b.socket, "owner": a.socket, "over_nixl": True}
@@ -391,13 +392,19 @@ def plan(shape: Shape, *, quick: bool) -> Plan:
     return Plan(4, 2, 1.5) if quick else Plan(15, 3, 60)
 
 
-def race(report: Report, results: Results, etcd: str) -> None:
+def race(
+    report: Report,
+    results: Results,
+    entries_in: Callable[[Path], list[Entry]],
+    shapes: Mapping[Shape, Sequence[str]],
+) -> None:
+    """entries_in: the contestants, whose files go into this folder. shapes: with the operations of each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-")))
         payload_fd = make_payload(stack)
         # Until the end: what a thread has started may be told to end with it (`ENDS_WITH_PARENT`).
         starters = stack.enter_context(ThreadPoolExecutor(STARTERS))
-        listed = entries(folder, etcd)
+        listed = entries_in(folder)
         # Each of its own, so that what a contestant has started ends with it.
         stacks = [stack.enter_context(ExitStack()) for _ in listed]
 
@@ -413,12 +420,13 @@ def race(report: Report, results: Results, etcd: str) -> None:
         started = list(starters.map(start, listed, stacks))
         print(f"({len(listed)} contestants started in {time.monotonic() - began:.1f} s)")
         workers = [worker for worker in started if worker is not None]
-        shapes = QUICK_SHAPES if report.quick else tuple(sorted(QUICK_SHAPES + MORE_SHAPES))
-        for shape in (*shapes, MIDDLE_MANY):
-            racing = [worker for worker in workers if worker.name not in results.absent]
-            if shape == MIDDLE_MANY:
-                racing = [worker for worker in racing if "pull" in worker.ops]
-            one_shape(report, results, racing, shape, starters)
+        for shape, ops in shapes.items():
+            racing = [
+                worker
+                for worker in workers
+                if worker.name not in results.absent and not set(ops).isdisjoint(worker.ops)
+            ]
+            one_shape(report, results, racing, shape, ops, starters)
 
 
 def one_shape(
@@ -426,6 +434,7 @@ def one_shape(
     results: Results,
     workers: list[Worker],
     shape: Shape,
+    ops: Sequence[str],
     starters: ThreadPoolExecutor,
 ) -> None:
     print(f"{size(shape[0])} x {shape[1]}", flush=True)
@@ -435,9 +444,7 @@ def one_shape(
     filled = time.monotonic()
     planned = plan(shape, quick=report.quick)
     order = list(racing)
-    for op in OPS:
-        if shape == MIDDLE_MANY and op != "pull":
-            continue
+    for op in ops:
         ends = time.monotonic() + planned.seconds
         for number in range(planned.rounds + 1):
             if number > 2 and time.monotonic() > ends:
@@ -536,16 +543,19 @@ def main() -> int:
 
 def run(report: Report, results: Results) -> None:
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder, Etcd(Path(folder)) as etcd:
-        race(report, results, etcd.url)
-    judge(report, results)
+        chosen = QUICK_SHAPES if report.quick else tuple(sorted(QUICK_SHAPES + MORE_SHAPES))
+        shapes: dict[Shape, Sequence[str]] = dict.fromkeys(chosen, OPS)
+        shapes |= {MIDDLE_MANY: ("pull",), MIDDLE_ONE: ("get",)}
+        race(report, results, lambda into: entries(into, etcd.url), shapes)
+    judge(report, results, checks(results))
 
 
-def judge(report: Report, results: Results) -> None:
+def judge(report: Report, results: Results, found: Iterable[Check]) -> None:
     """Into the report, for people and for machines."""
     for row in results.rows():
         name = f"{row['op']} {row['who']} {size(row['block_bytes'])} x {row['blocks']}"
         report.rows.append({"name": name, **row})
-    for check in checks(results):
+    for check in found:
         if check.value is None:
             report.not_run(check.name, check.why, at_least=check.at_least, at_most=check.at_most)
         else:

@@ -10,6 +10,7 @@ from typing import Any
 KIB, MIB = 1 << 10, 1 << 20
 LARGE, MIDDLE, SMALL = (MIB, 32), (64 * KIB, 64), (4 * KIB, 128)
 MIDDLE_MANY = (64 * KIB, 512)  # as many bytes as LARGE
+MIDDLE_ONE = (64 * KIB, 1)
 
 PEERS = ("mooncake", "mooncake tuned")
 ASKS = ("exists", "match")  # operations that move no blocks: keys a second
@@ -125,7 +126,8 @@ def checks(results: Results) -> Iterator[Check]:
     yield times("put_1m_vs_peer", "kvpool shm", "put", PEERS, LARGE, 4.5)
     yield times("get_64k_vs_peer", "kvpool shm", "get", PEERS, MIDDLE, 7)
     yield times("get_4k_vs_peer", "kvpool shm", "get", PEERS, SMALL, 20)
-    yield times("tcp_vs_peer", "kvpool tcp", "get", PEERS, LARGE, 1.3)
+    yield times("tcp_vs_peer", "kvpool tcp", "get", PEERS, LARGE, 1.15)
+    yield one_block(results)
     yield times("match_vs_peer", "kvpool shm", "match", PEERS, SMALL, 2, "exists")
     yield times("tcp_vs_stream", "kvpool tcp", "pull", ("stream",), LARGE, 1)
     yield four_streams(results)
@@ -135,6 +137,17 @@ def checks(results: Results) -> Iterator[Check]:
     yield no_dearer("cpu_get_1m_vs_peer", "kvpool shm", "get", "get")
     yield no_dearer("cpu_put_1m_vs_peer", "kvpool shm", "put", "put")
     yield no_dearer("cpu_tcp_vs_peer", "kvpool tcp", "get", "get")
+
+
+def one_block(results: Results) -> Check:
+    """How long one block of another node takes, over the best peer's time."""
+    name, bound = "get_one_64k_vs_peer", 0.8
+    try:
+        ours = results.seconds(("kvpool tcp",), "get", MIDDLE_ONE)
+        theirs = results.seconds(PEERS, "get", MIDDLE_ONE)
+    except MissingError as missing:
+        return Check(name, None, at_most=bound, why=str(missing))
+    return Check(name, ours / theirs, at_most=bound)
 
 
 def four_streams(results: Results) -> Check:

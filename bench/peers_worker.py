@@ -687,7 +687,9 @@ def take_stdout() -> Any:
     return answers
 
 
-def serve(kind: str, payload_fd: int, payload_bytes: int, options: dict[str, Any]) -> None:
+def serve(
+    make: Callable[..., Contestant], payload_fd: int, payload_bytes: int, options: dict[str, Any]
+) -> None:
     answers = take_stdout()
     payload = np.memmap(
         Path(f"/proc/self/fd/{payload_fd}"), dtype=np.uint8, mode="r+", shape=(payload_bytes,)
@@ -698,7 +700,7 @@ def serve(kind: str, payload_fd: int, payload_bytes: int, options: dict[str, Any
         answer: Any = None
         try:
             if racer is None:
-                racer = Racer(KINDS[kind](**options), payload)
+                racer = Racer(make(**options), payload)
             if command == "ops":
                 answer = racer.contestant.ops
             elif command == "open":
@@ -721,4 +723,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "nixl-owner":
         own_nixl_memory(int(sys.argv[2]))
     else:
-        serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+        serve(KINDS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +73,7 @@ def rows_of(client: Client, ns: Namespace, keys: bytes) -> tuple[Any, Any]:
         return slots.table, slots.rows.copy()
 
 
-def shared_memory(report: Report, client: Client) -> None:
+def shared_memory(report: Report, client: Client, sizes: Sequence[tuple[int, int]] = SIZES) -> None:
     """Put and get on one node, beside memcpy of as many bytes at such slots.
 
     Each get and each memcpy takes another batch at random of 256 MiB that are resident; each put
@@ -83,7 +83,7 @@ def shared_memory(report: Report, client: Client) -> None:
     """
     print("same node, GB/s")
     rng = np.random.default_rng(3)
-    for nbytes, n in SIZES:
+    for nbytes, n in sizes:
         small = nbytes * n < 8 * MIB
         rounds = (41 if report.quick else 201) if small else (21 if report.quick else 51)
         ns = open_namespace(client, f"shm-{nbytes}-{n}", nbytes)

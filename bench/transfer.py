@@ -1,0 +1,312 @@
+"""A block from another node, beside what any correct transfer must do on the same cores (`transfer_limits.py`).
+
+    .venv/bin/python bench/transfer.py [--quick] [--json FILE] [--only PART]
+
+pulls   two nodes on etcd and Redis: a batch that another node has is brought here. Beside a plain stream, and one whose
+        receiver hashes each MiB, without and with the tags of connections without TLS (decision 48); and one block beside the fewest hand-overs between processes that there can be
+nixl    the same over NIXL's lanes for TCP, beside NIXL itself and the hash. In the environment of the peers, which
+        scripts/peers-venv makes on the first run
+puts    on one node, beside memcpy
+under   the p99 of `match` while pulls run, beside idle nodes
+many    prompts of 8 parts, each of whose blocks are on 4 other nodes: throughput and the slowest by how many prompts
+        are pulled at a time. Beside FILE comes FILE.png, which draws it
+
+CPU seconds are those of all processes that take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import REPO, START_S, Daemon, Report, daemon, parse_arguments, percentile
+from peers import (
+    PEERS_PYTHON,
+    UCX_TCP,
+    Entry,
+    alone,
+    judge,
+    kvpool_nixl,
+    kvpool_tcp,
+    make_environment,
+    nobody,
+    race,
+)
+from peers_results import KIB, LARGE, MIDDLE_MANY, Check, MissingError, Results, Shape
+from store import fresh_keys, lookups_under_pulls, shared_memory
+
+from kvpool.client import Client, OperatorClient
+from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
+from tests.support.servers.etcd import Etcd
+from tests.support.servers.redis import Redis
+
+SMALL_MANY, ONE = (4 * KIB, 4096), (4 * KIB, 1)
+PULLS: Mapping[Shape, Sequence[str]] = dict.fromkeys(
+    (LARGE, MIDDLE_MANY, SMALL_MANY, ONE), ("pull",)
+)
+OURS, NIXL = "kvpool tcp", "kvpool nixl tcp"
+STREAM, HASHED, TAGGED, HOPS = "stream", "hashed stream", "tagged stream", "hops"
+PUTS = ((64 * KIB, 64), LARGE)
+RAW_NIXL, HASHED_NIXL = "nixl tcp", "hashed nixl"
+LIMITS = "transfer_limits.py"
+
+
+def pulls(folder: Path, etcd: str) -> list[Entry]:
+    ours = sys.executable
+    nothing: Any = lambda _: ({}, nobody)  # noqa: E731
+    return [
+        Entry(OURS, "kvpool-remote", kvpool_tcp(folder, etcd), ours),
+        Entry(STREAM, "streams", lambda _: ({"count": 1}, nobody), ours),
+        Entry(HASHED, "hashed-stream", nothing, ours, script=LIMITS),
+        Entry(TAGGED, "tagged-stream", nothing, ours, script=LIMITS),
+        Entry(HOPS, "hops", nothing, ours, script=LIMITS),
+    ]
+
+
+def over_nixl(folder: Path, etcd: str) -> list[Entry]:
+    return [
+        Entry(NIXL, "kvpool-remote", kvpool_nixl(folder, etcd, "tcp", UCX_TCP), sys.executable),
+        Entry(RAW_NIXL, "nixl", alone(), variables=UCX_TCP),
+        Entry(HASHED_NIXL, "hashed-nixl", alone(), variables=UCX_TCP, script=LIMITS),
+    ]
+
+
+def checks(results: Results) -> Iterator[Check]:
+    def of(name: str, ours: str, limit: str, shape: Shape, bound: float) -> Check:
+        """The limit's time over ours."""
+        try:
+            value = results.seconds((limit,), "pull", shape) / results.seconds(
+                (ours,), "pull", shape
+            )
+        except MissingError as missing:
+            return Check(name, None, at_least=bound, why=str(missing))
+        return Check(name, value, at_least=bound)
+
+    yield of("pull_1m_vs_limit", OURS, HASHED, LARGE, 0.95)
+    yield of("pull_64k_vs_limit", OURS, HASHED, MIDDLE_MANY, 0.9)
+    yield of("pull_4k_vs_limit", OURS, HASHED, SMALL_MANY, 0.5)
+    yield cpu(results)
+    yield one_block(results)
+
+
+def cpu(results: Results) -> Check:
+    name, bound = "pull_cpu_vs_limit", 1.15
+    try:
+        value = results.cpu((OURS,), "pull", LARGE) / results.cpu((HASHED,), "pull", LARGE)
+    except MissingError as missing:
+        return Check(name, None, at_most=bound, why=str(missing))
+    return Check(name, value, at_most=bound)
+
+
+def one_block(results: Results) -> Check:
+    name, bound = "pull_one_vs_hops", 1.5
+    try:
+        value = results.seconds((OURS,), "pull", ONE) / results.seconds((HOPS,), "pull", ONE)
+    except MissingError as missing:
+        return Check(name, None, at_most=bound, why=str(missing))
+    return Check(name, value, at_most=bound)
+
+
+def nixl_checks(results: Results) -> Iterator[Check]:
+    name, bound = "nixl_1m_vs_limit", 0.9
+    try:
+        limit = results.seconds((HASHED_NIXL,), "pull", LARGE)
+        value = limit / results.seconds((NIXL,), "pull", LARGE)
+    except MissingError as missing:
+        yield Check(name, None, at_least=bound, why=str(missing))
+    else:
+        yield Check(name, value, at_least=bound)
+
+
+# ---- many at once ------------------------------------------------------------------------------------
+
+PEERS, PARTS = 4, 8
+PROMPTS = 64
+BLOCKS, PART_BYTES = 16, 64 * KIB  # 8 MiB a prompt
+PATIENCE_S = 60.0
+CLIENT_PULLS = 8  # of one client at a time
+TOGETHER = (1, 2, 4, 8, 16, 32, 64)
+KNEE_SHARE = 0.95  # of the most
+COLLAPSE_TIMES = 4
+
+
+def knee(throughput: Mapping[int, float]) -> int:
+    """The fewest prompts at a time that give about as much as any number."""
+    most = max(throughput.values())
+    return min(n for n, gb_s in throughput.items() if gb_s >= KNEE_SHARE * most)
+
+
+def many(report: Report, folder: Path, etcd: str) -> None:
+    print("prompts of 8 parts from 4 nodes")
+    record = NamespaceRecord({"model": "many", "block_tokens": 16}, (PartSpec(PART_BYTES),) * PARTS)
+    rng = np.random.default_rng(6)
+    data = rng.integers(0, 255, (BLOCKS, PART_BYTES), dtype=np.uint8)
+    prompts = [fresh_keys(BLOCKS) for _ in range(PROMPTS)]
+    with contextlib.ExitStack() as stack:
+        nodes = cluster(stack, folder, etcd)
+        here = stack.enter_context(OperatorClient(nodes[0].socket, connect=True))
+        engines = [
+            stack.enter_context(Client(nodes[0].socket, connect=True))
+            for _ in range(max(TOGETHER) // CLIENT_PULLS)
+        ]
+        share = BLOCKS // PEERS
+        for number, node in enumerate(nodes[1:]):
+            low = number * share
+            with Client(node.socket, connect=True) as client:
+                ns = client.open(record)
+                for keys in prompts:
+                    for part in range(PARTS):
+                        some = keys[KEY_BYTES * low : KEY_BYTES * (low + share)]
+                        stored = client.put(ns, some, data[low : low + share], part=part)
+                        assert stored == share, f"{stored} of {share} blocks are stored"
+        for engine in engines:
+            ns = engine.open(record)
+        wait_for(lambda: all(len(here.locate(keys)) == BLOCKS for keys in prompts), "the directory")
+        throughput: dict[int, float] = {}
+        for together in TOGETHER:
+            rounds = 1 if report.quick else 3
+            at_once(engines, ns, prompts, together)  # warms up
+            times, seconds = [], 0.0
+            for _ in range(rounds):
+                of_round, taken = at_once(engines, ns, prompts, together)
+                times += of_round
+                seconds += taken
+            throughput[together] = BLOCKS * PARTS * PART_BYTES * len(times) / 1e9 / seconds
+            report.row(
+                f"{together} at a time",
+                together=together,
+                gb_s=throughput[together],
+                p50_ms=1e3 * percentile(times, 0.5),
+                p99_ms=1e3 * percentile(times, 0.99),
+                slowest_ms=1e3 * max(times),
+            )
+        found = knee(throughput)
+        beyond = min(COLLAPSE_TIMES * found, max(throughput))
+        report.row("the knee", together=found)
+        report.check("knee_collapse", throughput[beyond] / throughput[found], at_least=0.9)
+
+
+def cluster(stack: contextlib.ExitStack, folder: Path, etcd: str) -> list[Daemon]:
+    """The node that pulls, and those that it pulls from. They have met."""
+    kept = stack.enter_context(Redis(folder / "directory-many"))
+    flags = [
+        *("--listen", "tcp://127.0.0.1:0", "--join", etcd, "--cluster", "many"),
+        *("--directory", f"redis://127.0.0.1:{kept.port}"),
+    ]
+    nodes = [stack.enter_context(daemon(folder, "many-0", "1GiB", *flags))]
+    nodes += [
+        stack.enter_context(daemon(folder, f"many-{number}", "256MiB", *flags))
+        for number in range(1, PEERS + 1)
+    ]
+    with OperatorClient(nodes[0].socket, connect=True) as client:
+        wait_for(lambda: len(client.cluster()["nodes"]) == len(nodes), "the nodes")
+    return nodes
+
+
+def wait_for(ready: Callable[[], bool], whom: str) -> None:
+    deadline = time.monotonic() + START_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{whom} did not get ready within {START_S:g} s")
+        time.sleep(0.02)
+
+
+def at_once(
+    engines: Sequence[Client], ns: Namespace, prompts: Sequence[bytes], together: int
+) -> tuple[list[float], float]:
+    """Brings all prompts here, so many at a time: the seconds of each, and of all."""
+    for keys in prompts:
+        engines[0].remove(ns, keys)
+    free: queue.SimpleQueue[Client] = queue.SimpleQueue()
+    for number in range(together):
+        free.put(engines[number % len(engines)])
+
+    def bring(keys: bytes) -> float:
+        engine = free.get()
+        start = time.perf_counter()
+        pulled = engine.pull(ns, keys, wait_s=PATIENCE_S)
+        free.put(engine)
+        taken = time.perf_counter() - start
+        assert pulled == BLOCKS, f"{pulled} of {BLOCKS} blocks arrived"
+        return taken
+
+    with ThreadPoolExecutor(together) as threads:
+        start = time.perf_counter()
+        times = list(threads.map(bring, prompts))
+        return times, time.perf_counter() - start
+
+
+def draw(report: Report) -> None:
+    """The picture beside the file."""
+    assert report.json_path is not None
+    picture = str(Path(report.json_path).with_suffix(".png"))
+    command = [
+        str(PEERS_PYTHON),
+        str(REPO / "bench" / "transfer_plot.py"),
+        report.json_path,
+        picture,
+    ]
+    if subprocess.run(command, check=False).returncode:
+        print("NO PLOT: matplotlib of .venv-peers failed", flush=True)
+
+
+# ---- all of it ---------------------------------------------------------------------------------------
+
+
+def one_node(report: Report, folder: Path) -> None:
+    with daemon(folder, "one", "1GiB") as node, Client(node.socket, connect=True) as client:
+        shared_memory(report, client, PUTS)
+
+
+def two_nodes(report: Report, folder: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        a = stack.enter_context(daemon(folder, "a", "1GiB", "--listen", "tcp://127.0.0.1:0"))
+        b = stack.enter_context(daemon(folder, "b", "1GiB", "--peer", a.url))
+        owner = stack.enter_context(Client(a.socket, connect=True))
+        puller = stack.enter_context(Client(b.socket, connect=True))
+        lookups_under_pulls(report, owner, puller, [a.socket, b.socket])
+
+
+def main() -> int:
+    report, arguments = parse_arguments(__doc__ or "")
+
+    def wanted(part: str) -> bool:
+        return arguments.only in part
+
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name,
+        Etcd(Path(name)) as etcd,
+    ):
+        folder = Path(name)
+        if wanted("pulls"):
+            results = Results()
+            race(report, results, lambda into: pulls(into, etcd.url), PULLS)
+            judge(report, results, checks(results))
+        if wanted("nixl"):
+            make_environment()
+            results = Results()
+            race(report, results, lambda into: over_nixl(into, etcd.url), {LARGE: ("pull",)})
+            judge(report, results, nixl_checks(results))
+        if wanted("under"):
+            two_nodes(report, folder)
+        if wanted("puts"):
+            one_node(report, folder)
+        if wanted("many"):
+            many(report, folder, etcd.url)
+    status = report.finish()
+    if report.json_path and wanted("many"):
+        draw(report)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
