@@ -36,14 +36,12 @@ from peers_worker import (
 )
 from xxhash import xxh3_128_digest
 
-from kvpool.transfer.sealing import TAG_BYTES, Sealer
-
 MIB = 1 << 20
 MEMORY_BYTES = 96 * MIB  # of each end: several times a cache
 REQUEST_BYTES = 256
 REPORT_BYTES = 64
 CHUNK_BYTES = MIB
-KEY = bytes(range(32))
+KEY, TAG_BYTES = bytes(range(32)), 16
 _LENGTH = 8  # the first bytes of a request: how much is wanted
 
 
@@ -67,7 +65,7 @@ class HashedStream(_Stream):
 
     def __init__(self, *, tagged: bool = False) -> None:
         self._sender, address = _started("sender", KEY.hex() if tagged else "")
-        self._sealer = Sealer(KEY) if tagged else None
+        self._sealer = _sealer(KEY) if tagged else None
         self._tag = bytearray(TAG_BYTES)
         self._sock = socket.create_connection(("127.0.0.1", int(address)))
         self._memory = _memory()
@@ -134,6 +132,13 @@ class HashedNixl(Nixl):
             xxh3_128_digest(whole[at : at + CHUNK_BYTES])
 
 
+def _sealer(key: bytes) -> Any:
+    # Imported here: the peers' environment has not what it needs.
+    from kvpool.transfer.sealing import Sealer
+
+    return Sealer(key)
+
+
 def _memory() -> memoryview:
     """Pages of its own, each touched."""
     return memoryview(bytearray(b"\1") * MEMORY_BYTES)
@@ -181,7 +186,7 @@ def _listening() -> socket.socket:
 
 def send_what_is_asked(key: bytes) -> None:
     """The other end of `HashedStream`. key: empty for one without tags."""
-    memory, sealer = _memory(), Sealer(key) if key else None
+    memory, sealer = _memory(), _sealer(key) if key else None
     sock, at = _listening(), 0
     while question := sock.recv(_LENGTH, socket.MSG_WAITALL):
         left = int.from_bytes(question, "big")
