@@ -6,6 +6,7 @@ A block may have an HTML comment on the line before it, which no reader sees:
 
     <!-- given: NAMES -->    a fragment of Python, for which these names are there
     <!-- on: HOST -->        where of several hosts it is typed
+    <!-- file: NAME -->      what it is kept as
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,10 +57,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """What is typed after one `$`, continued lines included."""
+    """What is typed after one `$`, continued lines included. printed: the lines shown below it, its output."""
 
     where: str
     text: str
+    printed: tuple[str, ...] = ()
 
     def simple(self) -> list[list[str]]:
         """The words of each program that it runs, as the shell splits them; variables stay as they are."""
@@ -99,7 +101,9 @@ def commands(block: Block) -> list[Command]:
     begun: list[str] = []
     for number, line in enumerate(block.text.splitlines(), block.line):
         if not begun and not line.startswith("$ "):
-            continue  # what a program has printed
+            if found:
+                found[-1] = replace(found[-1], printed=(*found[-1].printed, line))
+            continue
         if not begun:
             where = f"{block.document.relative_to(ROOT)}:{number}"
         begun.append(line if begun else line.removeprefix("$ "))

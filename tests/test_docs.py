@@ -1,7 +1,7 @@
 """What the documents say is so: targets, links and code.
 
-Their Python and the quick start are run by `tests/integration/test_quickstart.py`, what they say to vLLM by
-`tests/integration/vllm/test_quickstart.py`.
+Their Python is run by `tests/integration/test_document_programs.py`, the commands of the README, the quick start and the
+runbook by `tests/integration/test_walk.py`, what they say to vLLM by `tests/integration/vllm/test_quickstart.py`.
 """
 
 import importlib.util

@@ -62,7 +62,7 @@ def show_memory(found: Found, console: Console | None = None) -> None:
         markup=False,
     )
     console.print()
-    table = make_table("", ">memory", ">times", ">hit rate", ">of more")
+    table = make_table("", ">memory", ">times", ">hit rate", ">more")
     now = seen.at(1.0)
     for point in seen.points:
         if point.times is None or point.dram_bytes is None:

@@ -2,15 +2,10 @@
 
 import json
 import os
-import pty
 import re
 import runpy
-import select
 import shlex
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +17,7 @@ from kvpool.wire.operator import ShowSession
 from tests.integration.cluster.conftest import NBYTES, PLAIN, block, keys_of
 from tests.integration.test_cluster_cli import Commands, hear
 from tests.support.waiting import PATIENCE_S
+from tests.terminals import Terminal
 
 DIGEST = PLAIN.digest().hex()
 ABSENT = "ff" * 16
@@ -291,67 +287,14 @@ def test_top_goes_on_without_a_node_that_hangs(pair, kvpool):
     assert "b" not in by_name or by_name["b"]["error"]
 
 
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, kvpool: Commands, node, *words: str) -> None:
-        self.said = ""
-        self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", ON_TERMINAL),
-                *kvpool._command,
-                *words,
-                *("--socket", node.socket),
-            ],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**kvpool._environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
-            start_new_session=True,
-        )
-        os.close(theirs)
-
-    def until(self, words: str) -> None:
-        """Read until the words occur."""
-        deadline = time.monotonic() + PATIENCE_S
-        while words not in self.said:
-            assert self._read(deadline), f"it has not said {words!r}, but {self.said!r}"
-
-    def _read(self, deadline: float) -> bool:
-        readable, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
-        try:
-            data = os.read(self._ours, 1 << 16) if readable else b""
-        except OSError:
-            data = b""  # nobody holds the other end any more
-        self.said += data.decode(errors="replace")
-        return bool(data)
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def end(self) -> int:
-        """Its exit status."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self._read(deadline):
-            pass
-        status = self.process.wait(PATIENCE_S)
-        os.close(self._ours)
-        return status
-
-
-# Its own session, whose terminal is its standard input: so Ctrl-C reaches it, and only it.
-ON_TERMINAL = """
-import fcntl, os, signal, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
+def on_terminal(kvpool: Commands, node, *words: str) -> Terminal:
+    command = [*kvpool._command, *words, "--socket", node.socket]
+    return Terminal(command, kvpool._environ)
 
 
 @pytest.mark.parametrize("ending", ["q", "\x03"])
 def test_top_is_watched_until_a_key(pair, kvpool, ending):
-    screen = Terminal(kvpool, pair[0].node, "top", "--every-s", "0.2")
+    screen = on_terminal(kvpool, pair[0].node, "top", "--every-s", "0.2")
     screen.until("q ends")
     screen.until("0 B/s")
     screen.type(ending)
@@ -440,19 +383,19 @@ def test_on_a_terminal_it_asks_first(pair, numbers, kvpool):
     a, _ = pair
     some = numbers(6)
     a.put(some)
-    screen = Terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
+    screen = on_terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
     screen.until(f"Evict all blocks of namespace {DIGEST[:12]} on a, b? [y/N]")
     screen.type("n\n")
     assert screen.end() == 1
     assert a.here(some) == 6
-    screen = Terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
+    screen = on_terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
     screen.until("[y/N]")
     screen.type("y\n")
     screen.until("6 blocks evicted")
     assert screen.end() == 0
     assert a.here(some) == 0
     a.put(some)
-    screen = Terminal(kvpool, a.node, "evict", "--namespace", DIGEST, "--yes")
+    screen = on_terminal(kvpool, a.node, "evict", "--namespace", DIGEST, "--yes")
     screen.until("6 blocks evicted")
     assert screen.end() == 0
 
@@ -490,7 +433,7 @@ def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
 def test_ctrl_c_on_a_terminal_offers_to_stop_the_job(long_job, kvpool, until):
     def interrupted():
         """The terminal, unless the job ended before the key was read."""
-        screen = Terminal(kvpool, long_job.node, "evict", "--unused-s", "1h", "--yes")
+        screen = on_terminal(kvpool, long_job.node, "evict", "--unused-s", "1h", "--yes")
         screen.until("evict-")
         screen.type("\x03")
         try:
