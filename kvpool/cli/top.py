@@ -21,7 +21,7 @@ def top(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Show the activity of all nodes: usage, puts, reads and pulls a second, hits, leases, jobs.
+    """Show the activity of all nodes: usage, puts, reads and pulls a second, hits by node and namespace, leases, jobs.
 
     q or Ctrl-C ends it. Without a terminal, and with --json, it prints once.
 

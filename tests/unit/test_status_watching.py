@@ -15,7 +15,17 @@ from kvpool.cli.render.explain import show_past, show_possible
 from kvpool.cli.render.naming import block_keys, size
 from kvpool.cli.render.router_http import RouterHttp
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
-from kvpool.cli.render.top import Rates, Seen, Sums, fills, rates_between, sums_of, view
+from kvpool.cli.render.top import (
+    Asked,
+    Rates,
+    Seen,
+    Sums,
+    asked_between,
+    fills,
+    rates_between,
+    sums_of,
+    view,
+)
 from kvpool.config import load
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
 from kvpool.telemetry.node_stats import NodeStats
@@ -133,6 +143,29 @@ def test_the_screen():
     lines = out.getvalue().splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= 80
     assert lines[-1].split()[:2] == ["gpu-node-12", "serving"] and "87%" in lines[-1]
+
+
+def test_hits_by_namespace_are_those_of_all_nodes_since_the_last_look() -> None:
+    mine, other, idle = ("default", "ab" * 16), ("t" * 40, "cd" * 16), ("default", "ef" * 16)
+    before = {mine: Asked(10, 10), idle: Asked(7, 3)}
+    after = {mine: Asked(30, 15), idle: Asked(7, 3), other: Asked(4, 4)}
+    found = asked_between(before, after, 2.0)
+    assert found == {mine: Asked(10.0, 2.5), other: Asked(2.0, 2.0)}
+    assert asked_between(after, before, 2.0) == asked_between(before, after, 0.0) == {}
+    seen = {
+        "a": Seen(stats(), namespaces=found),
+        "b": Seen(stats(), namespaces={mine: Asked(30.0, 27.5)}),
+    }
+    out = io.StringIO()
+    watch = SimpleNamespace(seen=seen, cluster={"cluster": "prod"})
+    Console(file=out, width=80, highlight=False).print(view(watch))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines[-3:]] == [
+        ["namespace", "tenant", "asked/s", "hits"],
+        ["ab" * 6, "default", "40", "75%"],
+        ["cd" * 6, "t" * 40, "2", "100%"],
+    ]
 
 
 # ---- events ----------------------------------------------------------------------------------------

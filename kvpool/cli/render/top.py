@@ -6,7 +6,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +22,14 @@ from rich.text import Text
 
 from kvpool.cli.render.cluster import STATE_STYLES
 from kvpool.cli.render.jobs import jobs_table, nodes_of
-from kvpool.cli.render.text import count, make_console, make_table, size_text, used_text
+from kvpool.cli.render.text import (
+    DIGEST_SHOWN,
+    count,
+    make_console,
+    make_table,
+    size_text,
+    used_text,
+)
 from kvpool.client import OperatorClient
 from kvpool.errors import KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
@@ -38,6 +45,7 @@ Answer = Future[tuple[Any, Any, float]]
 """A node's numbers, its jobs, and when they came."""
 INTERRUPT = 3  # Ctrl-C, where no terminal makes a signal of it
 QUIT = frozenset((*b"qQ", INTERRUPT))
+NAMESPACES_SHOWN = 10  # those of which most blocks are asked for
 WIDE = 1000  # columns, as many as any table takes
 
 
@@ -60,14 +68,28 @@ class Rates(NamedTuple):
     hit_rate: float | None
 
 
+class Asked(NamedTuple):
+    """Of a namespace, the blocks that reads asked for, and those that they got: since a node was started, or in a second,
+    as `kvpool namespaces` counts them."""
+
+    asked: float
+    hits: float
+
+
+ByNamespace = dict[tuple[str, str], Asked]
+"""By tenant and digest, in hex."""
+
+
 @dataclass(slots=True)
 class Seen:
-    """What is known of one node. at_s: when it was told. error: why it is not known better."""
+    """What is known of one node. at_s: when it was told. namespaces: what was asked for in a second, of those that were
+    asked for. error: why it is not known better."""
 
     stats: NodeStats | None = None
     jobs: Sequence[Mapping[str, Any]] = ()
     at_s: float = 0.0
     rates: Rates | None = None
+    namespaces: ByNamespace = field(default_factory=dict)
     error: str = ""
     asked: Answer | None = field(default=None, repr=False)
 
@@ -95,6 +117,27 @@ def rates_between(before: Sums, after: Sums, seconds: float) -> Rates | None:
     return Rates(
         put / seconds, read / seconds, pulled / seconds, got / asked if asked > 0 else None
     )
+
+
+def asked_of(stats: NodeStats) -> ByNamespace:
+    """Since the node was started."""
+    found = {}
+    for tenant, known in stats.tenants.items():
+        for digest, one in known.namespaces.items():
+            hits = one.reads.local + one.reads.fetched
+            found[tenant, digest] = Asked(hits + one.reads.missed, hits)
+    return found
+
+
+def asked_between(before: ByNamespace, after: ByNamespace, seconds: float) -> ByNamespace:
+    """In a second, without those that nobody asked for, or whose counts began anew."""
+    found = {}
+    for name, new in after.items():
+        old = before.get(name, Asked(0, 0))
+        asked, hits = new.asked - old.asked, new.hits - old.hits
+        if seconds > 0 and asked > 0 and hits >= 0:
+            found[name] = Asked(asked / seconds, hits / seconds)
+    return found
 
 
 def fills(stats: NodeStats) -> dict[str, tuple[int, int]]:
@@ -169,9 +212,11 @@ def _take(seen: Seen) -> None:
     except KvpoolError as error:
         seen.error = str(error)
         return
-    seen.rates = None
+    seen.rates, seen.namespaces = None, {}
     if seen.stats is not None and seen.stats.incarnation == stats.incarnation:
-        seen.rates = rates_between(sums_of(seen.stats), sums_of(stats), at_s - seen.at_s)
+        seconds = at_s - seen.at_s
+        seen.rates = rates_between(sums_of(seen.stats), sums_of(stats), seconds)
+        seen.namespaces = asked_between(asked_of(seen.stats), asked_of(stats), seconds)
     seen.stats, seen.jobs, seen.at_s, seen.error = stats, jobs, at_s, ""
 
 
@@ -190,6 +235,10 @@ def plain(watch: Watch) -> dict[str, Any]:
                 },
                 "rates": seen.rates._asdict() if seen.rates is not None else None,
                 "totals": sums_of(seen.stats)._asdict(),
+                "namespaces": [
+                    {"tenant": tenant, "digest": digest, "asked_s": one.asked, "hits_s": one.hits}
+                    for (tenant, digest), one in seen.namespaces.items()
+                ],
                 "leases": seen.stats.leases,
                 "clients": seen.stats.clients,
                 "jobs": [job for job in seen.jobs if job["state"] == "running"],
@@ -227,6 +276,29 @@ def _table(watch: Watch, tiers: Sequence[str], *, narrow: bool = False) -> Table
     return table
 
 
+def _namespaces_table(found: ByNamespace) -> Table:
+    """A row for each namespace of which blocks are asked for."""
+    several = len({tenant for tenant, _ in found}) > 1
+    table = make_table("", "namespace", *(["tenant"] if several else []), ">asked/s", ">hits")
+    busiest = sorted(found.items(), key=lambda item: (-item[1].asked, item[0]))
+    for (tenant, digest), one in busiest[:NAMESPACES_SHOWN]:
+        named = [digest[:DIGEST_SHOWN], *([escape(tenant)] if several else [])]
+        table.add_row(*named, f"{one.asked:,.0f}", f"{one.hits / one.asked:.0%}")
+    for column in table.columns:
+        column.overflow = "fold"
+    return table
+
+
+def _on_all(seen: Iterable[Seen]) -> ByNamespace:
+    """All nodes together."""
+    found: ByNamespace = {}
+    for each in seen:
+        for name, one in each.namespaces.items():
+            before = found.get(name, Asked(0, 0))
+            found[name] = Asked(before.asked + one.asked, before.hits + one.hits)
+    return found
+
+
 def view(watch: Watch, *, hint: str = "") -> RenderableType:
     """The whole screen."""
     known = [seen for seen in watch.seen.values() if seen.stats is not None]
@@ -237,6 +309,8 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
     title.append(f", {count(sum(len(_running(s)) for s in known), 'job')} running", style="none")
     table = _Fitting(_table(watch, tiers), _table(watch, tiers, narrow=True))
     parts: list[RenderableType] = [title, Text(), table]
+    if namespaces := _on_all(known):
+        parts += [Text(), _namespaces_table(namespaces)]
     jobs = [job for seen in known for job in _running(seen)]
     if jobs:
         parts += [Text(), jobs_table(jobs)]
