@@ -69,7 +69,7 @@ class Gateway:
         table = routes(
             looking,
             Blocks(cluster, self._routers),
-            Sessions(cluster),
+            Sessions(cluster, self._routers),
             Accounting(cluster),
             Changing(cluster, looking),
             self._routers,

@@ -130,6 +130,7 @@ def _sessions(sessions: Sessions) -> list[Route]:
         Route(
             *("POST", "/v1/intents", sessions.intend, "operator"),
             *(t.IntentInfo, t.OfTenant, t.IntentRequest),
+            routers=True,
         ),
     ]
 

@@ -288,17 +288,23 @@ class SettingsPatch(Given, frozen=True):
     write_remote: Literal["", "back", "none"] | None = None
 
 
+AnyModel = Annotated[str, msgspec.Meta(max_length=256)]
+PromptText = Annotated[str, msgspec.Meta(max_length=PROMPT_CHARACTERS_MAX)]
+Messages = Annotated[list[dict[str, Any]], msgspec.Meta(max_length=4096)]
+PromptTokens = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=TOKENS_MAX)
+]
+
+
 class LookupRequest(Given, frozen=True):
     """Either `namespace` and `keys`, in prefix order; or `model` and one of `prompt`, `messages`, `tokens`."""
 
     namespace: AnyDigest = ""
     keys: Annotated[list[Hex32], msgspec.Meta(max_length=LOOKUP_KEYS_MAX)] = []
-    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    prompt: Annotated[str, msgspec.Meta(max_length=PROMPT_CHARACTERS_MAX)] = ""
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=4096)] = []
-    tokens: Annotated[
-        list[Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]], msgspec.Meta(max_length=TOKENS_MAX)
-    ] = []
+    model: AnyModel = ""
+    prompt: PromptText = ""
+    messages: Messages = []
+    tokens: PromptTokens = []
 
 
 class PinRequest(Given, frozen=True):
@@ -311,7 +317,10 @@ class PinRequest(Given, frozen=True):
 
 
 class IntentRequest(Given, frozen=True):
-    """What is wanted for the blocks of a prompt (`namespace` and `keys`, from the first block on), or of a session.
+    """What is wanted for the blocks of a prompt, or of a session.
+
+    A prompt: `namespace` and `keys`, from the first block on; or `model` and one of `prompt`, `messages`, `tokens`: then a
+    router tells the nodes of the model's engines.
 
     intent: `pin`: evicted last, or with `hard` never, until `unpin`; `keep`: the same as a soft pin, in memory, for
     `for_s` seconds; `prefetch`: brought into memory; `expend`: evicted before others until they are read; `drop`: removed
@@ -327,6 +336,10 @@ class IntentRequest(Given, frozen=True):
     hard: bool = False
     for_s: Annotated[float, msgspec.Meta(ge=0, le=604_800)] = 0.0
     dry_run: bool = False
+    model: AnyModel = ""
+    prompt: PromptText = ""
+    messages: Messages = []
+    tokens: PromptTokens = []
 
 
 class JobRequest(Given, frozen=True):
@@ -840,7 +853,8 @@ class SessionEnded(msgspec.Struct, frozen=True):
 class IntentOn(msgspec.Struct, frozen=True):
     """A node's answer. outcome: `accepted` for all blocks that are there, `clipped`: for some of these, the first ones;
     `deferred`: later; `refused`: for none; `missing`: there are none. blocks, nbytes: for which it holds. missing: blocks
-    that are not there, of those asked for. limit_bytes: what the limit that was met left; null: none was."""
+    that are not there, of those asked for. limit_bytes: what the limit that was met left; null: none was. namespace: of
+    a prompt that was given as text, messages or tokens; else empty."""
 
     node: str
     outcome: Literal["accepted", "clipped", "deferred", "refused", "missing"]
@@ -850,6 +864,7 @@ class IntentOn(msgspec.Struct, frozen=True):
     missing: int
     limit_bytes: int | None
     reason: str
+    namespace: str = ""
 
 
 class IntentInfo(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from kvpool.errors import InvalidRequest
 from kvpool.types import Intent, Outcome
 
 INTENT_S = 10.0  # for pins on disks, and the answers of others
+REQUEST_BYTES_MAX = 16 << 20
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -29,6 +30,17 @@ def intend(
             metavar="FILE",
         ),
     ] = None,
+    request_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with a request as an engine gets it, JSON with model and prompt or messages: a router tells the "
+            "nodes of the model's engines. The token: KVPOOL_ROUTER_TOKEN.",
+            metavar="FILE",
+        ),
+    ] = None,
+    router: Annotated[
+        str, typer.Option(help="The URL of that router.", envvar="KVPOOL_ROUTER", metavar="URL")
+    ] = "http://127.0.0.1:8080",
     session: Annotated[
         str, typer.Option(help="The blocks of this session instead.", metavar="SESSION")
     ] = "",
@@ -39,7 +51,9 @@ def intend(
     node: Annotated[
         list[str] | None,
         typer.Option(
-            "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
+            "--node",
+            help="On this node; may be repeated. Default: the local one, or those of the model's engines.",
+            metavar="NAME",
         ),
     ] = None,
     hard: Annotated[
@@ -60,33 +74,78 @@ def intend(
     Expended blocks go before others. Exit status 1 if no node accepts any of it.
 
     Example: kvpool intend pin 00112233445566778899aabbccddeeff --namespace 3fa9 --node host-7
+
+    Example: kvpool intend keep --request-file chat.json --for 15m --router http://10.0.0.2:8080
     """
     from kvpool.cli.render.naming import block_keys, period
     from kvpool.cli.render.sessions import show_answers
     from kvpool.wire import operator as operator_wire
 
     wanted = block_keys(keys or [], keys_file)
-    if sum(map(bool, (wanted, tokens_file, session))) != 1:
-        raise InvalidRequest("give a prompt's keys or tokens, or --session NAME")
-    if not session and namespace is None:
-        raise InvalidRequest("keys and tokens need --namespace DIGEST")
-    answers: dict[str, Any] = {}
-    with base.client_of(socket, tenant) as client:
-        digest = base.resolve(client, tenant, namespace) if namespace else b""
-        if tokens_file is not None:
-            from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
-
-            wanted = keys_of_tokens(read_tokens(tokens_file), client.engines(), digest.hex())
-        message = operator_wire.IntendBlocks(
-            str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
+    if sum(map(bool, (wanted, tokens_file, request_file, session))) != 1:
+        raise InvalidRequest(
+            "give a prompt's keys or tokens, --request-file FILE, or --session NAME"
         )
-        for name in dict.fromkeys(node or [""]):
-            answers[name] = client.ask_node(message, node=name, wait_s=INTENT_S)
-        here = "" if node else client.cluster()["node"]
-    rows = [{"node": name or here, **answer} for name, answer in answers.items()]
+    unreachable: dict[str, str] = {}
+    if request_file is not None:
+        if namespace is not None:
+            raise InvalidRequest("--namespace: the router knows those of the engines itself")
+        told = _by_request(
+            router,
+            request_file,
+            {
+                "intent": str(intent),
+                "nodes": list(dict.fromkeys(node or [])),
+                "hard": hard,
+                "for_s": period(for_),
+                "dry_run": dry_run,
+            },
+        )
+        rows, unreachable = told["items"], told["unreachable"]
+    else:
+        if not session and namespace is None:
+            raise InvalidRequest("keys and tokens need --namespace DIGEST")
+        answers: dict[str, Any] = {}
+        with base.client_of(socket, tenant) as client:
+            digest = base.resolve(client, tenant, namespace) if namespace else b""
+            if tokens_file is not None:
+                from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
+
+                wanted = keys_of_tokens(read_tokens(tokens_file), client.engines(), digest.hex())
+            message = operator_wire.IntendBlocks(
+                str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
+            )
+            for name in dict.fromkeys(node or [""]):
+                answers[name] = client.ask_node(message, node=name, wait_s=INTENT_S)
+            here = "" if node else client.cluster()["node"]
+        rows = [{"node": name or here, **answer} for name, answer in answers.items()]
     if as_json:
-        base.print_json({"items": rows})
+        base.print_json({"items": rows} if request_file is None else told)
     else:
         show_answers(rows)
+    for name, why in sorted(unreachable.items()):
+        base.complain(f"{name}: {why}")
     if all(row["outcome"] in {Outcome.REFUSED, Outcome.MISSING} for row in rows):
         raise typer.Exit(EXIT_ERROR)
+
+
+def _by_request(router: str, file: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a router. Raises `InvalidRequest`, `NotAuthenticated`, `ClusterUnavailable`."""
+    import json
+
+    from kvpool.cli.render.router_http import TOKEN, RouterHttp
+    from kvpool.config import secret_of
+
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(REQUEST_BYTES_MAX + 1)
+        request = json.loads(raw)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"cannot read a request from {file}: {error}") from None
+    if len(raw) > REQUEST_BYTES_MAX or not isinstance(request, dict):
+        raise InvalidRequest(f"{file} is not a request: JSON with model, and prompt or messages")
+    asked = RouterHttp(router, secret_of(TOKEN) or "")
+    found: dict[str, Any] = asked.ask(
+        "/intents", json.dumps({**wanted, "request": request}).encode()
+    )
+    return found

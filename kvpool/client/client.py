@@ -1020,6 +1020,32 @@ class Client:
             )
         return decode_answer(answer.data)
 
+    def intend_on(
+        self,
+        digest: bytes,
+        intent: Intent,
+        keys: Keys,
+        *,
+        node: str = "",
+        hard: bool = False,
+        for_s: float = 0.0,
+        dry_run: bool = False,
+    ) -> IntentAnswer:
+        """The same as `intend` for blocks of a prompt, on another node, in a namespace that this client need not open.
+
+        digest: of the namespace, which must be open on that node, unless it is to prefetch. node: its name; empty: this
+        client's. Raises `InvalidRequest`, also for a node that is not there, and `Unavailable`.
+        """
+        seconds = finite(for_s, "for_s")
+        packed = pack_keys(keys)
+        message = client_wire.Intend(
+            *(0, str(intent), packed, "", hard, seconds, dry_run, digest, node)
+        )
+        with self._connections.request() as connection:
+            _check_protocol(connection, EACH_SINCE)
+            answer = connection.ask(message, self.timeout_s + INTENT_S)
+        return decode_answer(answer.data)
+
     def close_namespace(self, ns: Namespace) -> None:
         """This client does not use the namespace any more: one that holds nothing may make room for others.
 

@@ -7,6 +7,7 @@
     GET    /v1/models, /health
     GET    /explain/ID, POST /explain              why a request went where; where one would go
     POST   /sessions/ID/end                        the client's session has no further turns
+    POST   /intents                                what is wanted for the blocks of a request's prompt
     GET    /metrics, /engines                      operators only, as all below
     POST   /engines/NAME/drain, DELETE the same
     PUT    /engines/NAME/weight                    {"weight": 0.1}: a share of its possible requests
@@ -24,12 +25,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from aiohttp import web
 
-from kvpool.decoding import decode_json
+from kvpool.decoding import JsonDecoder, decode_json
 from kvpool.errors import ProtocolError
 from kvpool.net import names_loopback
 from kvpool.router.bodies import BadRequest, Kind, error_body
@@ -39,6 +40,7 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.group.group import PATH as GROUP_PATH
 from kvpool.router.group.group import Group
 from kvpool.router.intake import Incoming, Rejected
+from kvpool.router.intents import PLACES_MAX, Wanted
 from kvpool.router.memory import Held, NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
@@ -46,6 +48,7 @@ from kvpool.router.session_hints import HEADERS as SESSION_HEADERS
 from kvpool.router.session_hints import NAME_MAX
 from kvpool.router.tracing import request_id, trace_of
 from kvpool.router.turnstile import Turnstile
+from kvpool.types import Intent
 
 log = logging.getLogger("kvpool.router")
 
@@ -67,6 +70,8 @@ AS_TENANT = "x-kvpool-tenant"
 SESSION = "x-session-id"
 API_KEY = "x-api-key"
 SESSION_CHARACTERS_MAX = 256
+KEEP_MAX_S = 7 * 86_400.0
+NODE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 HEADER_BYTES_MAX = 16 << 10
 JSON = "application/json"
 OPEN_PATHS = frozenset(("/health",))
@@ -225,6 +230,7 @@ class Api:
                 web.get("/explain/{ident}", self._explain),
                 web.post("/explain", self._dry_run),
                 web.post("/sessions/{session:.+}/end", self._end_session),
+                web.post("/intents", self._intend),
             ]
         )
         return app
@@ -438,6 +444,87 @@ class Api:
         if b'"messages"' in incoming.raw:
             incoming = replace(incoming, kind=Kind.CHAT)
         return _json(await self._serving.explain(incoming, self._group.explained))
+
+    async def _intend(self, request: web.Request) -> web.StreamResponse:
+        incoming = await self._incoming(request, Kind.COMPLETIONS)
+        try:
+            said = _decode_intent(incoming.raw)
+            kind = _kind_of(said)
+        except ProtocolError as error:
+            raise BadRequest(400, str(error)) from None
+        if (said.intent is Intent.KEEP) != (said.for_s > 0):
+            raise BadRequest(400, "for_s belongs to keep, and to nothing else", param="for_s")
+        if said.hard and said.intent is not Intent.PIN:
+            raise BadRequest(400, "only a pin can be hard", param="hard")
+        tenant = incoming.tenant
+        if tenant == OPERATOR:
+            tenant = request.headers.get(AS_TENANT, OPERATOR)
+        else:
+            self._check_may_intend(tenant, said)
+        wanted = Wanted(said.intent, said.hard, said.for_s, said.dry_run, tuple(said.nodes))
+        incoming = replace(incoming, kind=kind, raw=bytes(said.request), tenant=tenant)
+        found = await self._serving.intend(incoming, wanted, self._group.explained)
+        if not wanted.dry_run:
+            log.info(
+                "request %s: %s for %d blocks of a prompt of %s",
+                *(incoming.ident, wanted.intent, found["prompt_blocks"], tenant or "no tenant"),
+                extra={"request": incoming.ident},
+            )
+        return _json(found)
+
+    def _check_may_intend(self, tenant: str, said: _IntentBody) -> None:
+        """Raises `BadRequest`. What is held counts in the pool's quotas, which tenants of a router have in common."""
+        table = self._config.tenants.get(tenant)
+        if table is None or said.intent not in table.intents:
+            raise BadRequest(
+                403,
+                f"this tenant may not {said.intent} blocks: its table names no such intents",
+                type="PermissionError",
+            )
+        if said.hard:
+            raise BadRequest(
+                403, "a hard pin requires the operator's token", type="PermissionError"
+            )
+
+
+class _IntentBody(msgspec.Struct, forbid_unknown_fields=True):
+    """request: a body; path: where it would be sent, by default a chat if it has messages, else a completion."""
+
+    intent: Intent
+    request: msgspec.Raw
+    path: str = ""
+    nodes: Annotated[
+        list[Annotated[str, msgspec.Meta(pattern=NODE_PATTERN)]],
+        msgspec.Meta(max_length=PLACES_MAX),
+    ] = []
+    hard: bool = False
+    for_s: Annotated[float, msgspec.Meta(ge=0, le=KEEP_MAX_S)] = 0.0
+    dry_run: bool = False
+
+
+class _Shape(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_decode_intent = JsonDecoder[_IntentBody](
+    _IntentBody, 'an intent such as {"intent": "keep", "for_s": 900, "request": {…}}'
+)
+_decode_shape = JsonDecoder[_Shape](_Shape, "a request, a JSON object")
+
+
+def _kind_of(said: _IntentBody) -> Kind:
+    """What the request is. Raises `BadRequest` and `ProtocolError`."""
+    if not said.path:
+        chat = bytes(_decode_shape(said.request).messages) not in {b"", b"null"}
+        return Kind.CHAT if chat else Kind.COMPLETIONS
+    kind = _KINDS.get(said.path)
+    if kind is None or not kind.prompts:
+        raise BadRequest(
+            400,
+            f"a path is one of {', '.join(k for k in Kind if k.prompts)}, not {said.path!r:.100}",
+            param="path",
+        )
+    return kind
 
 
 class _Weight(msgspec.Struct, forbid_unknown_fields=True):

@@ -44,6 +44,7 @@ from kvpool.router.group.messages import PROTOCOL, Hello
 from kvpool.router.group.questions import RouterQuestions
 from kvpool.router.group.rows import stranger
 from kvpool.router.health import Health
+from kvpool.router.intents import Intents
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
 from kvpool.router.model_tokenizer import ModelTokenizer
@@ -189,6 +190,7 @@ class Router:
             clock=clock,
         )
         self._sessions = Sessions(self._daemon, metrics)
+        self._intents_link = None if self._client is None else DaemonLink(self._client)
         self.serving = Serving(
             config,
             scheduler=scheduler,
@@ -204,6 +206,7 @@ class Router:
             isolation=_isolation(config, secrets),
             recorder=self._recorder,
             sessions=self._sessions,
+            intents=Intents(self._catalog, self._prompts, self._intents_link, metrics),
         )
         books = Books(
             orders=self._orders,
@@ -329,8 +332,9 @@ class Router:
         await self._prompts.close()
         await self._catalog.close()
         await self._sessions.close()
-        if self._daemon is not None:
-            self._daemon.close()
+        for link in (self._daemon, self._intents_link):
+            if link is not None:
+                link.close()
         if self._client is not None:
             self._client.close()
         if self._recorder is not None:

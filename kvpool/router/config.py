@@ -35,7 +35,7 @@ from kvpool.router.engine_hosts import LOOPBACK, parse_entries
 from kvpool.router.engines import by_rank
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 from kvpool.secret_files import read_secret_file
-from kvpool.types import DATA_PARALLEL_RANKS_MAX
+from kvpool.types import DATA_PARALLEL_RANKS_MAX, Intent
 
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
@@ -94,13 +94,15 @@ class TenantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """One `[tenants.NAME]`: requests with the token in `token_file`.
 
     weight: its share of the engines relative to other tenants. priority_max: the highest priority it may request.
-    region: with `isolate`, tenants of one region share caches; empty: it is alone.
+    region: with `isolate`, tenants of one region share caches; empty: it is alone. intents: with `isolate`, what it
+    may want for the blocks of its prompts.
     """
 
     token_file: str
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     priority_max: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     region: Name | Literal[""] = ""
+    intents: tuple[Intent, ...] = ()
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -207,7 +209,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[Name, TenantTable],
         setting(
             "`[tenants.NAME]`: `token_file`, `weight` of its share of the engines under load (1), `priority_max` "
-            "(0), `region` (none).",
+            "(0), `region` (none), [`intents`](router.md#intents) that it may have (none).",
             file_only=True,
         ),
     ] = {}
@@ -593,6 +595,10 @@ def _check(config: RouterConfig) -> None:
         )
     if not config.isolate and (regions := [n for n, t in config.tenants.items() if t.region]):
         raise ConfigError(f"tenants.{regions[0]}.region: has no meaning without isolate")
+    if not config.isolate and (may := [n for n, t in config.tenants.items() if t.intents]):
+        raise ConfigError(
+            f"tenants.{may[0]}.intents: without isolate a prompt's blocks are other tenants' too: set isolate"
+        )
     if config.policy not in POLICIES:
         raise ConfigError(f"policy = {config.policy!r}: must be one of {', '.join(POLICIES)}")
     if config.deadline_s > config.deadline_s_max:

@@ -92,22 +92,11 @@ class Intake:
         self, incoming: Incoming, account: Account, limit_s: float
     ) -> tuple[Body, Prompt | None, Request, SessionHint]:
         """The request, and what is known of its prompt and of its session. Raises `BadRequest` and `NoRoom`."""
-        config = self._config
-        models = self._roster.models()
-        if not models:
-            raise Rejected(503, "no engine is available", "no_engine", config.probe_s)
-        kind, raw = incoming.kind, incoming.raw
-        if kind.is_form:
-            body = await parse_form(kind, raw, incoming.content_type, models)
-        else:
-            incoming.held.add(parsed_bytes(raw))
-            body = limited(parse(kind, raw, models), incoming.priority_max)
-        if self._isolation is not None:
-            body = self._isolation.salted(body, incoming.tenant)
+        body = await self.body(incoming)
         account.model = body.model
         prompt: Prompt | None = None
         try:
-            if known_as := kind.prompts:
+            if known_as := incoming.kind.prompts:
                 prompt = await self._prompts.prompt(
                     body.value, known_as, deadline_s=min(TOKENIZE_S, limit_s)
                 )
@@ -152,6 +141,19 @@ class Intake:
         if hint.session:
             account.facts |= {"session": hint.params(), "keep_s": hint.keep_s}
         return body, prompt, request, hint
+
+    async def body(self, incoming: Incoming) -> Body:
+        """The body as an engine would get it, kept apart from other tenants'. Raises `BadRequest` and `NoRoom`."""
+        models = self._roster.models()
+        if not models:
+            raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
+        kind, raw = incoming.kind, incoming.raw
+        if kind.is_form:
+            body = await parse_form(kind, raw, incoming.content_type, models)
+        else:
+            incoming.held.add(parsed_bytes(raw))
+            body = limited(parse(kind, raw, models), incoming.priority_max)
+        return body if self._isolation is None else self._isolation.salted(body, incoming.tenant)
 
     @staticmethod
     def _hint(incoming: Incoming, body: Body) -> SessionHint:

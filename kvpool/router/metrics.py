@@ -58,6 +58,11 @@ class Metrics:
         self.engine_call_failures = counter(
             "engine_call_failures", "Failed calls to engines, by reason.", ("engine", "reason")
         )
+        self.intents = counter(
+            "intents",
+            "Answers of nodes to intents for prompts, by outcome; unreachable: there was none.",
+            ("outcome",),
+        )
         self.connections_dropped = counter(
             "connections_dropped",
             "Connections closed because all places were taken, idle ones first.",

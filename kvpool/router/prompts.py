@@ -69,9 +69,16 @@ class Prompts:
         self._counts = {"looks": 0, "late_looks": 0, "failed_looks": 0}
 
     async def prompt(
-        self, body: Mapping[str, Any], kind: str, *, deadline_s: float = 5.0
+        self,
+        body: Mapping[str, Any],
+        kind: str,
+        *,
+        deadline_s: float = 5.0,
+        like: EngineSpec | None = None,
     ) -> Prompt:
         """A request's prompt. kind: as `tokens.question` has it. deadline_s: for an engine to tokenise it.
+
+        like: hashed as this engine does, whose hashing is known; None: as most engines of the model do.
 
         Raises `UnknownModel`, `TokenizeRefused` with the engine's answer, and `Unavailable` when none answers.
         """
@@ -79,7 +86,7 @@ class Prompts:
         served = self._catalog.serving(model) if isinstance(model, str) else None
         if served is None:
             raise UnknownModel(f"no engine serves {str(model)[:200]!r}")
-        serving, kinds, chosen = served.engines, served.kinds, served.chosen
+        serving, kinds, chosen = served.engines, served.kinds, like or served.chosen
         asked = question(body, kind)
         salt = body.get("cache_salt")
         tokens: Sequence[int] | None = None

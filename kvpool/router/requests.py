@@ -26,6 +26,7 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
 from kvpool.router.hashing import Prompt
 from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
+from kvpool.router.intents import Intents, Wanted
 from kvpool.router.isolation import Isolation
 from kvpool.router.memory import Held, Memory, NoRoom
 from kvpool.router.metrics import Metrics
@@ -39,6 +40,7 @@ from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Exhau
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Rejection, Request
 from kvpool.telemetry.spans import PREPARE, REQUEST, Span, Spans
+from kvpool.types import Intent
 
 log = logging.getLogger("kvpool.router")
 
@@ -75,10 +77,12 @@ class Serving:
         isolation: Isolation | None = None,
         recorder: Recorder | None = None,
         sessions: Sessions | None = None,
+        intents: Intents | None = None,
     ) -> None:
-        """recorder: None: nothing is recorded. sessions: None: nobody is told of them."""
+        """recorder: None: nothing is recorded. sessions, intents: None: nobody is told of them."""
         self.sessions = Sessions(None, metrics) if sessions is None else sessions
         self._config = config
+        self._intents = intents
         self._recorder = recorder
         self._recorded: dict[str, int] = {}  # as the metrics have it
         self._scheduler = scheduler
@@ -409,6 +413,47 @@ class Serving:
         if prompt is not None and isinstance(engine := shown.get("engine"), str):
             shown["missing"] = await self._intake.why(prompt, engine)
         return {"model": account.model, **account.facts, **shown}
+
+    async def intend(
+        self, incoming: Incoming, wanted: Wanted, elsewhere: Elsewhere = _here
+    ) -> dict[str, Any]:
+        """Have nodes told what is wanted for the blocks of a request's prompt, and return their answers.
+
+        A prompt that is to be prefetched goes to the node to which the request would go now, unless nodes are named.
+        elsewhere: as in `explain`. Raises `BadRequest`.
+        """
+        if self._intents is None:
+            raise BadRequest(400, "this router passes no intents on")
+        self._admit()
+        self._in_flight += 1
+        try:
+            limit_s = min(
+                incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max
+            )
+            if wanted.intent is Intent.PREFETCH and not wanted.nodes:
+                wanted = replace(wanted, nodes=(await self._node_for(incoming, elsewhere),))
+            try:
+                body = await self._intake.body(incoming)
+            except NoRoom as error:
+                raise self.no_room(error) from None
+            return await self._intents.answer(body, wanted, limit_s)
+        finally:
+            self._in_flight -= 1
+            self._left()
+
+    async def _node_for(self, incoming: Incoming, elsewhere: Elsewhere) -> str:
+        """Raises `BadRequest`."""
+        assert self._intents is not None
+        shown = await self._explain(incoming, elsewhere)
+        engine = shown.get("engine")
+        if node := self._intents.node_of(engine) if isinstance(engine, str) else "":
+            return node
+        raise Rejected(
+            503,
+            "no node can be chosen now: name the node into whose memory the prompt is brought",
+            "no_node",
+            self._config.probe_s,
+        )
 
     # Running
 

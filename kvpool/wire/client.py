@@ -380,7 +380,8 @@ class Intend(Message, tag=148):
     namespace. JSON: a `kvpool.types.IntentAnswer`.
 
     `intent`: see `kvpool.types.Intent`. `hard`: of a pin. `for_s`: how long to keep; 0 with all others. `dry_run`: only
-    answer.
+    answer. `digest`: of the namespace, without its epoch, instead of `ns`: then it need not be open. `node`: with it, by
+    name; empty: the one that is asked.
     """
 
     ns: int
@@ -390,6 +391,8 @@ class Intend(Message, tag=148):
     hard: bool = False
     for_s: Finite = 0.0
     dry_run: bool = False
+    digest: bytes = b""
+    node: str = ""
 
 
 class Pin(Message, tag=23):

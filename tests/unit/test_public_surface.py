@@ -81,6 +81,7 @@ METHODS = {
         "session_turn",
         "end_request",
         "intend",
+        "intend_on",
         "dropped",
         "engines",
         "follow",

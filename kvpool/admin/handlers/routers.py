@@ -24,6 +24,8 @@ from kvpool.admin.types import (
     EngineWeight,
     Explained,
     ExplainRequest,
+    IntentInfo,
+    IntentRequest,
     LookupInfo,
     LookupRequest,
     Nothing,
@@ -37,6 +39,7 @@ from kvpool.decoding import decode_json
 from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, ProtocolError, Unavailable
 
 ROUTER_S = 3.0
+INTENT_S = 12.0  # for the answers of nodes
 ANSWER_BYTES_MAX = 4 << 20
 
 
@@ -166,12 +169,7 @@ class Routers:
     async def lookup(self, call: Call, body: LookupRequest) -> LookupInfo:
         """How much of a prompt each engine's node holds, from a router, which alone knows its hashes."""
         whole_only(call.who)  # it reveals what is cached, by any sender
-        asked: dict[str, Any] = {"model": body.model, "max_tokens": 1}
-        if body.messages:
-            asked["messages"] = body.messages
-        else:
-            asked["prompt"] = body.prompt or body.tokens
-        router, answer = await self._first(asked)
+        router, answer = await self._first(_request(body))
         candidates = answer.get("candidates")
         if not isinstance(candidates, list):
             raise Unavailable(f"router {router} returned no candidates: {answer.get('rejected')}")
@@ -187,16 +185,37 @@ class Routers:
         items.sort(key=lambda each: (-each.memory_blocks, -each.blocks, each.engine))
         return LookupInfo(items, int(answer.get("prompt_blocks", 0)))
 
+    async def intend(self, call: Call, body: IntentRequest) -> IntentInfo:
+        """An intent for a prompt by its text, which a router passes on to the nodes of the model's engines."""
+        whole_only(
+            call.who
+        )  # it is for the router's tenant of the pool, and for any sender's blocks
+        asked = {
+            "intent": body.intent,
+            "request": _request(body),
+            "nodes": [body.node] if body.node else [],
+            "hard": body.hard,
+            "for_s": body.for_s,
+            "dry_run": body.dry_run,
+        }
+        router, answer = await self._first(asked, "/intents", INTENT_S)
+        try:
+            return msgspec.convert(answer, IntentInfo)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"router {router} answered an intent with: {error}") from None
+
     # ---- asking ------------------------------------------------------------------------------------
 
-    async def _first(self, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    async def _first(
+        self, asked: Mapping[str, Any], path: str = "/explain", within_s: float = ROUTER_S
+    ) -> tuple[str, dict[str, Any]]:
         """The first router that answers, in the order of the configuration."""
         if not self._urls:
             raise _no_routers()
         failed: dict[str, str] = {}
         for url in self._urls:
             try:
-                return url, await self._ask(url, "POST", "/explain", asked)
+                return url, await self._ask(url, "POST", path, asked, within_s)
             except NotThere:
                 raise not_found(f"router {url} does not serve this model") from None
             except Unavailable as error:
@@ -227,7 +246,12 @@ class Routers:
         return await self._ask(url, "GET", path)
 
     async def _ask(
-        self, url: str, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        within_s: float = ROUTER_S,
     ) -> dict[str, Any]:
         """A router's answer, an object. Raises `KvpoolError`."""
         if self._session is None:
@@ -235,7 +259,6 @@ class Routers:
             if self._ca:
                 context.load_verify_locations(self._ca)
             self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=ROUTER_S),
                 connector=aiohttp.TCPConnector(limit=64, limit_per_host=16, ssl=context),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
@@ -248,6 +271,7 @@ class Routers:
                 data=None if body is None else msgspec.json.encode(body),
                 headers={**headers, "Content-Type": "application/json"},
                 allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=within_s),
             ) as answer:
                 async for piece in answer.content.iter_any():
                     raw += piece
@@ -279,6 +303,14 @@ def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
     if status >= 300:
         raise Unavailable(f"router {url} answered {status}")
     return found
+
+
+def _request(body: LookupRequest | IntentRequest) -> dict[str, Any]:
+    """A request with this prompt, as an engine would get it."""
+    asked: dict[str, Any] = {"model": body.model, "max_tokens": 1}
+    if body.messages:
+        return {**asked, "messages": body.messages}
+    return {**asked, "prompt": body.prompt or body.tokens}
 
 
 def _rows(answer: Mapping[str, Any]) -> list[dict[str, Any]]:

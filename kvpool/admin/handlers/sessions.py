@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
+from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call
@@ -41,8 +42,9 @@ class _Listed(msgspec.Struct, frozen=True):
 class Sessions:
     """Handlers; see `routes.py`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, routers: Routers) -> None:
         self._cluster = cluster
+        self._routers = routers
 
     async def _nodes(
         self, tenant: str, node: str = "", digest: str = "", *, now: bool = False
@@ -135,10 +137,24 @@ class Sessions:
     async def intend(self, call: Call, wanted: OfTenant, body: IntentRequest) -> IntentInfo:
         """Pin, keep, prefetch, expend or drop blocks of a prompt or a session; each node tells for how many it holds."""
         tenant = tenant_of(call.who, wanted.tenant)
-        if bool(body.keys) == bool(body.session) or (body.keys and not body.namespace):
-            raise Refused(400, "invalid", "name namespace and keys of a prompt, or a session")
+        by_prompt = [bool(body.prompt), bool(body.messages), bool(body.tokens)].count(True)
+        by_keys = bool(body.keys and body.namespace)
+        ways = [bool(by_prompt), bool(body.keys), bool(body.session)]
+        if ways.count(True) != 1 or by_prompt > 1 or bool(body.model) != bool(by_prompt):
+            raise _unnamed()
+        if bool(body.keys) != by_keys or (by_prompt and body.namespace):
+            raise _unnamed()
         if (body.intent == "keep") != (body.for_s > 0) or (body.hard and body.intent != "pin"):
             raise Refused(400, "invalid", "for_s belongs to keep, and hard to pin only")
+        if by_prompt:
+            if wanted.tenant:
+                raise Refused(
+                    400, "invalid", "a router asks for its own tenant of the pool: leave tenant out"
+                )
+            answer = await self._routers.intend(call, body)
+            if not body.dry_run:
+                self._cluster.changed()
+            return answer
         if body.keys and body.intent == "prefetch" and not body.node:
             raise Refused(400, "invalid", "name the node into whose memory the prompt is brought")
         nodes, unreachable = await self._nodes(tenant, body.node, body.namespace, now=True)
@@ -171,6 +187,13 @@ class Sessions:
             for node, answer in sorted(found.by_node.items())
         ]
         return IntentInfo(items, {**unreachable, **found.unreachable})
+
+
+def _unnamed() -> Refused:
+    return Refused(
+        *(400, "invalid"),
+        "name namespace and keys of a prompt, or model and one of prompt, messages, tokens, or a session",
+    )
 
 
 def _on(node: str, session: dict[str, Any], kind: type[Any]) -> Any:

@@ -321,6 +321,19 @@ class Operators:
                 ANSWER_S,
             )
 
+    async def intend_on(self, holder: Holder, m: client_wire.Intend) -> Answer:
+        """What a tenant's own client wants of this node or another one: for that tenant, and nothing else."""
+        if m.session:
+            raise InvalidRequest("a session is named with a namespace that the client has opened")
+        wanted = operator_wire.IntendBlocks(
+            *(m.intent, m.digest, m.keys, "", m.hard, m.for_s, m.dry_run)
+        )
+        by = f"client {holder.name}"
+        if m.node in {"", self.config.node}:
+            return await self._intend_blocks(holder.tenant, by, wanted)
+        with asking_others():
+            return await self._on(m.node, holder.tenant.name, by, wanted, ANSWER_S)
+
     async def _hit_curves(
         self, tenant: Tenant, _by: str, _m: operator_wire.HitCurves
     ) -> frame.Bytes:

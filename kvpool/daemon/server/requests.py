@@ -782,7 +782,9 @@ class ClientRequests:
         check_request(m.session)
         return frame.Done(int(self._accounts.ended(namespace, m.request, m.session)))
 
-    async def _intend(self, holder: Holder, m: client_wire.Intend) -> frame.Bytes:
+    async def _intend(self, holder: Holder, m: client_wire.Intend) -> Any:
+        if m.digest:
+            return await self._operators.intend_on(holder, m)
         namespace = self._namespace(holder, m.ns, m.keys)
         wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
         answer = await self._intents.answer(holder.tenant, namespace, m.keys, m.session, wanted)
