@@ -18,6 +18,7 @@ from kvpool.admin.handlers.blocks import Blocks
 from kvpool.admin.handlers.changes import Changing
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import Dropped, Watching
+from kvpool.admin.handlers.operator import Forwarding
 from kvpool.admin.handlers.pages import Pages
 from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
@@ -74,6 +75,7 @@ class Gateway:
             Changing(cluster, looking),
             self._routers,
             Watching(cluster, self._events, self._sampler, dropped),
+            Forwarding(cluster),
             pages,
         )
         pages.describe(table)

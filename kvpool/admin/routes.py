@@ -8,12 +8,14 @@ from kvpool.admin.handlers.blocks import Blocks
 from kvpool.admin.handlers.changes import Changing
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import EVENT_STREAM, Watching
+from kvpool.admin.handlers.operator import Forwarding, OperatorRequest
 from kvpool.admin.handlers.pages import OfFile, Pages
 from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.routing import Route
 from kvpool.telemetry.receipts_export import MEDIA
+from kvpool.wire.operator_json import OperatorAnswer
 
 
 def routes(
@@ -24,6 +26,7 @@ def routes(
     changing: Changing,
     routers: Routers,
     watching: Watching,
+    forwarding: Forwarding,
     pages: Pages,
 ) -> list[Route]:
     """Answered by these. The order is that of the description."""
@@ -38,6 +41,7 @@ def routes(
         *_routers(routers),
         *_config(changing),
         *_watching(watching),
+        *_forwarding(forwarding),
     ]
 
 
@@ -223,4 +227,15 @@ def _watching(watching: Watching) -> list[Route]:
             whole=True,
         ),
         Route("GET", "/v1/hot", watching.get_hot, "viewer", t.HotList, t.HotWanted),
+    ]
+
+
+def _forwarding(forwarding: Forwarding) -> list[Route]:
+    """The role is the least one: `operator_rules.py` has that of each request."""
+    return [
+        Route(
+            *("POST", "/v1/operator", forwarding.forward_request, "viewer"),
+            *(OperatorAnswer, t.OfTenant, OperatorRequest),
+            may_change=True,
+        ),
     ]

@@ -19,7 +19,18 @@ COMMANDS = (
     *("sessions", "receipts", "put", "get", "ls", "rm"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
     *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
-    *("doctor", "version", "config", "bench", "completion", "certs", "secret", "token", "audit"),
+    *(
+        "doctor",
+        "version",
+        "config",
+        "bench",
+        "completion",
+        "certs",
+        "secret",
+        "token",
+        "audit",
+        "context",
+    ),
 )
 # The module of a command, if its name differs.
 MODULES = {
@@ -41,7 +52,8 @@ def main() -> None:
         from kvpool.cli.render.completion import prepare
 
         prepare()
-    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    words = sys.argv[3:] if sys.argv[1:2] == ["--context"] else sys.argv[1:]
+    first = words[0] if words else ""
     try:
         load(first)
         app(prog_name="kvpool")

@@ -13,10 +13,18 @@ import typer
 from typer.core import TyperGroup
 
 from kvpool import __version__
-from kvpool.errors import ClusterUnavailable, KvpoolError, NotAuthenticated, Unavailable
+from kvpool.errors import (
+    ClusterUnavailable,
+    InvalidRequest,
+    KvpoolError,
+    NotAuthenticated,
+    Unavailable,
+)
 from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
+    from kvpool.cli.render.contexts import Context
+    from kvpool.cli.render.gateway_http import Operator
     from kvpool.client import OperatorClient
 
 EXIT_ERROR = 1
@@ -28,8 +36,9 @@ EXIT_STATUSES = {
     0: "success",
     EXIT_ERROR: "the command failed, or found a problem; the last line names it",
     EXIT_USAGE: "invalid command line: an option or argument is unknown or missing, such as --yes in a script",
-    EXIT_NO_DAEMON: "no daemon answers on this machine",
-    EXIT_NOT_ALLOWED: "the daemon or the router refused access, or its socket is another user's",
+    EXIT_NO_DAEMON: "no daemon answers on this machine, or no gateway at the context's URL",
+    EXIT_NOT_ALLOWED: "the daemon, the gateway or the router refused access; its socket is another user's, or its "
+    "certificate is not trusted",
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",
 }
 
@@ -81,16 +90,73 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+HERE_ONLY = frozenset(
+    (
+        *("serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
+        *("bench", "completion", "certs", "secret", "token", "audit"),
+    )
+)
+"""Commands that concern this machine, or a server that they name themselves. The others follow a context."""
+
+
 @app.callback()
 def _root(
+    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", help="Print the version.", is_eager=True, callback=_print_version
         ),
     ] = False,
+    context: Annotated[
+        str,
+        typer.Option(
+            help="Ask the cluster of this context instead of this machine's daemon; local: this machine. Before the "
+            "command. Also KVPOOL_CONTEXT.",
+            metavar="NAME",
+        ),
+    ] = "",
 ) -> None:
-    pass
+    if context not in {"", LOCAL} and ctx.invoked_subcommand in HERE_ONLY:
+        complain(f"{ctx.invoked_subcommand} works on this machine only: leave out --context")
+        raise typer.Exit(EXIT_USAGE)
+    del version  # printed by its callback
+    _Given.context = context
+
+
+LOCAL = "local"
+"""The context that is always there: this machine's daemon."""
+
+
+class _Given:
+    """What this process's command line says before its command."""
+
+    context = ""
+
+
+def chosen_context(socket: str | None) -> Context | None:
+    """The context of this command; None: this machine's daemon. Raises `ConfigError`, `InvalidRequest`."""
+    from kvpool.cli.render.contexts import choose
+
+    return choose(_Given.context, socket, os.environ)
+
+
+def only_here(command: str, socket: str | None) -> None:
+    """Before what reads or changes blocks of this machine's daemon: raises `InvalidRequest` in a context."""
+    if (found := chosen_context(socket)) is not None:
+        raise InvalidRequest(
+            f"{command} works with this machine's daemon only, and the context is {found.name}: say "
+            f"`kvpool --context {LOCAL}`, or --socket"
+        )
+
+
+def _tenant_of_context(ctx: typer.Context, tenant: str) -> str:
+    """The context's tenant, where none is given."""
+    source = ctx.get_parameter_source("tenant")
+    if ctx.resilient_parsing or source is None or source.name != "DEFAULT":
+        return tenant
+    found = chosen_context(ctx.params.get("socket"))
+    return tenant if found is None else found.tenant or tenant
 
 
 TIMEOUT_S = 10.0  # for each request to the local daemon
@@ -99,7 +165,9 @@ OPERATORS = "For operators"
 
 # Passwords and tokens are not options: every user of a machine sees the arguments of its processes.
 Socket = Annotated[str | None, typer.Option(help="Path of the control socket.", metavar="PATH")]
-Tenant = Annotated[str, typer.Option(help="The tenant; its token is read from KVPOOL_TOKEN.")]
+_TENANT = "The tenant; its token is read from KVPOOL_TOKEN."
+Tenant = Annotated[str, typer.Option(help=_TENANT, callback=_tenant_of_context)]
+TenantHere = Annotated[str, typer.Option(help=_TENANT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 AnyNode = Annotated[
     str, typer.Option(help="Ask this node of the cluster instead of the local one.", metavar="NAME")
@@ -125,8 +193,19 @@ KeysFile = Annotated[
 ]
 
 
-def client_of(socket: str | None, tenant: str) -> OperatorClient:
-    """A client of this node's daemon, with the credentials from the environment."""
+def client_of(socket: str | None, tenant: str) -> Operator:
+    """A client of the context's gateway; without one of this node's daemon, with the credentials from the environment."""
+    if (context := chosen_context(socket)) is not None:
+        from kvpool.cli.render.contexts import open_gateway
+
+        if sys.stderr.isatty():
+            complain(f"in {context.where}")
+        return open_gateway(context, tenant, os.environ)
+    return daemon_client(socket, tenant)
+
+
+def daemon_client(socket: str | None, tenant: str) -> OperatorClient:
+    """A client of this node's daemon, whatever the context."""
     from kvpool.client import OperatorClient
     from kvpool.config import default_socket_path, secret_of
 
@@ -164,7 +243,7 @@ def _not_ours(socket: str) -> str:
     )
 
 
-def node_names(client: OperatorClient) -> dict[str, str]:
+def node_names(client: Operator) -> dict[str, str]:
     """Names of the nodes by incarnation; operators only."""
     try:
         found = client.cluster()["nodes"]
@@ -173,7 +252,7 @@ def node_names(client: OperatorClient) -> dict[str, str]:
     return {record["incarnation"]: record["node"] for record in found}
 
 
-def resolve(client: OperatorClient, tenant: str, text: str) -> bytes:
+def resolve(client: Operator, tenant: str, text: str) -> bytes:
     """The digest of the namespace whose hex form begins with a text. Raises `InvalidRequest`."""
     from kvpool.cli.render.naming import full_digest, known_digests
 
@@ -222,13 +301,15 @@ def in_foreground() -> Iterator[None]:
         raise typer.Exit(EXIT_ERROR) from None
 
 
-def confirm(question: str, *, yes: bool) -> None:
+def confirm(question: str, socket: str | None, *, yes: bool) -> None:
     """Ask before blocks go that nobody has named one by one. Without a terminal only `yes` is one.
 
-    Raises `typer.Exit`: nothing was changed.
+    The question names the context. Raises `typer.Exit`: nothing was changed.
     """
     if yes:
         return
+    if (context := chosen_context(socket)) is not None:
+        question = f"In {context.where}: {question}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         complain(
             f"{question} There is no terminal to ask: repeat with --yes, or see with --dry-run"

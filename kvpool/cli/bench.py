@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import OPERATORS, AsJson, Socket, TenantHere, app
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -22,7 +22,7 @@ def bench(
     ] = "64MiB",
     seed: Annotated[int, typer.Option(help="Seed for keys and bytes; 0: a new one each time.")] = 0,
     socket: Socket = None,
-    tenant: Tenant = "default",
+    tenant: TenantHere = "default",
     as_json: AsJson = False,
 ) -> None:
     """Measure put, match and get of this node's daemon, compared with copying in memory.
@@ -39,8 +39,9 @@ def bench(
     from kvpool.cli.render.naming import size as size_of
 
     nbytes = size_of(block_size)
+    base.only_here("bench", socket)
     with (
-        base.client_of(socket, tenant) as client,
+        base.daemon_client(socket, tenant) as client,
         Bench(client, nbytes, size_of(size), seed=seed or secrets.randbits(63)) as bench,
     ):
         found = measure(bench)

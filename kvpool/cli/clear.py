@@ -45,6 +45,7 @@ def clear(
             return
         base.confirm(
             f"Make all blocks of namespace {chosen.hex()} of tenant {tenant} misses, on all nodes?",
+            socket,
             yes=yes,
         )
         with base.in_doubt("namespaces"):

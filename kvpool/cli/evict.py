@@ -12,7 +12,7 @@ from kvpool.cli.job_runs import DryRun, OnNodes, Wait, named_nodes, run_job
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvpool.client import OperatorClient
+    from kvpool.cli.render.gateway_http import Operator
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -98,12 +98,12 @@ def evict(
         spec["namespace"] = digest
         nodes, silent = _nodes(client, node, tenant, digest)
         if not (named or dry_run):
-            base.confirm(f"Evict {_what(spec, tenant)} on {', '.join(nodes)}?", yes=yes)
+            base.confirm(f"Evict {_what(spec, tenant)} on {', '.join(nodes)}?", socket, yes=yes)
         run_job(client, "evict", nodes, spec, silent, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
 def _nodes(
-    client: OperatorClient, node: list[str] | None, tenant: str, digest: str
+    client: Operator, node: list[str] | None, tenant: str, digest: str
 ) -> tuple[list[str], dict[str, str]]:
     """Like `named_nodes`, without nodes that have none of it, unless named; and the nodes that do not answer."""
     from kvpool.cli.render.jobs import holders

@@ -11,8 +11,8 @@ from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
+    from kvpool.cli.render.gateway_http import Operator
     from kvpool.cli.render.jobs import Job
-    from kvpool.client import OperatorClient
 
 
 OnNodes = Annotated[
@@ -30,7 +30,7 @@ Wait = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
 
 
-def named_nodes(client: OperatorClient, node: list[str] | None) -> list[str]:
+def named_nodes(client: Operator, node: list[str] | None) -> list[str]:
     """The nodes given by the option, or all nodes of the cluster."""
     from kvpool.cli.render.jobs import nodes_of
 
@@ -38,7 +38,7 @@ def named_nodes(client: OperatorClient, node: list[str] | None) -> list[str]:
 
 
 def run_job(
-    client: OperatorClient,
+    client: Operator,
     verb: str,
     nodes: list[str],
     spec: dict[str, Any],

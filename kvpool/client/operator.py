@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 
 from kvpool.client.client import RESET_S, Client
@@ -18,21 +19,29 @@ EVICT_S = 60.0  # for all of a node's blocks
 SCRUB_S = 60.0
 
 
-class OperatorClient(Client):
-    """A client that also sends operators' requests. A daemon may require the operator token for them.
+class OperatorRequests(ABC):
+    """Operators' requests, whatever way they go: `OperatorClient` sends them to the daemon of this machine.
 
-    It connects to the operators' socket (`KVPOOL_OPERATOR_SOCKET`, else beside the daemon's) if it may, else to the
-    clients' one, where only the operator token makes it an operator. Failures and threads are those of `Client`: every
-    method here raises `Unavailable` when the daemon is unreachable, and `NotAuthenticated` if it does not accept the
-    caller as an operator.
+    May be called from any thread. Every method raises `Unavailable` when nobody answers, and `NotAuthenticated` if the
+    caller is not accepted as an operator.
     """
 
-    def _operators_at(self, socket_path: str) -> str | None:
-        return default_operator_socket(socket_path)
+    @abstractmethod
+    def _ask(self, message: frame.Message, wait_s: float = 0.0) -> Any:
+        """The answer, a `Done` or `Bytes`, of the node that is connected to, about this client's tenant.
+
+        wait_s: extra time for it.
+        """
+
+    @abstractmethod
+    def _ask_node(
+        self, message: frame.Message, node: str, tenant: str = "", by: str = "", wait_s: float = 0.0
+    ) -> Any:
+        """The same of any node and tenant: see `ask_node`."""
 
     def cluster(self) -> dict[str, Any]:
         """The cluster as this node sees it: nodes, namespaces, directory."""
-        found: dict[str, Any] = self._ask_json(operator_wire.Cluster())
+        found: dict[str, Any] = json.loads(self._ask(operator_wire.Cluster(), RESET_S).data)
         return found
 
     def locate(self, keys: Keys, *, digest: bytes = b"") -> list[dict[str, Any]]:
@@ -40,22 +49,20 @@ class OperatorClient(Client):
 
         digest: of one namespace; all of the tenant's that are open on this node unless given.
         """
-        found: list[dict[str, Any]] = self._ask_json(operator_wire.Locate(pack_keys(keys), digest))
+        message = operator_wire.Locate(pack_keys(keys), digest)
+        found: list[dict[str, Any]] = json.loads(self._ask(message, RESET_S).data)
         return found
 
     def drain(self, node: str, *, wanted: bool = True) -> None:
         """Drain a node, or cancel that. See `cluster`."""
-        with self._connections.request() as connection:
-            connection.ask(operator_wire.Drain(node, wanted), self.timeout_s + RESET_S)
+        self._ask(operator_wire.Drain(node, wanted), RESET_S)
 
     def clear(self, digest: bytes, *, fence: bool = False) -> int:
         """Start a new epoch of a namespace of this tenant; returns its number.
 
         fence: engines must reopen it before they continue; otherwise they continue in the new epoch.
         """
-        with self._connections.request() as connection:
-            answer = connection.ask(operator_wire.Clear(digest, fence), self.timeout_s + RESET_S)
-            return int(answer.value)
+        return int(self._ask(operator_wire.Clear(digest, fence), RESET_S).value)
 
     def configure(
         self,
@@ -85,8 +92,7 @@ class OperatorClient(Client):
         message = operator_wire.Configure(
             digest, replicas, write, ttl_s, ssd_codec, dram_quota, ssd_quota, write_remote
         )
-        with self._connections.request() as connection:
-            connection.ask(message, self.timeout_s + RESET_S)
+        self._ask(message, RESET_S)
 
     def evict(self, keys: Keys = b"", *, digest: bytes = b"", tier: str = "") -> int:
         """Evict blocks on this node: how many went, counted in each tier.
@@ -94,19 +100,16 @@ class OperatorClient(Client):
         keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram", "ssd", "device".
         """
         message = operator_wire.Evict(pack_keys(keys), digest, tier)
-        with self._connections.request() as connection:
-            return int(connection.ask(message, self.timeout_s + EVICT_S).value)
+        return int(self._ask(message, EVICT_S).value)
 
     def pin_blocks(self, keys: Keys, kind: str = "soft", *, digest: bytes = b"") -> int:
         """As `pin`, by an operator, in one namespace or all of the tenant's; returns how many blocks are there."""
         message = operator_wire.PinBlocks(pack_keys(keys), kind, digest)
-        with self._connections.request() as connection:
-            return int(connection.ask(message, self.timeout_s).value)
+        return int(self._ask(message).value)
 
     def scrub(self, cursor: int, count: int) -> dict[str, Any]:
         """Compare some blocks on this node's disks with their checksums: see `kvpool.wire.operator.Scrub`."""
-        with self._connections.request() as connection:
-            answer = connection.ask(operator_wire.Scrub(cursor, count), self.timeout_s + SCRUB_S)
+        answer = self._ask(operator_wire.Scrub(cursor, count), SCRUB_S)
         found: dict[str, Any] = json.loads(answer.data)
         return found
 
@@ -132,13 +135,25 @@ class OperatorClient(Client):
         answer = self._ask_node(message, node, tenant, by, wait_s)
         return answer.value if type(answer) is frame.Done else json.loads(answer.data)
 
+
+class OperatorClient(OperatorRequests, Client):
+    """A client that also sends operators' requests. A daemon may require the operator token for them.
+
+    It connects to the operators' socket (`KVPOOL_OPERATOR_SOCKET`, else beside the daemon's) if it may, else to the
+    clients' one, where only the operator token makes it an operator. Failures and threads are those of `Client`: every
+    method here raises `Unavailable` when the daemon is unreachable, and `NotAuthenticated` if it does not accept the
+    caller as an operator.
+    """
+
+    def _operators_at(self, socket_path: str) -> str | None:
+        return default_operator_socket(socket_path)
+
+    def _ask(self, message: frame.Message, wait_s: float = 0.0) -> Any:
+        with self._connections.request() as connection:
+            return connection.ask(message, self.timeout_s + wait_s)
+
     def _ask_node(
-        self,
-        message: frame.Message,
-        node: str,
-        tenant: str = "",
-        by: str = "",
-        wait_s: float = 0.0,
+        self, message: frame.Message, node: str, tenant: str = "", by: str = "", wait_s: float = 0.0
     ) -> Any:
         payload = frame.encode(message, 0)[frame.HEADER.size :]
         order = operator_wire.OnNode(node, payload, finite(wait_s, "wait_s"), tenant, by)

@@ -375,7 +375,7 @@ def pack_tails() -> list[bytes]:
 
 # ---- people -------------------------------------------------------------------------------------------------
 
-_ROUTES = [route for route in routes.routes(*(Mock() for _ in range(8))) if route.body is not None]
+_ROUTES = [route for route in routes.routes(*(Mock() for _ in range(9))) if route.body is not None]
 
 
 def take_body(data: bytes) -> None:

@@ -12,6 +12,7 @@ PUBLIC = {
         "Client",
         "Lease",
         "OperatorClient",
+        "OperatorRequests",
         "Presence",
         "Reservation",
         "Slots",
@@ -113,7 +114,8 @@ METHODS = {
         "warm",
         "why_missing",
     },
-    "OperatorClient": {
+    "OperatorClient": set(),
+    "OperatorRequests": {
         "ask_node",
         "clear",
         "cluster",

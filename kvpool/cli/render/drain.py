@@ -12,11 +12,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from kvpool.cli.render.cluster import drain_text
 from kvpool.cli.render.text import count, make_console, size_text
-from kvpool.client import OperatorClient
 from kvpool.errors import ClusterUnavailable, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvpool.cli.render.gateway_http import Operator
 
 LOOK_S = 0.2
 PATIENCE_S = 15.0  # so long the daemon of this node may fail to answer
@@ -136,7 +137,7 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
     ), True
 
 
-def carry_out(client: OperatorClient, node: str, timeout_s: float) -> tuple[str, bool]:
+def carry_out(client: Operator, node: str, timeout_s: float) -> tuple[str, bool]:
     """Follow the drain that was asked for, with a bar on a terminal, else with a line now and then."""
     console = make_console(sys.stderr)
     bar = _bar(console) if console.is_terminal else None
@@ -147,7 +148,7 @@ def carry_out(client: OperatorClient, node: str, timeout_s: float) -> tuple[str,
     return verdict(node, ended, timeout_s)
 
 
-def call_off(client: OperatorClient, node: str) -> str:
+def call_off(client: Operator, node: str) -> str:
     """Say that a node need not be drained any more, and what that does."""
     wanted = node in client.cluster()["drains"]
     client.drain(node, wanted=False)

@@ -18,7 +18,7 @@ from kvpool.telemetry.node_stats import NodeStats
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.client import OperatorClient
+    from kvpool.cli.render.gateway_http import Operator
 
 Health = Literal["well", "degraded", "lost"]
 STYLES = {"well": "green", "degraded": "yellow", "lost": "bold red"}
@@ -49,7 +49,7 @@ class ClusterHealth(msgspec.Struct, frozen=True):
     problem: str
 
 
-def look(client: OperatorClient, expected: int) -> ClusterHealth:
+def look(client: Operator, expected: int) -> ClusterHealth:
     """Ask all nodes at once. Raises `KvpoolError` if this node does not answer."""
     watch = Watch(client)
     try:

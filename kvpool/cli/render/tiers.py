@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kvpool.client import OperatorClient
+    from kvpool.cli.render.gateway_http import Operator
 
 SCRUB_BLOCKS = 64  # asked for at a time
 SAVED_FROM = 0.99  # of the raw bytes; slots are whole pages, and hide what is less
@@ -267,7 +267,7 @@ def _remarks(tiers: TiersStats) -> Iterator[Text]:
             yield Text(f"{count(number, 'block')} {what}")
 
 
-def scrub(client: OperatorClient, console: Console | None = None) -> tuple[int, int]:
+def scrub(client: Operator, console: Console | None = None) -> tuple[int, int]:
     """Have all blocks on this node's disks compared with their checksums: (seen, bad).
 
     Shows a progress bar where there is a terminal.

@@ -30,13 +30,14 @@ from kvpool.cli.render.text import (
     size_text,
     used_text,
 )
-from kvpool.client import OperatorClient
 from kvpool.errors import KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from kvpool.cli.render.gateway_http import Operator
 
 NODES_MAX = 256  # that are looked at, in the order of their names
 ASKING_MAX = 8  # nodes at a time
@@ -155,9 +156,7 @@ def fills(stats: NodeStats) -> dict[str, tuple[int, int]]:
 class Watch:
     """Looks at all nodes at once, a turn at a time. One thread calls it."""
 
-    def __init__(
-        self, client: OperatorClient, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, client: Operator, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.seen: dict[str, Seen] = {}
         self.cluster: Mapping[str, Any] = {}
         self._client = client
@@ -347,9 +346,7 @@ def _percent(used: int, capacity: int) -> str:
     return f"{used / capacity:.0%}" if capacity else ""
 
 
-def once(
-    client: OperatorClient, every_s: float, *, sleep: Callable[[float], None] = time.sleep
-) -> Watch:
+def once(client: Operator, every_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Watch:
     """Two looks, so that there are rates."""
     watch = Watch(client)
     try:
@@ -366,7 +363,7 @@ def show_once(watch: Watch, console: Console | None = None) -> None:
     (console or make_console()).print(view(watch))
 
 
-def run(client: OperatorClient, every_s: float) -> None:
+def run(client: Operator, every_s: float) -> None:
     """Until q, on a terminal. Raises `KeyboardInterrupt`."""
     watch = Watch(client)
     console = make_console()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.engine_registry import describe as describe_engines
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import Block, Holder, NamespaceState, Tenant
@@ -74,7 +75,7 @@ BY_CHARACTERS_MAX = 200
 OPERATE_SINCE = 7  # protocol
 
 Answer = frame.Done | frame.Bytes
-_OF_CLIENTS = {client_wire.Prefixes, client_wire.WhyMissing}
+_OF_CLIENTS = {client_wire.Engines, client_wire.Prefixes, client_wire.Stats, client_wire.WhyMissing}
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -145,6 +146,8 @@ class Operators:
             operator_wire.Cluster: self._describe_cluster,
             operator_wire.Inspect: self._inspect,
             operator_wire.Locate: self._locate,
+            client_wire.Stats: self._tenant_stats,
+            client_wire.Engines: self._describe_engines,
             client_wire.Prefixes: self._prefixes,
             client_wire.WhyMissing: self._why_missing,
             operator_wire.HitCurves: self._hit_curves,
@@ -284,6 +287,15 @@ class Operators:
         # Gateways of the version before look for it beside the tenants.
         usage = {name: tenant.usage for name, tenant in stats.tenants.items()}
         return _json({**msgspec.structs.asdict(stats), "usage": usage})
+
+    async def _tenant_stats(self, tenant: Tenant, _by: str, _m: client_wire.Stats) -> frame.Bytes:
+        return _json(self._stats.tenant(tenant))
+
+    async def _describe_engines(
+        self, tenant: Tenant, _by: str, _m: client_wire.Engines
+    ) -> frame.Bytes:
+        nodes, here = self.cluster.view.nodes.values(), self.cluster.record()
+        return _json(describe_engines(nodes, here, tenant.name))
 
     async def _locate(self, tenant: Tenant, _by: str, m: operator_wire.Locate) -> frame.Bytes:
         keys = _keys(m.keys, LOCATE_KEYS_MAX)

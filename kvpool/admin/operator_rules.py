@@ -1,0 +1,179 @@
+"""Which operators' requests the gateway forwards as they are, and for whom. No I/O.
+
+A token may do here what it may do on the typed routes of `routes.py`, and no more: `tests/unit/test_operator_rules.py`
+compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from kvpool.admin.problems import Refused
+from kvpool.admin.scope import tenant_of, whole_only
+from kvpool.admin.tokens import Principal
+from kvpool.admin.types import Role
+from kvpool.decoding import decode_json
+from kvpool.telemetry.node_stats import ClusterStats, NodeStats
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+from kvpool.wire.jobs import ScrubJob, parse_job
+
+
+class Scope(Enum):
+    """What a request is about."""
+
+    TENANT = "tenant"  # the objects of one
+    WHOLE = "whole"  # what is of no one tenant: for a token that is not limited
+    SHOWN = "shown"  # of all tenants; a limited token gets what is of its own, by `SHOWN`
+    NAMED = "named"  # of the tenants that it names; none: of the token's
+    JOB = "job"  # a job, whose tenant is to be asked for first
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """role: the least one."""
+
+    role: Role
+    scope: Scope
+
+
+RULES: dict[type[frame.Message], Rule] = {
+    operator_wire.Cluster: Rule("viewer", Scope.SHOWN),
+    operator_wire.Inspect: Rule("viewer", Scope.SHOWN),
+    client_wire.Stats: Rule("viewer", Scope.SHOWN),
+    operator_wire.Jobs: Rule("viewer", Scope.SHOWN),
+    operator_wire.Events: Rule("viewer", Scope.SHOWN),
+    operator_wire.Locate: Rule("viewer", Scope.TENANT),
+    client_wire.Prefixes: Rule("viewer", Scope.TENANT),
+    client_wire.WhyMissing: Rule("viewer", Scope.TENANT),
+    client_wire.Engines: Rule("viewer", Scope.TENANT),
+    operator_wire.HitCurves: Rule("viewer", Scope.TENANT),
+    operator_wire.ListBlocks: Rule("viewer", Scope.TENANT),
+    operator_wire.ListSessions: Rule("viewer", Scope.TENANT),
+    operator_wire.ShowSession: Rule("viewer", Scope.TENANT),
+    operator_wire.ListAccounts: Rule("viewer", Scope.NAMED),
+    operator_wire.ListReceipts: Rule("viewer", Scope.NAMED),
+    operator_wire.Settings: Rule("viewer", Scope.WHOLE),
+    operator_wire.PinBlocks: Rule("operator", Scope.TENANT),
+    operator_wire.IntendBlocks: Rule("operator", Scope.TENANT),
+    operator_wire.EndSession: Rule("operator", Scope.TENANT),
+    operator_wire.BeginJob: Rule("operator", Scope.TENANT),
+    operator_wire.StopJob: Rule("operator", Scope.JOB),
+    operator_wire.Drain: Rule("operator", Scope.WHOLE),
+    operator_wire.Scrub: Rule("operator", Scope.WHOLE),
+    operator_wire.Clear: Rule("admin", Scope.TENANT),
+    operator_wire.Configure: Rule("admin", Scope.TENANT),
+    operator_wire.ChangeSettings: Rule("admin", Scope.WHOLE),
+}
+
+NOT_FORWARDED: dict[type[frame.Message], str] = {
+    operator_wire.OnNode: "the gateway makes it itself, of what it forwards",
+    operator_wire.Evict: "nobody sends it: evicting is a job",
+    operator_wire.ShowBlocks: "no command needs it: GET /v1/blocks/{key}",
+    operator_wire.TakeSpans: "it takes spans away from the collector that they are for",
+}
+"""And why. Other messages of clients are not operators' requests."""
+
+
+def rule_for(who: Principal, message: frame.Message, tenant: str) -> tuple[Rule, str]:
+    """The rule, and the tenant that is meant. Raises `Refused` for what this principal may not ask for."""
+    rule = RULES[type(message)]
+    if not who.may(rule.role):
+        raise forbidden(type(message).__name__, rule.role, who.role)
+    if rule.scope is Scope.WHOLE or _is_scrub(message):
+        whole_only(who)
+    return rule, tenant_of(who, tenant)
+
+
+def _is_scrub(message: frame.Message) -> bool:
+    return isinstance(message, operator_wire.BeginJob) and isinstance(
+        parse_job(message.spec), ScrubJob
+    )
+
+
+def narrowed(who: Principal, message: frame.Message) -> frame.Message:
+    """A request of `Scope.NAMED`, for tenants of the token only. Raises `Refused`."""
+    assert isinstance(message, (operator_wire.ListAccounts, operator_wire.ListReceipts))
+    tenants = [tenant_of(who, tenant) for tenant in message.tenants if tenant]
+    if not tenants and who.tenants is not None:
+        tenants = sorted(who.tenants)
+    return msgspec.structs.replace(message, tenants=tenants)
+
+
+def shown(who: Principal, message: frame.Message, answer: bytes) -> bytes:
+    """An answer to a request of `Scope.SHOWN`, as this principal may see it. Raises `ProtocolError`."""
+    if who.whole:
+        return answer
+    return msgspec.json.encode(SHOWN[type(message)](who, answer))
+
+
+def _cluster(who: Principal, raw: bytes) -> dict[str, Any]:
+    found = decode_json(raw, dict[str, Any], "a cluster")
+    sees = [entry for entry in found["namespaces"] if who.sees(entry["tenant"])]
+    nodes = []
+    for record in found["nodes"]:
+        engines = [engine for engine in record["engines"] if who.sees(engine["tenant"])]
+        about = {name: record[name] for name in _OF_NODES}
+        nodes.append(about | {"tiers": [], "drain": None, "engines": engines})
+    return {
+        **{name: found[name] for name in _OF_CLUSTER},
+        "nodes": nodes,
+        "namespaces": sees,
+        "peers": [],
+        "silent_peers": [],
+        "links": [],
+        "directory": None,
+        "errors": {},
+    }
+
+
+_OF_CLUSTER = ("cluster", "node", "incarnation", "standing", "state", "joined", "drains")
+_OF_NODES = ("node", "incarnation", "state", "transports", "labels", "version", "protocol")
+
+
+def _stats(who: Principal, raw: bytes) -> NodeStats:
+    found = decode_json(raw, NodeStats, "the statistics of a node")
+    return NodeStats(
+        node=found.node,
+        incarnation=found.incarnation,
+        version=found.version,
+        uptime_s=found.uptime_s,
+        cluster=ClusterStats(standing=found.cluster.standing, state=found.cluster.state),
+        tenants={name: each for name, each in found.tenants.items() if who.sees(name)},
+    )
+
+
+def _jobs(who: Principal, raw: bytes) -> list[dict[str, Any]]:
+    jobs = decode_json(raw, list[dict[str, Any]], "a list of jobs")
+    return [job for job in jobs if who.sees(job["tenant"])]
+
+
+def _events(who: Principal, raw: bytes) -> dict[str, Any]:
+    found = decode_json(raw, dict[str, Any], "a page of events")
+    some = []
+    for event in found["events"]:
+        tenant = event["details"].get("tenant")
+        if isinstance(tenant, str) and who.sees(tenant):
+            some.append(event)
+    return {**found, "events": some}
+
+
+SHOWN: dict[type[frame.Message], Callable[[Principal, bytes], Any]] = {
+    operator_wire.Cluster: _cluster,
+    operator_wire.Inspect: _stats,
+    client_wire.Stats: _stats,
+    operator_wire.Jobs: _jobs,
+    operator_wire.Events: _events,
+}
+
+
+def forbidden(name: str, wanted: Role, has: Role) -> Refused:
+    """For a role that is too small."""
+    why = f"a {name} requires the role {wanted}, but this token has the role {has}"
+    return Refused(403, "forbidden", why)

@@ -1,0 +1,157 @@
+"""Which operators' requests the gateway forwards: every message is decided, and no role may more than on the typed routes."""
+
+from typing import get_args
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+
+from kvpool.admin import routes
+from kvpool.admin.operator_rules import NOT_FORWARDED, RULES, Scope, narrowed, rule_for, shown
+from kvpool.admin.problems import Refused
+from kvpool.admin.tokens import ROLES, Principal
+from kvpool.telemetry.node_stats import NodeStats, TenantStats
+from kvpool.wire import client as client_wire
+from kvpool.wire import operator as o
+from kvpool.wire.operator_json import CHANGES, message_of, shape_of, to_json
+
+OF_CLIENTS = {client_wire.Stats, client_wire.Engines, client_wire.Prefixes, client_wire.WhyMissing}
+# The typed route that gives the same, by its handler's name.
+TYPED = {
+    o.Cluster: "list_nodes",
+    o.Inspect: "get_node",
+    client_wire.Stats: "get_node",
+    o.Jobs: "list_jobs",
+    o.Events: "stream_events",
+    o.Locate: "get_block",
+    client_wire.Prefixes: "lookup",
+    client_wire.WhyMissing: "why",
+    client_wire.Engines: "list_engines",
+    o.HitCurves: "get_memory",
+    o.ListBlocks: "list_blocks",
+    o.ListSessions: "list_sessions",
+    o.ShowSession: "get_session",
+    o.ListAccounts: "list_accounts",
+    o.ListReceipts: "list_receipts",
+    o.Settings: "get_config",
+    o.PinBlocks: "pin",
+    o.IntendBlocks: "intend",
+    o.EndSession: "end_session",
+    o.BeginJob: "begin_job",
+    o.StopJob: "stop_job",
+    o.Drain: "drain_node",
+    o.Scrub: "begin_job",
+    o.Clear: "clear_namespace",
+    o.Configure: "configure_namespace",
+    o.ChangeSettings: "change_config",
+}
+EXAMPLES = {
+    o.BeginJob: o.BeginJob("evict-1", b'{"kind":"evict","everything":true}'),
+    o.ChangeSettings: o.ChangeSettings(b'{"forward":"true"}'),
+}
+
+
+def handler(name):
+    """A mock's attribute has no name of its own."""
+    found = Mock()
+    found.__name__ = name
+    return found
+
+
+class Named:
+    def __getattr__(self, name):
+        return handler(name)
+
+
+ROUTES = {route.name: route for route in routes.routes(*(Named() for _ in range(9)))}
+
+
+def example(kind):
+    if kind in EXAMPLES:
+        return EXAMPLES[kind]
+    values = {"str": "x", "bytes": b"", "int": 1, "float": 0.0, "bool": False}
+    needed = []
+    for each in msgspec.structs.fields(kind):
+        if each.required:
+            hint = each.type if isinstance(each.type, type) else get_args(each.type)[0]
+            needed.append(values[hint.__name__])
+    return kind(*needed)
+
+
+def test_every_message_is_decided():
+    assert set(get_args(o.OperatorMessage)) | OF_CLIENTS == RULES.keys() | NOT_FORWARDED.keys()
+    assert not RULES.keys() & NOT_FORWARDED.keys()
+    assert all(NOT_FORWARDED.values()) and TYPED.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_no_more_than_on_the_typed_route(kind):
+    route, rule = ROUTES[TYPED[kind]], RULES[kind]
+    assert rule.role == route.role
+    assert (kind in CHANGES) == route.changes
+    if route.whole:
+        assert rule.scope is Scope.WHOLE
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("tenants", [None, frozenset({"red"})])
+@pytest.mark.parametrize("tenant", ["", "red", "blue"])
+def test_who_may_what(kind, role, tenants, tenant):
+    who, rule = Principal("n", role, tenants), RULES[kind]
+    allowed = ROLES.index(role) >= ROLES.index(rule.role)
+    whole = tenants is None
+    if not allowed or (rule.scope is Scope.WHOLE and not whole):
+        wanted = 403
+    else:
+        wanted = 404 if not whole and tenant == "blue" else 200
+    if wanted != 200:
+        with pytest.raises(Refused) as refused:
+            rule_for(who, example(kind), tenant)
+        assert refused.value.status == wanted
+    else:
+        _, meant = rule_for(who, example(kind), tenant)
+        assert meant == (tenant or ("default" if whole else "red"))
+
+
+def test_a_scrub_is_for_whole_tokens():
+    scrub = o.BeginJob("scrub-1", b'{"kind":"scrub"}')
+    rule_for(Principal("n", "operator"), scrub, "")
+    with pytest.raises(Refused, match="all tenants"):
+        rule_for(Principal("n", "admin", frozenset({"red"})), scrub, "red")
+
+
+def test_accounts_are_of_the_tokens_tenants():
+    red, whole = Principal("n", "viewer", frozenset({"red"})), Principal("n", "viewer")
+    ask = o.ListReceipts(0.0, 1.0, 1)
+    assert narrowed(red, ask).tenants == ["red"] and narrowed(whole, ask).tenants == []
+    with pytest.raises(Refused):
+        narrowed(red, o.ListReceipts(0.0, 1.0, 1, tenants=["red", "blue"]))
+
+
+def test_a_limited_token_sees_its_own():
+    red = Principal("n", "viewer", frozenset({"red"}))
+    stats = NodeStats(node="a", clients=7, tenants={"red": TenantStats(), "blue": TenantStats()})
+    raw = msgspec.json.encode(stats)
+    assert shown(Principal("n", "viewer"), o.Inspect(), raw) == raw
+    assert b"blue" not in shown(red, o.Inspect(), raw) and b'"clients":7' not in shown(
+        red, o.Inspect(), raw
+    )
+    jobs = [{"job": "1", "tenant": "red"}, {"job": "2", "tenant": "blue"}]
+    found = msgspec.json.decode(shown(red, o.Jobs(), msgspec.json.encode(jobs)))
+    assert [job["job"] for job in found] == ["1"]
+    details = [{"tenant": "red"}, {"tenant": "blue"}, {}]
+    page = {"events": [{"details": each} for each in details], "first": 1, "last": 3}
+    found = msgspec.json.decode(shown(red, o.Events(0, 9), msgspec.json.encode(page)))
+    assert [event["details"] for event in found["events"]] == details[:1] and found["last"] == 3
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_there_and_back(kind):
+    message = example(kind)
+    shape = msgspec.json.decode(msgspec.json.encode(to_json(message)), type=shape_of(kind))
+    again = message_of(kind, shape)
+    if kind is o.BeginJob:
+        assert again.job == message.job and msgspec.json.decode(again.spec)["everything"]
+    else:
+        assert again == message
