@@ -34,6 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, SegmentError
+from kvpool.folders import sync_folder
 from kvpool.types import RECORD_BYTES_MAX
 
 log = logging.getLogger(__name__)
@@ -666,15 +667,6 @@ def _read_ahead(path: Path, nbytes: int) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(fd)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to stable storage."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -34,6 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.errors import AlreadyRunning, ConfigError, InvalidRequest, SegmentError, Unavailable
+from kvpool.folders import sync_folder
 from kvpool.memory.buffers import Bytes1D, Rows2D
 from kvpool.storage import codecs
 from kvpool.storage.at_rest import SEAL_BYTES, BlockSealer, EncryptionSecrets, block_name
@@ -47,7 +48,6 @@ from kvpool.storage.ssd.index import (
     SsdIndex,
     map_bytes_for,
     open_index,
-    sync_folder,
 )
 from kvpool.storage.ssd.staging import StagingThreads
 from kvpool.types import BlockStatus

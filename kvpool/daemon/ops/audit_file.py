@@ -28,6 +28,7 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import ConfigError, ProtocolError
+from kvpool.folders import sync_folder
 from kvpool.telemetry.node_stats import AuditStats
 
 QUEUE_MAX = 4096  # records that wait for the disk
@@ -260,11 +261,7 @@ class AuditFile:
             raise
         self._use(fd)
         self._drop_surplus()
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
 
     def _use(self, fd: int) -> None:
         os.close(self._fd)

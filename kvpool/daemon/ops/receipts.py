@@ -27,6 +27,7 @@ from kvpool.daemon.core.accounts import Accounts
 from kvpool.daemon.ops.audit_file import files_of
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import LimitExceeded, ProtocolError
+from kvpool.folders import sync_folder
 from kvpool.telemetry.receipts import (
     PERIOD_S,
     Period,
@@ -100,7 +101,7 @@ class ReceiptsFile:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
                 if changed:
-                    _sync_folder(path.parent)
+                    sync_folder(path.parent)
             except OSError:
                 os.ftruncate(fd, size)
                 raise
@@ -447,11 +448,3 @@ def _after_newline(opened: BinaryIO, end: int) -> int:
             return begin + found + 1
         end = begin
     return 0
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

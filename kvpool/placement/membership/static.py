@@ -20,6 +20,7 @@ import msgspec
 
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError, InvalidRequest, ProtocolError, Unavailable
+from kvpool.folders import sync_folder
 from kvpool.placement.membership.admission import (
     after_deletion,
     begun,
@@ -470,10 +471,6 @@ def _save(path: Path, stored: Stored) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         raise Unavailable(f"the namespaces' epochs cannot be written to {path}: {error}") from None
