@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvpool.client import Client
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.router.bodies import BadRequest, Body
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engines import EngineSpec
@@ -117,19 +117,34 @@ class Intents:
     async def _answer(
         self, link: DaemonLink, body: Body, wanted: Wanted, limit_s: float
     ) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time
+        deadline = now() + limit_s
         ways, unreachable = self._ways(body.model, wanted.nodes)
         places: list[_Place] = []
+        short: list[str] = []
         tokens = blocks = 0
         for (namespace, _), way in ways.items():
-            prompt = await self._prompt(body, way.like, limit_s)
-            packed = b"".join([each[-KEY_BYTES:] for each in prompt.hashes])
-            places += [_Place(node, namespace, packed) for node in way.nodes]
+            prompt = await self._prompt(body, way.like, deadline - now())
             tokens, blocks = len(prompt.tokens), max(blocks, len(prompt.hashes))
+            if prompt.hashes:
+                packed = b"".join([each[-KEY_BYTES:] for each in prompt.hashes])
+                places += [_Place(node, namespace, packed) for node in way.nodes]
+            else:
+                short += way.nodes
+        if not blocks:
+            raise BadRequest(
+                400,
+                "no block of this request is known here: it has less than one of tokens, several prompts, or media that "
+                "no engine renders for routers",
+            )
+        told = {place.node for place in places}
+        unreachable |= {
+            node: "its blocks are longer than this prompt" for node in short if node not in told
+        }
         for place in places[PLACES_MAX:]:
             unreachable[place.node] = f"only {PLACES_MAX} nodes are told at once: name this one"
-        items = await self._ask_all(
-            link, places[:PLACES_MAX], wanted, min(limit_s, ANSWERS_S), unreachable
-        )
+        within_s = max(0.0, min(deadline - now(), ANSWERS_S))
+        items = await self._ask_all(link, places[:PLACES_MAX], wanted, within_s, unreachable)
         for outcome in [item["outcome"] for item in items] + ["unreachable"] * len(unreachable):
             self._metrics.intents.labels(outcome).inc()
         return {
@@ -175,8 +190,10 @@ class Intents:
     async def _prompt(self, body: Body, like: EngineSpec, limit_s: float) -> Prompt:
         """The prompt as these engines hash it. Raises `BadRequest`."""
         try:
-            prompt = await self._prompts.prompt(
-                *(body.value, body.kind.prompts), deadline_s=min(TOKENIZE_S, limit_s), like=like
+            return await self._prompts.prompt(
+                *(body.value, body.kind.prompts),
+                deadline_s=max(0.0, min(TOKENIZE_S, limit_s)),
+                like=like,
             )
         except TokenizeRefused as error:
             raise BadRequest(400, str(error)) from None
@@ -186,13 +203,6 @@ class Intents:
             raise Rejected(
                 503, f"the prompt's tokens are not known: {error}", "not_tokenised", 1.0
             ) from None
-        if not prompt.hashes:
-            raise BadRequest(
-                400,
-                "no block of this request is known here: it has less than one of tokens, several prompts, or media that "
-                "no engine renders for routers",
-            )
-        return prompt
 
     async def _ask_all(
         self,
@@ -217,14 +227,26 @@ class Intents:
                 ask.cancel()  # one that a thread has begun goes on; its answer is lost
             await asyncio.gather(*asks, return_exceptions=True)
         items = []
+        failed: list[tuple[_Place, str]] = []
+        refused: list[tuple[_Place, str]] = []
         for ask, place in asks.items():
             if ask in late:
-                unreachable[place.node] = f"no answer within {within_s:.0f} s: it may still do it"
-            elif isinstance(error := ask.exception(), KvpoolError):
-                unreachable[place.node] = str(error)
+                failed.append((place, f"no answer within {within_s:.3g} s: it may still do it"))
+            elif isinstance(error := ask.exception(), InvalidRequest):
+                refused.append((place, str(error)))
+            elif isinstance(error, KvpoolError):
+                failed.append((place, str(error)))
             else:
                 answer = msgspec.to_builtins(ask.result())
                 items.append({"node": place.node, "namespace": place.namespace.hex(), **answer})
+        answered = {item["node"] for item in items}
+        for place, why in failed:
+            of = f"namespace {place.namespace.hex()}: " if place.node in answered else ""
+            unreachable[place.node] = of + why
+        for place, why in refused:
+            # A node that answers for others of the namespaces does not have this one open.
+            if place.node not in answered:
+                unreachable.setdefault(place.node, why)
         return items
 
 
