@@ -447,15 +447,7 @@ class Api:
 
     async def _intend(self, request: web.Request) -> web.StreamResponse:
         incoming = await self._incoming(request, Kind.COMPLETIONS)
-        try:
-            said = _decode_intent(incoming.raw)
-            kind = _kind_of(said)
-        except ProtocolError as error:
-            raise BadRequest(400, str(error)) from None
-        if (said.intent is Intent.KEEP) != (said.for_s > 0):
-            raise BadRequest(400, "for_s belongs to keep, and to nothing else", param="for_s")
-        if said.hard and said.intent is not Intent.PIN:
-            raise BadRequest(400, "only a pin can be hard", param="hard")
+        said, kind = parse_intent(incoming.raw)
         tenant = incoming.tenant
         if tenant == OPERATOR:
             tenant = request.headers.get(AS_TENANT, OPERATOR)
@@ -472,7 +464,7 @@ class Api:
             )
         return _json(found)
 
-    def _check_may_intend(self, tenant: str, said: _IntentBody) -> None:
+    def _check_may_intend(self, tenant: str, said: IntentBody) -> None:
         """Raises `BadRequest`. What is held counts in the pool's quotas, which tenants of a router have in common."""
         table = self._config.tenants.get(tenant)
         if table is None or said.intent not in table.intents:
@@ -487,7 +479,7 @@ class Api:
             )
 
 
-class _IntentBody(msgspec.Struct, forbid_unknown_fields=True):
+class IntentBody(msgspec.Struct, forbid_unknown_fields=True):
     """request: a body; path: where it would be sent, by default a chat if it has messages, else a completion."""
 
     intent: Intent
@@ -506,14 +498,28 @@ class _Shape(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
 
 
-_decode_intent = JsonDecoder[_IntentBody](
-    _IntentBody, 'an intent such as {"intent": "keep", "for_s": 900, "request": {…}}'
+_decode_intent = JsonDecoder[IntentBody](
+    IntentBody, 'an intent such as {"intent": "keep", "for_s": 900, "request": {…}}'
 )
 _decode_shape = JsonDecoder[_Shape](_Shape, "a request, a JSON object")
 
 
-def _kind_of(said: _IntentBody) -> Kind:
-    """What the request is. Raises `BadRequest` and `ProtocolError`."""
+def parse_intent(raw: bytes) -> tuple[IntentBody, Kind]:
+    """The body of an intent, and what its request is. Raises `BadRequest`."""
+    try:
+        said = _decode_intent(raw)
+        kind = _kind_of(said)
+    except ProtocolError as error:
+        raise BadRequest(400, str(error)) from None
+    if (said.intent is Intent.KEEP) != (said.for_s > 0):
+        raise BadRequest(400, "for_s belongs to keep, and to nothing else", param="for_s")
+    if said.hard and said.intent is not Intent.PIN:
+        raise BadRequest(400, "only a pin can be hard", param="hard")
+    return said, kind
+
+
+def _kind_of(said: IntentBody) -> Kind:
+    """Raises `BadRequest` and `ProtocolError`."""
     if not said.path:
         chat = bytes(_decode_shape(said.request).messages) not in {b"", b"null"}
         return Kind.CHAT if chat else Kind.COMPLETIONS

@@ -31,7 +31,7 @@ from kvpool.placement.kv_events import stream as kv_events
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import ClusterConfig, encode_record
-from kvpool.router import bodies, sse
+from kvpool.router import api, bodies, sse
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.storage.object import packs
 from kvpool.telemetry import node_stats, spans
@@ -412,6 +412,12 @@ def take_completion(data: bytes) -> None:
         bodies.prompt_only(body)
 
 
+def take_intent(data: bytes) -> None:
+    """What a client of the router wants, and the request in it, as far as it is known without engines."""
+    said, kind = api.parse_intent(data)
+    bodies.limited(bodies.parse(kind, bytes(said.request), ["m"]), 5)
+
+
 def take_answer_stream(data: bytes) -> None:
     stream = sse.EventStream()
     for at in range(0, len(data), 37):
@@ -430,6 +436,14 @@ COMPLETION = msgspec.json.encode(
         "stream": True,
     }
 )
+INTENTS = [
+    msgspec.json.encode({"request": msgspec.Raw(COMPLETION), **said})
+    for said in (
+        {"intent": "keep", "for_s": 900, "nodes": ["node-a", "b.c_d"], "dry_run": True},
+        {"intent": "pin", "hard": True, "path": "/v1/messages"},
+        {"intent": "drop"},
+    )
+]
 CHUNK = b'data: {"choices":[{"text":"x"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
 
 
@@ -467,6 +481,7 @@ def all_targets() -> Iterator[tuple[str, Target]]:
     yield "rest", Target(take_body, bodies_of_routes(), 1)
     yield "cursor", Target(take_cursor, [pack_cursor("a").encode(), pack_cursor(1, "a").encode()])
     yield "completion", Target(take_completion, [COMPLETION])
+    yield "intent", Target(take_intent, INTENTS)
     yield "answer_stream", Target(take_answer_stream, [CHUNK * 3 + b"data: [DONE]\n\n"])
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import msgspec
 
 from kvpool.retry import BreakerRule
-from kvpool.router.bodies import Kind
+from kvpool.router.bodies import Body, Kind
 from kvpool.router.calls import REPORT
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
@@ -32,6 +32,8 @@ from kvpool.router.group.rows import stranger
 from kvpool.router.hashing import HashSpec, Prompt
 from kvpool.router.health import Health
 from kvpool.router.intake import Incoming
+from kvpool.router.intents import Wanted
+from kvpool.router.isolation import Isolation
 from kvpool.router.memory import Held
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import Measured
@@ -248,6 +250,24 @@ class ScriptedKnowledge:
         return {}
 
 
+class ScriptedIntents:
+    """Stands for `Intents`: accepts all. nodes: of engines. hold: until this it does not answer."""
+
+    def __init__(self, nodes: Mapping[str, str]) -> None:
+        self.nodes = nodes
+        self.told: list[tuple[Body, Wanted, float]] = []
+        self.hold: asyncio.Event | None = None
+
+    def node_of(self, engine: str) -> str:
+        return self.nodes.get(engine, "")
+
+    async def answer(self, body: Body, wanted: Wanted, limit_s: float) -> dict[str, Any]:
+        self.told.append((body, wanted, limit_s))
+        if self.hold is not None:
+            await self.hold.wait()
+        return {"prompt_blocks": 2, "items": [], "unreachable": {}}
+
+
 class Recorder:
     """Stands for `Observing`."""
 
@@ -314,7 +334,9 @@ def estimates() -> KindEstimates:
 
 @dataclass(slots=True)
 class Bench:
-    """A router over engines. Use as an asynchronous context manager. recording: stands for a `recorder.Recorder`."""
+    """A router over engines. Use as an asynchronous context manager. recording: stands for a `recorder.Recorder`.
+    intents: for `intents.Intents`.
+    """
 
     specs: Sequence[EngineSpec]
     config: RouterConfig
@@ -322,6 +344,8 @@ class Bench:
     upstream: ScriptedUpstream = field(default_factory=ScriptedUpstream)
     recorder: Recorder = field(default_factory=Recorder)
     recording: Any = None
+    intents: ScriptedIntents | None = None
+    isolation: Isolation | None = None
     metrics: Metrics = field(default_factory=Metrics)
     index: PrefixIndex = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -396,6 +420,8 @@ class Bench:
             clock=clock,
             random=self.random.randbytes,
             recorder=self.recording,
+            intents=self.intents,  # type: ignore[arg-type]
+            isolation=self.isolation,
         )
         self.group = Group(
             Hello(PROTOCOL, self.random.randbytes(8).hex(), clock()),

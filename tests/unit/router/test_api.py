@@ -15,10 +15,12 @@ from aiohttp import web
 
 from kvpool.router.active_request import ActiveRequest
 from kvpool.router.api import REQUEST_ID, Api
-from kvpool.router.bodies import Kind
+from kvpool.router.bodies import Kind, parse
 from kvpool.router.config import RouterConfig, Secrets, TenantTable
 from kvpool.router.engines import EngineSpec
-from tests.support.scripted_engines import EVENTS, MODEL, Bench, answer_to, engine
+from kvpool.router.isolation import Isolation
+from kvpool.types import Intent
+from tests.support.scripted_engines import EVENTS, MODEL, Bench, ScriptedIntents, answer_to, engine
 from tests.support.waiting import PATIENCE_S, until_async
 
 OPERATOR, ALICE, BOB = "operator-operator", "alice-alice-alice", "bob-bob-bob-bob-bob"
@@ -55,12 +57,14 @@ def run(
     work: Callable[[Site], Awaitable[None]],
     *specs: EngineSpec,
     secrets: Secrets = OPEN,
+    intents: ScriptedIntents | None = None,
+    isolation: Isolation | None = None,
     **config: Any,
 ) -> None:
     settings = RouterConfig(**{"answer_s": 20.0, "deadline_s": 20.0, "probe_s": 50.0, **config})
 
     async def main() -> None:
-        async with Bench(specs, settings) as bench:
+        async with Bench(specs, settings, intents=intents, isolation=isolation) as bench:
             api = Api(
                 settings,
                 secrets,
@@ -455,6 +459,7 @@ def test_a_client_that_hangs_up_in_the_middle_too() -> None:
         ("DELETE", "/engines/a/drain"),
         ("GET", "/explain/me"),
         ("POST", "/explain"),
+        ("POST", "/intents"),
         ("GET", "/nowhere"),
     ],
 )
@@ -498,6 +503,97 @@ def test_tenants_serve_requests_and_operators_all() -> None:
         assert (await site.call("/health"))[0] == 200, "probes have no token"
 
     run(work, engine("a"), secrets=CLOSED, tenants=tenants)
+
+
+def test_tenants_may_want_what_their_table_lists_and_operators_anything() -> None:
+    tenants = {
+        "alice": TenantTable(token_file="x", intents=(Intent.PIN, Intent.KEEP)),
+        "bob": TenantTable(token_file="y"),
+    }
+    intents, isolation = ScriptedIntents({"a": "node-a"}), Isolation(b"secret", {})
+
+    def salt(tenant: str) -> Any:
+        raw = json.dumps(WHOLE).encode()
+        return isolation.salted(parse(Kind.COMPLETIONS, raw, [MODEL]), tenant).value["cache_salt"]
+
+    async def work(site: Site) -> None:
+        async def ask(token: str, tenant: str = "", **said: Any) -> int:
+            headers = {"x_kvpool_tenant": tenant} if tenant else {}
+            status, _, data = await site.call(
+                "/intents", {"request": WHOLE, **said}, token=token, **headers
+            )
+            if status != 200:
+                assert error_of(data)["message"]
+            return status
+
+        for intent in Intent:
+            for_s = 1.0 if intent is Intent.KEEP else 0.0
+            may = intent in {Intent.PIN, Intent.KEEP}
+            assert await ask(ALICE, intent=intent, for_s=for_s) == (200 if may else 403)
+            assert await ask(BOB, intent=intent, for_s=for_s) == 403
+            assert await ask(OPERATOR, intent=intent, for_s=for_s) == 200
+        salts = [body.value["cache_salt"] for body, *_ in intents.told]
+        assert sorted(salts) == sorted([salt("alice")] * 2 + [salt("")] * len(Intent))
+        assert len({salt("alice"), salt("bob"), salt("")}) == 3
+        intents.told.clear()
+
+        # Also only to look, since that tells what others have sent.
+        assert await ask(BOB, intent="pin", dry_run=True) == 403
+        assert await ask(ALICE, intent="pin", hard=True) == 403
+        assert await ask(ALICE, intent="pin", hard=True, dry_run=True) == 403
+        assert not intents.told
+        # Nobody but an operator names a tenant.
+        assert await ask(ALICE, "bob", intent="pin") == 200
+        assert await ask(OPERATOR, "bob", intent="pin", hard=True) == 200
+        assert await ask(OPERATOR, intent="pin", hard=True) == 200
+        found = [(body.value["cache_salt"], wanted.hard) for body, wanted, _ in intents.told]
+        assert found == [(salt("alice"), False), (salt("bob"), True), (salt(""), True)]
+
+    run(
+        work,
+        engine("a"),
+        secrets=CLOSED,
+        tenants=tenants,
+        intents=intents,
+        isolation=isolation,
+    )
+
+
+def test_a_tenant_whose_table_has_left_may_nothing() -> None:
+    intents = ScriptedIntents({})
+
+    async def work(site: Site) -> None:
+        said = {"intent": "drop", "request": WHOLE}
+        assert (await site.call("/intents", said, token=ALICE))[0] == 403
+        assert not intents.told
+
+    run(work, engine("a"), secrets=CLOSED, intents=intents)
+
+
+def test_an_intent_says_what_kind_of_request_its_prompt_is_of() -> None:
+    intents = ScriptedIntents({})
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+
+    async def work(site: Site) -> None:
+        for request, path, kind in (
+            (WHOLE, "", Kind.COMPLETIONS),
+            (chat, "", Kind.CHAT),
+            ({**WHOLE, "messages": None}, "", Kind.COMPLETIONS),
+            (chat, "/v1/messages", Kind.MESSAGES),
+            (chat, "/v1/chat/completions", Kind.CHAT),
+        ):
+            said = {"intent": "drop", "request": request, "path": path, "nodes": ["n.1"]}
+            status, _, data = await site.call("/intents", said)
+            assert status == 200, data
+            body, wanted, _ = intents.told.pop()
+            assert body.kind is kind and wanted.nodes == ("n.1",)
+            assert json.loads(body.raw) == request
+        for path in ("/v1/embeddings", "/v1/audio/transcriptions", "/intents", "v1/messages"):
+            said = {"intent": "drop", "request": chat, "path": path}
+            status, _, data = await site.call("/intents", said)
+            assert status == 400 and error_of(data)["param"] == "path"
+
+    run(work, engine("a"), intents=intents)
 
 
 def test_a_tenants_priority_is_bounded() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.router.config import SETTINGS, engine_flag, load
+from kvpool.types import Intent
 
 TOKEN = "0123456789abcdef-operator"
 
@@ -188,6 +189,26 @@ def test_tokens_that_are_not_safe(tmp_path: Path, text: str, mode: int) -> None:
     with pytest.raises(ConfigError) as caught:
         load(flags={"token_file": path}, environ={})
     assert not text or text not in str(caught.value)
+
+
+def test_a_tenant_may_want_what_its_table_lists_where_caches_are_apart(tmp_path: Path) -> None:
+    alice, bob = (
+        secret(tmp_path / name, f"{name}-0123456789-0123456789") for name in ("alice", "bob")
+    )
+    salt = secret(tmp_path / "isolate", "secret-of-the-isolation-0123456789")
+    apart = f'isolate = true\nisolate_secret_file = "{salt}"\n'
+    tables = f'[tenants.alice]\ntoken_file = "{alice}"\nintents = %s\n[tenants.bob]\ntoken_file = "{bob}"\n'
+    file = written(tmp_path / "router.toml", apart + tables % '["keep", "drop"]')
+    config, _ = load(file=file, environ={})
+    assert config.tenants["alice"].intents == (Intent.KEEP, Intent.DROP)
+    assert config.tenants["bob"].intents == (), "none, unless they are listed"
+    for text, says in (
+        (apart + tables % '["hold"]', "intents"),
+        (apart + tables % '"keep"', "intents"),
+        (tables % '["keep"]', "tenants.alice.intents.* set isolate"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load(file=written(tmp_path / "wrong.toml", text), environ={})
 
 
 def test_tenants_have_tokens_of_their_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,18 +17,21 @@ from kvpool.router.bodies import BadRequest, Kind
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
 from kvpool.router.intake import Rejected
+from kvpool.router.intents import Wanted
 from kvpool.router.memory import SMALL_BYTES
 from kvpool.router.requests import QUIET_S
 from kvpool.router.upstream import TOO_LARGE, EngineFailed
 from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
+from kvpool.types import Intent
 from tests.support.scripted_engines import (
     FAULTS,
     REFUSED_EVENTS,
     Bench,
     Client,
     ScriptedAnswer,
+    ScriptedIntents,
     answer_to,
     engine,
 )
@@ -53,13 +57,15 @@ def run(
     work: Callable[[Bench], Awaitable[None]],
     *specs: EngineSpec,
     scheduler: Any = None,
+    intents: ScriptedIntents | None = None,
     **config: Any,
 ) -> None:
     """work: on a router over these engines, of which nothing is left at the end."""
     given_settings = scheduler or Settings(retries_max=config.get("retries_max", 2))
 
     async def main() -> None:
-        async with Bench(specs, RouterConfig(**{**CONFIG, **config}), given_settings) as bench:
+        settled = RouterConfig(**{**CONFIG, **config})
+        async with Bench(specs, settled, given_settings, intents=intents) as bench:
             await work(bench)
             assert not bench.left()
 
@@ -942,6 +948,99 @@ def test_dry_runs_are_admitted_as_requests_are() -> None:
         assert (await bench.serving.explain(bench.incoming(STREAM)))["engine"] == "a"
 
     run(work, engine("a"), answer_s=50.0, requests_max=1)
+
+
+PREFETCH = Wanted(Intent.PREFETCH)
+
+
+def test_a_prompt_is_prefetched_to_the_node_to_which_its_request_would_go() -> None:
+    intents = ScriptedIntents({"p": "node-p", "d": "node-d", "far": "node-far"})
+
+    async def elsewhere(request: Any, model: str) -> bytes:
+        return b'{"engine": "far"}'
+
+    async def work(bench: Bench) -> None:
+        assert (await bench.serving.explain(bench.incoming(WHOLE)))["engine"] == "p"
+        for wanted, nodes in (
+            (PREFETCH, ("node-p",)),
+            (replace(PREFETCH, dry_run=True), ("node-p",)),
+            (replace(PREFETCH, nodes=("x", "y")), ("x", "y")),
+            (Wanted(Intent.KEEP, for_s=1.0), ()),
+        ):
+            await bench.serving.intend(bench.incoming(WHOLE), wanted)
+            body, told, limit_s = intents.told.pop()
+            assert body.value["prompt"] == WHOLE["prompt"] and told == replace(wanted, nodes=nodes)
+            assert limit_s == CONFIG["deadline_s"]
+        await bench.serving.intend(bench.incoming(WHOLE, deadline_s=3.0), PREFETCH, elsewhere)
+        _, told, limit_s = intents.told.pop()
+        assert (told.nodes, limit_s) == (("node-far",), 3.0), "another router schedules"
+        assert not bench.upstream.seen
+
+    run(work, engine("p", PREFILL), engine("d", DECODE), intents=intents)
+
+
+def test_what_can_be_prefetched_nowhere_is_told() -> None:
+    intents = ScriptedIntents({})
+
+    async def work(bench: Bench) -> None:
+        for saying in (b"", b'{"rejected": "full"}', b'{"engine": null}', b'{"engine": 7}'):
+
+            async def elsewhere(request: Any, model: str, saying: bytes = saying) -> bytes:
+                return saying
+
+            with pytest.raises(Rejected) as caught:
+                await bench.serving.intend(bench.incoming(WHOLE), PREFETCH, elsewhere)
+            assert (caught.value.status, caught.value.why) == (503, "no_node")
+        assert not intents.told
+        named = replace(PREFETCH, nodes=("x",))
+        await bench.serving.intend(bench.incoming(WHOLE), named)
+        assert len(intents.told) == 1
+
+    run(work, engine("a"), intents=intents)
+
+
+def test_intents_are_admitted_as_requests_are() -> None:
+    intents = ScriptedIntents({})
+    wanted = Wanted(Intent.PIN)
+
+    async def work(bench: Bench) -> None:
+        intents.hold = asyncio.Event()
+        first = asyncio.create_task(bench.serving.intend(bench.incoming(WHOLE), wanted))
+        await until_async(lambda: len(intents.told) == 1)
+        with pytest.raises(Rejected) as caught:
+            await bench.serving.intend(bench.incoming(WHOLE), wanted)
+        assert caught.value.why == "requests_max"
+        drained = asyncio.create_task(bench.serving.drained(30.0))
+        intents.hold.set()
+        await first
+        assert await drained
+        with pytest.raises(Rejected, match="shutting down"):
+            await bench.serving.intend(bench.incoming(WHOLE), wanted)
+        assert len(intents.told) == 1
+
+    run(work, engine("a"), intents=intents, requests_max=1)
+
+
+def test_an_intent_for_a_body_without_room_is_refused() -> None:
+    intents = ScriptedIntents({"a": "node-a"})
+
+    async def work(bench: Bench) -> None:
+        large = {"prompt": "x" * (SMALL_BYTES * 4)}
+        for wanted in (PREFETCH, Wanted(Intent.PIN)):
+            with bench.serving.memory.hold() as held, pytest.raises(Rejected) as caught:
+                await bench.serving.intend(bench.incoming(large, held=held), wanted)
+            assert (caught.value.status, caught.value.why) == (429, "memory")
+        assert not intents.told and not bench.serving.memory.held
+
+    run(work, engine("a"), intents=intents, memory_bytes_max=SMALL_BYTES)
+
+
+def test_a_router_without_intents_says_so() -> None:
+    async def work(bench: Bench) -> None:
+        with pytest.raises(BadRequest, match="passes no intents on"):
+            await bench.serving.intend(bench.incoming(WHOLE), Wanted(Intent.PIN))
+
+    run(work, engine("a"))
 
 
 def test_what_is_passed_through_is_tried_elsewhere() -> None:
