@@ -296,12 +296,12 @@ def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
         found = decode_json(raw, dict[str, Any], "an object")
     except ProtocolError:
         raise ProtocolError(f"router {url} answered {status}, without a JSON object") from None
-    if 400 <= status < 500:
-        inner = found.get("error")
-        text = inner.get("message", "") if isinstance(inner, dict) else ""
-        raise InvalidRequest(f"router {url}: {str(text)[:500]}")
+    inner = found.get("error")
+    text = str(inner.get("message", "") if isinstance(inner, dict) else "")[:500]
+    if 400 <= status < 500 and status != 429:
+        raise InvalidRequest(f"router {url}: {text}")
     if status >= 300:
-        raise Unavailable(f"router {url} answered {status}")
+        raise Unavailable(f"router {url} answered {status}: {text}")
     return found
 
 

@@ -6,12 +6,17 @@ from json import dumps, loads
 
 import pytest
 
+from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
 from tests.integration.admin.conftest import open_gate
+from tests.integration.cluster.conftest import NBYTES
 from tests.support.programs import program
 from tests.support.servers.etcd import free_port
+from tests.support.stub_engine.tokens import chat_tokens
 from tests.support.waiting import PATIENCE_S
 
 TOKEN = "a router's token, long enough"
+MESSAGES = [{"role": "user", "content": "a question of some length " * 10}]
+SPEC = HashSpec(16, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))
 
 
 @pytest.fixture
@@ -88,3 +93,82 @@ def test_engines_and_requests(routed):
     assert gate.of("redeye").ask("POST", "/v1/lookup", body).status == 403
     assert gate.ask("POST", "/v1/explain", {"model": "stub"}).code == "invalid"
     assert gate.ask("POST", "/v1/explain", {"model": "other", "prompt": "x"}).code == "not_found"
+
+
+def test_a_prompt_is_kept_and_dropped_by_its_text(start_cluster, tmp_path):
+    with contextlib.ExitStack() as stack:
+        world = start_cluster(nodes=1)
+        (seat,) = world.seats()
+        tokens, _ = chat_tokens(MESSAGES)
+        keys = [each[-16:] for each in chain(SPEC, tokens)]
+        assert len(keys) > 4
+        seat.client.put(seat.ns, keys[:4], [bytes(NBYTES)] * 4)
+        line = stack.enter_context(program("tests.support.stub_engine", "--port", "0"))
+        digest = seat.ns.digest.hex()
+        engine = f"{loads(line)['url']},node={seat.name},namespace={digest},hash=sha256_cbor,block_tokens=16"
+        routers = []
+        for _ in "xy":
+            url = f"http://127.0.0.1:{free_port()}"
+            flags = ("--engine", engine, "--socket", seat.node.socket, "--listen", url[7:])
+            stack.enter_context(program("kvpool.cli", "router", *flags, KVPOOL_ROUTER_TOKEN=TOKEN))
+            routers.append(url)
+        gate = open_gate(
+            world,
+            tmp_path,
+            # The first of them is away, and the next one is asked.
+            KVPOOL_ROUTERS=",".join([f"http://127.0.0.1:{free_port()}", *routers]),
+            KVPOOL_ROUTER_TOKEN=TOKEN,
+        )
+        chat = {"model": "stub", "messages": MESSAGES}
+        keep = {"intent": "keep", "for_s": 600, **chat}
+        kept = gate.of("op").change("POST", "/v1/intents", keep)
+        (item,) = kept["items"]
+        assert (item["node"], item["namespace"]) == (seat.name, digest)
+        assert (item["outcome"], item["blocks"], item["nbytes"]) == ("accepted", 4, 4 * NBYTES)
+        assert (item["asked"], item["missing"]) == (len(keys), len(keys) - 4)
+        assert kept["unreachable"] == {}
+
+        drop = {"intent": "drop", **chat}
+        # Who is limited to a tenant, or may only look, may not, and does nothing.
+        for who, body in (
+            ("redop", drop),
+            ("red", drop),
+            ("red", {**drop, "dry_run": True}),
+            ("eye", drop),
+        ):
+            answer = gate.of(who).ask("POST", "/v1/intents", body)
+            assert answer.status == 403 and answer.code, who
+        answer = gate.of("red").ask("POST", "/v1/intents?tenant=red", drop)
+        assert answer.status in {400, 403}
+        assert gate.ask("POST", "/v1/intents?tenant=default", drop).code == "invalid"
+        for wrong in (
+            {**drop, "model": ""},
+            {**drop, "prompt": "x"},
+            {**drop, "session": "x"},
+            {**drop, "namespace": digest},
+            {"intent": "drop", "model": "stub"},
+            {**drop, "for_s": 5},
+        ):
+            assert gate.ask("POST", "/v1/intents", wrong).status == 400, wrong
+        other = gate.ask("POST", "/v1/intents", {**drop, "model": "other"})
+        assert other.code == "not_found"
+        assert seat.client.match(seat.ns, keys) == 4
+
+        # By tokens, and only to look; on a node that is not there.
+        by_tokens = {"intent": "drop", "model": "stub", "tokens": list(tokens)}
+        looked = gate.change("POST", "/v1/intents", {**by_tokens, "dry_run": True})
+        assert [each["blocks"] for each in looked["items"]] == [4]
+        nowhere = gate.change("POST", "/v1/intents", {**by_tokens, "node": "nowhere"})
+        assert nowhere["items"] == [] and "nowhere" in nowhere["unreachable"]["nowhere"]
+        assert seat.client.match(seat.ns, keys) == 4
+        dropped = gate.change("POST", "/v1/intents", by_tokens)
+        assert [each["outcome"] for each in dropped["items"]] == ["accepted"]
+        assert seat.client.match(seat.ns, keys) == 0
+
+
+def test_why_a_router_passes_no_intent_on_is_told(routed):
+    gate, _, _, url = routed
+    body = {"intent": "drop", "model": "stub", "messages": MESSAGES}
+    answer = gate.ask("POST", "/v1/intents", body)
+    assert (answer.status, answer.code) == (400, "invalid")
+    assert url in answer.json["detail"] and "no daemon" in answer.json["detail"]
