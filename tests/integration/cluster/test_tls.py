@@ -17,6 +17,7 @@ from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.credentials import Contexts, Credentials, TlsFiles
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
+from kvpool.types import Intent, Outcome
 from kvpool.wire import operator as operator_wire
 from tests.support.local_cluster import SECRET
 from tests.support.pki import Pki
@@ -433,3 +434,12 @@ def test_operators_act_from_the_nodes_that_may(fleet):
         c.client.ask_node(listing, node="b")
     assert c.client.ask_node(listing, node="a")["blocks"] == []
     assert b.client.ask_node(listing)["blocks"] == [], "its own are not asked where they come from"
+    # What a client wants of another node is an operator's request there.
+    want = (b.ns.digest, Intent.DROP, [bytes(16)])
+    for intent in Intent:
+        for_s = 1.0 if intent is Intent.KEEP else 0.0
+        with pytest.raises(NotAuthenticated, match="takes no operators' requests from node c"):
+            c.client.intend_on(b.ns.digest, intent, [bytes(16)], node="b", for_s=for_s)
+    assert c.client.available, "which says nothing about its own daemon"
+    for client, node in ((a.client, "b"), (b.client, "b"), (b.client, ""), (c.client, "a")):
+        assert client.intend_on(*want, node=node).outcome is Outcome.MISSING
