@@ -117,11 +117,10 @@ def _root(
         ),
     ] = "",
 ) -> None:
-    if context not in {"", LOCAL} and ctx.invoked_subcommand in HERE_ONLY:
-        complain(f"{ctx.invoked_subcommand} works on this machine only: leave out --context")
-        raise typer.Exit(EXIT_USAGE)
     del version  # printed by its callback
     _Given.context = context
+    if ctx.invoked_subcommand in HERE_ONLY:
+        without_context(ctx.invoked_subcommand)
 
 
 LOCAL = "local"
@@ -139,6 +138,13 @@ def chosen_context(socket: str | None) -> Context | None:
     from kvpool.cli.render.contexts import choose
 
     return choose(_Given.context, socket, os.environ)
+
+
+def without_context(command: str) -> None:
+    """Before a command that asks nobody: raises `typer.Exit` where a context is given for it."""
+    if _Given.context not in {"", LOCAL}:
+        complain(f"{command} works on this machine only: leave out --context")
+        raise typer.Exit(EXIT_USAGE)
 
 
 def only_here(command: str, socket: str | None) -> None:

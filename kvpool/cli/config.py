@@ -36,6 +36,7 @@ def config_check(
     """
     from kvpool.cli.render.settings import effective, plain, show
 
+    base.without_context("config check")
     found = effective(None if file is None else str(file), os.environ)
     if as_json:
         base.print_json(plain(found))

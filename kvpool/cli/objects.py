@@ -53,7 +53,7 @@ def put(
 
     key = check_name(name)
     data = read_source(None if file == STDIO else Path(file))
-    with _objects(socket, tenant, tenant_id) as (_, objects):
+    with _objects("put", socket, tenant, tenant_id) as (_, objects):
         check_stored(objects, key, data)
     if as_json:
         base.print_json({"name": name, "bytes": len(data)})
@@ -88,7 +88,7 @@ def get(
     key = check_name(name)
     if as_json and file == STDIO:
         raise InvalidRequest("--json and the bytes would both go to standard output: name a file")
-    with _objects(socket, tenant, tenant_id) as (_, objects):
+    with _objects("get", socket, tenant, tenant_id) as (_, objects):
         if file is None and (as_json or sys.stdout.isatty()):
             nbytes, data = size_of(objects, key), None
         else:
@@ -130,7 +130,7 @@ def ls(
 
     if tier not in ("dram", "ssd"):
         raise InvalidRequest(f"--tier {tier!r:.40}: must be dram or ssd")
-    with _objects(socket, tenant, tenant_id, verify=False) as (client, objects):
+    with _objects("ls", socket, tenant, tenant_id, verify=False) as (client, objects):
         found, more = list_objects(client, objects, tier, prefix, limit)
     if as_json:
         base.print_json({"items": found, "more": more})
@@ -153,7 +153,7 @@ def rm(
     from kvpool.cli.render.objects import check_name, remove
 
     keys = [check_name(name) for name in names]
-    with _objects(socket, tenant, tenant_id) as (_, objects):
+    with _objects("rm", socket, tenant, tenant_id) as (_, objects):
         refused = remove(objects, keys)
     failures = {names[at]: reason for at, reason in refused.items()}
     if as_json:
@@ -171,11 +171,11 @@ def rm(
 
 @contextmanager
 def _objects(
-    socket: str | None, tenant: str, tenant_id: str, *, verify: bool = True
+    command: str, socket: str | None, tenant: str, tenant_id: str, *, verify: bool = True
 ) -> Iterator[tuple[OperatorClient, Objects]]:
     from kvpool.compat.mooncake.objects import Objects
 
-    base.only_here("this", socket)
+    base.only_here(command, socket)
     with base.daemon_client(socket, tenant) as client:
         if not client.serves_each:
             raise Unavailable("the daemon is older than this command and has no objects: upgrade")

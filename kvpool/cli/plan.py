@@ -120,6 +120,7 @@ def plan(
     from kvpool.simulator.simulated_cluster import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
+    base.without_context("plan workload")
     found = trace_of(trace, Workload(rate or 4.0, prompt, output, shared), limit, seed)
     shape = Shape(
         Speeds(load_hardware(hardware), load_model(model)),
