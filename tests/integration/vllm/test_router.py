@@ -184,6 +184,44 @@ def test_answers_are_those_of_the_engines_and_hand_over_goes_through_the_pool(
         assert b.computed_tokens() - computed <= 2 * 4 * served.kit.BLOCK
 
 
+def intend(url: str, **said: Any) -> Any:
+    """The answers of nodes by their names."""
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(url + "/intents", json.dumps(said).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+        found = json.load(answer)
+    assert found["unreachable"] == {}
+    return {item["node"]: item for item in found["items"]}
+
+
+def pinned(socket: str) -> set[str]:
+    """The keys of blocks in a node's memory that are pinned for longer than a read."""
+    with OperatorClient(socket, connect=True, timeout_s=10.0) as client:
+        found: Any = client.ask_node(operator_wire.ListBlocks("dram", "", 1000, b""))
+    assert found["cursor"] is None
+    return {block["key"] for block in found["blocks"] if block["pin"] != "none"}
+
+
+def test_what_an_engine_has_saved_of_a_prompt_is_kept_by_its_text(served: Served) -> None:
+    request = {"model": BENCH.SERVED_NAME, "prompt": "a question of some length, " * 40}
+    before = pinned(served.sockets["a"])
+    with served.router("router-intents") as url:
+        until_verified(url, 2)
+        body = {**request, "max_tokens": 1, "temperature": 0}
+        with urllib.request.urlopen(
+            post(served.servers["a"].url, body), timeout=PATIENCE_S
+        ) as answer:
+            tokens = json.load(answer)["usage"]["prompt_tokens"]
+        looks = {"intent": "pin", "dry_run": True, "request": request}
+        until(lambda: not intend(url, **looks)["a"]["missing"], "all of it is saved")
+        kept = intend(url, intent="keep", for_s=600, request=request)["a"]
+        assert kept["outcome"] == "accepted"
+        assert kept["blocks"] == kept["asked"] == tokens // served.kit.BLOCK > 1
+        assert len(pinned(served.sockets["a"]) - before) == kept["blocks"]
+        intend(url, intent="unpin", request=request)
+        assert pinned(served.sockets["a"]) == before
+
+
 def receipts(socket: str) -> list[dict[str, Any]]:
     with OperatorClient(socket, connect=True, timeout_s=10.0) as client:
         found: dict[str, Any] = client.ask_node(operator_wire.ListReceipts(0.0, 1e12, 1000))
