@@ -140,6 +140,10 @@ class Lfu:
             entry.queue = self._now  # the one of its heap items that counts
             heapq.heappush(self._heap, (entry.freq, self._now, entry))
 
+    def discard(self, entries: Sequence[Any]) -> None:
+        for entry in entries:
+            entry.queue = 0
+
     def take(self, n: int) -> list[Any]:
         return [self.pop() for _ in range(n)]
 

@@ -155,7 +155,7 @@ class Api:
                 400, "invalid", "this request must not have a body", {"Connection": "close"}
             )
         key = request.headers.get(IDEMPOTENCY_KEY)
-        if key is None or not route.changes:
+        if key is None or not route.remembers(who, raw):
             return await self._answer(route, call, params, raw)
         scope = f"{who.name} {request.method} {request.path_qs}"
 

@@ -18,11 +18,13 @@ from kvpool.admin.scope import tenant_of, whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import Role
 from kvpool.decoding import decode_json
+from kvpool.errors import ProtocolError
 from kvpool.telemetry.node_stats import ClusterStats, NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import ScrubJob, parse_job
+from kvpool.wire.operator_json import CHANGES
 
 
 class Scope(Enum):
@@ -91,6 +93,15 @@ def rule_for(who: Principal, message: frame.Message, tenant: str) -> tuple[Rule,
     return rule, tenant_of(who, tenant)
 
 
+def changes(who: Principal, name: str) -> bool:
+    """Whether this is the name of a message that changes something, and that this principal may send."""
+    kind = _BY_NAME.get(name)
+    return kind is not None and who.may(RULES[kind].role)
+
+
+_BY_NAME = {kind.__name__: kind for kind in CHANGES}
+
+
 def _is_scrub(message: frame.Message) -> bool:
     return isinstance(message, operator_wire.BeginJob) and isinstance(
         parse_job(message.spec), ScrubJob
@@ -110,7 +121,12 @@ def shown(who: Principal, message: frame.Message, answer: bytes) -> bytes:
     """An answer to a request of `Scope.SHOWN`, as this principal may see it. Raises `ProtocolError`."""
     if who.whole:
         return answer
-    return msgspec.json.encode(SHOWN[type(message)](who, answer))
+    try:
+        return msgspec.json.encode(SHOWN[type(message)](who, answer))
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(
+            f"the answer to a {type(message).__name__} is not one of this version ({error}): upgrade that node"
+        ) from None
 
 
 def _cluster(who: Principal, raw: bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from kvpool.admin.handlers.blocks import Blocks
 from kvpool.admin.handlers.changes import Changing
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.handlers.monitoring import EVENT_STREAM, Watching
-from kvpool.admin.handlers.operator import Forwarding, OperatorRequest
+from kvpool.admin.handlers.operator import Forwarding, OperatorRequest, is_change
 from kvpool.admin.handlers.pages import OfFile, Pages
 from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
@@ -236,6 +236,6 @@ def _forwarding(forwarding: Forwarding) -> list[Route]:
         Route(
             *("POST", "/v1/operator", forwarding.forward_request, "viewer"),
             *(OperatorAnswer, t.OfTenant, OperatorRequest),
-            may_change=True,
+            is_change=is_change,
         ),
     ]

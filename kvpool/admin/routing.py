@@ -45,7 +45,7 @@ class Route:
     do: called with the `Call`, the parameters (path and query are one struct) and, where there is one, the body. What
     it returns is the answer's body, or the whole response. role: None: no token is needed. whole: for tokens that are
     not limited to tenants. media: of the answer; texts: others, of plain text, in which it can be asked for.
-    body_optional: none is the default one. may_change: some of what may be asked for with its role changes something.
+    body_optional: none is the default one. is_change: whether a body changes something, where the role does not say so.
     """
 
     method: str
@@ -62,7 +62,7 @@ class Route:
     body_optional: bool = False
     routers: bool = False
     hidden: bool = False
-    may_change: bool = False
+    is_change: Callable[[Principal, bytes], bool] | None = None
 
     @property
     def name(self) -> str:
@@ -75,7 +75,13 @@ class Route:
     @property
     def changes(self) -> bool:
         """Whether it may be asked for with an Idempotency-Key. Looking something up changes nothing."""
-        return self.method != "GET" and (self.may_change or self.role in {"operator", "admin"})
+        return self.method != "GET" and (
+            self.is_change is not None or self.role in {"operator", "admin"}
+        )
+
+    def remembers(self, who: Principal, raw: bytes) -> bool:
+        """Whether a request with this body is made once, whose Idempotency-Key is remembered."""
+        return self.changes and (self.is_change is None or self.is_change(who, raw))
 
 
 def parse_params(route: Route, path: Mapping[str, str], query: Mapping[str, str]) -> msgspec.Struct:

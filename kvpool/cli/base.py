@@ -118,7 +118,7 @@ def _root(
     ] = "",
 ) -> None:
     del version  # printed by its callback
-    _Given.context = context
+    _Given.context, _Given.found = context, {}
     if ctx.invoked_subcommand in HERE_ONLY:
         without_context(ctx.invoked_subcommand)
 
@@ -131,13 +131,17 @@ class _Given:
     """What this process's command line says before its command."""
 
     context = ""
+    found: ClassVar[dict[str | None, Context | None]] = {}
+    """What was chosen, by socket: one answer for all of a command."""
 
 
 def chosen_context(socket: str | None) -> Context | None:
     """The context of this command; None: this machine's daemon. Raises `ConfigError`, `InvalidRequest`."""
     from kvpool.cli.render.contexts import choose
 
-    return choose(_Given.context, socket, os.environ)
+    if socket not in _Given.found:
+        _Given.found[socket] = choose(_Given.context, socket, os.environ)
+    return _Given.found[socket]
 
 
 def without_context(command: str) -> None:

@@ -44,6 +44,7 @@ from kvpool.router.group.messages import PROTOCOL, Hello
 from kvpool.router.group.questions import RouterQuestions
 from kvpool.router.group.rows import stranger
 from kvpool.router.health import Health
+from kvpool.router.intents import THREADS as INTENT_THREADS
 from kvpool.router.intents import Intents
 from kvpool.router.isolation import Isolation
 from kvpool.router.metrics import Metrics
@@ -190,7 +191,9 @@ class Router:
             clock=clock,
         )
         self._sessions = Sessions(self._daemon, metrics)
-        self._intents_link = None if self._client is None else DaemonLink(self._client)
+        self._intents_link = (
+            None if self._client is None else DaemonLink(self._client, INTENT_THREADS)
+        )
         self.serving = Serving(
             config,
             scheduler=scheduler,

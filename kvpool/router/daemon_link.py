@@ -16,15 +16,15 @@ Answer = TypeVar("Answer")
 
 
 class DaemonLink:
-    """Calls in threads, a few at a time. For one event loop. client: not closed here.
+    """Calls in threads, so many at a time. For one event loop. client: not closed here.
 
     error: why a call failed; the caller clears `error` when it succeeds again.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, threads: int = THREADS) -> None:
         self.error = ""
         self._client = client
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvpool-look")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvpool-look")
 
     async def ask(self, question: Callable[[Client], Answer]) -> Answer:
         """Raises `KvpoolError`, and keeps its message."""

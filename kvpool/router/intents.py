@@ -8,6 +8,7 @@ named: to each once for every namespace and way of hashing that these engines ha
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +27,10 @@ from kvpool.router.metrics import Metrics
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.types import KEY_BYTES, Intent, IntentAnswer
 
-TOGETHER = 2
-"""Intents in progress; further ones are rejected."""
+TOGETHER, EACH = 8, 2
+"""Intents in progress, of all tenants and of one; further ones are rejected. The operator is not counted as one."""
+THREADS = 8
+"""That wait for nodes: so many silent ones hold nobody up."""
 PLACES_MAX = 64
 """Nodes that are told of an intent, once for each namespace."""
 ANSWERS_S = 8.0
@@ -92,27 +95,33 @@ class Intents:
         self._prompts = prompts
         self._link = link
         self._metrics = metrics
-        self._asking = 0
+        self._asking: Counter[str] = Counter()  # by tenant
 
     def node_of(self, engine: str) -> str:
         """The node of an engine; empty: it is not known."""
         spec = self._catalog.engines.get(engine)
         return "" if spec is None else spec.node
 
-    async def answer(self, body: Body, wanted: Wanted, limit_s: float) -> dict[str, Any]:
-        """Each node's answer, and why others gave none. limit_s: for all of it. Raises `BadRequest`."""
+    async def answer(
+        self, tenant: str, body: Body, wanted: Wanted, limit_s: float
+    ) -> dict[str, Any]:
+        """Each node's answer, and why others gave none. tenant: who wants it; empty: an operator. limit_s: for all of it.
+
+        Raises `BadRequest`.
+        """
         if self._link is None:
             raise BadRequest(
                 400, "this router has no daemon (daemon = false), and so no way to the pool's nodes"
             )
-        if self._asking >= TOGETHER:
+        if self._asking[tenant] >= EACH or (tenant and self._asking.total() >= TOGETHER):
             self._metrics.rejections.labels("intents").inc()
             raise Rejected(429, "too many intents are in progress", "intents", 1.0)
-        self._asking += 1
+        self._asking[tenant] += 1
         try:
             return await self._answer(self._link, body, wanted, limit_s)
         finally:
-            self._asking -= 1
+            self._asking[tenant] -= 1
+            self._asking += Counter()  # forgets those that have none
 
     async def _answer(
         self, link: DaemonLink, body: Body, wanted: Wanted, limit_s: float
@@ -213,8 +222,9 @@ class Intents:
         unreachable: dict[str, str],
     ) -> list[dict[str, Any]]:
         """The answers that come in this time; `unreachable` gets the others' reasons."""
+        begun: set[_Place] = set()
         asks = {
-            asyncio.ensure_future(link.ask(partial(_intend, place, wanted))): place
+            asyncio.ensure_future(link.ask(partial(_intend, place, wanted, begun))): place
             for place in places
         }
         if not asks:
@@ -231,7 +241,8 @@ class Intents:
         refused: list[tuple[_Place, str]] = []
         for ask, place in asks.items():
             if ask in late:
-                failed.append((place, f"no answer within {within_s:.3g} s: it may still do it"))
+                may = "it may still do it" if place in begun else "it was not asked"
+                failed.append((place, f"no answer within {within_s:.3g} s: {may}"))
             elif isinstance(error := ask.exception(), InvalidRequest):
                 refused.append((place, str(error)))
             elif isinstance(error, KvpoolError):
@@ -250,7 +261,8 @@ class Intents:
         return items
 
 
-def _intend(place: _Place, wanted: Wanted, client: Client) -> IntentAnswer:
+def _intend(place: _Place, wanted: Wanted, begun: set[_Place], client: Client) -> IntentAnswer:
+    begun.add(place)
     return client.intend_on(
         place.namespace,
         wanted.intent,

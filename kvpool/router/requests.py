@@ -436,7 +436,7 @@ class Serving:
                 body = await self._intake.body(incoming)
             except NoRoom as error:
                 raise self.no_room(error) from None
-            return await self._intents.answer(body, wanted, limit_s)
+            return await self._intents.answer(incoming.tenant, body, wanted, limit_s)
         finally:
             self._in_flight -= 1
             self._left()

@@ -61,6 +61,20 @@ CHANGES: frozenset[type[frame.Message]] = frozenset(
 """Those that are sent with an Idempotency-Key; others change nothing."""
 
 
+NUMBERED: frozenset[type[frame.Message]] = frozenset(
+    {
+        operator_wire.ChangeSettings,
+        operator_wire.Clear,
+        operator_wire.Configure,
+        operator_wire.Drain,
+        operator_wire.EndSession,
+        operator_wire.PinBlocks,
+        operator_wire.StopJob,
+    }
+)
+"""Those that are answered with a number."""
+
+
 class OperatorAnswer(msgspec.Struct, frozen=True):
     """value: of requests that are answered with a number; otherwise null. answer: of the others, their JSON."""
 

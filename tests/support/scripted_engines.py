@@ -261,7 +261,9 @@ class ScriptedIntents:
     def node_of(self, engine: str) -> str:
         return self.nodes.get(engine, "")
 
-    async def answer(self, body: Body, wanted: Wanted, limit_s: float) -> dict[str, Any]:
+    async def answer(
+        self, tenant: str, body: Body, wanted: Wanted, limit_s: float
+    ) -> dict[str, Any]:
         self.told.append((body, wanted, limit_s))
         if self.hold is not None:
             await self.hold.wait()

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from kvpool.admin.cluster_view import Cluster
-from kvpool.admin.operator_rules import RULES, Scope, narrowed, rule_for, shown
+from kvpool.admin.operator_rules import RULES, Scope, changes, narrowed, rule_for, shown
 from kvpool.admin.problems import not_found
 from kvpool.admin.routing import Call
 from kvpool.admin.scope import whole_only
+from kvpool.admin.tokens import Principal
 from kvpool.admin.types import AnyNode, Given, OfTenant
 from kvpool.decoding import decode_json
 from kvpool.wire import frame
@@ -19,8 +20,9 @@ from kvpool.wire.jobs import JobView
 from kvpool.wire.operator_json import CHANGES, OperatorAnswer, message_of, shape_of
 
 WAIT_S_MAX = 60.0
+LOOK_S_MAX = 10.0  # of what changes nothing
 ANSWER_S = 20.0  # beyond what is asked for: etcd may take as long
-EVENT_PAGES_MAX = 8
+EVENTS_MAX, EVENT_PAGES_MAX = 1000, 8  # in a page, as a daemon has it; more than it remembers
 
 _KINDS = {shape_of(kind): kind for kind in RULES}
 Requests: Any = Union[tuple(_KINDS)]  # noqa: UP007  (made of the table)
@@ -34,6 +36,25 @@ class OperatorRequest(Given, frozen=True):
     request: Requests
     node: AnyNode = ""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.0
+
+
+class _Name(msgspec.Struct):
+    message: str = ""
+
+
+class _Body(msgspec.Struct):
+    request: _Name
+
+
+_DECODE_NAME = msgspec.json.Decoder(_Body)
+
+
+def is_change(who: Principal, raw: bytes) -> bool:
+    """Whether this body, of a request that may be invalid, changes something."""
+    try:
+        return changes(who, _DECODE_NAME.decode(raw).request.message)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 class Forwarding:
@@ -56,15 +77,15 @@ class Forwarding:
             message = narrowed(call.who, message)
         if isinstance(message, operator_wire.StopJob):
             await self._check_job(call, message.job, body.node)
+        if isinstance(message, operator_wire.Events) and not call.who.whole:
+            return await self._events(call, tenant, message, body)
         answer = await self._ask(call, tenant, message, body)
         if type(message) in CHANGES:
             self._cluster.changed()
         if isinstance(answer, frame.Done):
             return OperatorAnswer(answer.value, msgspec.Raw(b"null"))
         data = answer.data
-        if isinstance(message, operator_wire.Events) and not call.who.whole:
-            data = await self._events(call, tenant, message, body, data)
-        elif rule.scope is Scope.SHOWN:
+        if rule.scope is Scope.SHOWN:
             data = shown(call.who, message, data)
         return OperatorAnswer(None, msgspec.Raw(data))
 
@@ -76,7 +97,7 @@ class Forwarding:
             node=body.node,
             tenant=tenant,
             by=call.by,
-            wait_s=body.wait_s,
+            wait_s=body.wait_s if type(message) in CHANGES else min(body.wait_s, LOOK_S_MAX),
             within_s=ANSWER_S,
         )
 
@@ -91,25 +112,30 @@ class Forwarding:
             whole_only(call.who)
 
     async def _events(
-        self,
-        call: Call,
-        tenant: str,
-        message: operator_wire.Events,
-        body: OperatorRequest,
-        data: bytes,
-    ) -> bytes:
-        """The first page with events that a limited token sees: one without any would look like the last one."""
+        self, call: Call, tenant: str, message: operator_wire.Events, body: OperatorRequest
+    ) -> OperatorAnswer:
+        """As many of the events that a limited token sees as it asks for, among all that are remembered."""
+        wanted = min(max(1, message.count), EVENTS_MAX)
+        message = msgspec.structs.replace(message, count=EVENTS_MAX)
+        seen: list[dict[str, Any]] = []
+        page: dict[str, Any] = {}
         for _ in range(EVENT_PAGES_MAX):
-            page = shown(call.who, message, data)
-            numbers = [event["number"] for event in decode_json(data, _Page, "events").events]
-            if decode_json(page, _Page, "events").events or not numbers:
-                break
-            message = msgspec.structs.replace(message, after=numbers[-1])
             answer = await self._ask(call, tenant, message, body)
-            assert isinstance(answer, frame.Bytes), "as before"
-            data = answer.data
-        return page
+            assert isinstance(answer, frame.Bytes), "events are no number"
+            page = decode_json(shown(call.who, message, answer.data), dict[str, Any], "events")
+            seen += page["events"]
+            every = decode_json(answer.data, _Page, "events").events
+            if len(seen) >= wanted or len(every) < EVENTS_MAX:
+                break
+            message = msgspec.structs.replace(message, after=every[-1].number)
+        return OperatorAnswer(
+            None, msgspec.Raw(msgspec.json.encode({**page, "events": seen[:wanted]}))
+        )
+
+
+class _Numbered(msgspec.Struct):
+    number: int
 
 
 class _Page(msgspec.Struct):
-    events: list[dict[str, Any]]
+    events: list[_Numbered]

@@ -23,7 +23,13 @@ import msgspec
 from kvpool.cli.render.gateway_http import TOKEN, GatewayClient, GatewayUrl
 from kvpool.config import secret_of
 from kvpool.errors import ConfigError, InvalidRequest
-from kvpool.secret_files import check_private, is_printable, read_secret_file, write_whole
+from kvpool.secret_files import (
+    check_own,
+    check_private,
+    is_printable,
+    read_secret_file,
+    write_whole,
+)
 
 LOCAL = "local"
 """The context that is always there: this machine's daemon."""
@@ -88,6 +94,8 @@ def read(path: Path) -> Contexts:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     check_private(str(path), "contexts")
+    for each in (path, path.parent):
+        check_own(str(each), "contexts")
     if len(raw) > FILE_BYTES_MAX:
         raise ConfigError(f"{path} has more than {FILE_BYTES_MAX} bytes")
     try:
@@ -184,7 +192,9 @@ def used(found: Contexts, name: str) -> Contexts:
 def open_gateway(context: Context, tenant: str, environ: Mapping[str, str]) -> GatewayClient:
     """Raises `ConfigError`. A token of the environment is not sent to a cluster that has its own."""
     if context.token_file:
-        token = read_secret_file(context.token_file, f"context {context.name}: token_file")
+        where = f"context {context.name}: token_file"
+        check_own(context.token_file, where)
+        token = read_secret_file(context.token_file, where)
     else:
         token = secret_of(TOKEN, environ) or ""
         if not is_printable(token):

@@ -8,6 +8,8 @@ import socket
 import ssl
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -32,7 +34,7 @@ from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import Keys, pack_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
-from kvpool.wire.operator_json import CHANGES, OperatorAnswer, to_json
+from kvpool.wire.operator_json import CHANGES, NUMBERED, OperatorAnswer, to_json
 
 PATH = "/v1/operator"
 TIMEOUT_S = 30.0  # for each request, on top of its own wait
@@ -85,7 +87,7 @@ class GatewayClient(OperatorRequests):
         self._url = url
         self._token = token
         self._tls = _trusting(ca) if url.tls else None
-        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._idle: deque[_Connection] = deque()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -138,9 +140,12 @@ class GatewayClient(OperatorRequests):
                 found = decode_json(said, OperatorAnswer, "an answer of a kvpool gateway")
             except ProtocolError:
                 raise self._no_gateway() from None
-            return (
-                frame.Bytes(bytes(found.answer)) if found.value is None else frame.Done(found.value)
-            )
+            if type(message) in NUMBERED:
+                if found.value is not None:
+                    return frame.Done(found.value)
+            elif found.value is None and bytes(found.answer[:1]) in {b"{", b"["}:
+                return frame.Bytes(bytes(found.answer))
+            raise self._no_gateway()
         raise self._error(status, media, said)
 
     def _error(self, status: int, media: str, said: bytes) -> KvpoolError:
@@ -204,18 +209,25 @@ class GatewayClient(OperatorRequests):
             try:
                 if connection.sock is None:
                     connection.connect()
-                connection.sock.settimeout(timeout_s)
-                connection.request(method, self._url.path + path, body, headers)
-                answer = connection.getresponse()
-                said = answer.read(ANSWER_BYTES_MAX + 1)
+                with connection.within(timeout_s):
+                    connection.request(method, self._url.path + path, body, headers)
+                    answer = connection.getresponse()
+                    said = answer.read(ANSWER_BYTES_MAX + 1)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if used and not isinstance(error, TimeoutError):
+                if used and not (connection.late or isinstance(error, TimeoutError)):
                     continue  # the gateway has closed it meanwhile
+                if connection.late:
+                    raise self._late(timeout_s) from None
                 raise self._unreachable(error) from None
             except BaseException:
                 connection.close()
                 raise
+            if len(said) <= ANSWER_BYTES_MAX and answer.length:
+                connection.close()
+                if connection.late:
+                    raise self._late(timeout_s)
+                raise Unavailable(f"{self.where} closed the connection in the middle of its answer")
             if len(said) > ANSWER_BYTES_MAX:
                 connection.close()
                 raise ProtocolError(
@@ -226,14 +238,17 @@ class GatewayClient(OperatorRequests):
             media = (answer.getheader("Content-Type") or "").partition(";")[0].strip().lower()
             return answer.status, media, said
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+    def _late(self, timeout_s: float) -> Unavailable:
+        return Unavailable(f"{self.where} did not answer within {timeout_s:g} s")
+
+    def _connection(self) -> tuple[_Connection, bool]:
         """One that was used before, or a new one."""
         with self._lock:
             if self._idle:
                 return self._idle.pop(), True
         return _Connection(self._url, self._tls), False
 
-    def _keep(self, connection: http.client.HTTPConnection) -> None:
+    def _keep(self, connection: _Connection) -> None:
         with self._lock:
             if len(self._idle) < IDLE_MAX:
                 self._idle.append(connection)
@@ -280,8 +295,33 @@ class _Connection(http.client.HTTPConnection):
     def __init__(self, url: GatewayUrl, tls: ssl.SSLContext | None) -> None:
         super().__init__(url.host, url.port, timeout=CONNECT_S)
         self._tls = tls
+        self.late = False
         if tls is not None:
             self.default_port = 443
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All of one request and its answer, however they trickle: then the connection is shut, and `late`."""
+        sock = self.sock
+        self.late = False
+
+        def shut() -> None:
+            self.late = True
+            try:
+                socket.socket.shutdown(
+                    sock, socket.SHUT_RDWR
+                )  # not TLS's own, which another thread uses
+            except OSError:
+                pass  # it has ended already
+
+        sock.settimeout(seconds)
+        timer = threading.Timer(seconds, shut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def connect(self) -> None:
         self.sock = socket.create_connection((self.host, self.port), self.timeout)

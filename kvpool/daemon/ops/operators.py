@@ -69,6 +69,9 @@ LIST_BLOCKS_MAX = 1000
 SCRUB_BLOCKS_MAX = 256
 EVICT_TOGETHER = 500  # in one go: about a millisecond
 EVENTS_MAX = 1000  # in one answer
+CLIENT = (
+    "client "  # before the name of a client, where it is told on whose behalf something is asked
+)
 WAIT_S_MAX = 60.0
 ANSWER_S = 5.0  # beyond a request's own wait, for the round trip
 BY_CHARACTERS_MAX = 200
@@ -328,7 +331,7 @@ class Operators:
             return await self._on(
                 m.node,
                 holder.tenant.name,
-                f"client {holder.name}",
+                f"{CLIENT}{holder.name}",
                 msgspec.structs.replace(m, node=""),
                 ANSWER_S,
             )
@@ -340,11 +343,11 @@ class Operators:
         wanted = operator_wire.IntendBlocks(
             *(m.intent, m.digest, m.keys, "", m.hard, m.for_s, m.dry_run)
         )
-        by = f"client {holder.name}"
+        by = f"{CLIENT}{holder.name}"
         if m.node in {"", self.config.node}:
             return await self._intend_blocks(holder.tenant, by, wanted)
         with asking_others():
-            return await self._on(m.node, holder.tenant.name, by, wanted, ANSWER_S)
+            return await self._on(m.node, holder.tenant.name, by, wanted, 0.0)
 
     async def _hit_curves(
         self, tenant: Tenant, _by: str, _m: operator_wire.HitCurves
@@ -621,7 +624,9 @@ class Operators:
             self.cluster.namespaces.open_known(tenant, m.digest)
         namespace = self._chosen(tenant, m.digest)[0] if m.digest else None
         answer = await self._intents.answer(tenant, namespace, m.keys, m.session, wanted)
-        if not m.dry_run and answer.outcome not in {Outcome.REFUSED, Outcome.MISSING}:
+        # A client's are no operator's changes, and as many as it likes: they would push those out of the audit.
+        changed = not m.dry_run and answer.outcome not in {Outcome.REFUSED, Outcome.MISSING}
+        if changed and not by.startswith(CLIENT):
             named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES}
             named |= {"session": m.session} if m.session else {}
             self._changed(

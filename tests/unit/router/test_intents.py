@@ -11,7 +11,7 @@ from kvpool.router.bodies import BadRequest, Body, Kind, parse
 from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, Prompt, chain, none_hash
 from kvpool.router.intake import Rejected
-from kvpool.router.intents import PLACES_MAX, TOGETHER, Intents, Wanted
+from kvpool.router.intents import EACH, PLACES_MAX, TOGETHER, Intents, Wanted
 from kvpool.router.metrics import Metrics
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.types import Intent, IntentAnswer, Outcome
@@ -109,7 +109,7 @@ def run(work: Callable[[World], Awaitable[None]], *engines: EngineSpec) -> None:
 def test_each_node_is_told_once_for_every_namespace_and_way_of_hashing() -> None:
     async def work(world: World) -> None:
         wanted = Wanted(Intent.KEEP, for_s=9.0, dry_run=True)
-        found = await world.intents().answer(body(), wanted, LONG_S)
+        found = await world.intents().answer("t", body(), wanted, LONG_S)
         assert sorted(world.asked) == sorted(
             [
                 ("node-a", X, keys_of(16)),
@@ -142,12 +142,12 @@ def test_each_node_is_told_once_for_every_namespace_and_way_of_hashing() -> None
 
 def test_where_blocks_are_longer_than_the_prompt_there_are_none_of_it() -> None:
     async def work(world: World) -> None:
-        found = await world.intents().answer(body(TOKENS[:32]), PIN, LONG_S)
+        found = await world.intents().answer("t", body(TOKENS[:32]), PIN, LONG_S)
         assert [node for node, *_ in world.asked] == ["node-a", "node-b"]
         assert set(found["unreachable"]) == {"node-c"}, "b has others"
         assert "longer" in found["unreachable"]["node-c"]
         with pytest.raises(BadRequest, match="less than one") as caught:
-            await world.intents().answer(body(TOKENS[:15]), PIN, LONG_S)
+            await world.intents().answer("t", body(TOKENS[:15]), PIN, LONG_S)
         assert caught.value.status == 400
 
     long = hashing(64)
@@ -163,7 +163,7 @@ def test_where_blocks_are_longer_than_the_prompt_there_are_none_of_it() -> None:
 def test_named_nodes_are_told_instead_of_those_of_the_engines() -> None:
     async def work(world: World) -> None:
         wanted = Wanted(Intent.DROP, nodes=("node-z", "node-a", "node-z"))
-        found = await world.intents().answer(body(), wanted, LONG_S)
+        found = await world.intents().answer("t", body(), wanted, LONG_S)
         assert world.asked == [
             (node, namespace, keys_of()) for namespace in (X, Y) for node in ("node-z", "node-a")
         ]
@@ -180,7 +180,7 @@ def test_named_nodes_are_told_instead_of_those_of_the_engines() -> None:
 
 def test_engines_whose_node_or_blocks_are_not_known_are_left_out_with_the_reason() -> None:
     async def work(world: World) -> None:
-        found = await world.intents().answer(body(), PIN, LONG_S)
+        found = await world.intents().answer("t", body(), PIN, LONG_S)
         assert [node for node, *_ in world.asked] == ["node-a"]
         why = found["unreachable"]
         assert set(why) == {"nowhere", "node-new", "node-odd"}, "a's node has another engine"
@@ -200,7 +200,7 @@ def test_engines_whose_node_or_blocks_are_not_known_are_left_out_with_the_reason
 
 def test_more_places_than_are_told_at_once_are_told_about() -> None:
     async def work(world: World) -> None:
-        found = await world.intents().answer(body(), PIN, LONG_S)
+        found = await world.intents().answer("t", body(), PIN, LONG_S)
         assert len(world.asked) == len(found["items"]) == PLACES_MAX
         assert set(found["unreachable"]) == {f"node-{n}" for n in (PLACES_MAX, PLACES_MAX + 1)}
         assert f"only {PLACES_MAX}" in found["unreachable"][f"node-{PLACES_MAX}"]
@@ -222,7 +222,7 @@ def test_without_an_engine_whose_blocks_are_known_nothing_can_be_named(
     async def work(world: World) -> None:
         for nodes in ((), ("node-a",)):
             with pytest.raises(Rejected, match=says) as caught:
-                await world.intents().answer(body(), Wanted(Intent.PIN, nodes=nodes), LONG_S)
+                await world.intents().answer("t", body(), Wanted(Intent.PIN, nodes=nodes), LONG_S)
             assert (caught.value.status, caught.value.why) == (503, "no_blocks")
         assert not world.asked
 
@@ -232,7 +232,7 @@ def test_without_an_engine_whose_blocks_are_known_nothing_can_be_named(
 def test_without_a_daemon_nobody_can_be_told() -> None:
     async def work(world: World) -> None:
         with pytest.raises(BadRequest, match="daemon") as caught:
-            await world.intents(linked=False).answer(body(), PIN, LONG_S)
+            await world.intents(linked=False).answer("t", body(), PIN, LONG_S)
         assert caught.value.status == 400
 
     run(work, engine("a"))
@@ -250,10 +250,10 @@ def test_a_prompt_without_tokens_is_refused(error: Exception, status: int) -> No
     async def work(world: World) -> None:
         world.refuses = error
         with pytest.raises(BadRequest) as caught:
-            await world.intents().answer(body(), PIN, LONG_S)
+            await world.intents().answer("t", body(), PIN, LONG_S)
         assert caught.value.status == status and not world.asked
         world.refuses = None
-        assert (await world.intents().answer(body(), PIN, LONG_S))["items"]
+        assert (await world.intents().answer("t", body(), PIN, LONG_S))["items"]
 
     run(work, engine("a"))
 
@@ -261,7 +261,7 @@ def test_a_prompt_without_tokens_is_refused(error: Exception, status: int) -> No
 def test_answers_that_come_late_are_not_waited_for() -> None:
     async def work(world: World) -> None:
         world.silent = {"node-b"}
-        found = await world.intents().answer(body(), PIN, 0.2)
+        found = await world.intents().answer("t", body(), PIN, 0.2)
         assert [each["node"] for each in found["items"]] == ["node-a"]
         assert set(found["unreachable"]) == {"node-b"}
         assert "no answer" in found["unreachable"]["node-b"]
@@ -276,7 +276,7 @@ def test_of_two_in_progress_a_third_is_refused_and_a_place_is_free_again() -> No
         world.silent = {"node-a"}
         intents = world.intents()
         first = [
-            asyncio.create_task(intents.answer(body(), PIN, LONG_S)) for _ in range(TOGETHER + 1)
+            asyncio.create_task(intents.answer("t", body(), PIN, LONG_S)) for _ in range(EACH + 1)
         ]
         done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         (error,) = [task.exception() for task in done]
@@ -289,9 +289,28 @@ def test_of_two_in_progress_a_third_is_refused_and_a_place_is_free_again() -> No
         await asyncio.wait(waiting[:1])
         world.release.set()
         assert (await waiting[1])["items"]
-        assert [(await intents.answer(body(), PIN, LONG_S))["unreachable"] for _ in range(3)] == [
-            {}
-        ] * 3
+        assert [
+            (await intents.answer("t", body(), PIN, LONG_S))["unreachable"] for _ in range(3)
+        ] == [{}] * 3
+
+    run(work, engine("a"))
+
+
+def test_one_tenant_takes_no_places_of_others_and_none_of_operators() -> None:
+    async def work(world: World) -> None:
+        world.silent = {"node-a"}
+        intents = world.intents()
+        tenants = [str(number // EACH) for number in range(TOGETHER)]
+        waiting = [
+            asyncio.create_task(intents.answer(tenant, body(), PIN, LONG_S)) for tenant in tenants
+        ]
+        with pytest.raises(Rejected):
+            await intents.answer("another", body(), PIN, LONG_S)
+        operator = asyncio.create_task(intents.answer("", body(), PIN, LONG_S))
+        await asyncio.sleep(0)
+        world.release.set()
+        assert (await operator)["items"]
+        assert all(found["items"] for found in await asyncio.gather(*waiting))
 
     run(work, engine("a"))
 
@@ -300,19 +319,19 @@ def test_what_a_node_says_of_one_namespace_is_no_failure_if_it_answers_for_anoth
     async def work(world: World) -> None:
         named = Wanted(Intent.DROP, nodes=("node-a",))
         world.fails = {("node-a", Y): InvalidRequest("namespace is not open on this node")}
-        found = await world.intents().answer(body(), named, LONG_S)
+        found = await world.intents().answer("t", body(), named, LONG_S)
         assert [each["namespace"] for each in found["items"]] == [X.hex()]
         assert found["unreachable"] == {}
         # It may have blocks of a namespace of which it says nothing: so that must be told.
         world.fails = {("node-a", Y): ClusterUnavailable("it is busy")}
-        found = await world.intents().answer(body(), named, LONG_S)
+        found = await world.intents().answer("t", body(), named, LONG_S)
         assert [each["namespace"] for each in found["items"]] == [X.hex()]
         assert found["unreachable"] == {"node-a": f"namespace {Y.hex()}: it is busy"}
         world.fails[("node-a", X)] = InvalidRequest("namespace is not open on this node")
-        found = await world.intents().answer(body(), named, LONG_S)
+        found = await world.intents().answer("t", body(), named, LONG_S)
         assert found["items"] == [] and found["unreachable"] == {"node-a": "it is busy"}
         world.fails = {"node-a": InvalidRequest("there is no node 'node-a'")}
-        found = await world.intents().answer(body(), named, LONG_S)
+        found = await world.intents().answer("t", body(), named, LONG_S)
         assert found["items"] == []
         assert found["unreachable"] == {"node-a": "there is no node 'node-a'"}
 
@@ -323,6 +342,6 @@ def test_an_error_of_the_router_itself_is_not_taken_for_an_answer() -> None:
     async def work(world: World) -> None:
         world.fails = {"node-a": ZeroDivisionError()}
         with pytest.raises(ZeroDivisionError):
-            await world.intents().answer(body(), PIN, LONG_S)
+            await world.intents().answer("t", body(), PIN, LONG_S)
 
     run(work, engine("a"), engine("b"))
