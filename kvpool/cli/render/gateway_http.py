@@ -143,7 +143,7 @@ class GatewayClient(OperatorRequests):
             if type(message) in NUMBERED:
                 if found.value is not None:
                     return frame.Done(found.value)
-            elif found.value is None and bytes(found.answer[:1]) in {b"{", b"["}:
+            elif found.value is None and bytes(found.answer)[:1] in {b"{", b"["}:
                 return frame.Bytes(bytes(found.answer))
             raise self._no_gateway()
         raise self._error(status, media, said)

@@ -304,6 +304,7 @@ def test_one_tenant_takes_no_places_of_others_and_none_of_operators() -> None:
         waiting = [
             asyncio.create_task(intents.answer(tenant, body(), PIN, LONG_S)) for tenant in tenants
         ]
+        await asyncio.sleep(0)  # they begin
         with pytest.raises(Rejected):
             await intents.answer("another", body(), PIN, LONG_S)
         operator = asyncio.create_task(intents.answer("", body(), PIN, LONG_S))

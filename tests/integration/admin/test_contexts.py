@@ -1,0 +1,368 @@
+"""The command line in a context: what it asks another cluster's gateway, what a token may do there, and what goes wrong."""
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpool.admin.tokens import add_token
+from kvpool.cli.render.contexts import Context, Contexts, changed, read, write
+from tests.integration.admin.conftest import Gate
+from tests.integration.cluster.conftest import PLAIN, keys_of
+from tests.integration.test_cluster_cli import Commands
+from tests.support.pki import Pki
+from tests.support.servers.etcd import free_port
+
+DIGEST = PLAIN.digest().hex()
+
+
+def hexes(some: list[int]) -> list[str]:
+    return [each.hex() for each in keys_of(some)]
+
+
+class Shell:
+    """`kvpool` of a user who has contexts, and no daemon."""
+
+    def __init__(self, environ: dict[str, str], home: Path) -> None:
+        self._commands = Commands(environ)
+        self._home = home
+        self._file = home / ".config" / "kvpool" / "contexts.toml"
+
+    def add(self, name: str, url: str, token: str, ca: str = "", tenant: str = "") -> None:
+        file = self._home / f"{name}.token"
+        file.write_text(token)
+        file.chmod(0o600)
+        made = Context(name, url, str(file), ca, tenant)
+        write(self._file, changed(read(self._file), made))
+
+    def __call__(self, context: str, *words: str, **environ: str) -> SimpleNamespace:
+        done = self._commands.alone("--context", context, *words, **environ)
+        assert "Traceback" not in done.err, done.err
+        return done
+
+    def json(self, context: str, *words: str) -> Any:
+        done = self(context, *words, "--json")
+        assert (done.status, done.err) == (0, ""), (words, done)
+        return json.loads(done.out)
+
+    def alone(self, *words: str, **environ: str) -> SimpleNamespace:
+        return self._commands.alone(*words, **environ)
+
+    def contexts(self) -> Contexts:
+        return read(self._file)
+
+
+@pytest.fixture
+def shell(clean_environ: Callable[..., dict[str, str]], tmp_path: Path) -> Shell:
+    environ = clean_environ(tmp_path)
+    for name in ("COLUMNS", "XDG_CONFIG_HOME"):
+        environ.pop(name, None)
+    return Shell(environ, tmp_path)
+
+
+@pytest.fixture
+def kvpool(shell: Shell, gate: Gate) -> Shell:
+    """With a context of each of the gateway's principals, by its name."""
+    for name, token in gate.tokens.items():
+        tenant = next((each for each in ("red", "blue") if name.startswith(each)), "")
+        shell.add(name, f"http://127.0.0.1:{gate.port}", token, tenant=tenant)
+    return shell
+
+
+def steady(value: Any) -> Any:
+    """Without what changes from one look to the next: fractions, such as times and rates."""
+    if isinstance(value, dict):
+        return {name: steady(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [steady(each) for each in value]
+    return 0 if isinstance(value, float) else value
+
+
+# ---- the same answers as on the spot -------------------------------------------------------------
+
+
+def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, numbers, until):
+    a, g = seat_of("a"), seat_of("g")
+    some = numbers(6)
+    a.put(some)
+    g.put(some[:2])
+    g.client.session_turn(g.ns, "conversation-9", keys_of(some[:2]))
+    until(lambda: g.holders(some[3]) == {"a"})
+    keys = hexes(some)
+    socket = two.node("g").socket
+    looks = (
+        ("nodes",),
+        ("namespaces",),
+        ("status", "--node", "a"),
+        ("status", "--all"),
+        ("tiers",),
+        ("blocks", DIGEST[:6], "--node", "a"),
+        ("lookup", DIGEST[:6], *keys),
+        ("locate", *keys[:3]),
+        ("config", "show"),
+        ("jobs", "list"),
+        ("sessions", "list"),
+        ("sessions", "show", "conversation-9"),
+        ("plan", "memory"),
+        ("events", "--limit", "5"),
+    )
+    for words in looks:
+
+        def same(words=words) -> bool:
+            here = kvpool.alone(*words, "--socket", socket, "--json")
+            there = kvpool("root", *words, "--json")
+            assert (here.status, here.err) == (there.status, there.err) == (0, ""), (words, there)
+            return steady(json.loads(here.out)) == steady(json.loads(there.out))
+
+        until(same, f"both say the same of {words}")
+    done = kvpool("root", "status")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith("node g ")
+    assert kvpool("root", "status", "--quiet").status == 0
+    assert {each["node"] for each in kvpool.json("eye", "top", "--once")["nodes"]} == {"a", "g"}
+    assert kvpool("root", "receipts", "--format", "json").status == 0
+    done = kvpool("root", "lookup", DIGEST[:6], "ff" * 16)
+    assert done.status == 1
+
+
+def test_changes_from_elsewhere_are_made_there(kvpool, seat_of, numbers, until):
+    a, g = seat_of("a"), seat_of("g")
+    some = numbers(8)
+    keys = hexes(some)
+    a.put(some)
+    until(lambda: g.holders(some[0]) == {"a"})
+    done = kvpool("op", "warm", DIGEST[:6], *keys[:4])
+    assert done.status == 0, done
+    assert "4 blocks brought" in done.out
+    done = kvpool("op", "pin", keys[0])
+    assert (done.status, done.err) == (0, "")
+    assert kvpool("op", "unpin", keys[0]).status == 0
+    found = kvpool.json("op", "evict", *keys[:4], "--node", "g")
+    job = found["job"]
+    assert job in kvpool("eye", "jobs", "list").out
+    assert kvpool("op", "jobs", "stop", job).out == f"job {job} is not running: it has ended\n"
+    assert kvpool("op", "move", DIGEST[:6], "--from", "a", "--to", "g").status == 0
+    until(lambda: a.holders(some[5]) == {"g"})
+    done = kvpool("op", "intend", "keep", *keys[4:], "--namespace", DIGEST)
+    assert (done.status, done.err) == (0, "")
+    assert kvpool.json("op", "scrub")["bad"] == 0
+    done = kvpool("root", "config", "set", "ssd_flush_s=7", "--node", "g")
+    assert (done.status, done.err) == (0, "")
+    assert kvpool("root", "configure", DIGEST[:6], "--ttl", "12h").status == 0
+    done = kvpool("root", "clear", DIGEST[:6])
+    assert done.status == 2  # there is no terminal
+    assert re.match(r"kvpool: In context root \(http://127\.0\.0\.1:\d+\): ", done.err)
+    assert kvpool("root", "clear", DIGEST[:6], "--yes").status == 0
+    until(lambda: g.holders(some[5]) == set())
+    by = [each["details"].get("by") for each in kvpool.json("root", "events", "--kind", "change")]
+    assert any("root" in (each or "") for each in by)
+
+
+def test_a_node_is_drained_and_comes_back(kvpool, until):
+    done = kvpool("op", "drain", "a")
+    assert done.status == 0
+    assert "a is drained" in done.out + done.err
+    until(lambda: {"a"} - {each["node"] for each in kvpool.json("op", "nodes")["nodes"]})
+    done = kvpool("op", "drain", "a", "--cancel")
+    assert (done.status, done.err) == (0, "")
+    until(lambda: {"a"} & {each["node"] for each in kvpool.json("op", "nodes")["nodes"]})
+
+
+# ---- what a token may do -------------------------------------------------------------------------
+
+CHANGES = {
+    "operator": (
+        ("pin", "ff" * 16),
+        ("evict", "ff" * 16, "--yes"),
+        ("intend", "keep", "ff" * 16, "--namespace", DIGEST),
+        ("sessions", "end", "nobody"),
+        ("drain", "a", "--no-wait"),
+        ("scrub",),
+    ),
+    "admin": (
+        ("clear", DIGEST, "--yes"),
+        ("configure", DIGEST, "--replicas", "2"),
+        ("config", "set", "ssd_flush_s=7"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("context", "role", "wanted"), [("eye", "viewer", "operator"), ("op", "operator", "admin")]
+)
+def test_a_role_that_is_too_small(kvpool, context, role, wanted):
+    for words in CHANGES[wanted]:
+        done = kvpool(context, *words)
+        assert (done.status, done.out) == (4, ""), (words, done)
+        assert f"requires the role {wanted}" in done.err, done
+        assert f"has the role {role}" in done.err
+
+
+def test_a_limited_token_sees_and_changes_its_own_tenant_only(kvpool, seat_of, numbers, until):
+    red, blue = seat_of("g", "red"), seat_of("g", "blue")
+    red.put(numbers(3))
+    blue.put(some := numbers(2))
+    job = kvpool.json("blue", "evict", *hexes(some[:1]), "--node", "g")["job"]
+
+    def others(*words: str) -> set[str]:
+        """The tenants that stand in an answer."""
+        return set(re.findall(r'"(red|blue|default)"', kvpool("redeye", *words, "--json").out))
+
+    until(lambda: "red" in others("namespaces"))
+    for words in (("namespaces",), ("status",), ("nodes",), ("jobs", "list"), ("events",)):
+        assert others(*words) <= {"red"}, words
+    assert set(kvpool.json("redeye", "status")["tenants"]) == {"red"}
+    assert kvpool("redeye", "config", "show").status == 4
+    # As for a tenant that is not there: who others are is not this token's to know.
+    for words in (("lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
+        done = kvpool("red", *words, "--tenant", "blue")
+        assert (done.status, done.out) == (1, ""), (words, done)
+        assert "there is no tenant 'blue'" in done.err
+    for words in (("drain", "a", "--no-wait"), ("scrub",), ("config", "set", "ssd_flush_s=7")):
+        done = kvpool("red", *words)
+        assert (done.status, done.out) == (4, ""), (words, done)
+    assert job in kvpool("blue", "jobs", "list").out
+    assert job not in kvpool("redop", "jobs", "list").out
+    done = kvpool("redop", "jobs", "stop", job)
+    assert (done.status, done.out) == (1, "")
+    assert blue.holders(some[1]) == {"g"}
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_token_that_is_not_known(shell, gate):
+    shell.add("wrong", f"http://127.0.0.1:{gate.port}", "t" * 40)
+    done = shell("wrong", "nodes")
+    assert (done.status, done.out) == (4, "")
+    assert "does not know this token" in done.err
+
+
+def test_nobody_at_the_address(shell):
+    shell.add("gone", f"http://127.0.0.1:{free_port()}", "t" * 40)
+    done = shell("gone", "status")
+    assert (done.status, done.out) == (3, "")
+    assert re.match(r"kvpool: no gateway answers at context gone \(http://127", done.err)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """A server that answers POST and GET as told; its URL."""
+    begun = []
+
+    def begin(post: tuple[int, str, bytes], get: tuple[int, str, bytes]) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self, said: tuple[int, str, bytes]) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, media, body = said
+                self.send_response(status)
+                self.send_header("Content-Type", media)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.answer(post)
+
+            def do_GET(self) -> None:
+                self.answer(get)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        begun.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield begin
+    for server, thread in begun:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_that_is_no_gateway(shell, serve):
+    page = (200, "text/html", b"<html>hello</html>")
+    shell.add("page", serve(page, page), "t" * 40)
+    done = shell("page", "nodes")
+    assert (done.status, done.out) == (1, "")
+    assert "is not a kvpool gateway" in done.err
+
+
+def test_a_gateway_that_is_older(shell, serve):
+    problem = {"detail": "there is nothing here", "code": "not_found"}
+    post = (404, "application/problem+json", json.dumps(problem).encode())
+    described = (200, "application/json", b'{"paths": {"/v1/nodes": {}}}')
+    shell.add("old", serve(post, described), "t" * 40)
+    done = shell("old", "nodes")
+    assert (done.status, done.out) == (1, "")
+    assert "is older than this command" in done.err
+
+
+def test_an_authority_is_named_or_not_trusted(shell, start, tmp_path, until):
+    pki = Pki(tmp_path / "pki")
+    files = pki.files("n")
+    tokens, port = tmp_path / "tokens.toml", free_port()
+    token = add_token(tokens, "ci", "viewer", [])
+    start(
+        *("--http", f"0.0.0.0:{port}", "--http-tokens", str(tokens)),
+        *("--tls-cert", files.cert, "--tls-key", files.key, "--tls-ca", files.ca),
+        KVPOOL_CLUSTER="test",
+        KVPOOL_NODE="n",
+    )
+    shell.add("right", f"https://localhost:{port}", token, ca=str(pki.ca))
+    shell.add("unknown", f"https://localhost:{port}", token)
+    shell.add("other", f"https://localhost:{port}", token, ca=str(Pki(tmp_path / "other").ca))
+    until(lambda: shell("right", "status", "--quiet").status == 0)
+    for name in ("unknown", "other"):
+        done = shell(name, "status")
+        assert (done.status, done.out) == (4, "")
+        assert f"the certificate of context {name} " in done.err and "--ca" in done.err
+
+
+# ---- the verbs of contexts -----------------------------------------------------------------------
+
+
+def test_contexts_are_set_used_and_removed(shell, gate, two, tmp_path):
+    url = f"http://127.0.0.1:{gate.port}"
+    file = tmp_path / "eye.token"
+    file.write_text(gate.tokens["eye"])
+    file.chmod(0o600)
+    done = shell.alone("context", "set", "test", "--url", url, "--token-file", str(file))
+    assert (done.status, done.err) == (0, "")
+    assert shell.alone("context", "set", "env", "--url", url).status == 0
+    assert shell.alone("context", "set", "far", "--url", "http://10.0.0.1:7071").status == 1
+    assert shell.alone("context", "use", "far").status == 1
+    assert shell.alone("context", "use", "test").status == 0
+    assert shell.contexts().current == "test"
+    done = shell.alone("nodes")
+    assert (done.status, done.err) == (0, "")
+    assert re.search("^. g +serving", done.out, re.MULTILINE)
+    assert "* test" in shell.alone("context", "list").out
+    done = shell.alone("nodes", KVPOOL_CONTEXT="env", KVPOOL_GATEWAY_TOKEN=gate.tokens["op"])
+    assert (done.status, done.err) == (0, "")
+    done = shell.alone("nodes", KVPOOL_CONTEXT="env")
+    assert done.status == 1 and "KVPOOL_GATEWAY_TOKEN" in done.err
+    assert shell.alone("nodes", "--socket", two.node("a").socket).status == 0
+    assert shell("local", "nodes").status == 3
+    for words in (("rm", "x"), ("ls",)):
+        done = shell.alone(*words)
+        assert (done.status, done.out) == (1, "")
+        assert done.err.startswith(f"kvpool: {words[0]} works with this machine's daemon only")
+    for words in (("put", "x"), ("config", "check"), ("plan", "workload")):
+        done = shell("test", *words)
+        assert (done.status, done.out) == (2, "")
+        assert "works on this machine only: leave out --context" in done.err
+    assert shell.alone("context", "rm", "test").status == 1
+    assert shell.alone("context", "use", "local").status == 0
+    assert shell.alone("context", "rm", "test").status == 0
+    assert list(shell.contexts().context) == ["env"]
+    assert file.exists()
