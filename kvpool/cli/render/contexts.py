@@ -166,8 +166,11 @@ def changed(found: Contexts, context: Context) -> Contexts:
         "context": {**msgspec.to_builtins(found.context), name: fields},
     }
     try:
+        msgspec.json.encode(
+            fields
+        )  # a path may have bytes that are not UTF-8, which the file cannot name
         return msgspec.convert(raw, Contexts)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ConfigError(f"not a valid context: {error}") from None
 
 
