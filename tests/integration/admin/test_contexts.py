@@ -48,7 +48,7 @@ class Shell:
 
     def json(self, context: str, *words: str) -> Any:
         done = self(context, *words, "--json")
-        assert (done.status, done.err) == (0, ""), (words, done)
+        assert (done.status, done.err) == (0, ""), done
         return json.loads(done.out)
 
     def alone(self, *words: str, **environ: str) -> SimpleNamespace:
@@ -122,7 +122,7 @@ def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, 
 
         until(same, f"both say the same of {words}")
     done = kvpool("root", "status")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     assert done.out.startswith("node g ")
     assert kvpool("root", "status", "--quiet").status == 0
     assert {each["node"] for each in kvpool.json("eye", "top", "--once")["nodes"]} == {"a", "g"}
@@ -141,7 +141,7 @@ def test_changes_from_elsewhere_are_made_there(kvpool, seat_of, numbers, until):
     assert done.status == 0, done
     assert "4 blocks brought" in done.out
     done = kvpool("op", "pin", keys[0])
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     assert kvpool("op", "unpin", keys[0]).status == 0
     found = kvpool.json("op", "evict", *keys[:4], "--node", "g")
     job = found["job"]
@@ -149,11 +149,11 @@ def test_changes_from_elsewhere_are_made_there(kvpool, seat_of, numbers, until):
     assert kvpool("op", "jobs", "stop", job).out == f"job {job} is not running: it has ended\n"
     assert kvpool("op", "move", DIGEST[:6], "--from", "a", "--to", "g").status == 0
     until(lambda: a.holders(some[5]) == {"g"})
-    done = kvpool("op", "intend", "keep", *keys[4:], "--namespace", DIGEST)
-    assert (done.status, done.err) == (0, "")
+    done = kvpool("op", "intend", "keep", *keys[4:], "--namespace", DIGEST, "--for", "15m")
+    assert (done.status, done.err) == (0, ""), done
     assert kvpool.json("op", "scrub")["bad"] == 0
     done = kvpool("root", "config", "set", "ssd_flush_s=7", "--node", "g")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     assert kvpool("root", "configure", DIGEST[:6], "--ttl", "12h").status == 0
     done = kvpool("root", "clear", DIGEST[:6])
     assert done.status == 2  # there is no terminal
@@ -170,7 +170,7 @@ def test_a_node_is_drained_and_comes_back(kvpool, until):
     assert "a is drained" in done.out + done.err
     until(lambda: {"a"} - {each["node"] for each in kvpool.json("op", "nodes")["nodes"]})
     done = kvpool("op", "drain", "a", "--cancel")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     until(lambda: {"a"} & {each["node"] for each in kvpool.json("op", "nodes")["nodes"]})
 
 
@@ -337,18 +337,18 @@ def test_contexts_are_set_used_and_removed(shell, gate, two, tmp_path):
     file.write_text(gate.tokens["eye"])
     file.chmod(0o600)
     done = shell.alone("context", "set", "test", "--url", url, "--token-file", str(file))
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     assert shell.alone("context", "set", "env", "--url", url).status == 0
     assert shell.alone("context", "set", "far", "--url", "http://10.0.0.1:7071").status == 1
     assert shell.alone("context", "use", "far").status == 1
     assert shell.alone("context", "use", "test").status == 0
     assert shell.contexts().current == "test"
     done = shell.alone("nodes")
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     assert re.search("^. g +serving", done.out, re.MULTILINE)
     assert "* test" in shell.alone("context", "list").out
     done = shell.alone("nodes", KVPOOL_CONTEXT="env", KVPOOL_GATEWAY_TOKEN=gate.tokens["op"])
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, ""), done
     done = shell.alone("nodes", KVPOOL_CONTEXT="env")
     assert done.status == 1 and "KVPOOL_GATEWAY_TOKEN" in done.err
     assert shell.alone("nodes", "--socket", two.node("a").socket).status == 0

@@ -670,6 +670,7 @@ ELSEWHERE = {
     "kvpool certs": "needs no daemon: its own tests",
     "kvpool secret": "needs no daemon: tests/unit/test_cli.py",
     "kvpool token": "needs no daemon: its own tests",
+    "kvpool context": "asks no daemon: tests/integration/admin/test_contexts.py",
     "kvpool audit": "needs no daemon: tests/unit/daemon/test_audit_file.py",
 }
 LAST = ("kvpool evict", "kvpool move", "kvpool clear", "kvpool drain")
