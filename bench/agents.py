@@ -50,6 +50,7 @@ ROUGHNESS = 0.7
 TRACE_BLOCK_TOKENS, SPEEDS_BLOCK_TOKENS = 64, 512
 BATCH_TOKENS = 16_384  # of a put
 SLOT_BYTES = 4096  # of which none are there
+SLABS_MAX = 65_536  # of a segment
 LEASE_S = 60.0
 ENOUGH = 0.99
 AGE_SAMPLE_S = 1.0
@@ -135,7 +136,10 @@ def on_a_node(
     told, pauses = cell.how in ("ends", "pauses"), cell.how == "pauses"
     rough = Random(cell.seed)
     node = Node(make_policy=policy_maker(policy), limits=Limits(grant_share=1.0))
-    tenant = node.add_tenant("", 0, capacity * SLOT_BYTES, SLOT_BYTES)
+    slab_slots = -(-capacity // SLABS_MAX)
+    capacity -= capacity % slab_slots
+    slab_bytes = slab_slots * SLOT_BYTES
+    tenant = node.add_tenant("", 0, capacity * SLOT_BYTES, slab_bytes)
     holder = node.holders.add("", "engine")
     parts = (PartSpec(SLOT_BYTES),)
     namespace = node.namespaces.open(tenant, b"n" * 16, b"{}", parts, may_free=lambda _: True)
