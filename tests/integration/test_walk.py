@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.admin.tokens import add_token
 from kvpool.client import Client
 from kvpool.types import NamespaceRecord
 from tests.documents import Block, Command, commands, prose, section
@@ -172,6 +173,11 @@ SAYS = {
     ),
     (OPERATIONS, "Upgrading and going back"): (
         Says("kvpool nodes", "host-7 is serving, with its new version", (r"host-7 +serving",)),
+    ),
+    (OPERATIONS, "From another machine"): (
+        Says("kvpool nodes", "`nodes` shows node-a, `serving`", (r"^\* node-a +serving",)),
+        Says("kvpool context list", "`list` has a star at prod", (r"^ *\* prod ",)),
+        Says("kvpool config set replicas_max=2", "`config set` ends with 4", status=4),
     ),
 }
 """In the order of the page; what a section says of no command is that it succeeds."""
@@ -392,6 +398,23 @@ def a_node_with_an_engine(folder: Path, servers: Servers) -> Iterator[Scene]:
         yield Scene(swaps, environ={"KVPOOL_SOCKET": node.socket})
 
 
+@contextmanager
+def a_gateway_elsewhere(folder: Path, servers: Servers) -> Iterator[Scene]:
+    with a_cluster(folder, servers, name="elsewhere") as cluster:
+        tokens, place = folder / "tokens.toml", local()
+        add_token(tokens, "first", "viewer", [])  # it begins with a file
+        cluster.make(
+            "node-a", environ={"KVPOOL_HTTP": place, "KVPOOL_HTTP_TOKENS": str(tokens)}
+        ).start()
+        until(answers(f"http://{place}/healthz"), "the gateway answers")
+        yield Scene(
+            {
+                "/etc/kvpool/tokens.toml": str(tokens),
+                "https://node-a.example.org:7071": f"http://{place}",
+            }
+        )
+
+
 def nothing_special(folder: Path, servers: Servers) -> Making:
     return nullcontext(Scene())
 
@@ -408,6 +431,7 @@ SCENES: dict[tuple[Path, str], Callable[[Path, Servers], Making]] = {
     (OPERATIONS, "Why was it a miss?"): a_prompt_that_is_half_there,
     (OPERATIONS, "Upgrading and going back"): a_node_to_upgrade,
     (OPERATIONS, "Scaling in"): a_node_with_an_engine,
+    (OPERATIONS, "From another machine"): a_gateway_elsewhere,
 }
 
 
