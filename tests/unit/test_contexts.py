@@ -6,6 +6,8 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -310,13 +312,21 @@ def test_a_server_that_says_no_more(answering, monkeypatch):
         client.engines()
 
 
+def test_an_answer_that_takes_too_long_piece_by_piece(answering, monkeypatch):
+    clock = SimpleNamespace(monotonic=iter(range(0, 10_000, 50)).__next__)
+    monkeypatch.setattr(gateway_http, "time", clock)
+    client = answering(http_answer(200, b"{}"))
+    with client, pytest.raises(Unavailable, match="takes too long"):
+        client.engines()
+
+
 # ---- every command is decided --------------------------------------------------------------------
 
 ASKS_NOBODY = {("config", "check"), ("plan", "workload")}
 """They say so where a context is given for them."""
 
 
-def leaves(command: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     children = getattr(command, "commands", None)
     if children is None:
         yield path, command

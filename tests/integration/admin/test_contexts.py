@@ -220,13 +220,13 @@ def test_a_limited_token_sees_and_changes_its_own_tenant_only(kvpool, seat_of, n
     assert set(kvpool.json("redeye", "status")["tenants"]) == {"red"}
     assert kvpool("redeye", "config", "show").status == 4
     # As for a tenant that is not there: who others are is not this token's to know.
-    for words in (("lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
-        done = kvpool("red", *words, "--tenant", "blue")
-        assert (done.status, done.out) == (1, ""), (words, done)
+    for change in (("lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
+        done = kvpool("red", *change, "--tenant", "blue")
+        assert (done.status, done.out) == (1, ""), (change, done)
         assert "there is no tenant 'blue'" in done.err
-    for words in (("drain", "a", "--no-wait"), ("scrub",), ("config", "set", "ssd_flush_s=7")):
-        done = kvpool("red", *words)
-        assert (done.status, done.out) == (4, ""), (words, done)
+    for wider in (("drain", "a", "--no-wait"), ("scrub",), ("config", "set", "ssd_flush_s=7")):
+        done = kvpool("red", *wider)
+        assert (done.status, done.out) == (4, ""), (wider, done)
     assert job in kvpool("blue", "jobs", "list").out
     assert job not in kvpool("redop", "jobs", "list").out
     done = kvpool("redop", "jobs", "stop", job)
