@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvpool.admin import routes
+from kvpool.admin.handlers.operator import is_change
 from kvpool.admin.operator_rules import NOT_FORWARDED, RULES, Scope, narrowed, rule_for, shown
 from kvpool.admin.problems import Refused
 from kvpool.admin.tokens import ROLES, Principal
@@ -156,3 +157,20 @@ def test_there_and_back(kind):
         assert again.job == message.job and msgspec.json.decode(again.spec)["everything"]
     else:
         assert again == message
+
+
+@pytest.mark.parametrize(
+    ("role", "raw", "wanted"),
+    [
+        ("operator", b'{"request": {"message": "PinBlocks", "keys": 7}}', True),
+        ("operator", b'{"request": {"message": "Clear"}}', False),  # for admins: it will be refused
+        ("viewer", b'{"request": {"message": "PinBlocks"}}', False),
+        ("admin", b'{"request": {"message": "Jobs"}}', False),
+        ("admin", b'{"request": {"message": 7}}', False),
+        ("admin", b"[" * 100_000, False),
+        ("admin", b"\xff", False),
+    ],
+)
+def test_only_changes_that_may_be_made_are_remembered(role, raw, wanted):
+    """Others would push operators' keys out of the memory of what was done."""
+    assert is_change(Principal("someone", role), raw) is wanted

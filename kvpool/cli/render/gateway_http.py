@@ -217,16 +217,17 @@ class GatewayClient(OperatorRequests):
                 connection.close()
                 if used and not (connection.late or isinstance(error, TimeoutError)):
                     continue  # the gateway has closed it meanwhile
-                if connection.late:
+                if connection.late or isinstance(error, TimeoutError):
                     raise self._late(timeout_s) from None
                 raise self._unreachable(error) from None
             except BaseException:
                 connection.close()
                 raise
+            if connection.late:
+                connection.close()
+                raise self._late(timeout_s)
             if len(said) <= ANSWER_BYTES_MAX and answer.length:
                 connection.close()
-                if connection.late:
-                    raise self._late(timeout_s)
                 raise Unavailable(f"{self.where} closed the connection in the middle of its answer")
             if len(said) > ANSWER_BYTES_MAX:
                 connection.close()
