@@ -12,6 +12,8 @@ from pathlib import Path
 from kvpool.client import OperatorClient
 from kvpool.telemetry.node_stats import Counters
 
+ANSWER_S = 30.0  # engines that start beside it may take all cores for seconds
+
 
 @dataclass
 class Daemon:
@@ -49,7 +51,7 @@ def run_daemon(
     assert process.stdout is not None
     try:
         assert "ready" in process.stdout.readline()
-        with OperatorClient(path, connect=True) as client:
+        with OperatorClient(path, timeout_s=ANSWER_S, connect=True) as client:
             yield Daemon(path, process, client)
     finally:
         process.kill()
