@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from kvpool.admin.guard import Guard, check_host
-from kvpool.admin.idempotency import Answer, Remembered
+from kvpool.admin.idempotency import Answer, Remembered, check_key
 from kvpool.admin.problems import Refused, problem, refused
 from kvpool.admin.routing import JSON, Call, Route, parse_body, parse_params
 from kvpool.admin.scope import whole_only
@@ -155,6 +155,8 @@ class Api:
                 400, "invalid", "this request must not have a body", {"Connection": "close"}
             )
         key = request.headers.get(IDEMPOTENCY_KEY)
+        if key is not None and route.changes:
+            check_key(key)
         if key is None or not route.remembers(who, raw):
             return await self._answer(route, call, params, raw)
         scope = f"{who.name} {request.method} {request.path_qs}"

@@ -36,6 +36,16 @@ class _Entry:
     nbytes: int = 0
 
 
+def check_key(key: str) -> None:
+    """Raises `Refused`."""
+    if not _KEY.fullmatch(key):
+        raise Refused(
+            400,
+            "invalid",
+            f"an Idempotency-Key must have 1 to {KEY_CHARACTERS_MAX} visible ASCII characters",
+        )
+
+
 class Remembered:
     """Answers to the last changes, bounded in number, bytes and time. Event loop only.
 
@@ -51,12 +61,7 @@ class Remembered:
         self, scope: str, key: str, body: bytes, make: Callable[[], Awaitable[Answer]]
     ) -> Answer:
         """scope: who asks, and for what; keys of different ones are different. Raises `Refused`."""
-        if not _KEY.fullmatch(key):
-            raise Refused(
-                400,
-                "invalid",
-                f"an Idempotency-Key must have 1 to {KEY_CHARACTERS_MAX} visible ASCII characters",
-            )
+        check_key(key)
         name = hashlib.sha256(f"{scope}\n{key}".encode()).hexdigest()
         digest = hashlib.sha256(body).digest()
         self._trim()

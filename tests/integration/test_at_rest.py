@@ -104,7 +104,7 @@ def test_blocks_on_an_encrypted_disk_outlive_a_restart(
     for path in files_of(folder):
         assert WORDS not in path.read_bytes(), path
     engine = begin("--encryption-secret-file", str(secret), codec=codec)
-    assert engine.disk.restored_blocks == 40
+    until(lambda: engine.disk.restored_blocks == 40)
     assert engine.read(range(40)) == set(range(40))
     assert engine.disk.mismatches == 0
 

@@ -279,7 +279,7 @@ def test_the_command(monkeypatch):
     def nobody(socket, tenant):
         raise Unavailable("no daemon [here]")
 
-    monkeypatch.setattr("kvpool.cli.base.client_of", nobody)
+    monkeypatch.setattr("kvpool.cli.base.daemon_client", nobody)
     monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", OK, f"looked at {paths}")])
     done = CliRunner().invoke(verbs.app, ["doctor", "--path", "/a", "--path", "/b", "--json"])
     assert done.exit_code == 0

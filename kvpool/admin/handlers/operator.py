@@ -13,7 +13,8 @@ from kvpool.admin.routing import Call
 from kvpool.admin.scope import whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import AnyNode, Given, OfTenant
-from kvpool.decoding import decode_json
+from kvpool.decoding import JsonDecoder, decode_json
+from kvpool.errors import ProtocolError
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobView
@@ -46,14 +47,14 @@ class _Body(msgspec.Struct):
     request: _Name
 
 
-_DECODE_NAME = msgspec.json.Decoder(_Body)
+_decode_name = JsonDecoder[_Body](_Body, "a request with a message")
 
 
 def is_change(who: Principal, raw: bytes) -> bool:
     """Whether this body, of a request that may be invalid, changes something."""
     try:
-        return changes(who, _DECODE_NAME.decode(raw).request.message)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return changes(who, _decode_name(raw).request.message)
+    except ProtocolError:
         return False
 
 

@@ -89,7 +89,12 @@ def test_what_is_wrong_is_told(pair):
             InvalidRequest,
             "b has no tenant",
         ),
-        (client_wire.Stats(), {"node": "b"}, InvalidRequest, "Stats is not an operator's request"),
+        (
+            client_wire.Match(0, b"", []),
+            {"node": "b"},
+            InvalidRequest,
+            "Match is not an operator's request",
+        ),
         (operator_wire.ListBlocks("tape", "", 10), {"node": "b"}, InvalidRequest, "dram"),
         (operator_wire.ListBlocks("dram", "x", 10), {"node": "b"}, InvalidRequest, "cursor"),
         (operator_wire.ListBlocks("dram", "", 10, b"n" * 16), {}, InvalidRequest, "not open"),
