@@ -175,19 +175,18 @@ def daemon(
     name: str,
     memory: str,
     *flags: str,
-    python: str = sys.executable,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[Daemon]:
     """Start one, wait until it is ready, stop it in the end.
 
-    python: of an environment that has kvpool. variables: of the environment, besides this process's.
+    variables: of the environment, besides this process's.
     """
     socket_path = str(folder / f"{name}.sock")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVPOOL_")}
     environment |= {"KVPOOL_CLUSTER_SECRET": SECRET, **(variables or {})}
     process = subprocess.Popen(
         [
-            *(python, "-m", "kvpool.cli", "serve"),
+            *(sys.executable, "-m", "kvpool.cli", "serve"),
             *("--socket", socket_path, "--memory", memory, "--node", name),
             *flags,
         ],

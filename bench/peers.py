@@ -302,28 +302,43 @@ def joined(
     etcd: str,
     name: str,
     *flags: str,
-    python: str = sys.executable,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Daemon, Daemon, Callable[[], list[int]]]:
-    """Two daemons, a cluster of their own, that have met through etcd and share a directory; and whose CPU counts."""
-    kept = stack.enter_context(Redis(folder / f"directory-{name}"))
-    directory = ("--directory", f"redis://127.0.0.1:{kept.port}")
-    memory, listen = str(STORE_BYTES), ("--listen", "tcp://127.0.0.1:0")
-    common = (memory, *listen, "--join", etcd, "--cluster", name, *directory, *flags)
-    a, b = (
-        stack.enter_context(daemon(folder, each, *common, python=python, variables=variables))
-        for each in (f"{name}-a", f"{name}-b")
-    )
-    deadline = time.monotonic() + START_S
-    with OperatorClient(b.socket, connect=True) as client:
-        while len(client.cluster()["nodes"]) < 2:
-            if time.monotonic() > deadline:
-                raise OutError("the two nodes did not meet")
-            time.sleep(0.05)
+    """Two daemons that are `members`; and whose CPU counts."""
+    memories = (STORE_BYTES, STORE_BYTES)
+    (a, b), kept = members(stack, folder, etcd, name, memories, *flags, variables=variables)
     assert kept.process is not None
     server = kept.process.pid
     daemons = pids_of(a, b)
     return a, b, lambda: [*daemons(), server]
+
+
+def members(
+    stack: ExitStack,
+    folder: Path,
+    etcd: str,
+    name: str,
+    memories: Sequence[int],
+    *flags: str,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[list[Daemon], Redis]:
+    """Daemons with so much memory, a cluster of their own, that have met through etcd and share a directory; and that."""
+    kept = stack.enter_context(Redis(folder / f"directory-{name}"))
+    directory = ("--directory", f"redis://127.0.0.1:{kept.port}")
+    common = ("--listen", "tcp://127.0.0.1:0", "--join", etcd, "--cluster", name, *directory)
+    nodes = [
+        stack.enter_context(
+            daemon(folder, f"{name}-{number}", str(memory), *common, *flags, variables=variables)
+        )
+        for number, memory in enumerate(memories)
+    ]
+    deadline = time.monotonic() + START_S
+    with OperatorClient(nodes[-1].socket, connect=True) as client:
+        while len(client.cluster()["nodes"]) < len(nodes):
+            if time.monotonic() > deadline:
+                raise OutError(f"the nodes of {name} did not meet")
+            time.sleep(0.05)
+    return nodes, kept
 
 
 def kvpool_nixl(folder: Path, etcd: str, lane: str, variables: Mapping[str, str]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -100,27 +100,41 @@ class Check:
     why: str = ""
 
 
+def compared(
+    name: str,
+    value: Callable[[], float],
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Check:
+    """The check of a value. What it compares may be missing."""
+    try:
+        return Check(name, value(), at_least, at_most)
+    except MissingError as missing:
+        return Check(name, None, at_least, at_most, str(missing))
+
+
 def checks(results: Results) -> Iterator[Check]:
     """The ratios of DESIGN section 8, and those that issue 5 adds."""
 
     def times(name: str, ours: str, op: str, theirs: tuple[str, ...], shape: Shape, bound: float,
               their_op: str = "") -> Check:  # fmt: skip
         """How many times as fast as the best of the others."""
-        try:
-            value = results.seconds(theirs, their_op or op, shape) / results.seconds(
-                (ours,), op, shape
-            )
-        except MissingError as missing:
-            return Check(name, None, at_least=bound, why=str(missing))
-        return Check(name, value, at_least=bound)
+        return compared(
+            name,
+            lambda: (
+                results.seconds(theirs, their_op or op, shape) / results.seconds((ours,), op, shape)
+            ),
+            at_least=bound,
+        )
 
     def no_dearer(name: str, ours: str, op: str, their_op: str) -> Check:
         """CPU seconds a GB, over the peer's."""
-        try:
-            value = results.cpu((ours,), op, LARGE) / results.cpu(PEERS, their_op, LARGE)
-        except MissingError as missing:
-            return Check(name, None, at_most=1, why=str(missing))
-        return Check(name, value, at_most=1)
+        return compared(
+            name,
+            lambda: results.cpu((ours,), op, LARGE) / results.cpu(PEERS, their_op, LARGE),
+            at_most=1,
+        )
 
     yield times("get_1m_vs_peer", "kvpool shm", "get", PEERS, LARGE, 5)
     yield times("put_1m_vs_peer", "kvpool shm", "put", PEERS, LARGE, 4.5)
@@ -141,13 +155,14 @@ def checks(results: Results) -> Iterator[Check]:
 
 def one_block(results: Results) -> Check:
     """How long one block of another node takes, over the best peer's time."""
-    name, bound = "get_one_64k_vs_peer", 0.8
-    try:
-        ours = results.seconds(("kvpool tcp",), "get", MIDDLE_ONE)
-        theirs = results.seconds(PEERS, "get", MIDDLE_ONE)
-    except MissingError as missing:
-        return Check(name, None, at_most=bound, why=str(missing))
-    return Check(name, ours / theirs, at_most=bound)
+    return compared(
+        "get_one_64k_vs_peer",
+        lambda: (
+            results.seconds(("kvpool tcp",), "get", MIDDLE_ONE)
+            / results.seconds(PEERS, "get", MIDDLE_ONE)
+        ),
+        at_most=0.8,
+    )
 
 
 def four_streams(results: Results) -> Check:
@@ -167,13 +182,12 @@ def four_streams(results: Results) -> Check:
 
 def many_small(results: Results) -> Check:
     """The rate of 64 KiB blocks over TCP, over that of 1 MiB blocks, with as many bytes a batch."""
-    name, bound = "tcp_64k_vs_1m", 0.85
-    try:
+
+    def value() -> float:
         small = results.seconds(("kvpool tcp",), "pull", MIDDLE_MANY)
-        large = results.seconds(("kvpool tcp",), "pull", LARGE)
-    except MissingError as missing:
-        return Check(name, None, at_least=bound, why=str(missing))
-    return Check(name, large / small, at_least=bound)
+        return results.seconds(("kvpool tcp",), "pull", LARGE) / small
+
+    return compared("tcp_64k_vs_1m", value, at_least=0.85)
 
 
 def size(nbytes: int) -> str:

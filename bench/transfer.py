@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import REPO, START_S, Daemon, Report, daemon, parse_arguments, percentile
+from harness import REPO, Report, daemon, parse_arguments, percentile
 from peers import (
     PEERS_PYTHON,
     UCX_TCP,
@@ -38,16 +38,17 @@ from peers import (
     kvpool_nixl,
     kvpool_tcp,
     make_environment,
+    members,
     nobody,
     race,
 )
-from peers_results import KIB, LARGE, MIDDLE_MANY, Check, MissingError, Results, Shape
+from peers_results import KIB, LARGE, MIB, MIDDLE_MANY, Check, Results, Shape, compared
 from store import fresh_keys, lookups_under_pulls, shared_memory
 
 from kvpool.client import Client, OperatorClient
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
 from tests.support.servers.etcd import Etcd
-from tests.support.servers.redis import Redis
+from tests.support.waiting import until
 
 SMALL_MANY, ONE = (4 * KIB, 4096), (4 * KIB, 1)
 PULLS: Mapping[Shape, Sequence[str]] = dict.fromkeys(
@@ -81,50 +82,27 @@ def over_nixl(folder: Path, etcd: str) -> list[Entry]:
 
 
 def checks(results: Results) -> Iterator[Check]:
-    def of(name: str, ours: str, limit: str, shape: Shape, bound: float) -> Check:
-        """The limit's time over ours."""
-        try:
-            value = results.seconds((limit,), "pull", shape) / results.seconds(
-                (ours,), "pull", shape
-            )
-        except MissingError as missing:
-            return Check(name, None, at_least=bound, why=str(missing))
-        return Check(name, value, at_least=bound)
+    def seconds(who: str, shape: Shape) -> float:
+        return results.seconds((who,), "pull", shape)
 
-    yield of("pull_1m_vs_limit", OURS, HASHED, LARGE, 0.95)
-    yield of("pull_64k_vs_limit", OURS, HASHED, MIDDLE_MANY, 0.9)
-    yield of("pull_4k_vs_limit", OURS, HASHED, SMALL_MANY, 0.5)
-    yield cpu(results)
-    yield one_block(results)
+    def cpu(who: str) -> float:
+        return results.cpu((who,), "pull", LARGE)
 
+    def to_limit(name: str, shape: Shape, bound: float) -> Check:
+        return compared(name, lambda: seconds(HASHED, shape) / seconds(OURS, shape), at_least=bound)
 
-def cpu(results: Results) -> Check:
-    name, bound = "pull_cpu_vs_limit", 1.15
-    try:
-        value = results.cpu((OURS,), "pull", LARGE) / results.cpu((HASHED,), "pull", LARGE)
-    except MissingError as missing:
-        return Check(name, None, at_most=bound, why=str(missing))
-    return Check(name, value, at_most=bound)
-
-
-def one_block(results: Results) -> Check:
-    name, bound = "pull_one_vs_hops", 1.5
-    try:
-        value = results.seconds((OURS,), "pull", ONE) / results.seconds((HOPS,), "pull", ONE)
-    except MissingError as missing:
-        return Check(name, None, at_most=bound, why=str(missing))
-    return Check(name, value, at_most=bound)
+    yield to_limit("pull_1m_vs_limit", LARGE, 0.95)
+    yield to_limit("pull_64k_vs_limit", MIDDLE_MANY, 0.9)
+    yield to_limit("pull_4k_vs_limit", SMALL_MANY, 0.5)
+    yield compared("pull_cpu_vs_limit", lambda: cpu(OURS) / cpu(HASHED), at_most=1.15)
+    yield compared("pull_one_vs_hops", lambda: seconds(OURS, ONE) / seconds(HOPS, ONE), at_most=1.5)
 
 
 def nixl_checks(results: Results) -> Iterator[Check]:
-    name, bound = "nixl_1m_vs_limit", 0.9
-    try:
-        limit = results.seconds((HASHED_NIXL,), "pull", LARGE)
-        value = limit / results.seconds((NIXL,), "pull", LARGE)
-    except MissingError as missing:
-        yield Check(name, None, at_least=bound, why=str(missing))
-    else:
-        yield Check(name, value, at_least=bound)
+    def seconds(who: str) -> float:
+        return results.seconds((who,), "pull", LARGE)
+
+    yield compared("nixl_1m_vs_limit", lambda: seconds(HASHED_NIXL) / seconds(NIXL), at_least=0.9)
 
 
 # ---- many at once ------------------------------------------------------------------------------------
@@ -152,7 +130,8 @@ def many(report: Report, folder: Path, etcd: str) -> None:
     data = rng.integers(0, 255, (BLOCKS, PART_BYTES), dtype=np.uint8)
     prompts = [fresh_keys(BLOCKS) for _ in range(PROMPTS)]
     with contextlib.ExitStack() as stack:
-        nodes = cluster(stack, folder, etcd)
+        memories = (1 << 30, *(256 * MIB for _ in range(PEERS)))
+        nodes, _ = members(stack, folder, etcd, "many", memories)
         here = stack.enter_context(OperatorClient(nodes[0].socket, connect=True))
         engines = [
             stack.enter_context(Client(nodes[0].socket, connect=True))
@@ -170,7 +149,7 @@ def many(report: Report, folder: Path, etcd: str) -> None:
                         assert stored == share, f"{stored} of {share} blocks are stored"
         for engine in engines:
             ns = engine.open(record)
-        wait_for(lambda: all(len(here.locate(keys)) == BLOCKS for keys in prompts), "the directory")
+        until(lambda: all(len(here.locate(keys)) == BLOCKS for keys in prompts), "the directory")
         throughput: dict[int, float] = {}
         for together in TOGETHER:
             rounds = 1 if report.quick else 3
@@ -193,31 +172,6 @@ def many(report: Report, folder: Path, etcd: str) -> None:
         beyond = min(COLLAPSE_TIMES * found, max(throughput))
         report.row("the knee", together=found)
         report.check("knee_collapse", throughput[beyond] / throughput[found], at_least=0.9)
-
-
-def cluster(stack: contextlib.ExitStack, folder: Path, etcd: str) -> list[Daemon]:
-    """The node that pulls, and those that it pulls from. They have met."""
-    kept = stack.enter_context(Redis(folder / "directory-many"))
-    flags = [
-        *("--listen", "tcp://127.0.0.1:0", "--join", etcd, "--cluster", "many"),
-        *("--directory", f"redis://127.0.0.1:{kept.port}"),
-    ]
-    nodes = [stack.enter_context(daemon(folder, "many-0", "1GiB", *flags))]
-    nodes += [
-        stack.enter_context(daemon(folder, f"many-{number}", "256MiB", *flags))
-        for number in range(1, PEERS + 1)
-    ]
-    with OperatorClient(nodes[0].socket, connect=True) as client:
-        wait_for(lambda: len(client.cluster()["nodes"]) == len(nodes), "the nodes")
-    return nodes
-
-
-def wait_for(ready: Callable[[], bool], whom: str) -> None:
-    deadline = time.monotonic() + START_S
-    while not ready():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{whom} did not get ready within {START_S:g} s")
-        time.sleep(0.02)
 
 
 def at_once(

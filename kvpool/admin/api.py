@@ -26,7 +26,7 @@ from kvpool.admin.guard import Guard, check_host
 from kvpool.admin.idempotency import Answer, Remembered, check_key
 from kvpool.admin.problems import Refused, problem, refused
 from kvpool.admin.routing import JSON, Call, Route, parse_body, parse_params
-from kvpool.admin.scope import whole_only
+from kvpool.admin.scope import check_role, whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.errors import KvpoolError
 from kvpool.net import is_loopback
@@ -190,12 +190,7 @@ class Api:
             "" if uid is not None else remote, uid, request.headers.get(hdrs.AUTHORIZATION, "")
         )
         self._trust(request)
-        if not who.may(route.role):
-            raise Refused(
-                403,
-                "forbidden",
-                f"this requires the role {route.role}, but this token has the role {who.role}",
-            )
+        check_role(who, route.role)
         if route.whole:
             whole_only(who)
         return who

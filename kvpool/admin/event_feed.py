@@ -19,6 +19,7 @@ import msgspec
 from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.daemon_link import Daemon
 from kvpool.admin.problems import Refused
+from kvpool.admin.scope import sees_event
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import EventInfo
 from kvpool.errors import KvpoolError
@@ -81,7 +82,7 @@ class Listener:
         self._news = asyncio.Event()
 
     def wants(self, event: EventInfo) -> bool:
-        return (not self.nodes or event.node in self.nodes) and visible(self.who, event)
+        return (not self.nodes or event.node in self.nodes) and sees_event(self.who, event.details)
 
     def put(self, heard: Heard) -> None:
         if len(self._queue) >= LISTENER_MAX:
@@ -102,14 +103,6 @@ class Listener:
         found = list(self._queue)
         self._queue.clear()
         return found
-
-
-def visible(who: Principal, event: EventInfo) -> bool:
-    """What names a tenant is for those who may see that one, what names none for those who see all."""
-    if who.whole:
-        return True
-    tenant = event.details.get("tenant")
-    return isinstance(tenant, str) and who.sees(tenant)
 
 
 class Events:

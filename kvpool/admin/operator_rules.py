@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool.admin.problems import Refused
-from kvpool.admin.scope import tenant_of, whole_only
+from kvpool.admin.scope import check_role, sees_event, tenant_of, whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import Role
 from kvpool.decoding import decode_json
@@ -76,7 +75,7 @@ RULES: dict[type[frame.Message], Rule] = {
 
 NOT_FORWARDED: dict[type[frame.Message], str] = {
     operator_wire.OnNode: "the gateway makes it itself, of what it forwards",
-    operator_wire.Evict: "nobody sends it: evicting is a job",
+    operator_wire.Evict: "commands evict by jobs, which can be stopped",
     operator_wire.ShowBlocks: "no command needs it: GET /v1/blocks/{key}",
     operator_wire.TakeSpans: "it takes spans away from the collector that they are for",
 }
@@ -86,8 +85,7 @@ NOT_FORWARDED: dict[type[frame.Message], str] = {
 def rule_for(who: Principal, message: frame.Message, tenant: str) -> tuple[Rule, str]:
     """The rule, and the tenant that is meant. Raises `Refused` for what this principal may not ask for."""
     rule = RULES[type(message)]
-    if not who.may(rule.role):
-        raise forbidden(type(message).__name__, rule.role, who.role)
+    check_role(who, rule.role, f"a {type(message).__name__}")
     if rule.scope is Scope.WHOLE or _is_scrub(message):
         whole_only(who)
     return rule, tenant_of(who, tenant)
@@ -172,11 +170,7 @@ def _jobs(who: Principal, raw: bytes) -> list[dict[str, Any]]:
 
 def _events(who: Principal, raw: bytes) -> dict[str, Any]:
     found = decode_json(raw, dict[str, Any], "a page of events")
-    some = []
-    for event in found["events"]:
-        tenant = event["details"].get("tenant")
-        if isinstance(tenant, str) and who.sees(tenant):
-            some.append(event)
+    some = [event for event in found["events"] if sees_event(who, event["details"])]
     return {**found, "events": some}
 
 
@@ -187,9 +181,3 @@ SHOWN: dict[type[frame.Message], Callable[[Principal, bytes], Any]] = {
     operator_wire.Jobs: _jobs,
     operator_wire.Events: _events,
 }
-
-
-def forbidden(name: str, wanted: Role, has: Role) -> Refused:
-    """For a role that is too small."""
-    why = f"a {name} requires the role {wanted}, but this token has the role {has}"
-    return Refused(403, "forbidden", why)

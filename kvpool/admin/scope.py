@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvpool.admin.cluster_view import Answers, View
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.tokens import Principal
+from kvpool.admin.types import Role
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import DEFAULT_TENANT
 
@@ -55,6 +59,21 @@ def check_namespace(view: View, answers: Answers[NodeStats], tenant: str, digest
         raise not_found(
             f"tenant {tenant!r} has no namespace {digest}; GET /v1/namespaces lists them"
         )
+
+
+def sees_event(who: Principal, details: Mapping[str, Any]) -> bool:
+    """What names a tenant is for those who may see that one, what names none for those who see all."""
+    if who.whole:
+        return True
+    tenant = details.get("tenant")
+    return isinstance(tenant, str) and who.sees(tenant)
+
+
+def check_role(who: Principal, role: Role, what: str = "this") -> None:
+    """Raises `Refused` for a token whose role is less."""
+    if not who.may(role):
+        why = f"{what} requires the role {role}, but this token has the role {who.role}"
+        raise Refused(403, "forbidden", why)
 
 
 def whole_only(who: Principal) -> None:

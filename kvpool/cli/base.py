@@ -123,10 +123,6 @@ def _root(
         without_context(ctx.invoked_subcommand)
 
 
-LOCAL = "local"
-"""The context that is always there: this machine's daemon."""
-
-
 class _Given:
     """What this process's command line says before its command."""
 
@@ -146,7 +142,11 @@ def chosen_context(socket: str | None) -> Context | None:
 
 def without_context(command: str) -> None:
     """Before a command that asks nobody: raises `typer.Exit` where a context is given for it."""
-    if _Given.context not in {"", LOCAL}:
+    if not _Given.context:
+        return
+    from kvpool.cli.render.contexts import LOCAL
+
+    if _Given.context != LOCAL:
         complain(f"{command} works on this machine only: leave out --context")
         raise typer.Exit(EXIT_USAGE)
 
@@ -154,6 +154,8 @@ def without_context(command: str) -> None:
 def only_here(command: str, socket: str | None) -> None:
     """Before what reads or changes blocks of this machine's daemon: raises `InvalidRequest` in a context."""
     if (found := chosen_context(socket)) is not None:
+        from kvpool.cli.render.contexts import LOCAL
+
         raise InvalidRequest(
             f"{command} works with this machine's daemon only, and the context is {found.name}: say "
             f"`kvpool --context {LOCAL}`, or --socket"

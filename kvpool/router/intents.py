@@ -28,7 +28,7 @@ from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.types import KEY_BYTES, Intent, IntentAnswer
 
 TOGETHER, EACH = 8, 2
-"""Intents in progress, of all tenants and of one; further ones are rejected. The operator is not counted as one."""
+"""Intents in progress, of all and of one tenant; further ones are rejected. All others keep no operator from its own."""
 THREADS = 8
 """That wait for nodes: so many silent ones hold nobody up."""
 PLACES_MAX = 64

@@ -10,11 +10,12 @@ from aiohttp import web
 
 from kvpool.admin import metrics
 from kvpool.admin.cluster_view import Cluster
-from kvpool.admin.event_feed import Events, Heard, Listener, Moment, visible
+from kvpool.admin.event_feed import Events, Heard, Listener, Moment
 from kvpool.admin.history import Sampler
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call
+from kvpool.admin.scope import sees_event
 from kvpool.admin.types import (
     AuditList,
     EventInfo,
@@ -86,7 +87,7 @@ class Watching:
         before = unpack_cursor(wanted.cursor, Moment) if wanted.cursor else None
 
         def keep(event: EventInfo) -> bool:
-            return event.kind in AUDITED and visible(call.who, event)
+            return event.kind in AUDITED and sees_event(call.who, event.details)
 
         found = await self._events.newest(keep, wanted.limit + 1, before)
         some = found[: wanted.limit]

@@ -138,12 +138,17 @@ class Sessions:
         """Pin, keep, prefetch, expend or drop blocks of a prompt or a session; each node tells for how many it holds."""
         tenant = tenant_of(call.who, wanted.tenant)
         by_prompt = [bool(body.prompt), bool(body.messages), bool(body.tokens)].count(True)
-        by_keys = bool(body.keys and body.namespace)
-        ways = [bool(by_prompt), bool(body.keys), bool(body.session)]
-        if ways.count(True) != 1 or by_prompt > 1 or bool(body.model) != bool(by_prompt):
-            raise _unnamed()
-        if bool(body.keys) != by_keys or (by_prompt and body.namespace):
-            raise _unnamed()
+        if by_prompt:
+            others = body.namespace or body.keys or body.session
+            named = by_prompt == 1 and bool(body.model) and not others
+        else:
+            one = bool(body.keys) != bool(body.session)
+            named = one and not body.model and bool(body.namespace or not body.keys)
+        if not named:
+            raise Refused(
+                *(400, "invalid"),
+                "name namespace and keys of a prompt, or model and one of prompt, messages, tokens, or a session",
+            )
         if (body.intent == "keep") != (body.for_s > 0) or (body.hard and body.intent != "pin"):
             raise Refused(400, "invalid", "for_s belongs to keep, and hard to pin only")
         if by_prompt:
@@ -187,13 +192,6 @@ class Sessions:
             for node, answer in sorted(found.by_node.items())
         ]
         return IntentInfo(items, {**unreachable, **found.unreachable})
-
-
-def _unnamed() -> Refused:
-    return Refused(
-        *(400, "invalid"),
-        "name namespace and keys of a prompt, or model and one of prompt, messages, tokens, or a session",
-    )
 
 
 def _on(node: str, session: dict[str, Any], kind: type[Any]) -> Any:

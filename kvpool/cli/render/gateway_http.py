@@ -215,10 +215,10 @@ class GatewayClient(OperatorRequests):
                     said = answer.read(ANSWER_BYTES_MAX + 1)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if used and not (connection.late or isinstance(error, TimeoutError)):
-                    continue  # the gateway has closed it meanwhile
-                if connection.late or isinstance(error, TimeoutError):
+                if connection.late:
                     raise self._late(timeout_s) from None
+                if used:
+                    continue  # the gateway has closed it meanwhile
                 raise self._unreachable(error) from None
             except BaseException:
                 connection.close()
@@ -226,14 +226,14 @@ class GatewayClient(OperatorRequests):
             if connection.late:
                 connection.close()
                 raise self._late(timeout_s)
-            if len(said) <= ANSWER_BYTES_MAX and answer.length:
-                connection.close()
-                raise Unavailable(f"{self.where} closed the connection in the middle of its answer")
             if len(said) > ANSWER_BYTES_MAX:
                 connection.close()
                 raise ProtocolError(
                     f"the answer of {self.where} has more than {ANSWER_BYTES_MAX} bytes"
                 )
+            if answer.length:
+                connection.close()
+                raise Unavailable(f"{self.where} closed the connection in the middle of its answer")
             if connection.sock is not None:
                 self._keep(connection)
             media = (answer.getheader("Content-Type") or "").partition(";")[0].strip().lower()
@@ -309,9 +309,8 @@ class _Connection(http.client.HTTPConnection):
         def shut() -> None:
             self.late = True
             try:
-                socket.socket.shutdown(
-                    sock, socket.SHUT_RDWR
-                )  # not TLS's own, which another thread uses
+                # Not TLS's own, which belongs to the thread that uses the connection.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
             except OSError:
                 pass  # it has ended already
 
@@ -321,6 +320,9 @@ class _Connection(http.client.HTTPConnection):
         timer.start()
         try:
             yield
+        except TimeoutError:
+            self.late = True
+            raise
         finally:
             timer.cancel()
 
