@@ -24,6 +24,7 @@ from kvpool.telemetry.node_stats import NodeStats, TenantStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from tests.support.s3 import Proxy
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S, until
 
 MIB = 1 << 20
@@ -116,7 +117,8 @@ class Daemon:
         return self.log.read_text()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if self.process.poll() is None:
+            send(self.process.pid, number)
 
     def stop(self) -> int:
         """SIGTERM, and its exit status."""
@@ -370,7 +372,8 @@ def block(number): return bytes([number % 251]) * 4096
         self.process.stdin.flush()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if self.process.poll() is None:
+            send(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()

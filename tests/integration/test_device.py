@@ -17,6 +17,7 @@ from kvpool.errors import LeaseLost, SegmentError
 from kvpool.telemetry.node_stats import DeviceStats
 from kvpool.types import NamespaceRecord
 from kvpool.wire.frame import NO_ROW
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S
 
 torch = pytest.importorskip("torch")
@@ -218,7 +219,7 @@ def test_a_killed_device_process_is_a_miss_and_begins_anew(lifted, until):
 def test_a_stopped_device_process_costs_readers_their_deadline(lifted):
     pid = device_process(lifted.daemon)
     lifted.forget_memory()
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     try:
         assert lifted.client.get(lifted.ns, keys_of(range(8)), wait_s=0.3) == [None] * 8
         lifted.put(range(200, 232))

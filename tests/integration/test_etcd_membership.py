@@ -29,6 +29,7 @@ from kvpool.placement.records import ClusterConfig, NamespaceClock, TierRecord, 
 from kvpool.testing.membership import entry, record, standing, until
 from tests.support import waiting
 from tests.support.servers.etcd import Etcd
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S
 
 TTL_S = 4.0  # the shortest that a busy machine keeps up
@@ -305,7 +306,7 @@ def test_a_killed_nodes_address_is_taken_over_at_once(
         async with Members(etcd.url, cluster, ttl_s=60.0) as members:
             member = await members.start()
             await until(lambda: "p" in member.view.nodes, "the process joins")
-            process.process.send_signal(signal.SIGSTOP)  # holds the lease; and is not the holder
+            send(process.process.pid, signal.SIGSTOP)  # holds the lease; and is not the holder
             await member.join(new := record("p", 1111))
             assert member.view.nodes == {"p": new}
             assert len(etcd.keys(f"/kvpool/{cluster}/incarnations/")) == 1
@@ -776,7 +777,7 @@ def test_a_process_stopped_past_its_lease_is_unsure_at_its_first_look(
             await until(lambda: process.said()[-1:] == ["member"], "the process joins")
             await until(lambda: "p" in watcher.view.nodes, "the watcher hears of it")
             first = watcher.view.nodes["p"].incarnation
-            process.process.send_signal(signal.SIGSTOP)
+            send(process.process.pid, signal.SIGSTOP)
             await until(lambda: not watcher.view.nodes, "its lease ends")
             process.process.send_signal(signal.SIGCONT)
             await until(lambda: "p" in watcher.view.nodes, "it joins again")

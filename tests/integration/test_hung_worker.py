@@ -6,7 +6,6 @@ A stopped process stands for one in state D: it is stopped, and the kill is kept
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from array import array
 from collections.abc import AsyncIterator, Coroutine
@@ -32,6 +31,7 @@ from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S, until_async
 
 PAGE = 4096
@@ -44,7 +44,7 @@ class HangingDisk(DiskWorkerProxy):
 
     def hang(self) -> None:
         self.hangs = True
-        os.kill(self.pid, signal.SIGSTOP)
+        send(self.pid, signal.SIGSTOP)
 
     def _send_kill(self) -> None:
         if not self.hangs:

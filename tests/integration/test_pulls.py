@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.types import Namespace, NamespaceRecord, PartKind, PartSpec
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S, until
 
 NBYTES = 64 << 10
@@ -128,7 +129,7 @@ def test_an_owner_that_dies_or_hangs_is_a_miss_in_time(pair, how):
     used = pair.used_at_b()
     control = psutil.Process(pair.a.pid)
     for process in [control, *control.children()]:
-        process.send_signal(how)
+        send(process.pid, how)
     begun = time.monotonic()
     assert pair.at_b.pull(pair.ns_b, keys_of(range(8)), wait_s=2) == 2
     assert time.monotonic() - begun < PATIENCE_S / 2

@@ -16,6 +16,7 @@ from kvpool.errors import LimitExceeded
 from kvpool.telemetry.node_stats import NamespaceUsage
 from kvpool.types import NamespaceRecord
 from tests.support import refusing
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64 << 10
@@ -393,7 +394,7 @@ def test_a_killed_disk_process_costs_nothing_but_time(written, until):
 def test_a_disk_that_hangs_costs_readers_their_deadline_and_writers_nothing(written, until):
     pid = disk_process(written.daemon)
     written.client.evict(keys_of(range(8)), tier="dram")
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     try:
         assert written.client.get(written.ns, keys_of(range(8)), wait_s=0.3) == [None] * 8
         written.put(range(300, 364))

@@ -34,6 +34,7 @@ from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S, until_async
 
 SIZE = 32 << 20
@@ -317,7 +318,7 @@ def test_a_killed_owner_returns_its_loans_and_keeps_its_address() -> None:
             warm = await reader.workers.pull(order(url, [0], [0]))
             assert warm.status == b"\1"
             # Stopped, so that it neither reads nor sends while the pull is under way.
-            os.kill(serving, signal.SIGSTOP)
+            send(serving, signal.SIGSTOP)
             task = asyncio.create_task(
                 reader.workers.pull(order(url, list(range(COUNT)), list(range(COUNT))))
             )

@@ -25,6 +25,7 @@ from kvpool.client import OperatorClient
 from kvpool.daemon.workers.gateway import TOKEN_FILE
 from tests.support.servers.etcd import Etcd, free_port
 from tests.support.servers.redis import Redis
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S
 
 KVPOOL = (sys.executable, "-m", "kvpool.cli")
@@ -123,7 +124,7 @@ class LocalNode:
         """Send a signal to its control process, and to its transfer workers too, unless told otherwise."""
         for pid in self.pids if workers else [self.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                send(pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and wait. Its transfer workers end with it. Idempotent."""

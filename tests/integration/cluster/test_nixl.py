@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvpool.telemetry.node_stats import NixlStats, WorkerStats
+from tests.support.signals import send
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install --no-deps nixl-cu12")
 
@@ -49,7 +50,7 @@ def test_nixl_carries_what_is_pulled_and_tcp_what_it_cannot(seats, numbers, unti
     until(lambda: not worker_of(a).loans)
 
     # It answers no more: TCP takes over, says so, and has its reason.
-    os.kill(worker_of(a).pid, signal.SIGSTOP)
+    send(worker_of(a).pid, signal.SIGSTOP)
     try:
         seen = moves(30)
     finally:

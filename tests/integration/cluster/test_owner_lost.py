@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.support.signals import send
+
 ROUNDS = 4
 SLOWEST_S = 30.0  # the bound is 1 s, judged by bench/cluster.py on a quiet machine
 
@@ -109,7 +111,7 @@ def test_half_a_node_that_is_stopped_is_a_slow_peer_and_no_wrong_one(
     until(lambda: a.announced and b.announced)
     control, worker = world.node("a").pids
     pid = control if which == "control" else worker
-    os.kill(pid, signal.SIGSTOP)
+    send(pid, signal.SIGSTOP)
     try:
         begun = time.monotonic()
         assert c.read(shared, wait_s=SLOWEST_S) == 10

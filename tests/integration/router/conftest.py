@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 
 from tests.support.raw_engine import RawEngine, Script, answer_rightly
+from tests.support.signals import send
 from tests.support.stub_engine import Settings, StubEngine
 from tests.support.stub_engine.serving import Seen
 from tests.support.stub_engine.tokens import answer, chat_tokens, text_of, tokens_of
@@ -83,7 +84,8 @@ class Process:
         return self.log.read_text()
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        if self.process.poll() is None:
+            send(self.process.pid, number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvpool.client import Client
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartSpec
+from tests.support.signals import send
 
 seeds = itertools.count(1)
 PAGES = 5
@@ -266,7 +267,7 @@ def test_a_daemon_that_hangs_or_dies_is_a_miss(
         backend = control.storage_backend
         indices = rig.back_up(control, tokens, host)[0]
         kit.until(lambda: backend.batch_exists(hashes) == 2, "the pages are there")
-        os.kill(daemon.process.pid, signal.SIGSTOP)
+        send(daemon.process.pid, signal.SIGSTOP)
         try:
             assert backend.batch_exists(hashes) == 0
             assert backend.batch_get_v1(hashes, indices) == [False, False]

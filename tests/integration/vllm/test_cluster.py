@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import pytest
 
+from tests.support.signals import send
+
 Oracle = Callable[..., list[list[int]]]
 PULL_WAIT_S = 10.0
 # What is computed is never taken for quicker: on a busy machine, or after a peer that was stopped, it would be.
@@ -145,7 +147,7 @@ class Killer:
         dead = [owner.pid for owner in self.killed]
         for pid, workers in self._workers.items():
             for worker in workers if pid not in dead else ():
-                os.kill(worker, number)
+                send(worker, number)
 
     def _look(self, pull: Any) -> bool:
         """In the place of the engine's question whether the pull has ended."""

@@ -37,6 +37,7 @@ from kvpool.client import Client
 from kvpool.engine_plugins.vllm.tier import KvpoolTier, pool_key
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartSpec
+from tests.support.signals import send
 
 BLOCK = 32
 CHUNKS = 64
@@ -268,7 +269,7 @@ def test_lookups_do_not_wait(start: Start, daemon: Any) -> None:
     keys = chain(41, 3)
     engine.store(keys)
     asked = chain(42, 3)
-    daemon.process.send_signal(signal.SIGSTOP)
+    send(daemon.process.pid, signal.SIGSTOP)
     try:
         context = engine.request(asked)
         assert [engine.manager.lookup(key, context) for key in asked] == [RETRY] * 3
@@ -380,7 +381,7 @@ def test_a_chunk_that_went_before_its_load(start: Start, daemon: Any) -> None:
 def test_too_many_jobs(start: Start, daemon: Any) -> None:
     """Further ones fail at once, and are no jobs any more."""
     engine = start(daemon.socket, jobs_max=1, store_threads=1, request_timeout_s=0.3)
-    daemon.process.send_signal(signal.SIGSTOP)
+    send(daemon.process.pid, signal.SIGSTOP)
     try:
         for seed in range(91, 96):
             keys = chain(seed, 2)

@@ -25,6 +25,7 @@ from typing import Any, Self
 from kvpool.errors import Unavailable
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.find import find_server
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S
 
 STARTS_MAX = 5  # with other ports each time: another process may have taken one meanwhile
@@ -112,7 +113,7 @@ class Member:
     def pause(self) -> None:
         """SIGSTOP: it holds its connections and answers nothing."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        send(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         assert self.process is not None

@@ -19,6 +19,7 @@ from kvpool.errors import Unavailable
 from tests.support.servers.certificates import Certificates
 from tests.support.servers.etcd import free_port
 from tests.support.servers.find import find_server
+from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S
 
 STARTS_MAX = 5  # with another port each time: somebody may have taken one meanwhile
@@ -165,7 +166,7 @@ class Redis:
     def pause(self) -> None:
         """SIGSTOP: it holds its connections, takes new ones, and answers nothing."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        send(self.process.pid, signal.SIGSTOP)
         self.paused = True
 
     def resume(self) -> None:
