@@ -23,7 +23,7 @@ from harness import Report, in_turns, median, parse_arguments
 from kvpool.security.credentials import TlsFiles
 from kvpool.testing.transport import DIGEST, SEGMENT, key_of
 from kvpool.transfer.base import Stop
-from kvpool.wire.worker import PullBlocks
+from kvpool.wire.worker import PartRows, PullBlocks
 from tests.support.pki import Pki
 from tests.support.transfer_worker import WORKER, MoverSide
 
@@ -53,9 +53,8 @@ class Pair:
             self.owner.source.put(key_of(number), number, rng.bytes(nbytes))
         keys = b"".join(map(key_of, range(count)))
         rows = array("I", range(count)).tobytes()
-        self.order = PullBlocks(
-            self.url, "default", DIGEST, 0, nbytes, keys, SEGMENT, nbytes, rows, 60.0
-        )
+        part = PartRows(0, nbytes, nbytes, keys, rows)
+        self.order = PullBlocks(self.url, "default", DIGEST, SEGMENT, [part], 60.0)
 
     def pull(self) -> None:
         pulled = self.reader.transport.pull(self.order, Stop())

@@ -28,8 +28,8 @@ GHOSTS_PER_PLACE = 3
 """Evictions that are remembered: most second uses of a KV block come later than one capacity."""
 
 _HORIZON = 32  # capacities, in accesses: what counts less than a third is older
-# As in "so many standard deviations". Leaving LRU needs more: below 4.5, streams of agents leave it by chance.
-_SURE, _SURE_OF_LEAVING_LRU = 2.5, 4.5
+# As in "so many standard deviations". Leaving LRU needs more: at 4.5, streams of agents leave it by chance.
+_SURE, _SURE_OF_LEAVING_LRU = 2.5, 6.0
 _TOGETHER = 16  # batches that are replayed at a time
 
 

@@ -49,7 +49,7 @@ from kvpool.wire.peer import (
     Question,
     SessionNews,
 )
-from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks
+from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pulled
 
 SEGMENT = 3
 DIGEST = b"namespace-digest"
@@ -99,6 +99,9 @@ class ScriptedSource:
         self.memory = memory
         self.blocks: dict[bytes, tuple[int, bytes]] = {}  # key: row and checksum
         self.stride = 0
+        # The same of the parts that differ from all others.
+        self.parts: dict[int, dict[bytes, tuple[int, bytes]]] = {}
+        self.strides: dict[int, int] = {}
         self.loans: set[str] = set()
         self.lent = 0
         self.reports: list[Corrupt] = []
@@ -124,16 +127,19 @@ class ScriptedSource:
         if self.error is not None:
             raise self.error
         rows, checksums = array("I"), []
-        for at in range(0, len(request.keys), 16):
-            found = self.blocks.get(request.keys[at : at + 16])
-            rows.append(NO_ROW if found is None else found[0])
-            if found is not None:
-                checksums.append(found[1])
+        for part in request.parts:
+            blocks = self.parts.get(part.part, self.blocks)
+            for at in range(0, len(part.keys), 16):
+                found = blocks.get(part.keys[at : at + 16])
+                rows.append(NO_ROW if found is None else found[0])
+                if found is not None:
+                    checksums.append(found[1])
         with self._lock:
             self.lent += 1
             token = str(self.lent)
             self.loans.add(token)
-        return Loan(token, SEGMENT, self.stride, rows.tobytes(), b"".join(checksums))
+        strides = [self.strides.get(part.part, self.stride) for part in request.parts]
+        return Loan(token, SEGMENT, strides, rows.tobytes(), b"".join(checksums))
 
     def give_back(self, token: str) -> None:
         with self._lock:
@@ -225,20 +231,80 @@ def key_of(number: int) -> bytes:
 def order(
     url: str, nbytes: int, keys: list[bytes], rows: list[int], **changes: object
 ) -> PullBlocks:
-    """An order to pull blocks."""
-    fields: dict[str, object] = {
-        "url": url,
-        "tenant": "default",
-        "digest": DIGEST,
-        "part": 0,
-        "nbytes": nbytes,
-        "keys": b"".join(keys),
-        "segment": SEGMENT,
-        "stride": nbytes,
-        "rows": array("I", rows).tobytes(),
-        "deadline_s": 60.0,
-    }
-    return PullBlocks(**(fields | changes))  # type: ignore[arg-type]
+    """An order to pull blocks of part 0. changes: see `changed`."""
+    part = PartRows(0, nbytes, nbytes, b"".join(keys), array("I", rows).tobytes())
+    return changed(PullBlocks(url, "default", DIGEST, SEGMENT, [part], 60.0), **changes)
+
+
+def changed(order: PullBlocks, **changes: object) -> PullBlocks:
+    """With other fields, or other ones of its one `PartRows`."""
+    (part,) = order.parts
+    of_part = {name: changes.pop(name) for name in part.__struct_fields__ if name in changes}
+    parts = [msgspec.structs.replace(part, **of_part)]
+    return msgspec.structs.replace(order, parts=parts, **changes)
+
+
+class PartsPair:
+    """An owner of parts of these sizes, of 20 blocks each, and a reader. In both, a part has slots of its own."""
+
+    SIZES = ((4096, 4096), (1000, 1024), (300_001, 300_032))  # nbytes and stride
+
+    def __init__(self, owner: Side, reader: Side, url: str) -> None:
+        self.owner, self.reader, self.url = owner, reader, url
+        self.data: dict[tuple[int, int], bytes] = {}
+        for part, (nbytes, stride) in enumerate(self.SIZES):
+            blocks = owner.source.parts[part] = {}
+            owner.source.strides[part] = stride
+            for number in range(20):
+                data = random.Random(100 * part + number).randbytes(nbytes)
+                self.data[part, number] = data
+                at = self.place(part, number)
+                owner.bytes[at : at + nbytes] = data
+                blocks[key_of(number)] = (at // stride, xxh3_128_digest(data))
+
+    def place(self, part: int, number: int) -> int:
+        """Where a block is in the owner's memory."""
+        stride = self.SIZES[part][1]
+        return (-(-part * (10 << 20) // stride) + 2 * number) * stride
+
+    def pull(self, wanted: dict[int, list[int]]) -> tuple[Pulled, PullBlocks]:
+        parts = []
+        for part, numbers in wanted.items():
+            nbytes, stride = self.SIZES[part]
+            first = -(-(part + 1) * (10 << 20) // stride)
+            rows = array("I", [first + 3 * at for at in reversed(range(len(numbers)))])
+            keys = b"".join(map(key_of, numbers))
+            parts.append(PartRows(part, nbytes, stride, keys, rows.tobytes()))
+        order = PullBlocks(self.url, "default", DIGEST, SEGMENT, parts, 60.0)
+        self.reader.bytes[:] = b"\xee" * len(self.reader.bytes)
+        return self.reader.transport.pull(order, Stop()), order
+
+    def check(
+        self,
+        order: PullBlocks,
+        pulled: Pulled,
+        lacking: set[tuple[int, int]],
+        why: BlockStatus = BlockStatus.ABSENT,
+    ) -> None:
+        """All blocks have arrived but these, each in its place; nothing else was written."""
+        written = at = 0
+        for part in order.parts:
+            for index, row in enumerate(array("I", part.rows)):
+                number = int.from_bytes(part.keys[16 * index : 16 * index + 16], "little")
+                name, checksum = (part.part, number), pulled.checksums[16 * at : 16 * at + 16]
+                if name in lacking:
+                    assert (pulled.status[at], checksum) == (why, bytes(16)), name
+                    written += part.nbytes if why == BlockStatus.MISMATCH else 0
+                else:
+                    assert pulled.status[at] == BlockStatus.PRESENT, name
+                    assert checksum == xxh3_128_digest(self.data[name])
+                    got = self.reader.bytes[row * part.stride : row * part.stride + part.nbytes]
+                    assert got == self.data[name], name
+                    written += part.nbytes
+                at += 1
+        assert at == len(pulled.status)
+        untouched = self.reader.bytes[:].count(0xEE)
+        assert untouched >= len(self.reader.bytes) - written
 
 
 class TransportContract:
@@ -449,6 +515,46 @@ class TransportContract:
             assert owner.source.lent >= 7
             assert owner.source.wait_until_returned()
 
+    @contextmanager
+    def parts_pair(self, **side: object) -> Iterator[PartsPair]:
+        """An owner of several parts, and a reader."""
+        wanted = self.url()
+        with ExitStack() as stack:
+            owner = self.owner(wanted, **side)
+            reader = Side(wanted, **side)  # type: ignore[arg-type]
+            stack.callback(owner.transport.close)
+            stack.callback(reader.transport.close)
+            yield PartsPair(owner, reader, owner.transport.listen(wanted))
+
+    def test_blocks_of_several_parts(self) -> None:
+        with self.parts_pair() as pair:
+            wanted = {0: [5, 4, 99, 6], 2: list(range(20)), 1: [98, 0]}
+            pulled, order = pair.pull(wanted)
+            assert pulled.error == ""
+            pair.check(order, pulled, {(0, 99), (1, 98)})
+            assert pair.owner.source.wait_until_returned()
+
+    @pytest.mark.parametrize("most", [1, 5000, 40_000, 1 << 20])
+    def test_several_parts_are_cut_to_the_limits(self, most: int) -> None:
+        with self.parts_pair(limits=TransferLimits(fetch_bytes_max=most)) as pair:
+            pulled, order = pair.pull({part: list(range(20)) for part in range(3)})
+            pair.check(order, pulled, set())
+            assert pair.owner.source.wait_until_returned()
+
+    def test_a_flipped_byte_in_one_of_several_parts(self) -> None:
+        with self.parts_pair() as pair:
+            pair.owner.bytes[pair.place(1, 7)] ^= 1
+            pulled, order = pair.pull({0: [7, 8], 1: [6, 7, 8], 2: [7]})
+            assert pulled.error == ""
+            pair.check(order, pulled, {(1, 7)}, BlockStatus.MISMATCH)
+            assert pair.owner.source.wait_for_report()
+            assert [(r.part, r.keys) for r in pair.owner.source.reports] == [(1, key_of(7))]
+
+    def test_nothing_there_of_one_of_several_parts(self) -> None:
+        with self.parts_pair() as pair:
+            pulled, order = pair.pull({0: [50, 51], 1: [3], 2: [52]})
+            pair.check(order, pulled, {(0, 50), (0, 51), (2, 52)})
+
     def test_a_block_above_the_limits_travels_alone(self) -> None:
         limits = TransferLimits(fetch_bytes_max=4096, inflight_bytes_max=4096)
         with self.pair(65536, 3, limits=limits) as (owner, reader, url, _):
@@ -609,7 +715,7 @@ class TransportContract:
     )
     def test_an_order_that_cannot_work(self, changes: dict[str, object]) -> None:
         with self.pair() as (_, reader, url, _):
-            broken = msgspec.structs.replace(order(url, 4096, [key_of(1)], [0]), **changes)
+            broken = changed(order(url, 4096, [key_of(1)], [0]), **changes)
             with pytest.raises(InvalidRequest):
                 reader.transport.pull(broken, Stop())
 

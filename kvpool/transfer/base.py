@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpool.errors import (
     ConfigError,
@@ -44,11 +44,10 @@ from kvpool.wire.peer import (
     GROUP_BLOCKS_MAX,
     GROUP_BYTES,
     Corrupt,
-    Fetch,
     LongQuestion,
     Question,
 )
-from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PullBlocks, Pulled
+from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pulled
 
 REFUSALS = (InvalidRequest, LimitExceeded)  # of a valid order: a peer's answers alone
 
@@ -294,47 +293,116 @@ def check_secrets(us: Identity, url: str) -> None:
 
 def check_order(order: PullBlocks, memory: Memory) -> int:
     """The number of blocks of a valid order; else raises `InvalidRequest`."""
-    count, rest = divmod(len(order.keys), KEY_BYTES)
-    if rest or count > KEYS_MAX:
-        raise InvalidRequest(
-            f"{len(order.keys)} bytes of keys: must be {KEY_BYTES} bytes each, at most {KEYS_MAX} keys"
-        )
-    if len(order.rows) != 4 * count:
-        raise InvalidRequest(f"{count} keys but {len(order.rows) // 4} rows")
-    memory.check(order.segment, order.stride, order.nbytes, order.rows)
-    return count
+    total = 0
+    for part in order.parts:
+        count, rest = divmod(len(part.keys), KEY_BYTES)
+        total += count
+        if rest or total > KEYS_MAX:
+            raise InvalidRequest(
+                f"{len(part.keys)} bytes of keys: must be {KEY_BYTES} bytes each, at most {KEYS_MAX} keys"
+            )
+        if len(part.rows) != 4 * count:
+            raise InvalidRequest(f"{count} keys but {len(part.rows) // 4} rows")
+        memory.check(order.segment, part.stride, part.nbytes, part.rows)
+    return total
 
 
-def blocks_in(order: PullBlocks, nbytes: int) -> int:
-    """How many of the wanted blocks fit into this many bytes, at least one."""
-    return max(1, nbytes // order.nbytes)
+class Run(NamedTuple):
+    """Blocks `first` to `end` of one part of an order. at: the place of the first one in the order's `Outcome`."""
+
+    part: PartRows
+    first: int
+    end: int
+    at: int
+
+    @property
+    def keys(self) -> bytes:
+        return self.part.keys[self.first * KEY_BYTES : self.end * KEY_BYTES]
+
+    @property
+    def rows(self) -> bytes:
+        return self.part.rows[4 * self.first : 4 * self.end]
 
 
-def groups_of(order: PullBlocks | Fetch, count: int) -> Iterator[tuple[int, int]]:
-    """The groups in which this many blocks are sent and received: (first, end) of each.
+def cut(order: PullBlocks, most: int, slices: int = 1) -> Iterator[list[Run]]:
+    """All blocks of an order, in order, as requests to its owner.
+
+    Each has at most `most` bytes, or is one block. There are no more than `slices`, of about the same size, unless
+    `most` forces it.
+    """
+    even = -(-order.nbytes // slices)
+    runs: list[Run] = []
+    taken = at = 0
+    for part in order.parts:
+        count, first = len(part.rows) // 4, 0
+        while first < count:
+            # The last one may go beyond the even share, or the rest would be one more request.
+            fit = min(-(-(even - taken) // part.nbytes), (most - taken) // part.nbytes)
+            if fit <= 0 and runs:
+                yield runs
+                runs, taken = [], 0
+                continue
+            end = min(count, first + max(1, fit))
+            runs.append(Run(part, first, end, at))
+            taken += (end - first) * part.nbytes
+            at += end - first
+            first = end
+    if runs:
+        yield runs
+
+
+def groups_of(nbytes: int, count: int) -> Iterator[tuple[int, int]]:
+    """The groups in which this many blocks of one part are sent and received: (first, end) of each.
 
     They are hashed a group at a time: small enough to be still in cache, large enough that calls and wake-ups do not
     matter.
     """
-    step = max(1, min(GROUP_BLOCKS_MAX, GROUP_BYTES // order.nbytes))
+    step = max(1, min(GROUP_BLOCKS_MAX, GROUP_BYTES // nbytes))
     for low in range(0, count, step):
         yield low, min(low + step, count)
 
 
-def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, bytes]:
-    """(present, rows of the present ones) of a valid loan; else raises `InvalidRequest`.
+def arrived_bytes(order: PullBlocks, pulled: Pulled) -> int:
+    """Of the blocks that have arrived."""
+    total = at = 0
+    for part in order.parts:
+        count = len(part.rows) // 4
+        total += pulled.status.count(BlockStatus.PRESENT, at, at + count) * part.nbytes
+        at += count
+    return total
+
+
+class LoanRows(NamedTuple):
+    """The blocks of one part that are on loan."""
+
+    nbytes: int
+    stride: int
+    rows: bytes
+
+
+def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, list[LoanRows]]:
+    """(present, the rows of the present ones by part) of a valid loan; else raises `InvalidRequest`.
 
     The rules are this node's own and trusted; this catches a disagreement between processes before it becomes
     another block's bytes on the network.
     """
-    count = len(request.keys) // KEY_BYTES
-    if len(lent.rows) != 4 * count:
-        raise InvalidRequest(f"{len(lent.rows) // 4} rows were loaned for {count} keys")
-    present, rows = memory.present_rows(lent.rows)
-    if len(lent.checksums) != CHECKSUM_BYTES * (len(rows) // 4):
+    counts = [len(part.keys) // KEY_BYTES for part in request.parts]
+    if len(lent.rows) != 4 * sum(counts):
+        raise InvalidRequest(f"{len(lent.rows) // 4} rows were loaned for {sum(counts)} keys")
+    if len(lent.strides) != len(counts):
+        raise InvalidRequest(f"{len(lent.strides)} strides were loaned for {len(counts)} parts")
+    present = b""
+    found: list[LoanRows] = []
+    at = 0
+    for part, stride, count in zip(request.parts, lent.strides, counts, strict=True):
+        here, rows = memory.present_rows(lent.rows[4 * at : 4 * (at + count)])
+        at += count
+        present += here
+        if rows:
+            memory.check(lent.segment, stride, part.nbytes, rows)
+        found.append(LoanRows(part.nbytes, stride, rows))
+    if len(lent.checksums) != CHECKSUM_BYTES * present.count(1):
         raise InvalidRequest(
-            f"{len(lent.checksums)} bytes of checksums for {len(rows) // 4} blocks"
+            f"{len(lent.checksums)} bytes of checksums for {present.count(1)} blocks"
         )
-    if rows:
-        memory.check(lent.segment, lent.stride, request.nbytes, rows)
-    return present, rows
+    return present, found

@@ -177,7 +177,8 @@ def _rely_on(
     keys: the roles of ours and of theirs.
     """
     stream.trusted = lambda: secret in us.secrets.current()
-    if not stream.binding and min(agreed, us.protocol) >= KEYED_SINCE:
+    stream.protocol = min(agreed, us.protocol)
+    if not stream.binding and stream.protocol >= KEYED_SINCE:
         ours, theirs = (_digest(secret, role, said) for role in keys)
         stream.use_keys(ours, theirs)
 

@@ -17,18 +17,19 @@ from kvpool.transfer.base import (
     Identity,
     Outcome,
     Owed,
+    Run,
     Source,
     Stop,
     TransferLimits,
-    blocks_in,
     check_loan,
     check_order,
     check_secrets,
+    cut,
 )
 from kvpool.transfer.memory import Memory
-from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
+from kvpool.types import BlockStatus, split_keys
 from kvpool.wire.frame import Bytes, Done
-from kvpool.wire.peer import Corrupt, LongQuestion
+from kvpool.wire.peer import Corrupt, LongQuestion, PartKeys
 from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
 _served: dict[str, InprocTransport] = {}
@@ -59,11 +60,10 @@ class InprocTransport:
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
         outcome = Outcome(check_order(order, self.memory))
         deadline = Deadline(order.deadline_s)
-        step = blocks_in(order, self.limits.fetch_bytes_max)
         try:
             peer = self._peer(order.url)
-            for first in range(0, len(outcome.status), step):
-                self._copy(peer, order, first, first + step, outcome, deadline, stop)
+            for runs in cut(order, self.limits.fetch_bytes_max):
+                self._copy(peer, order, runs, outcome, deadline, stop)
         except KvpoolError as error:
             return outcome.finish(error)
         return outcome.finish()
@@ -95,49 +95,46 @@ class InprocTransport:
         self,
         peer: InprocTransport,
         order: PullBlocks,
-        first: int,
-        end: int,
+        runs: list[Run],
         outcome: Outcome,
         deadline: Deadline,
         stop: Stop,
     ) -> None:
-        keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
-        nbytes = len(keys) // KEY_BYTES * order.nbytes
-        if len(keys) > KEY_BYTES and nbytes > peer.limits.fetch_bytes_max:
+        count = sum(run.end - run.first for run in runs)
+        nbytes = sum((run.end - run.first) * run.part.nbytes for run in runs)
+        if count > 1 and nbytes > peer.limits.fetch_bytes_max:
             raise LimitExceeded("the request is larger than the peer loans at a time")
         wanted = OpenLoan(
             order.tenant,
             order.digest,
-            order.part,
-            order.nbytes,
-            keys,
+            [PartKeys(run.part.part, run.part.nbytes, run.keys) for run in runs],
             deadline.left(),
             order.trace,
         )
         lent = peer.source.open_loan(wanted)
         try:
-            present, rows = check_loan(lent, wanted, peer.memory)
+            present, lent_parts = check_loan(lent, wanted, peer.memory)
+            first = runs[0].at
             outcome.begin(first, present)
-            sources = iter(peer.memory.blocks(lent.segment, lent.stride, order.nbytes, rows))
-            ours = order.rows[4 * first : 4 * end]
-            taken = 0
-            for index, target in enumerate(
-                self.memory.blocks(order.segment, order.stride, order.nbytes, ours), first
-            ):
-                if not present[index - first]:
-                    continue
-                if stop.is_set:
-                    raise Unavailable("the transfer was cancelled")
-                deadline.left()
-                target[:] = next(sources)
-                expected = lent.checksums[taken : taken + CHECKSUM_BYTES]
-                taken += CHECKSUM_BYTES
-                if xxh3_128_digest(target) == expected:
-                    outcome.arrived(index, expected)
-                    continue
-                outcome.status[index] = BlockStatus.MISMATCH
-                key = order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-                peer.source.corrupt(Corrupt(order.tenant, order.digest, order.part, key))
+            checksums = iter(split_keys(lent.checksums))
+            for run, (nbytes, stride, rows) in zip(runs, lent_parts, strict=True):
+                sources = iter(peer.memory.blocks(lent.segment, stride, nbytes, rows))
+                targets = self.memory.blocks(order.segment, run.part.stride, nbytes, run.rows)
+                for at, (key, target) in enumerate(
+                    zip(split_keys(run.keys), targets, strict=True), run.at
+                ):
+                    if not present[at - first]:
+                        continue
+                    if stop.is_set:
+                        raise Unavailable("the transfer was cancelled")
+                    deadline.left()
+                    target[:] = next(sources)
+                    expected = next(checksums)
+                    if xxh3_128_digest(target) == expected:
+                        outcome.arrived(at, expected)
+                        continue
+                    outcome.status[at] = BlockStatus.MISMATCH
+                    peer.source.corrupt(Corrupt(order.tenant, order.digest, run.part.part, key))
         finally:
             if lent.token:
                 peer.source.give_back(lent.token)

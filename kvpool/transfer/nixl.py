@@ -41,23 +41,24 @@ from kvpool.transfer.base import (
     Deadline,
     Identity,
     Outcome,
+    Run,
     Source,
     Stop,
     TransferLimits,
-    blocks_in,
     check_loan,
     check_order,
+    cut,
 )
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent, Pieces, Read
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.requester import exchange, fetch_message
-from kvpool.transfer.responder import Budgets, Conversation
+from kvpool.transfer.responder import Budgets, Conversation, parts_of
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus, split_keys
 from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done, error_message
-from kvpool.wire.peer import Corrupt, Describe, Fetch, Readable, Taken, decode_peer
+from kvpool.wire.peer import Corrupt, Describe, Fetch, FetchParts, Readable, Taken, decode_peer
 from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
 GROUP_BYTES = 2 << 20  # read at once, then verified while the next ones are read
@@ -119,13 +120,12 @@ class NixlTransport:
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
         outcome = Outcome(check_order(order, self._memory))
         deadline = Deadline(order.deadline_s)
-        step = blocks_in(order, self._limits.fetch_bytes_max)
         try:
             if outcome.status:
                 self._start(order.url)
-            for first in range(0, len(outcome.status), step):
-                end = min(first + step, len(outcome.status))
-                self._fetch(order, first, end, outcome, deadline, stop)
+            for runs in cut(order, self._limits.fetch_bytes_max):
+                for run in runs:
+                    self._fetch(order, run, outcome, deadline, stop)
         except KvpoolError as error:
             # A refusal may be for lack of NIXL at the other end: TCP shows.
             return outcome.finish(error, REFUSALS)
@@ -134,15 +134,14 @@ class NixlTransport:
     def _fetch(
         self,
         order: PullBlocks,
-        first: int,
-        end: int,
+        run: Run,
         outcome: Outcome,
         deadline: Deadline,
         stop: Stop,
     ) -> None:
         def talk(stream: Stream) -> None:
             _Fetch(self._agent, self._memory, self._control.precedence, self._leave).run(
-                stream, order, first, end, outcome, stop
+                stream, order, run, outcome, stop
             )
 
         if order.background:
@@ -175,7 +174,9 @@ class _Conversation(Conversation):
         super().__init__(stream, memory, source, limits, budgets, precedence)
         self._agent = agent
 
-    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
+    def _lend_and_send(self, request: int, fetch: Fetch | FetchParts) -> None:
+        if isinstance(fetch, FetchParts):
+            raise ProtocolError("blocks of several parts are not read over NIXL at a time")
         stream, agent = self._stream, self._agent
         deadline = stream.deadline
         token = ""
@@ -184,18 +185,22 @@ class _Conversation(Conversation):
                 wanted = OpenLoan(
                     fetch.tenant,
                     fetch.digest,
-                    fetch.part,
-                    fetch.nbytes,
-                    fetch.keys,
+                    parts_of(fetch),
                     deadline.left(),
                     fetch.trace,
                 )
                 lent = self._source.open_loan(wanted)
                 token = lent.token
-                present, rows = check_loan(lent, wanted, self._memory)
-                base = agent.place(lent.segment, deadline) if rows else 0
+                present, (found,) = check_loan(lent, wanted, self._memory)
+                base = agent.place(lent.segment, deadline) if found.rows else 0
                 where = Readable(
-                    present, lent.checksums, rows, base, lent.stride, agent.name, agent.version
+                    present,
+                    lent.checksums,
+                    found.rows,
+                    base,
+                    found.stride,
+                    agent.name,
+                    agent.version,
                 )
             except KvpoolError as error:
                 stream.send(error_message(error), request)
@@ -238,20 +243,14 @@ class _Fetch:
         self,
         stream: Stream,
         order: PullBlocks,
-        first: int,
-        end: int,
+        run: Run,
         outcome: Outcome,
         stop: Stop,
     ) -> None:
         """As `requester.fetch`. When it ends, however it does, no read of it is under way."""
-        keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
-        answer = exchange(
-            stream,
-            fetch_message(order, keys, stream.deadline),
-            first + 1,
-            Readable,
-        )
-        indices = check_readable(answer, end - first, order.nbytes)
+        part, keys, first = run.part, run.keys, run.at
+        answer = exchange(stream, fetch_message(order, [run], stream.deadline), first + 1, Readable)
+        indices = check_readable(answer, run.end - run.first, part.nbytes)
         outcome.begin(first, answer.present)
         wrong: list[bytes] = []
         if indices:
@@ -259,15 +258,18 @@ class _Fetch:
             self._meet(stream, answer, where)
             base = self._agent.place(order.segment, stream.deadline)
             expected = split_keys(answer.checksums)
-            rows = array("I", order.rows[4 * first : 4 * end])
+            rows = array("I", run.rows)
             into = array("I", [rows[index] for index in indices])
-            local = _pieces(base, order.stride, into, order.nbytes)
-            remote = _pieces(answer.base, answer.stride, array("I", answer.rows), order.nbytes)
+            local = _pieces(base, part.stride, into, part.nbytes)
+            remote = _pieces(answer.base, answer.stride, array("I", answer.rows), part.nbytes)
+            reads = self._read(
+                stream, answer.agent, local, remote, part.nbytes, stop, background=order.background
+            )
             # Closed at once, whatever happens: after that no read is under way.
-            with closing(self._read(stream, answer.agent, local, remote, order, stop)) as groups:
+            with closing(reads) as groups:
                 for low, high in groups:
                     blocks = self._memory.blocks(
-                        order.segment, order.stride, order.nbytes, into[low:high].tobytes()
+                        order.segment, part.stride, part.nbytes, into[low:high].tobytes()
                     )
                     for at, digest in enumerate(map(xxh3_128_digest, blocks), low):
                         index = indices[at]
@@ -278,7 +280,7 @@ class _Fetch:
                             wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
         stream.send(Taken(), 0)
         if wrong:
-            stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
+            stream.send(Corrupt(order.tenant, order.digest, part.part, b"".join(wrong)), 0)
 
     def _meet(self, stream: Stream, answer: Readable, address: int) -> None:
         """Get the peer's current memory description."""
@@ -294,11 +296,13 @@ class _Fetch:
         peer: str,
         local: Pieces,
         remote: Pieces,
-        order: PullBlocks,
+        nbytes: int,
         stop: Stop,
+        *,
+        background: bool,
     ) -> Generator[tuple[int, int], None, None]:
         """Read all, a few groups at a time; yields each group (first, end) that has arrived."""
-        groups = deque(_groups(len(local), order.nbytes))
+        groups = deque(_groups(len(local), nbytes))
         bounds = list(groups)
         left = len(groups)
 
@@ -309,7 +313,7 @@ class _Fetch:
         try:
             while left:
                 while groups and self._under_way < GROUPS_MAX:
-                    if order.background:
+                    if background:
                         self._precedence.give_way(stream.deadline.left())
                     low, high = groups.popleft()
                     number = len(bounds) - len(groups) - 1

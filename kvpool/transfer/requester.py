@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import Declined, ProtocolError, Unavailable, from_code
-from kvpool.transfer.base import Deadline, Outcome, Stop, groups_of
+from kvpool.transfer.base import Deadline, Outcome, Run, Stop, groups_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.stream import Stream
@@ -18,7 +19,9 @@ from kvpool.wire.peer import (
     Corrupt,
     Fetch,
     Fetched,
+    FetchParts,
     LongQuestion,
+    PartKeys,
     Question,
     SessionNews,
     decode_peer,
@@ -27,6 +30,8 @@ from kvpool.wire.worker import PullBlocks
 
 M = TypeVar("M", bound=Message)
 
+PARTS_SINCE = 10  # the protocol of `FetchParts`
+
 # The longest possible answer: a flag, a checksum and a row (over NIXL) for each key, or metadata.
 ANSWER_BYTES_MAX = KEYS_MAX * (1 + CHECKSUM_BYTES + 4) + (64 << 10)
 
@@ -34,72 +39,100 @@ ANSWER_BYTES_MAX = KEYS_MAX * (1 + CHECKSUM_BYTES + 4) + (64 << 10)
 def fetch(
     stream: Stream,
     order: PullBlocks,
-    first: int,
-    end: int,
+    runs: Sequence[Run],
     memory: Memory,
     outcome: Outcome,
     stop: Stop,
     precedence: Priority,
 ) -> None:
-    """Bring the blocks `first` to `end` of an order here over one connection.
+    """Bring these blocks of an order here over one connection: one request, or one a part with older peers.
 
     `outcome` is right for every block at any moment, so also when this raises: the errors of `Stream`,
     the peer's error, or `ProtocolError`. `Refused` leaves the stream usable, all others do not.
     """
-    keys = order.keys[first * KEY_BYTES : end * KEY_BYTES]
-    answer = exchange(
-        stream,
-        fetch_message(order, keys, stream.deadline),
-        first + 1,
-        Fetched,
-    )
-    indices = _present(answer, end - first)
-    whole = len(indices) == end - first
-    rows = order.rows[4 * first : 4 * end]
-    if not whole:
-        rows = b"".join([rows[4 * index : 4 * index + 4] for index in indices])
-    wrong = []
+    together = stream.protocol >= PARTS_SINCE
+    for asked in [runs] if together else [[run] for run in runs]:
+        _fetch(stream, order, asked, memory, outcome, stop, precedence)
+
+
+def _fetch(
+    stream: Stream,
+    order: PullBlocks,
+    runs: Sequence[Run],
+    memory: Memory,
+    outcome: Outcome,
+    stop: Stop,
+    precedence: Priority,
+) -> None:
+    """One request, and what comes of it."""
+    first = runs[0].at
+    answer = exchange(stream, fetch_message(order, runs, stream.deadline), first + 1, Fetched)
+    _check_present(answer, sum(run.end - run.first for run in runs))
     outcome.begin(first, answer.present)
-    for low, high in groups_of(order, len(indices)):
-        if stop.is_set:
-            raise Unavailable("the transfer was cancelled")
-        if order.background:
-            precedence.give_way(stream.deadline.left())
-        part = rows[4 * low : 4 * high]
-        try:
-            stream.receive_group(memory.spans(order.segment, order.stride, order.nbytes, part))
-        except Declined:
-            for index in indices[low:high]:
-                outcome.status[first + index] = BlockStatus.MISMATCH
-            raise
-        blocks = memory.blocks(order.segment, order.stride, order.nbytes, part)
-        digests = b"".join(map(xxh3_128_digest, blocks))
-        expected = answer.checksums[low * CHECKSUM_BYTES : high * CHECKSUM_BYTES]
-        if whole and digests == expected:
-            outcome.arrived(first + low, digests)
-            continue
-        for at, index in enumerate(indices[low:high]):
-            digest = digests[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
-            if digest == expected[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]:
-                outcome.arrived(first + index, digest)
-            else:
-                outcome.status[first + index] = BlockStatus.MISMATCH
-                wrong.append(keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
-    if wrong:
-        stream.send(Corrupt(order.tenant, order.digest, order.part, b"".join(wrong)), 0)
+    wrong: dict[int, list[bytes]] = {}
+    summed = 0
+    for run in runs:
+        part, keys = run.part, run.keys
+        present = answer.present[run.at - first : run.at - first + run.end - run.first]
+        indices: Sequence[int] = range(len(present))
+        rows = run.rows
+        whole = 0 not in present
+        if not whole:
+            indices = [index for index, there in enumerate(present) if there]
+            rows = b"".join([rows[4 * index : 4 * index + 4] for index in indices])
+        for low, high in groups_of(part.nbytes, len(indices)):
+            if stop.is_set:
+                raise Unavailable("the transfer was cancelled")
+            if order.background:
+                precedence.give_way(stream.deadline.left())
+            some = rows[4 * low : 4 * high]
+            try:
+                stream.receive_group(memory.spans(order.segment, part.stride, part.nbytes, some))
+            except Declined:
+                for index in indices[low:high]:
+                    outcome.status[run.at + index] = BlockStatus.MISMATCH
+                raise
+            blocks = memory.blocks(order.segment, part.stride, part.nbytes, some)
+            digests = b"".join(map(xxh3_128_digest, blocks))
+            expected = answer.checksums[summed : summed + len(digests)]
+            summed += len(digests)
+            if whole and digests == expected:
+                outcome.arrived(run.at + low, digests)
+                continue
+            for at, index in enumerate(indices[low:high]):
+                digest = digests[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]
+                if digest == expected[at * CHECKSUM_BYTES : (at + 1) * CHECKSUM_BYTES]:
+                    outcome.arrived(run.at + index, digest)
+                else:
+                    outcome.status[run.at + index] = BlockStatus.MISMATCH
+                    wrong.setdefault(part.part, []).append(
+                        keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+                    )
+    for number, some_keys in wrong.items():
+        stream.send(Corrupt(order.tenant, order.digest, number, b"".join(some_keys)), 0)
 
 
-def fetch_message(order: PullBlocks, keys: bytes, deadline: Deadline) -> Fetch:
+def fetch_message(order: PullBlocks, runs: Sequence[Run], deadline: Deadline) -> Fetch | FetchParts:
     """The request to an owner for these blocks of an order."""
-    return Fetch(
+    if len(runs) == 1:
+        (run,) = runs
+        return Fetch(
+            order.tenant,
+            order.digest,
+            run.part.part,
+            run.part.nbytes,
+            run.keys,
+            deadline.left(),
+            order.background,
+            trace=order.trace,
+        )
+    return FetchParts(
         order.tenant,
         order.digest,
-        order.part,
-        order.nbytes,
-        keys,
+        [PartKeys(run.part.part, run.part.nbytes, run.keys) for run in runs],
         deadline.left(),
         order.background,
-        trace=order.trace,
+        order.trace,
     )
 
 
@@ -138,13 +171,12 @@ def exchange(stream: Stream, message: Message, request: int, kind: type[M]) -> M
     return answer
 
 
-def _present(answer: Fetched, count: int) -> list[int]:
-    """Indices of the blocks that follow."""
-    indices = [index for index, there in enumerate(answer.present) if there]
-    if len(answer.present) != count or answer.present.count(1) != len(indices):
+def _check_present(answer: Fetched, count: int) -> None:
+    """Raises `ProtocolError` unless it is an answer for so many blocks."""
+    there = answer.present.count(1)
+    if len(answer.present) != count or there + answer.present.count(0) != count:
         raise ProtocolError("a Fetched must match its Fetch: one byte per key, 0 or 1")
-    if len(answer.checksums) != CHECKSUM_BYTES * len(indices):
+    if len(answer.checksums) != CHECKSUM_BYTES * there:
         raise ProtocolError(
             f"a Fetched must have {CHECKSUM_BYTES} bytes of checksum for each block"
         )
-    return indices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -18,6 +18,7 @@ from kvpool.errors import (
 )
 from kvpool.transfer.base import (
     Deadline,
+    LoanRows,
     Source,
     TransferLimits,
     check_loan,
@@ -33,14 +34,16 @@ from kvpool.wire.peer import (
     Discard,
     Fetch,
     Fetched,
+    FetchParts,
     LongQuestion,
     Offer,
     Operate,
+    PartKeys,
     Question,
     SessionNews,
     decode_peer,
 )
-from kvpool.wire.worker import Loan, OpenLoan
+from kvpool.wire.worker import OpenLoan
 
 CORRUPT_S = 5.0  # to verify blocks that a peer found wrong
 AWAIT_S_MAX = 60.0  # whatever waiting time a peer states
@@ -108,7 +111,9 @@ class Conversation:
         self._limits = limits
         self._budgets = budgets
         self._precedence = precedence
-        self._fetched: Fetch | None = None  # the last one, whose blocks it may report as corrupt
+        self._fetched: Fetch | FetchParts | None = (
+            None  # the last one, whose blocks it may report as corrupt
+        )
 
     def hear(self) -> tuple[int, Message]:
         """Wait for a request: its number, and what it is. Raises the errors of `Stream`, and `ProtocolError`."""
@@ -123,7 +128,7 @@ class Conversation:
     def answer(self, request: int, message: Message) -> None:
         """Answer it. Raises as `hear` does."""
         stream = self._stream
-        if isinstance(message, Fetch):
+        if isinstance(message, (Fetch, FetchParts)):
             self._fetched = message
             stream.deadline = Deadline(message.deadline_s)
             self._send_blocks(request, message)
@@ -194,26 +199,28 @@ class Conversation:
         A peer's report alone drops nothing: its own memory or network card may be faulty.
         """
         sent = self._fetched
-        if sent is None or (report.tenant, report.digest, report.part) != (
-            sent.tenant,
-            sent.digest,
-            sent.part,
-        ):
+        if sent is None or (report.tenant, report.digest) != (sent.tenant, sent.digest):
+            raise ProtocolError("a Corrupt does not match the connection's last Fetch")
+        found = [part for part in parts_of(sent) if part.part == report.part]
+        if not found:
             raise ProtocolError("a Corrupt does not match the connection's last Fetch")
         if len(report.keys) % KEY_BYTES or not set(split_keys(report.keys)).issubset(
-            split_keys(sent.keys)
+            split_keys(found[0].keys)
         ):
             raise ProtocolError("a Corrupt names blocks that were not fetched")
         self._stream.deadline = Deadline(CORRUPT_S)
-        wanted = OpenLoan(sent.tenant, sent.digest, sent.part, sent.nbytes, report.keys, CORRUPT_S)
+        reported = PartKeys(report.part, found[0].nbytes, report.keys)
+        wanted = OpenLoan(sent.tenant, sent.digest, [reported], CORRUPT_S)
         try:
             lent = self._source.open_loan(wanted)
         except KvpoolError:
             return  # nothing of it is here any more
         try:
-            present, rows = check_loan(lent, wanted, self._memory)
+            present, (here,) = check_loan(lent, wanted, self._memory)
             blocks = iter(
-                self._memory.blocks(lent.segment, lent.stride, sent.nbytes, rows) if rows else []
+                self._memory.blocks(lent.segment, here.stride, here.nbytes, here.rows)
+                if here.rows
+                else []
             )
             checksums = iter(split_keys(lent.checksums))
             broken = [
@@ -229,7 +236,7 @@ class Conversation:
                 Corrupt(report.tenant, report.digest, report.part, b"".join(broken))
             )
 
-    def _send_blocks(self, request: int, fetch: Fetch) -> None:
+    def _send_blocks(self, request: int, fetch: Fetch | FetchParts) -> None:
         """Send the wanted blocks that are present, or the reason why not."""
         try:
             size = self._size(fetch)
@@ -247,11 +254,21 @@ class Conversation:
         finally:
             budget.give(size)
 
-    def _size(self, fetch: Fetch) -> int:
-        count, rest = divmod(len(fetch.keys), KEY_BYTES)
-        if rest or not 0 <= fetch.start <= fetch.nbytes or fetch.nbytes == 0 or fetch.stop:
-            raise ProtocolError("a Fetch has invalid keys or sizes")
-        size = count * (fetch.nbytes - fetch.start)
+    def _size(self, fetch: Fetch | FetchParts) -> int:
+        parts = parts_of(fetch)
+        start, stop = (fetch.start, fetch.stop) if isinstance(fetch, Fetch) else (0, 0)
+        if (
+            stop
+            or not parts
+            or len({part.part for part in parts}) != len(parts)
+            or any(
+                len(part.keys) % KEY_BYTES or part.nbytes <= 0 or not 0 <= start <= part.nbytes
+                for part in parts
+            )
+        ):
+            raise ProtocolError("a Fetch has invalid parts, keys or sizes")
+        count = sum(len(part.keys) for part in parts) // KEY_BYTES
+        size = sum(len(part.keys) // KEY_BYTES * (part.nbytes - start) for part in parts)
         if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
             raise LimitExceeded(
                 f"a Fetch of {count} keys and {size} bytes; the limits are {KEYS_MAX} keys and "
@@ -259,14 +276,12 @@ class Conversation:
             )
         return size
 
-    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
+    def _lend_and_send(self, request: int, fetch: Fetch | FetchParts) -> None:
         try:
             wanted = OpenLoan(
                 fetch.tenant,
                 fetch.digest,
-                fetch.part,
-                fetch.nbytes,
-                fetch.keys,
+                parts_of(fetch),
                 self._stream.deadline.left(),
                 fetch.trace,
             )
@@ -275,11 +290,12 @@ class Conversation:
             self._stream.send(error_message(error), request)
             return
         try:
-            present, rows = check_loan(lent, wanted, self._memory)
+            present, found = check_loan(lent, wanted, self._memory)
             header = encode(Fetched(present, lent.checksums), request)
             # The kernel has copied the bytes when this returns, so the slots are free again:
             # sent or not, nothing refers to them any more.
-            sendings = self._sendings(memoryview(header), fetch, lent, rows)
+            start = fetch.start if isinstance(fetch, Fetch) else 0
+            sendings = self._sendings(memoryview(header), lent.segment, found, start)
             if fetch.background:
                 sendings = _pieces(chain.from_iterable(sendings))
             for buffers in sendings:
@@ -291,31 +307,41 @@ class Conversation:
                 self._source.give_back(lent.token)
 
     def _sendings(
-        self, header: memoryview, fetch: Fetch, lent: Loan, rows: bytes
+        self, header: memoryview, segment: int, parts: Sequence[LoanRows], start: int
     ) -> Iterator[list[memoryview]]:
         """The header and the blocks, in order: all at once, or with keys by groups, each with its tag behind it.
 
         A group's tag is made when the group was sent: then its bytes are in this core's cache, which a tag made
         before would have cost a read from memory, about as much as the sending. It goes with the next group.
         """
-        count = len(rows) // 4
         ahead = self._stream.sealed([header])
-        for low, high in groups_of(fetch, count) if self._stream.keyed else [(0, count)]:
-            part = rows[4 * low : 4 * high]
-            spans = self._spans(fetch, lent, part) if part else []
-            yield [*ahead, *spans]
-            ahead = self._stream.tag(spans)
+        for part in parts:
+            count = len(part.rows) // 4
+            if not self._stream.keyed:
+                ahead += self._spans(segment, part, part.rows, start)
+                continue
+            for low, high in groups_of(part.nbytes, count):
+                spans = self._spans(segment, part, part.rows[4 * low : 4 * high], start)
+                yield [*ahead, *spans]
+                ahead = self._stream.tag(spans)
         if ahead:
             yield ahead
 
-    def _spans(self, fetch: Fetch, lent: Loan, rows: bytes) -> list[memoryview]:
+    def _spans(self, segment: int, part: LoanRows, rows: bytes, start: int) -> list[memoryview]:
         """The wanted bytes of these rows. Peers of protocol 9 and older may have the beginning of each already."""
-        if not fetch.start:
-            return self._memory.spans(lent.segment, lent.stride, fetch.nbytes, rows)
-        if fetch.start == fetch.nbytes:
+        if not rows or start == part.nbytes:
             return []
-        blocks = self._memory.blocks(lent.segment, lent.stride, fetch.nbytes, rows)
-        return [block[fetch.start :] for block in blocks]
+        if not start:
+            return self._memory.spans(segment, part.stride, part.nbytes, rows)
+        blocks = self._memory.blocks(segment, part.stride, part.nbytes, rows)
+        return [block[start:] for block in blocks]
+
+
+def parts_of(fetch: Fetch | FetchParts) -> list[PartKeys]:
+    """The wanted blocks, by part."""
+    if isinstance(fetch, FetchParts):
+        return fetch.parts
+    return [PartKeys(fetch.part, fetch.nbytes, fetch.keys)]
 
 
 Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Priority], Conversation]

@@ -46,11 +46,12 @@ class Stream:
     After any of these the stream can only be closed: its position in the conversation is unknown.
 
     peer_node: the peer's node, by its certificate, or by its own message once it has been admitted
-    to the cluster; None: not known. binding: a value shared by only the two ends of this connection;
+    to the cluster; None: not known. protocol: the version that both ends support, once they have met. binding: a value shared by only the two ends of this connection;
     empty: there is none. trusted: whether what the peer has authenticated with is still accepted.
     """
 
     peer_node: str | None = None
+    protocol: int = 0
     binding: bytes = b""
     trusted: Callable[[], bool] = staticmethod(lambda: True)
     _seals: tuple[Sealer, Sealer] | None = None  # for sending and for receiving

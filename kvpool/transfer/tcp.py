@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from kvpool.errors import KvpoolError, Unavailable
@@ -16,11 +16,13 @@ from kvpool.transfer.base import (
     Deadline,
     Identity,
     Outcome,
+    Run,
     Source,
     Stop,
     TransferLimits,
-    blocks_in,
+    arrived_bytes,
     check_order,
+    cut,
 )
 from kvpool.transfer.connections import Connections, NoPlace
 from kvpool.transfer.listener import Server
@@ -31,7 +33,6 @@ from kvpool.transfer.responder import Conversation, Converse
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.transfer.stream_tuner import StreamCounts
 from kvpool.transfer.thread_pool import ThreadPool
-from kvpool.types import BlockStatus
 from kvpool.wire.frame import Bytes, Done
 from kvpool.wire.worker import AskPeer, PullBlocks, Pulled
 
@@ -131,19 +132,13 @@ class _Pull:
         self._ours = Stop()  # set by `stop`, and when one thread fails: then the others stop too
         self._deadline = Deadline(order.deadline_s)
         count = len(outcome.status)
-        work = count * order.nbytes
+        work = order.nbytes
         # A background pull needs no speed.
         self._streams = 1 if order.background else transport.streams.choose(order.url, work, count)
-        self._slices = deque(self._cut())  # its popleft is atomic
+        # Its popleft is atomic.
+        self._slices = deque(cut(order, transport.limits.fetch_bytes_max, self._streams))
         self._error: KvpoolError | None = None
         self._alone = False  # the peer had no place for all of its connections
-
-    def _cut(self) -> Iterator[tuple[int, int]]:
-        count = len(self._outcome.status)
-        step = blocks_in(self._order, self._transport.limits.fetch_bytes_max)
-        step = min(step, max(1, -(-count // self._streams)))
-        for first in range(0, count, step):
-            yield first, min(first + step, count)
 
     def run(self) -> Pulled:
         """Returns when all threads have finished with the rows."""
@@ -170,7 +165,7 @@ class _Pull:
         order = self._order
         together = helpers == self._streams - 1 and not self._alone
         if together and not (pulled.error or order.background):
-            nbytes = pulled.status.count(BlockStatus.PRESENT) * order.nbytes
+            nbytes = arrived_bytes(order, pulled)
             self._transport.streams.learn(order.url, self._streams, nbytes, pulled.seconds)
         return pulled
 
@@ -182,7 +177,7 @@ class _Pull:
         part = None
         try:
             while (part := self._next()) is not None:
-                self._fetch(*part)
+                self._fetch(part)
         except KvpoolError as error:
             if more and isinstance(error, NoPlace):
                 assert part is not None, "a slice has been refused"
@@ -192,20 +187,19 @@ class _Pull:
             self._error = self._error or error
             self._ours.set()
 
-    def _next(self) -> tuple[int, int] | None:
+    def _next(self) -> list[Run] | None:
         try:
             return None if self._ours.is_set else self._slices.popleft()
         except IndexError:
             return None
 
-    def _fetch(self, first: int, end: int) -> None:
+    def _fetch(self, runs: list[Run]) -> None:
         def talk(stream: Stream) -> None:
             transport = self._transport
             fetch(
                 stream,
                 self._order,
-                first,
-                end,
+                runs,
                 transport.memory,
                 self._outcome,
                 self._ours,

@@ -7,6 +7,7 @@ type  message          direction             answer
 42    PeerProof        daemon → daemon       Done
 43    Fetch            daemon → daemon       Fetched, then its bytes
 44    Fetched          daemon → daemon
+152   FetchParts       daemon → daemon       Fetched, then its bytes, part by part
 45    Ask              daemon → daemon       Done: blocks of the prefix that are there
 46    Corrupt          daemon → daemon       none
 47    Offer            daemon → daemon       Bytes: one byte a key, 1 where the peer has it now
@@ -23,6 +24,8 @@ type  message          direction             answer
 from __future__ import annotations
 
 import struct
+
+import msgspec
 
 from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
@@ -81,6 +84,25 @@ class Fetch(Message, tag=43):
     background: bool = False
     start: int = 0
     stop: int = 0
+    trace: str = ""
+
+
+class PartKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks of one part. `nbytes` must be the part's at the owner."""
+
+    part: int
+    nbytes: int
+    keys: bytes
+
+
+class FetchParts(Message, tag=152):
+    """Blocks of several parts, each named once: a `Fetch` of each, in order, with one answer. Since protocol 10."""
+
+    tenant: str
+    digest: bytes
+    parts: list[PartKeys]
+    deadline_s: Finite
+    background: bool = False
     trace: str = ""
 
 
@@ -254,6 +276,7 @@ PeerMessage = (
     | PeerChallenge
     | PeerProof
     | Fetch
+    | FetchParts
     | Fetched
     | Ask
     | Holds

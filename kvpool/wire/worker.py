@@ -22,6 +22,8 @@ type  message          direction             answer
 
 from __future__ import annotations
 
+import msgspec
+
 from kvpool.decoding import Finite
 from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
 from kvpool.wire.peer import (
@@ -33,6 +35,7 @@ from kvpool.wire.peer import (
     LongQuestion,
     Offer,
     Operate,
+    PartKeys,
     Question,
     SessionNews,
 )
@@ -75,28 +78,44 @@ class AttachSegment(Message, tag=62):
     size: int
 
 
+class PartRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Blocks of one part, of `nbytes` each, and the rows of `stride` bytes that are reserved for them."""
+
+    part: int
+    nbytes: int
+    stride: int
+    keys: bytes
+    rows: bytes
+
+
 class PullBlocks(Message, tag=63):
     """Fetch blocks from the peer at `url` straight into reserved rows of a segment.
 
-    `background`: see `Fetch`.
+    `parts`: each named once. `background`: see `Fetch`.
     """
 
     url: str
     tenant: str
     digest: bytes
-    part: int
-    nbytes: int
-    keys: bytes
     segment: int
-    stride: int
-    rows: bytes
+    parts: list[PartRows]
     deadline_s: Finite
     background: bool = False
     trace: str = ""
 
+    @property
+    def count(self) -> int:
+        """Of blocks."""
+        return sum(len(part.rows) for part in self.parts) // 4
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return sum(len(part.rows) // 4 * part.nbytes for part in self.parts)
+
 
 class Pulled(Message, tag=64):
-    """`status`: a `BlockStatus` a key: ABSENT there, PRESENT here and verified, MISMATCH, LATE.
+    """`status`: a `BlockStatus` a key, part by part: ABSENT there, PRESENT here and verified, MISMATCH, LATE.
 
     `checksums`: 16 bytes a key, zeros unless PRESENT. When this is sent, nothing writes to the rows
     any more. `error`: why the transfer ended early, or empty. `refused`: the peer's own answer, the same on
@@ -115,22 +134,21 @@ class OpenLoan(Message, tag=65):
 
     tenant: str
     digest: bytes
-    part: int
-    nbytes: int
-    keys: bytes
+    parts: list[PartKeys]
     deadline_s: Finite
     trace: str = ""
 
 
 class Loan(Message, tag=66):
-    """`rows`: one a key, `NO_ROW` where absent. `checksums`: 16 bytes for each key that is present.
+    """`rows`: one a key, part by part, `NO_ROW` where absent. `checksums`: 16 bytes for each key that is present.
 
-    `token`: to be returned when the bytes have been taken; empty when nothing is on loan.
+    `token`: to be returned when the bytes have been taken; empty when nothing is on loan. `strides`: of the rows of
+    each part.
     """
 
     token: str
     segment: int
-    stride: int
+    strides: list[int]
     rows: bytes
     checksums: bytes
 

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, Declined, KvpoolError
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
-from kvpool.testing.transport import SECRET, Side, key_of, order
+from kvpool.testing.transport import SECRET, PartsPair, Side, key_of, order
 from kvpool.transfer import listener, tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
@@ -680,3 +680,18 @@ def test_both_sides_know_who_goes_first(
     finally:
         reader.transport.close()
         owner.transport.close()
+
+
+@pytest.mark.parametrize(("protocol", "loans"), [(9, 3), (10, 1)])
+def test_daemons_before_protocol_10_are_asked_for_one_part_after_the_other(
+    protocol: int, loans: int
+) -> None:
+    with ExitStack() as stack:
+        owner, reader = Side(URL, protocol=protocol), Side(URL)
+        stack.callback(owner.transport.close)
+        stack.callback(reader.transport.close)
+        pair = PartsPair(owner, reader, owner.transport.listen(URL))
+        pulled, wanted = pair.pull({0: [1, 2], 1: [77, 3], 2: list(range(5))})
+        pair.check(wanted, pulled, {(1, 77)})
+        assert owner.source.lent == loans
+        assert owner.source.wait_until_returned()

@@ -38,12 +38,12 @@ from kvpool.telemetry import node_stats, spans
 from kvpool.testing.membership import entry, record
 from kvpool.testing.transport import DIGEST, SEGMENT
 from kvpool.transfer import handshake
-from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits
+from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits, cut
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
+from kvpool.transfer.requester import PARTS_SINCE, fetch
 from kvpool.transfer.requester import Refused as PeerRefused
-from kvpool.transfer.requester import fetch
 from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import CHECKSUM_BYTES
@@ -218,9 +218,10 @@ class Lends:
 
     def open_loan(self, request: worker.OpenLoan) -> worker.Loan:
         REACHED.update(["loan"])
-        count = len(request.keys) // 16
+        count = sum(len(part.keys) for part in request.parts) // 16
+        strides = [NBYTES] * len(request.parts)
         return worker.Loan(
-            "", SEGMENT, NBYTES, array("I", [0] * count).tobytes(), bytes(16 * count)
+            "", SEGMENT, strides, array("I", [0] * count).tobytes(), bytes(16 * count)
         )
 
     def give_back(self, token: str) -> None:
@@ -252,7 +253,11 @@ def peer_requests() -> list[bytes]:
             peer.Fetch("default", DIGEST, 0, NBYTES, keys, 5.0),
             peer.Corrupt("default", DIGEST, 0, keys),
         )
-        * 4,
+        * 3,
+        peer.FetchParts(
+            "default", DIGEST, [peer.PartKeys(part, NBYTES, keys) for part in range(3)], 5.0
+        ),
+        peer.Corrupt("default", DIGEST, 2, keys),
         sample_of(peer.Offer, node="n", deadline_s=5.0),
         sample_of(peer.Await, node="n", wait_s=1.0),
         sample_of(peer.Operate, node="n", wait_s=1.0, request=request),
@@ -285,10 +290,12 @@ def take_requests(data: bytes) -> None:
 def take_answer(data: bytes) -> None:
     keys = b"".join(number.to_bytes(16, "little") for number in range(COUNT))
     rows = array("I", range(COUNT)).tobytes()
-    order = worker.PullBlocks(
-        "tcp://h:1", "default", DIGEST, 0, NBYTES, keys, SEGMENT, NBYTES, rows, 60.0
-    )
-    fetch(Scripted(data), order, 0, COUNT, memory(), Outcome(COUNT), Stop(), Priority())
+    parts = [worker.PartRows(part, NBYTES, NBYTES, keys, rows) for part in range(2)]
+    order = worker.PullBlocks("tcp://h:1", "default", DIGEST, SEGMENT, parts, 60.0)
+    stream = Scripted(data)
+    stream.protocol = PARTS_SINCE
+    runs = next(cut(order, 1 << 30))
+    fetch(stream, order, runs, memory(), Outcome(2 * COUNT), Stop(), Priority())
 
 
 # ---- servers and storage ------------------------------------------------------------------------------------
@@ -467,8 +474,8 @@ def all_targets() -> Iterator[tuple[str, Target]]:
     yield "handshake_connects", Target(take_challenge, [*listens * 8, *requests], frames=-1)
     asked = framed(peer_requests())
     yield "peer_requests", Target(take_requests, [*asked, b"".join(asked), *requests], frames=-1)
-    fetched = msgspec.msgpack.encode(peer.Fetched(b"\1" * COUNT, bytes(16 * COUNT)))
-    whole = frame.HEADER.pack(len(fetched), 1) + fetched + bytes(NBYTES * COUNT)
+    fetched = msgspec.msgpack.encode(peer.Fetched(b"\1" * 2 * COUNT, bytes(32 * COUNT)))
+    whole = frame.HEADER.pack(len(fetched), 1) + fetched + bytes(2 * NBYTES * COUNT)
     yield "peer_answers", Target(take_answer, [*[whole] * 8, *requests], frames=1)
     yield "etcd", Target(take_record, records(), 1)
     yield "kv_events", Target(take_events, event_batches())

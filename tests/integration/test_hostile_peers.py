@@ -261,6 +261,10 @@ def offer(**changes: Any) -> peer_wire.Offer:
     return peer_wire.Offer(**(right | changes))
 
 
+def parts(*wanted: tuple[int, int, bytes]) -> peer_wire.FetchParts:
+    return peer_wire.FetchParts("default", D, [peer_wire.PartKeys(*one) for one in wanted], 5.0)
+
+
 NONSENSE: dict[str, frame.Message] = {
     "ask: a part that is none": peer_wire.Ask("default", D, [1], KEYS),
     "ask: a part far away": peer_wire.Ask("default", D, [BIG], KEYS),
@@ -285,6 +289,15 @@ NONSENSE: dict[str, frame.Message] = {
     "fetch: for ever": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("inf")),
     "fetch: not committed": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, 5.0, stop=8),
     "fetch: from behind its end": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, 5.0, start=BIG),
+    "parts: none": parts(),
+    "parts: one again": parts((0, NBYTES, KEYS), (0, NBYTES, KEYS)),
+    "parts: one that is none": parts((0, NBYTES, KEYS), (1, NBYTES, KEYS)),
+    "parts: one far away": parts((0, NBYTES, KEYS), (BIG, NBYTES, KEYS)),
+    "parts: nothing of one": parts((0, 0, KEYS), (1, NBYTES, KEYS)),
+    "parts: less than nothing of one": parts((0, NBYTES, KEYS), (1, -NBYTES, KEYS)),
+    "parts: half a key": parts((0, NBYTES, KEYS[:-3]), (1, NBYTES, KEYS)),
+    "parts: no keys": parts((0, NBYTES, b""), (1, NBYTES, b"")),
+    "parts: very many": parts(*[(part, 1, b"") for part in range(10_000)]),
     "corrupt: not fetched": peer_wire.Corrupt("default", D, 0, KEYS),
     "offer: from nobody": offer(),
     "offer: no incarnation": offer(incarnation="no hex"),

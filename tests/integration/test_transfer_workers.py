@@ -68,8 +68,9 @@ class Rules:
         if self.error is not None:
             raise self.error
         rows, checksums = array("I"), []
-        for at in range(0, len(request.keys), 16):
-            found = self.blocks.get(request.keys[at : at + 16])
+        (part,) = request.parts
+        for at in range(0, len(part.keys), 16):
+            found = self.blocks.get(part.keys[at : at + 16])
             rows.append(frame.NO_ROW if found is None else found[0])
             if found is not None:
                 checksums.append(found[1])
@@ -77,7 +78,7 @@ class Rules:
         token = str(self.lent)
         self.loans.add(token)
         self.returned.clear()
-        return worker_wire.Loan(token, 0, request.nbytes, rows.tobytes(), b"".join(checksums))
+        return worker_wire.Loan(token, 0, [part.nbytes], rows.tobytes(), b"".join(checksums))
 
     def give_back(self, token: str) -> None:
         self.loans.remove(token)
@@ -151,12 +152,12 @@ def order(
         url=url,
         tenant="default",
         digest=b"d" * 16,
-        part=0,
-        nbytes=NBYTES,
-        keys=b"".join(map(key_of, keys)),
         segment=0,
-        stride=NBYTES,
-        rows=array("I", rows).tobytes(),
+        parts=[
+            worker_wire.PartRows(
+                0, NBYTES, NBYTES, b"".join(map(key_of, keys)), array("I", rows).tobytes()
+            )
+        ],
         deadline_s=deadline_s,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from kvpool.daemon.core.blocks import (
@@ -235,10 +236,12 @@ class PeerService:
 
     async def _lend_traced(self, request: worker_wire.OpenLoan, span: Span) -> worker_wire.Loan:
         """The span lasts as long as the loan: until the bytes are sent."""
+        asked = [len(part.keys) // KEY_BYTES for part in request.parts]
         span.set(
             tenant=request.tenant,
-            part=request.part,
-            blocks_asked=len(request.keys) // KEY_BYTES,
+            part=min((part.part for part in request.parts), default=0),
+            parts=len(asked),
+            blocks_asked=sum(asked),
         )
         try:
             with working_for(span):
@@ -251,8 +254,11 @@ class PeerService:
         except asyncio.CancelledError:
             span.end(CALLED_OFF)
             raise
-        blocks = len(lent.rows) // 4 - array("I", lent.rows).count(frame.NO_ROW)
-        span.set(blocks=blocks, bytes=blocks * request.nbytes)
+        rows, blocks, nbytes, at = array("I", lent.rows), 0, 0, 0
+        for part, count in zip(request.parts, asked, strict=True):
+            here = count - rows[at : at + count].count(frame.NO_ROW)
+            at, blocks, nbytes = at + count, blocks + here, nbytes + here * part.nbytes
+        span.set(blocks=blocks, bytes=nbytes)
         if lent.token:
             self._traced[lent.token] = span
         else:
@@ -264,66 +270,83 @@ class PeerService:
     ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
         self._check_standing()
         namespace = self._known(request.tenant, request.digest)
-        if namespace is not None and 0 <= request.part < len(namespace.tables):
-            table, keys = namespace.tables[request.part], split_keys(request.keys)
-            if self._below.lies_below(table, keys):
-                return self._bring_and_lend(request, table, keys)
-        return self._lend_now(request)
+        below = []
+        if namespace is not None:
+            below = [
+                (table, keys)
+                for table, keys in self._wanted(request, namespace).items()
+                if self._below.lies_below(table, keys)
+            ]
+        return self._bring_and_lend(request, below) if below else self._lend_now(request)
 
     async def _bring_and_lend(
-        self, request: worker_wire.OpenLoan, table: PartTable, keys: Sequence[bytes]
+        self,
+        request: worker_wire.OpenLoan,
+        below: Sequence[tuple[PartTable, Sequence[bytes]]],
     ) -> worker_wire.Loan:
-        await self._below.promote(table, keys, request.deadline_s * LEND_WAIT_SHARE)
+        wait_s = request.deadline_s * LEND_WAIT_SHARE
+        await asyncio.gather(*[self._below.promote(table, keys, wait_s) for table, keys in below])
         self._check_standing()
         return self._lend_now(request)
 
+    def _wanted(
+        self, request: worker_wire.OpenLoan, namespace: NamespaceState
+    ) -> dict[PartTable, Sequence[bytes]]:
+        """The blocks of a request by part. Raises for parts that are not those of this node."""
+        wanted: dict[PartTable, Sequence[bytes]] = {}
+        for part in request.parts:
+            if not 0 <= part.part < len(namespace.tables):
+                raise InvalidRequest(f"part {part.part} does not exist in this node's namespace")
+            table = namespace.tables[part.part]
+            if table.spec.nbytes != part.nbytes:
+                raise NamespaceMismatch(
+                    f"part {part.part} of namespace {request.digest.hex()} has {table.spec.nbytes} bytes on node "
+                    f"{self.node.incarnation}, but the peer requests {part.nbytes}"
+                )
+            wanted[table] = split_keys(part.keys)
+        return wanted
+
     def _lend_now(self, request: worker_wire.OpenLoan) -> worker_wire.Loan:
-        absent = array("I", [frame.NO_ROW]) * (len(request.keys) // KEY_BYTES)
-        nothing = worker_wire.Loan("", 0, 1, absent.tobytes(), b"")
+        count = sum(len(part.keys) for part in request.parts) // KEY_BYTES
+        rows = array("I", [frame.NO_ROW]) * count
+        strides = [1] * len(request.parts)
         namespace = self._known(request.tenant, request.digest)
         if namespace is None:
-            return nothing
-        if not 0 <= request.part < len(namespace.tables):
-            raise InvalidRequest(f"part {request.part} does not exist in this node's namespace")
-        table = namespace.tables[request.part]
-        if table.spec.nbytes != request.nbytes:
-            raise NamespaceMismatch(
-                f"part {request.part} of namespace {request.digest.hex()} has {table.spec.nbytes} bytes on node "
-                f"{self.node.incarnation}, but the peer requests {request.nbytes}"
-            )
+            return worker_wire.Loan("", 0, strides, rows.tobytes(), b"")
+        wanted = self._wanted(request, namespace)
         tenant = namespace.tenant
-        holder = self._holder(tenant.name)
-        keys = split_keys(request.keys)
-        lease = self.node.leases.acquire(
-            holder,
-            namespace,
-            [request.part],
-            keys,
-            None,
-            self._clock(),
-            scattered=True,
-        )
+        lease = self.node.leases.acquire_each(self._holder(tenant.name), wanted, self._clock())
         if lease is None:
-            self._stale(namespace, list(keys))
-            return nothing
-        _, blocks = lease.parts[request.part]
-        found = {block.key: block for block in blocks}
-        rows = absent
+            self._stale(namespace, list(dict.fromkeys(chain.from_iterable(wanted.values()))))
+            return worker_wire.Loan("", 0, strides, rows.tobytes(), b"")
         present: list[Block] = []
-        missing = []
-        for index, key in enumerate(keys):
-            block = found.get(key)
-            if block is not None:
-                rows[index] = block.row
-                present.append(block)
+        missing: list[bytes] = []
+        at = 0
+        for table, keys in wanted.items():
+            _, blocks = lease.parts[table.part]
+            if len(blocks) == len(keys):  # in the order of the keys
+                rows[at : at + len(keys)] = array("I", [block.row for block in blocks])
+                present += blocks
             else:
-                missing.append(key)
+                found = {block.key: block for block in blocks}
+                for index, key in enumerate(keys, at):
+                    block = found.get(key)
+                    if block is not None:
+                        rows[index] = block.row
+                        present.append(block)
+                    else:
+                        missing.append(key)
+            at += len(keys)
+            self.node.counters.lent_blocks += len(blocks)
+            self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
         if missing:
             self._stale(namespace, missing)
-        self.node.counters.lent_blocks += len(blocks)
-        self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
         return worker_wire.Loan(
-            lease.token, tenant.segment, table.stride, rows.tobytes(), checksums_of(present)
+            lease.token,
+            tenant.segment,
+            [table.stride for table in wanted],
+            rows.tobytes(),
+            checksums_of(present),
         )
 
     def give_back(self, token: str) -> None:

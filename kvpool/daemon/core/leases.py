@@ -103,19 +103,42 @@ class Leases:
         if scattered:
             if len(tables) != 1:
                 raise InvalidRequest("a scattered acquire must name exactly one part")
-            found = [block for block in tables[0].blocks.found(keys) if block is not None]
-            n = len(found)
-            held[tables[0].part] = (0, found)
-        else:
-            n = self._usable(tables, keys)
-            for table in tables:
-                spec = table.spec
-                first = first_needed(spec, n) - spec.stride + 1
-                held[table.part] = (first, table.blocks.all_of(needed(spec, keys[:n])))
+            return self._lease_each(holder, {tables[0]: keys}, seconds, now)
+        n = self._usable(tables, keys)
+        for table in tables:
+            spec = table.spec
+            first = first_needed(spec, n) - spec.stride + 1
+            held[table.part] = (first, table.blocks.all_of(needed(spec, keys[:n])))
         if n == 0:
             self._counters.acquire_misses += 1
             return None
         return self._lease(holder, namespace.tenant, held, n, seconds, now)
+
+    def acquire_each(
+        self, holder: Holder, wanted: Mapping[PartTable, Sequence[bytes]], now: float
+    ) -> Lease | None:
+        """For the node's own workers: lease each of these blocks of one namespace that is here, until released."""
+        self._ledger.settle()
+        holder.check_alive()
+        self.check_count(holder)
+        return self._lease_each(holder, wanted, None, now)
+
+    def _lease_each(
+        self,
+        holder: Holder,
+        wanted: Mapping[PartTable, Sequence[bytes]],
+        seconds: float | None,
+        now: float,
+    ) -> Lease | None:
+        held: dict[int, tuple[int, list[Block]]] = {}
+        for table, keys in wanted.items():
+            found = [block for block in table.blocks.found(keys) if block is not None]
+            held[table.part] = (0, found)
+        n = sum(len(found) for _, found in held.values())
+        if n == 0:
+            self._counters.acquire_misses += 1
+            return None
+        return self._lease(holder, holder.tenant, held, n, seconds, now)
 
     def lease(
         self,

@@ -8,7 +8,7 @@ Blocks for which there was no slot are requested again when there may be one. Ev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.locate import Locator
-from kvpool.daemon.fetch.plan import FetchRequest, assign, lacking
+from kvpool.daemon.fetch.plan import FetchRequest, assign, lacking, orders
 from kvpool.daemon.fetch.ports import NOT_NODES
 from kvpool.daemon.fetch.room_queue import RoomQueues, RoomWaiter
 from kvpool.daemon.fetch.transfer import Transfer, Transfers
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import Peers
 
-ORDER_BYTES = 64 << 20  # in one transfer
 HEDGES_MAX = 2  # transfers of one block at a time
 ROOM_S = 0.05  # between looks whether one more may wait for a source
 
@@ -187,10 +186,10 @@ class Delivery:
     ) -> None:
         """What was not asked of a transfer's source is not tried."""
         if not transfer.begun:
-            _not_tried(requests, transfer, transfer.keys)
+            _not_tried(requests, transfer, transfer.blocks)
         elif transfer.called_off:
             # It may have brought other blocks too, which nobody else has.
-            _not_tried(list(filter(self._is_hopeless, requests)), transfer, transfer.keys)
+            _not_tried(list(filter(self._is_hopeless, requests)), transfer, transfer.blocks)
             if place is not None:
                 self.rooms.retry(place.waiter)
         elif transfer.no_room and place is not None:
@@ -247,18 +246,25 @@ class Delivery:
                     ready.setdefault(request.table, []).append((some, askable))
                 else:
                     waiting.append(some)
+        of_source: dict[bytes, list[tuple[PartTable, list[bytes]]]] = {}
+        assigned: list[tuple[bytes, int]] = []
         for table, found in ready.items():
             shares, cut = assign(table, found, self._locator.having, self._peers, now)
-            most = max(1, ORDER_BYTES // table.spec.nbytes)
             for source, keys in shares:
-                for at in range(0, len(keys), most):
-                    some_keys = keys[at : at + most]
-                    self._transfers.begin(
-                        *(table, source, some_keys, deadline, origin),
-                        background=background,
-                        only_spare=only_spare,
-                    )
+                of_source.setdefault(source, []).append((table, keys))
+                # For the next part's assignment: this source has that much more ahead.
+                assigned.append((source, len(keys) * table.spec.nbytes))
+                self._peers.queued(*assigned[-1])
             waiting += cut
+        for source, nbytes in assigned:
+            self._peers.unqueued(source, nbytes)
+        for source, wanted in of_source.items():
+            for blocks in orders(wanted, apart=source in NOT_NODES):
+                self._transfers.begin(
+                    *(blocks, source, deadline, origin),
+                    background=background,
+                    only_spare=only_spare,
+                )
         return waiting, full
 
     def _by_transfers(
@@ -309,11 +315,15 @@ class Delivery:
         return askable
 
 
-def _not_tried(requests: Sequence[FetchRequest], transfer: Transfer, keys: Sequence[bytes]) -> None:
+def _not_tried(
+    requests: Sequence[FetchRequest],
+    transfer: Transfer,
+    blocks: Mapping[PartTable, Sequence[bytes]],
+) -> None:
     """A transfer that was withdrawn, or did not get its turn or a slot, has not tried its source."""
     for request in requests:
-        asked = request.table is transfer.table and transfer.source in request.tried
-        if asked and not set(keys).isdisjoint(request.keys):
+        asked = request.table in blocks and transfer.source in request.tried
+        if asked and not set(blocks[request.table]).isdisjoint(request.keys):
             request.tried -= {transfer.source}
 
 

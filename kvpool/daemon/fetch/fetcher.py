@@ -539,7 +539,7 @@ class BlockFetcher:
             most = max(1, TRIAL_BYTES // table.spec.nbytes)
             keys = [key for other, key in parts[:most] if other is table]
             self._stats.trials += 1
-            self.transfers.begin(table, source, keys, now + TRIAL_S, SECONDARY, background=False)
+            self.transfers.begin({table: keys}, source, now + TRIAL_S, SECONDARY, background=False)
 
 
 def _strike_out(located: Located, failed: Sequence[FetchRequest]) -> None:

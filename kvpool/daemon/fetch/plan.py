@@ -6,7 +6,7 @@ the located replicas; `assign` gives each of their blocks to the source that sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import filterfalse, groupby, repeat
 from typing import NamedTuple, Protocol
@@ -17,8 +17,11 @@ from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peer_estimates import faster
 from kvpool.placement.peer_selection import Candidate, plan
 from kvpool.placement.peers import Peers
+from kvpool.wire.frame import KEYS_MAX
 
 SLICE_BYTES = 8 << 20  # given to one source at a time, so that others can share the work
+ORDER_BYTES = 64 << 20  # in one transfer
+TOGETHER_BYTES = 16 << 20  # in one transfer of several parts
 
 Located = dict[bytes, Sequence[Entry]]
 """The known replicas of each key. Keys may share their entries: they are replaced, never changed."""
@@ -163,3 +166,37 @@ def assign(
         tried = request.tried if source is None else request.tried | {source}
         cut.append(FetchRequest(table, [key for key, _, _ in group], request.candidates, tried))
     return assignments, cut
+
+
+def orders(
+    wanted: Sequence[tuple[PartTable, Sequence[bytes]]], *, apart: bool
+) -> Iterator[dict[PartTable, Sequence[bytes]]]:
+    """Blocks that one source should deliver, as transfers: by part, the parts of one namespace together.
+
+    A transfer costs about as much as a megabyte, so that parts with few blocks go together, but no more than
+    `TOGETHER_BYTES`: several transfers may go by different network cards, and what has arrived is used before the rest
+    comes. apart: each part by itself.
+    """
+    together: dict[PartTable, Sequence[bytes]] = {}
+    nbytes = count = 0
+    for table, all_keys in wanted:
+        most = max(1, min(KEYS_MAX, ORDER_BYTES // table.spec.nbytes))
+        alone = (len(all_keys) - 1) // most * most
+        for at in range(0, alone, most):
+            yield {table: all_keys[at : at + most]}
+        keys = all_keys[alone:]
+        size = len(keys) * table.spec.nbytes
+        if together and (
+            apart
+            or table in together
+            or next(iter(together)).namespace is not table.namespace
+            or nbytes + size > TOGETHER_BYTES
+            or count + len(keys) > KEYS_MAX
+        ):
+            yield together
+            together, nbytes, count = {}, 0, 0
+        together[table] = keys
+        nbytes += size
+        count += len(keys)
+    if together:
+        yield together

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
-from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable, Reservation
+from kvpool.daemon.core.blocks import (
+    OWN,
+    Holder,
+    NamespaceState,
+    Origin,
+    PartTable,
+    Reservation,
+)
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.core.tier import SharedTier
@@ -32,7 +39,7 @@ from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
 from kvpool.telemetry.node_stats import FetchStats, Loads
 from kvpool.telemetry.spans import CALLED_OFF, READ, TRANSFER, Span, child, working_for
-from kvpool.types import BlockStatus, split_keys
+from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
@@ -45,18 +52,17 @@ WAITING_MAX = 4096  # transfers that wait for their turn at one source
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """Blocks of one part, from one source.
+    """Blocks of one namespace from one source: of several parts, if it is a node.
 
-    nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
+    blocks: the keys by part, each once. nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
     go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody
     waits for it. only_spare: it takes no ordinary block's place. late: it was counted as slow. kept: leases on what has arrived, until those who wait for it have
-    noticed. no_room: those for which there was no slot, so that the source was not asked. called_off: it was late,
+    noticed. no_room: those for which there was no slot, so that the source was not asked for them. called_off: it was late,
     and was cancelled for the sake of another source.
     """
 
-    table: PartTable
+    blocks: Mapping[PartTable, Sequence[bytes]]
     source: bytes
-    keys: Sequence[bytes]
     nbytes: int
     patience_s: float
     since: float
@@ -67,11 +73,15 @@ class Transfer:
     expected_s: float = 0.0
     begun: bool = False
     kept: list[str] = field(default_factory=list)
-    no_room: Sequence[bytes] = ()
+    no_room: dict[PartTable, Sequence[bytes]] = field(default_factory=dict)
     called_off: bool = False
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def namespace(self) -> NamespaceState:
+        return next(iter(self.blocks)).namespace
 
     @property
     def hedge_at(self) -> float:
@@ -185,14 +195,19 @@ class Transfers:
         for transfer in transfers:
             if transfer.task.done() or transfer.task.cancelling():
                 continue
-            if all(transfer.table.blocks.present(transfer.keys)):
+            if all(all(table.blocks.present(keys)) for table, keys in transfer.blocks.items()):
                 transfer.task.cancel()
                 self.stats.cancelled += 1
 
     def make_room(self, transfer: Transfer) -> None:
         """This one found no slots: cancel late ones that hold slots for the same blocks."""
-        now, under_way = self._clock(), self.of(transfer.table)
-        of_same = dict.fromkeys(one for key in transfer.no_room for one in under_way.get(key, ()))
+        now = self._clock()
+        of_same = dict.fromkeys(
+            one
+            for table, keys in transfer.no_room.items()
+            for key in keys
+            for one in self.of(table).get(key, ())
+        )
         for other in of_same:
             if other.begun and other.hedge_at <= now and not other.task.cancelling():
                 self._call_off(other)
@@ -204,47 +219,46 @@ class Transfers:
 
     def begin(
         self,
-        table: PartTable,
+        wanted: Mapping[PartTable, Sequence[bytes]],
         source: bytes,
-        keys: Sequence[bytes],
         deadline: float,
         origin: Origin,
         *,
         background: bool,
         only_spare: bool = False,
     ) -> None:
-        """Start fetching blocks from a source, when its turn comes.
+        """Start fetching blocks of a namespace from a source, when its turn comes. From a tier here: of one part.
 
         Transfers of these blocks that have not begun are withdrawn.
         """
-        keys = list(dict.fromkeys(keys))  # an engine, or a peer, may have named a key twice
+        # An engine, or a peer, may have named a key twice.
+        blocks = {table: list(dict.fromkeys(keys)) for table, keys in wanted.items()}
         now = self._clock()
-        nbytes = len(keys) * table.spec.nbytes
+        nbytes = sum(len(keys) * table.spec.nbytes for table, keys in blocks.items())
         patience_s = self._peers.hedge_after_s(source, nbytes)
         turns = self._turns(source, background)
         line = self._lines.setdefault((source, background), Line(turns, now))
         line.count += 1
-        transfer = Transfer(
-            table, source, keys, nbytes, patience_s, now, line, background, only_spare
-        )
+        transfer = Transfer(blocks, source, nbytes, patience_s, now, line, background, only_spare)
         local = source in NOT_NODES
         url = "" if local else self._cluster.living[source].url
         self._under_way[transfer] = None
         hedges = False
-        of_keys = self._of_keys.setdefault(table, {})
-        if of_keys.keys().isdisjoint(keys):
-            of_keys.update(dict.fromkeys(keys, (transfer,)))
-        else:
-            replaced: dict[Transfer, None] = {}
+        replaced: dict[Transfer, None] = {}
+        for table, keys in blocks.items():
+            of_keys = self._of_keys.setdefault(table, {})
+            if of_keys.keys().isdisjoint(keys):
+                of_keys.update(dict.fromkeys(keys, (transfer,)))
+                continue
             for key in keys:
                 others = of_keys.get(key, ())
                 self.stats.hedges += bool(others)
                 hedges = hedges or bool(others)
                 replaced.update(dict.fromkeys(others))
                 of_keys[key] = (*others, transfer)
-            for other in replaced:
-                if not other.begun:  # this one is asked instead
-                    other.task.cancel()
+        for other in replaced:
+            if not other.begun:  # this one is asked instead
+                other.task.cancel()
         self._peers.queued(source, nbytes)
         came = OWN if local else origin
         if not background:
@@ -288,16 +302,17 @@ class Transfers:
         transfer.line.count -= 1
         if not transfer.line.count:
             self._lines.pop((transfer.source, transfer.background), None)
-        of_keys = self._of_keys[transfer.table]
-        for key in transfer.keys:
-            transfers = of_keys.pop(key)
-            if len(transfers) > 1:
-                of_keys[key] = tuple(other for other in transfers if other is not transfer)
-        if not of_keys:
-            del self._of_keys[transfer.table]
+        for table, keys in transfer.blocks.items():
+            of_keys = self._of_keys[table]
+            for key in keys:
+                transfers = of_keys.pop(key)
+                if len(transfers) > 1:
+                    of_keys[key] = tuple(other for other in transfers if other is not transfer)
+            if not of_keys:
+                del self._of_keys[table]
         if transfer.kept:  # who waits for this task runs in the next turn of the loop
             loop = asyncio.get_running_loop()
-            tenant = transfer.table.namespace.tenant.name
+            tenant = transfer.namespace.tenant.name
             loop.call_soon(loop.call_soon, self.let_go, tenant, transfer.kept)
         crash_if_failed(task)
 
@@ -305,52 +320,68 @@ class Transfers:
 
     async def _run(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
         """Reserve, fill, commit the arrived blocks."""
-        node, table = self._node, transfer.table
-        namespace = table.namespace
-        holder = pulls_holder(node, namespace.tenant.name)
-        self._tickets += 1
-        ticket = self._tickets
+        node = self._node
+        holder = pulls_holder(node, transfer.namespace.tenant.name)
+        reserved: dict[int, Reservation] = {}
         try:
-            node.puts.reserve(
-                *(holder, namespace, table.part, ticket, transfer.keys),
+            for table, keys in transfer.blocks.items():
+                self._tickets += 1
+                if not self._reserve(transfer, holder, self._tickets, table, keys):
+                    return  # the epoch has just ended
+                reservation = holder.reservations.get(self._tickets)
+                if reservation is not None:  # else they have arrived meanwhile
+                    reserved[self._tickets] = reservation
+            self.stats.no_room += bool(transfer.no_room)
+            if not reserved:
+                return
+            pulled = await self._fill(transfer, holder, reserved, url, seconds, origin)
+        finally:
+            for ticket in reserved:
+                node.puts.abort(holder, ticket)
+            node.settle()
+        if pulled is not None:
+            self._learn(transfer, list(reserved.values()), pulled)
+
+    def _reserve(
+        self,
+        transfer: Transfer,
+        holder: Holder,
+        ticket: int,
+        table: PartTable,
+        keys: Sequence[bytes],
+    ) -> bool:
+        """Reserve slots for blocks of one part, as far as there is room; False: its epoch has ended."""
+        try:
+            self._node.puts.reserve(
+                *(holder, table.namespace, table.part, ticket, keys),
                 only_spare=transfer.only_spare,
             )
         except (PoolFull, LimitExceeded):
-            transfer.no_room = transfer.keys
-            self.stats.no_room += 1
-            return
+            transfer.no_room[table] = keys
+            return True
         except InvalidRequest:
-            return  # the epoch has just ended
+            return False
         reservation = holder.reservations.get(ticket)
-        if reservation is None:
-            return  # they have arrived meanwhile
-        if len(reservation.keys) < len(transfer.keys):
-            reserved = set(reservation.keys)
-            transfer.no_room = [
-                key for key in transfer.keys if key not in reserved and key not in table.blocks
-            ]
-            self.stats.no_room += bool(transfer.no_room)
-        try:
-            pulled = await self._fill(transfer, ticket, reservation, url, seconds, origin)
-        finally:
-            node.puts.abort(holder, ticket)
-            node.settle()
-        if pulled is not None:
-            self._learn(transfer, reservation, pulled)
+        if reservation is not None and len(reservation.keys) < len(keys):
+            found = set(reservation.keys)
+            lacking = [key for key in keys if key not in found and key not in table.blocks]
+            if lacking:
+                transfer.no_room[table] = lacking
+        return True
 
     async def _fill(
         self,
         transfer: Transfer,
-        ticket: int,
-        reservation: Reservation,
+        holder: Holder,
+        reserved: Mapping[int, Reservation],
         url: str,
         seconds: float,
         origin: Origin,
     ) -> worker_wire.Pulled | None:
         """Have the slots filled, and commit the arrived blocks; None on failure."""
-        node, keys = self._node, reservation.keys
-        holder = pulls_holder(node, transfer.table.namespace.tenant.name)
-        nbytes = len(keys) * transfer.table.spec.nbytes
+        node = self._node
+        count = sum(len(reservation.keys) for reservation in reserved.values())
+        nbytes = sum(len(each.keys) * each.table.spec.nbytes for each in reserved.values())
         now = self._clock()
         transfer.expected_s = self._estimate_s(transfer.source, nbytes, now)
         self._peers.started(transfer.source, nbytes, now)
@@ -358,20 +389,29 @@ class Transfers:
         try:
             # This returns, raises or is cancelled only when nothing writes to the rows any more, so
             # that unfilled rows can be freed.
+            filled = list(reserved.values())
             if span is None:
-                pulled = await self._bring(transfer, url, reservation, seconds)
+                pulled = await self._bring(transfer, url, filled, seconds)
             else:
                 with working_for(span):
-                    pulled = await self._bring_traced(transfer, url, reservation, seconds, span)
-            if pulled.status.count(BlockStatus.PRESENT) == len(keys):
-                node.puts.commit(holder, ticket, pulled.checksums, None, origin)
-                self._keep(transfer, keys)
-            elif BlockStatus.PRESENT in pulled.status:
-                here = [status == BlockStatus.PRESENT for status in pulled.status]
-                checksums = b"".join(compress(split_keys(pulled.checksums), here))
-                indices = list(compress(reservation.indices, here))
-                node.puts.commit(holder, ticket, checksums, indices, origin)
-                self._keep(transfer, list(compress(keys, here)))
+                    pulled = await self._bring_traced(transfer, url, filled, seconds, span)
+            at = 0
+            for ticket, reservation in reserved.items():
+                table, keys = reservation.table, reservation.keys
+                end = at + len(keys)
+                status = pulled.status[at:end]
+                checksums = pulled.checksums[at * CHECKSUM_BYTES : end * CHECKSUM_BYTES]
+                at = end
+                came = status.count(BlockStatus.PRESENT)
+                if came == len(keys):
+                    node.puts.commit(holder, ticket, checksums, None, origin)
+                    self._keep(transfer, table, keys)
+                elif came:
+                    here = [each == BlockStatus.PRESENT for each in status]
+                    some = b"".join(compress(split_keys(checksums), here))
+                    indices = list(compress(reservation.indices, here))
+                    node.puts.commit(holder, ticket, some, indices, origin)
+                    self._keep(transfer, table, list(compress(keys, here)))
         except KvpoolError as error:
             if span is not None:
                 span.end(str(error))
@@ -379,41 +419,51 @@ class Transfers:
                 self._peers.stopped(transfer.source, nbytes)
             else:
                 self._failed(transfer, nbytes, str(error))
-            self._count(transfer, Loads(failed=len(keys)))
+            self._count(transfer, Loads(failed=count))
             return None
         except asyncio.CancelledError:
             if span is not None:
                 span.end(CALLED_OFF)
             self._peers.stopped(transfer.source, nbytes)
-            self._count(transfer, Loads(cancelled=len(keys)))
+            self._count(transfer, Loads(cancelled=count))
             raise
         return pulled
 
-    def _keep(self, transfer: Transfer, keys: Sequence[bytes]) -> None:
+    def _keep(self, transfer: Transfer, table: PartTable, keys: Sequence[bytes]) -> None:
         """Lease what has arrived until those who wait for it have had their turn of the loop.
 
         Where memory is full, what comes next would evict it first: many prompts at a time took each other's blocks
         away, and none was ever whole.
         """
         if not transfer.background:
-            self.hold(transfer.table, keys, transfer.kept)
+            self.hold(table, keys, transfer.kept)
 
     async def _bring_traced(
-        self, transfer: Transfer, url: str, reservation: Reservation, seconds: float, span: Span
+        self,
+        transfer: Transfer,
+        url: str,
+        reserved: Sequence[Reservation],
+        seconds: float,
+        span: Span,
     ) -> worker_wire.Pulled:
         """As `_bring`, and record the result in the span."""
         tier = TIER_OF.get(transfer.source, PEER)
-        span.set(tier=tier, part=transfer.table.part, blocks_asked=len(reservation.keys))
+        asked = sum(len(reservation.keys) for reservation in reserved)
+        first = reserved[0].table.part
+        span.set(tier=tier, part=first, parts=len(reserved), blocks_asked=asked)
         if url:
             span.set(node=node_name(self._cluster, transfer.source))
         trace = span.traceparent if url else ""
-        pulled = await self._bring(transfer, url, reservation, seconds, trace)
+        pulled = await self._bring(transfer, url, reserved, seconds, trace)
         came = pulled.status.count(BlockStatus.PRESENT)
         span.count_above(f"parts_from_{tier}", came)
         span.end(
             pulled.error,
             blocks=came,
-            bytes=came * transfer.table.spec.nbytes,
+            bytes=sum(
+                status.count(BlockStatus.PRESENT) * table.spec.nbytes
+                for table, _, status in _outcomes(reserved, pulled)
+            ),
             mismatches=pulled.status.count(BlockStatus.MISMATCH),
             absent=pulled.status.count(BlockStatus.ABSENT),
         )
@@ -423,26 +473,32 @@ class Transfers:
         self,
         transfer: Transfer,
         url: str,
-        reservation: Reservation,
+        reserved: Sequence[Reservation],
         seconds: float,
         trace: str = "",
     ) -> worker_wire.Pulled:
         """Have reserved rows filled by a peer, or without a URL by a lower tier or object storage."""
-        table = transfer.table
         if not url:
+            (only,) = reserved
             tier = self._local.get(transfer.source, self._objects)
-            return await tier.load(table, reservation.keys, reservation.rows, seconds)
-        namespace = table.namespace
+            return await tier.load(only.table, only.keys, only.rows, seconds)
+        namespace = transfer.namespace
         order = worker_wire.PullBlocks(
             url=url,
             tenant=namespace.tenant.name,
             digest=namespace.digest,
-            part=table.part,
-            nbytes=table.spec.nbytes,
-            keys=b"".join(reservation.keys),
             segment=namespace.tenant.segment,
-            stride=table.stride,
-            rows=frame.pack_rows(reservation.rows),
+            parts=[
+                worker_wire.PartRows(
+                    part=table.part,
+                    nbytes=table.spec.nbytes,
+                    stride=table.stride,
+                    keys=b"".join(each.keys),
+                    rows=frame.pack_rows(each.rows),
+                )
+                for each in reserved
+                for table in [each.table]
+            ],
             deadline_s=seconds,
             background=transfer.background,
             trace=trace,
@@ -460,46 +516,51 @@ class Transfers:
     def _count(self, transfer: Transfer, loads: Loads) -> None:
         """Count the outcome of a transfer, by source and tenant."""
         tier = TIER_OF.get(transfer.source, PEER)
-        transfer.table.namespace.tenant.traffic.loads.setdefault(tier, Loads()).add(loads)
+        transfer.namespace.tenant.traffic.loads.setdefault(tier, Loads()).add(loads)
         if tier == PEER:
             self._delivered.from_peer(node_name(self._cluster, transfer.source), loads)
 
     def _learn(
-        self, transfer: Transfer, reservation: Reservation, pulled: worker_wire.Pulled
+        self, transfer: Transfer, reserved: Sequence[Reservation], pulled: worker_wire.Pulled
     ) -> None:
         """Count a transfer that has ended on its own, and update its source's estimates."""
-        table, source, now = transfer.table, transfer.source, self._clock()
-        keys, each = reservation.keys, table.spec.nbytes
+        source, now = transfer.source, self._clock()
+        count = len(pulled.status)
         came = pulled.status.count(BlockStatus.PRESENT)
         absent = pulled.status.count(BlockStatus.ABSENT)
         mismatches = pulled.status.count(BlockStatus.MISMATCH)
-        if came < len(keys):
-            lacks = {BlockStatus.ABSENT, BlockStatus.MISMATCH}
-            for key, status in zip(keys, pulled.status, strict=True):
-                if status in lacks:
-                    self._locator.was_missing(table, key, source, now)
+        nbytes = came_bytes = largest = 0
+        lacks = {BlockStatus.ABSENT, BlockStatus.MISMATCH}
+        for table, keys, status in _outcomes(reserved, pulled):
+            each = table.spec.nbytes
+            here = status.count(BlockStatus.PRESENT)
+            nbytes += len(keys) * each
+            came_bytes += here * each
+            largest = max(largest, each)
+            if here < len(keys):
+                for key, of_key in zip(keys, status, strict=True):
+                    if of_key in lacks:
+                        self._locator.was_missing(table, key, source, now)
         counters = self._node.counters
         counters.pulled_blocks += came
-        counters.pulled_bytes += came * each
+        counters.pulled_bytes += came_bytes
         counters.checksum_mismatches += mismatches
         self.stats.mismatches += mismatches
         self.stats.absent += absent
-        nbytes = len(keys) * each
-        failed = len(keys) - came - absent - mismatches
-        self._count(transfer, Loads(came, absent, mismatches, failed, nbytes=came * each))
+        failed = count - came - absent - mismatches
+        self._count(transfer, Loads(came, absent, mismatches, failed, nbytes=came_bytes))
         tier = TIER_OF.get(source, PEER)
         if came and not transfer.background:
             self._delivered.took(tier, pulled.seconds)
-            if came == len(keys):
+            if came == count:
                 self._delivered.foreseen(tier, transfer.expected_s, pulled.seconds)
         if pulled.error:
             # After an error, up to one block's worth of bytes may have arrived in part.
-            arrived = (came + 1) * each
-            self._failed(transfer, nbytes, pulled.error, arrived, pulled.seconds)
+            self._failed(transfer, nbytes, pulled.error, came_bytes + largest, pulled.seconds)
         elif transfer.background:  # its low priority does not measure the source's speed
             self._peers.stopped(source, nbytes)
         else:
-            self._peers.finished(source, came * each, pulled.seconds, now, asked=nbytes)
+            self._peers.finished(source, came_bytes, pulled.seconds, now, asked=nbytes)
 
     def _failed(
         self, transfer: Transfer, nbytes: int, error: str, at_most: int = 0, seconds: float = 0.0
@@ -516,6 +577,17 @@ class Transfers:
             at_most=at_most,
             seconds=seconds,
         )
+
+
+def _outcomes(
+    reserved: Sequence[Reservation], pulled: worker_wire.Pulled
+) -> Iterator[tuple[PartTable, Sequence[bytes], bytes]]:
+    """Of each reservation: its table, its keys, and a `BlockStatus` of each."""
+    at = 0
+    for reservation in reserved:
+        end = at + len(reservation.keys)
+        yield reservation.table, reservation.keys, pulled.status[at:end]
+        at = end
 
 
 def pulls_holder(node: Node, tenant: str) -> Holder:

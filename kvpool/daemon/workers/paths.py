@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from kvpool.telemetry.node_stats import NixlStats, PathsStats, PeerWays, WayStat
 from kvpool.telemetry.spans import current
 from kvpool.transfer import scheme_of
 from kvpool.transfer.addresses import split_source
+from kvpool.transfer.base import arrived_bytes
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -346,8 +347,7 @@ class Paths:
         """As `TransferWorkers.pull`."""
         peer = self._peer(order.url)
         started = self._clock()
-        count = len(order.rows) // 4
-        nbytes = count * order.nbytes
+        count, nbytes = order.count, order.nbytes
         urls, tried = peer.order(nbytes, started, background=order.background)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
         tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
@@ -452,8 +452,7 @@ class Paths:
 
         tried_s: for so long it is only tried; 0: it is the one to use.
         """
-        count = len(order.rows) // 4
-        nbytes = count * order.nbytes
+        count, nbytes = order.count, order.nbytes
         nixl = state.group[0] == NIXL
         seconds = order.deadline_s
         if not last:
@@ -485,14 +484,15 @@ class Paths:
         finally:
             peer.end(state, nbytes)
         came = pulled.status.count(BlockStatus.PRESENT)
+        came_bytes = arrived_bytes(order, pulled)
         state.pulls += 1
-        state.nbytes += came * order.nbytes
+        state.nbytes += came_bytes
         if came and not order.background:
             peer.seconds.setdefault(state.group[0], Histogram()).add(pulled.seconds)
         if nixl:
             self._nixl.pulls += 1
             self._nixl.blocks += came
-            self._nixl.bytes += came * order.nbytes
+            self._nixl.bytes += came_bytes
         if pulled.refused:
             peer.well(url)
             return pulled
@@ -507,7 +507,7 @@ class Paths:
             return msgspec.structs.replace(pulled, error=error_text)
         peer.well(url)
         if not order.background:
-            peer.learn(url, came * order.nbytes, pulled.seconds)
+            peer.learn(url, came_bytes, pulled.seconds)
         return pulled
 
     def _failed(self, peer: Peer, url: str, reason: str) -> None:
@@ -556,14 +556,24 @@ def _cut(
     order: worker_wire.PullBlocks, indices: Sequence[int], seconds: float
 ) -> worker_wire.PullBlocks:
     """The order for these blocks alone, in the time that is left."""
-    keys = split_keys(order.keys)
-    rows = array("I", order.rows)
-    return msgspec.structs.replace(
-        order,
-        keys=b"".join([keys[index] for index in indices]),
-        rows=array("I", [rows[index] for index in indices]).tobytes(),
-        deadline_s=order.deadline_s - seconds,
-    )
+    parts: list[worker_wire.PartRows] = []
+    left = deque(indices)  # in order
+    first = 0
+    for part in order.parts:
+        keys, rows = split_keys(part.keys), array("I", part.rows)
+        of_part = []
+        while left and left[0] < first + len(rows):
+            of_part.append(left.popleft() - first)
+        first += len(rows)
+        if of_part:
+            parts.append(
+                msgspec.structs.replace(
+                    part,
+                    keys=b"".join([keys[index] for index in of_part]),
+                    rows=array("I", [rows[index] for index in of_part]).tobytes(),
+                )
+            )
+    return msgspec.structs.replace(order, parts=parts, deadline_s=order.deadline_s - seconds)
 
 
 def _merged(

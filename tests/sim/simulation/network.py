@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from xxhash import xxh3_128_digest
 
@@ -98,7 +99,7 @@ class PeerTransport:
         self._threads = Threads(scale.transfer_threads(self.world.plan.limits))
         questions, waits = scale.question_limits(self.world.plan.limits)
         self._questions = QuestionTurns(questions=questions, waits=waits)
-        self._loans: dict[str, tuple[Memory, Use]] = {}
+        self._loans: dict[str, tuple[Memory, list[Use]]] = {}
         self._running: set[asyncio.Task[Any]] = set()
         # (tenant, digest, part, key) → when its transfers began
         self._under_way: dict[tuple[str, bytes, int, bytes], list[tuple[float, bool]]] = {}
@@ -135,40 +136,48 @@ class PeerTransport:
     async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
         """As `TransferWorkers.pull`: when this ends, however it does, nothing writes to the rows any more."""
         self._check_alive()
-        keys = split_keys(order.keys)
+        blocks = [
+            Wanted(part, key, row)
+            for part in order.parts
+            for key, row in zip(split_keys(part.keys), wire_rows(part.rows), strict=True)
+        ]
         name = f"transfer to {self.life.name}"
-        rows = wire_rows(order.rows)
         memory = self.life.segments[order.segment]
         if memory is not self.life.memory_of[order.tenant]:
             raise Violation(f"{self.life.name} fetches for {order.tenant} into another's segment")
-        use = memory.use(name, order.stride, rows, self.world.now(), writes=True)
-        self._count(order, keys)
-        transfer = Transfer(self, order, keys, rows)
+        now = self.world.now()
+        uses = [
+            memory.use(name, part.stride, wire_rows(part.rows), now, writes=True)
+            for part in order.parts
+        ]
+        self._count(order, blocks)
+        transfer = Transfer(self, order, blocks)
         try:
             pulled = await self._order(transfer.run, transfer.wind_down)
             assert isinstance(pulled, worker_wire.Pulled)
             return pulled
         finally:
-            memory.end(use)
-            for key in keys:
-                name_of = order.tenant, order.digest, order.part, key
+            for use in uses:
+                memory.end(use)
+            for part, key, _ in blocks:
+                name_of = order.tenant, order.digest, part.part, key
                 times = self._under_way[name_of]
                 times.remove((transfer.ordered, order.background))
                 if not times:
                     del self._under_way[name_of]
 
-    def _count(self, order: worker_wire.PullBlocks, keys: tuple[bytes, ...]) -> None:
+    def _count(self, order: worker_wire.PullBlocks, blocks: Sequence[Wanted]) -> None:
         """Nothing is fetched twice at a time, except from a second peer when the first is slow, and
         beside a copy in the background, which may take its time."""
         now = self.world.now()
         self.world.count("transfers")
-        for key in keys:
-            name = order.tenant, order.digest, order.part, key
+        for part, key, _ in blocks:
+            name = order.tenant, order.digest, part.part, key
             times = self._under_way.setdefault(name, [])
             ahead = [began for began, background in times if order.background or not background]
             if len(times) >= RIVALS_MAX or (ahead and now - ahead[-1] < RIVAL_S_MIN - 1e-6):
                 raise Violation(
-                    f"{self.life.name} fetches {key[:4].hex()} part {order.part} at {now}, "
+                    f"{self.life.name} fetches {key[:4].hex()} part {part.part} at {now}, "
                     f"and has since {times} already"
                 )
             times.append((now, order.background))
@@ -241,8 +250,9 @@ class PeerTransport:
         self._threads = Threads(self._threads.count)
         for task in self.life.worker.tasks:
             task.cancel()
-        for token, (memory, use) in self._loans.items():
-            memory.end(use)
+        for token, (memory, uses) in self._loans.items():
+            for use in uses:
+                memory.end(use)
             self._to_control(self.source.give_back, token)
         self._loans.clear()
 
@@ -299,23 +309,30 @@ class PeerTransport:
                 memory = self.life.segments[lent.segment]
                 if memory is not self.life.memory_of[request.tenant]:
                     raise Violation(f"{self.life.name} lends {request.tenant} another's segment")
-                use = memory.use(
-                    f"loan of {self.life.name}",
-                    lent.stride,
-                    [row for row in wire_rows(lent.rows) if row != frame.NO_ROW],
-                    self.world.now(),
-                    writes=False,
-                )
-                self._loans[lent.token] = memory, use
+                uses, rows = [], deque(wire_rows(lent.rows))
+                for part, stride in zip(request.parts, lent.strides, strict=True):
+                    of_part = [rows.popleft() for _ in split_keys(part.keys)]
+                    here = [row for row in of_part if row != frame.NO_ROW]
+                    uses.append(
+                        memory.use(
+                            f"loan of {self.life.name}",
+                            stride,
+                            here,
+                            self.world.now(),
+                            writes=False,
+                        )
+                    )
+                self._loans[lent.token] = memory, uses
             if not answer.done():
                 answer.set_result(lent)
 
         self._to_control(asked)
 
     def give_back(self, token: str) -> None:
-        memory, use = self._loans.pop(token, (None, None))
-        if memory is not None and use is not None:
-            memory.end(use)
+        memory, uses = self._loans.pop(token, (None, []))
+        if memory is not None:
+            for use in uses:
+                memory.end(use)
             self._to_control(self.source.give_back, token)
 
     def asked(
@@ -459,6 +476,14 @@ def wire_rows(packed: bytes) -> list[int]:
     return list(memoryview(packed).cast("I"))
 
 
+class Wanted(NamedTuple):
+    """A block of an order, and the row that is reserved for it."""
+
+    part: worker_wire.PartRows
+    key: bytes
+    row: int
+
+
 class Transfer:
     """One pull: a loan at the peer, bytes in pieces, checks. In the domain of the puller's transfer worker."""
 
@@ -466,17 +491,15 @@ class Transfer:
         self,
         carrier: PeerTransport,
         order: worker_wire.PullBlocks,
-        keys: tuple[bytes, ...],
-        rows: list[int],
+        blocks: Sequence[Wanted],
     ) -> None:
         self.carrier = carrier
         self.order = order
-        self.keys = keys
-        self.rows = rows
+        self.blocks = blocks
         self.ordered = carrier.world.now()
         self.began = 0.0  # in a thread
-        self.status = bytearray([BlockStatus.LATE]) * len(keys)
-        self.checksums = bytearray(CHECKSUM_BYTES * len(keys))
+        self.status = bytearray([BlockStatus.LATE]) * len(blocks)
+        self.checksums = bytearray(CHECKSUM_BYTES * len(blocks))
         self._generation = carrier.generation
         self._late: list[tuple[int, bytes]] = []  # what the network may still bring, and where to
 
@@ -492,7 +515,7 @@ class Transfer:
         except KvpoolError as failure:
             error = str(failure) or failure.code
         world.note(
-            f"{carrier.life.name} pulled {' '.join(key[:4].hex() for key in self.keys)} from "
+            f"{carrier.life.name} pulled {' '.join(block.key[:4].hex() for block in self.blocks)} from "
             f"{order.url}: {self.status.hex()[1::2]} {error}"
         )
         return worker_wire.Pulled(
@@ -505,9 +528,7 @@ class Transfer:
         request = worker_wire.OpenLoan(
             order.tenant,
             order.digest,
-            order.part,
-            order.nbytes,
-            order.keys,
+            [peer_wire.PartKeys(part.part, part.nbytes, part.keys) for part in order.parts],
             deadline - world.now(),
             order.trace,
         )
@@ -523,8 +544,9 @@ class Transfer:
             if lent.token and world.may_die("a loan and its return"):
                 world.dies_of_a_loan(carrier.life, peer)
                 await asyncio.sleep(0)
-            if lent.rows and lent.stride != order.stride and lent.token:
-                raise Violation(f"a loan of stride {lent.stride} for an order of {order.stride}")
+            strides = [part.stride for part in order.parts]
+            if lent.rows and lent.strides != strides and lent.token:
+                raise Violation(f"a loan of strides {lent.strides} for an order of {strides}")
             await self._copy(peer, lent, deadline)
         finally:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
@@ -541,7 +563,7 @@ class Transfer:
         """Take the bytes in two groups of blocks, each in two pieces; each piece may be the last."""
         network, world = self.carrier.network, self.carrier.world
         generation = peer.carrier.generation
-        nbytes, memory = self.order.nbytes, self.carrier.life.segments[self.order.segment]
+        memory = self.carrier.life.segments[self.order.segment]
         lender = peer.segments[lent.segment]
         at: list[tuple[int, int, bytes]] = []
         checksums = iter(split_keys(lent.checksums))
@@ -549,22 +571,21 @@ class Transfer:
             if row == frame.NO_ROW:
                 self.status[index] = BlockStatus.ABSENT
             else:
-                at.append((index, row * lent.stride, next(checksums)))
+                at.append((index, row * self.blocks[index].part.stride, next(checksums)))
         wrong = []
         middle = network.rng.randrange(len(at) + 1)
         for group in (at[:middle], at[middle:]):
             if not group:
                 continue
-            cut = network.rng.randrange(nbytes + 1)
+            cut = network.rng.random()
             flip = network.drawn(world.plan.flip_bit)
-            for low, high in ((0, cut), (cut, nbytes)):
-                pieces = [
-                    (
-                        self.rows[index] * self.order.stride + low,
-                        lender.read(a + low, high - low),
-                    )
-                    for index, a, _ in group
-                ]
+            for first in (True, False):
+                pieces = []
+                for index, a, _ in group:
+                    nbytes = self.blocks[index].part.nbytes
+                    middle = int(cut * nbytes)
+                    low, high = (0, middle) if first else (middle, nbytes)
+                    pieces.append((self._place(index) + low, lender.read(a + low, high - low)))
                 self._late = pieces
                 await self._arrive(peer, generation, deadline)
                 for offset, data in pieces:
@@ -573,20 +594,27 @@ class Transfer:
             if flip:
                 self._flip(network.rng.choice(group)[0])
             for index, _, checksum in group:
-                mine = memory.read(self.rows[index] * self.order.stride, nbytes)
+                mine = memory.read(self._place(index), self.blocks[index].part.nbytes)
                 digest = xxh3_128_digest(mine)
                 if digest == checksum:
                     self.status[index] = PRESENT
                     self.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] = digest
                 else:
                     self.status[index] = BlockStatus.MISMATCH
-                    wrong.append(self.keys[index])
+                    wrong.append(self.blocks[index])
         if wrong and network.rng.random() < 0.5:
             # The owner looks for itself; now and then it finds its own copy broken as well.
             order = self.order
-            peer.carrier.report(
-                peer_wire.Corrupt(order.tenant, order.digest, order.part, b"".join(wrong))
-            )
+            for number in dict.fromkeys(block.part.part for block in wrong):
+                keys = [block.key for block in wrong if block.part.part == number]
+                peer.carrier.report(
+                    peer_wire.Corrupt(order.tenant, order.digest, number, b"".join(keys))
+                )
+
+    def _place(self, index: int) -> int:
+        """Where in this node's memory a block belongs."""
+        block = self.blocks[index]
+        return block.row * block.part.stride
 
     async def _arrive(self, peer: Life, generation: int, deadline: float) -> None:
         network, plan = self.carrier.network, self.carrier.world.plan
@@ -604,7 +632,7 @@ class Transfer:
 
     def _flip(self, index: int) -> None:
         rng, memory = self.carrier.network.rng, self.carrier.life.segments[self.order.segment]
-        at = self.rows[index] * self.order.stride + rng.randrange(self.order.nbytes)
+        at = self._place(index) + rng.randrange(self.blocks[index].part.nbytes)
         memory.data[at] ^= 1 << rng.randrange(8)
         self.carrier.world.count("bits flipped")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvpool.daemon.cluster import replication
 from kvpool.daemon.fetch import (
-    delivery,
     fetcher,
     locate,
     plan,
@@ -42,6 +41,7 @@ _DISKS: Constants = (
 # As few blocks at a time as there are few of them here, so that batches have several.
 _SMALL_BATCHES: Constants = (
     (plan, "SLICE_BYTES", 256),
+    (plan, "TOGETHER_BYTES", 1024),
     (fetcher, "SLICE_BYTES", 256),
     (locate, "LOOKUP_KEYS", 3),
     (prefix_stream_rules, "WINDOW_KEYS", 3),
@@ -59,7 +59,7 @@ def _low(limits: Mapping[str, int]) -> Constants:
     of: dict[str, tuple[Any, str]] = {
         "loads": (transfer, "LOADS_MAX"),
         "waiting": (transfer, "WAITING_MAX"),
-        "order_bytes": (delivery, "ORDER_BYTES"),
+        "order_bytes": (plan, "ORDER_BYTES"),
         "stream_leases": (prefix_stream, "KEPT_MAX"),
         "stream_questions": (prefix_stream, "QUESTIONS_PER_PEER_MAX"),
         "rounds": (fetcher, "ROUNDS_MAX"),

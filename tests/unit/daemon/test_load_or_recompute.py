@@ -127,24 +127,25 @@ class World:
     async def load(
         self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
     ) -> worker_wire.Pulled:
-        return await self._deliver(LOCAL, len(keys), table.spec.nbytes)
+        return await self._deliver(LOCAL, len(keys), len(keys) * table.spec.nbytes)
 
     async def pull_blocks(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
-        return await self._deliver(order.url.encode(), len(order.keys) // 16, order.nbytes)
+        return await self._deliver(order.url.encode(), order.count, order.nbytes)
 
     async def locate(self, digest: bytes, parts: int, keys: Sequence[bytes]) -> list[list[Entry]]:
         self.lookups += 1
         return [self.entries.get(key, []) for key in keys]
 
     async def _deliver(self, source: bytes, blocks: int, nbytes: int) -> worker_wire.Pulled:
+        """nbytes: of all blocks."""
         self.asked.append((source, blocks))
         self.moved.set()
         if source in self.held_back:
             await self.gate.wait()
-        seconds = 0.0001 + blocks * nbytes / self.bytes_s[source]
+        seconds = 0.0001 + nbytes / self.bytes_s[source]
         came, error = blocks, ""
         if seconds > self.limit_s:
-            came = int(self.limit_s * self.bytes_s[source] / nbytes)
+            came = int(self.limit_s * self.bytes_s[source] / nbytes * blocks)
             seconds, error = self.limit_s, "not in time"
         status = bytes([BlockStatus.PRESENT]) * came + bytes([BlockStatus.LATE]) * (blocks - came)
         return worker_wire.Pulled(status, bytes(16) * blocks, seconds, error)

@@ -32,7 +32,7 @@ from kvpool.placement.nic_pairs import Route, Way
 from kvpool.types import BlockStatus
 from kvpool.wire.frame import Done
 from kvpool.wire.peer import Ask, Await
-from kvpool.wire.worker import AskPeer, PullBlocks, Pulled
+from kvpool.wire.worker import AskPeer, PartRows, PullBlocks, Pulled
 
 TCP, NIXL = "tcp://a:1", "nixl://a:2"
 NBYTES = 100
@@ -61,10 +61,11 @@ class PeerTransport:
         self.clock.now += self.takes_s
         if isinstance(self.error, KvpoolError):
             raise self.error
-        keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
-        assert len(order.rows) == 4 * len(keys)
+        wanted = keys_of(order)
+        keys = [wanted[at : at + 16] for at in range(0, len(wanted), 16)]
+        assert order.count == len(keys)
         status = bytes(self.answers.get(key, BlockStatus.PRESENT) for key in keys)
-        return Pulled(status, sums_of(order.keys, status), self.takes_s, self.error)
+        return Pulled(status, sums_of(wanted, status), self.takes_s, self.error)
 
 
 class Clock:
@@ -107,19 +108,35 @@ def key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def order(count: int, deadline_s: float = 8.0) -> PullBlocks:
+def order(count: int, deadline_s: float = 8.0, nbytes: int = NBYTES) -> PullBlocks:
+    """Blocks of two parts: the first third of them, and the rest."""
+    first, rows = count // 3, array("I", [7 * n + 3 for n in range(count)])
     return PullBlocks(
         url=TCP,
         tenant="default",
         digest=b"d" * 16,
-        part=0,
-        nbytes=NBYTES,
-        keys=b"".join(map(key, range(count))),
         segment=0,
-        stride=NBYTES,
-        rows=array("I", [7 * n + 3 for n in range(count)]).tobytes(),
+        parts=[
+            PartRows(
+                part,
+                nbytes,
+                nbytes,
+                b"".join(map(key, numbers)),
+                rows[numbers.start : numbers.stop].tobytes(),
+            )
+            for part, numbers in enumerate((range(first), range(first, count)))
+            if numbers
+        ],
         deadline_s=deadline_s,
     )
+
+
+def keys_of(order: PullBlocks) -> bytes:
+    return b"".join(part.keys for part in order.parts)
+
+
+def rows_of(order: PullBlocks) -> list[int]:
+    return list(array("I", b"".join(part.rows for part in order.parts)))
 
 
 def test_a_peer_without_nixl_is_pulled_from_over_tcp() -> None:
@@ -185,15 +202,15 @@ def test_what_nixl_has_not_brought_right_is_asked_of_tcp_and_nothing_else(
     both.tcp.answers = {key(n): status for n, status in then.items()}
     pulled = both.pull(len(first))
     assert list(pulled.status) == [then.get(n, status) for n, status in enumerate(first)]
-    assert pulled.checksums == sums_of(order(len(first)).keys, pulled.status)
+    assert pulled.checksums == sums_of(keys_of(order(len(first))), pulled.status)
     assert pulled.error == "", "what TCP says"
     failed = bool(error) or bool(left)
     assert len(both.tcp.orders) == bool(left)
     if left:
         (asked,) = both.tcp.orders
         assert asked.url == TCP
-        assert asked.keys == b"".join(map(key, left))
-        assert list(array("I", asked.rows)) == [7 * n + 3 for n in left]
+        assert keys_of(asked) == b"".join(map(key, left))
+        assert rows_of(asked) == [7 * n + 3 for n in left]
         assert asked.deadline_s == 7.5
     seen = both.path.nixl_stats()
     assert (seen.failed_over, seen.failed_over_blocks) == (bool(left), len(left))
@@ -239,7 +256,7 @@ def test_one_success_and_all_is_forgotten() -> None:
 
 def test_a_path_may_take_as_long_as_its_bytes_are_worth() -> None:
     both = Both()
-    large = replace(order(4, 1000.0), nbytes=10**9, stride=10**9)
+    large = order(4, 1000.0, 10**9)
     for one in (order(4, 1000.0), large):
         asyncio.run(both.path.pull(one))
     assert [o.deadline_s for o in both.nixl.orders] == pytest.approx([5.0, 45.0], abs=0.01)
@@ -323,18 +340,19 @@ class Host:
         if error := self.errors.get(order.url):
             self.clock.now += self.late_s.get(order.url, 0.0)
             raise error
-        numbers = [int.from_bytes(order.keys[i : i + 16]) for i in range(0, len(order.keys), 16)]
+        keys = keys_of(order)
+        numbers = [int.from_bytes(keys[i : i + 16]) for i in range(0, len(keys), 16)]
         said = self.statuses.get(order.url)
         status = bytes(BlockStatus.PRESENT if said is None else said[number] for number in numbers)
         seconds = (
-            status.count(BlockStatus.PRESENT) * order.nbytes / self.bytes_s.get(order.url, 1e9)
+            status.count(BlockStatus.PRESENT)
+            * order.parts[0].nbytes
+            / self.bytes_s.get(order.url, 1e9)
         )
         self.clock.now += seconds
         error_text = "broke off" if BlockStatus.LATE in status else ""
         refusal = self.refusals.get(order.url, "")
-        return Pulled(
-            status, sums_of(order.keys, status), seconds, refusal or error_text, bool(refusal)
-        )
+        return Pulled(status, sums_of(keys, status), seconds, refusal or error_text, bool(refusal))
 
     async def _ask(self, order: AskPeer) -> Done:
         self.asked.append(order)
@@ -344,12 +362,12 @@ class Host:
         return Done(7)
 
     def pull(self, nbytes: int = NBYTES, count: int = 1, **settings) -> Pulled:
-        return asyncio.run(self.paths.pull(replace(order(count, 800.0), nbytes=nbytes, **settings)))
+        return asyncio.run(self.paths.pull(replace(order(count, 800.0, nbytes), **settings)))
 
     def pull_often(self, times: int, nbytes: int = LARGE) -> None:
         async def pull_all() -> None:
             for _ in range(times):
-                await self.paths.pull(replace(order(1, 800.0), nbytes=nbytes))
+                await self.paths.pull(order(1, 800.0, nbytes))
 
         asyncio.run(pull_all())
 
@@ -401,12 +419,18 @@ def test_each_block_comes_by_the_first_way_that_brings_it_and_the_order_is_that_
         for number in left:
             model[number] = BlockStatus(host.statuses[way.url][number])
     assert list(pulled.status) == model
-    assert [(one.url, one.keys) for one in host.orders] == asked
+    assert [(one.url, keys_of(one)) for one in host.orders] == asked
     assert pulled.error == ("broke off" if BlockStatus.LATE in model else "")
-    rows = {n: array("I", order(count).rows)[n] for n in range(count)}
+    rows = {n: rows_of(order(count))[n] for n in range(count)}
     for one in host.orders:
-        numbers = [int.from_bytes(one.keys[i : i + 16]) for i in range(0, len(one.keys), 16)]
-        assert list(array("I", one.rows)) == [rows[number] for number in numbers]
+        keys = keys_of(one)
+        numbers = [int.from_bytes(keys[i : i + 16]) for i in range(0, len(keys), 16)]
+        assert rows_of(one) == [rows[number] for number in numbers]
+        assert all(
+            part.part == (number >= count // 3)
+            for part in one.parts
+            for number in [int.from_bytes(part.keys[:16])]
+        )
 
 
 def test_a_card_that_failed_rests_and_is_used_again() -> None:
@@ -516,7 +540,7 @@ def test_a_new_life_of_the_peer_has_failed_at_nothing() -> None:
 def test_cards_that_are_as_good_share_what_is_pulled_at_a_time() -> None:
     async def at_a_time(host: Host) -> None:
         host.gate = asyncio.Event()
-        one = replace(order(1), nbytes=1000)
+        one = order(1, nbytes=1000)
         pulls = [asyncio.create_task(host.paths.pull(one)) for _ in range(6)]
         await asyncio.sleep(0)
         assert len(host.orders) == 6, "all are under way"
@@ -563,7 +587,7 @@ def test_no_card_at_either_end_is_used_twice_before_all_are_used_once() -> None:
 
     async def at_a_time() -> list[set[str]]:
         host.gate = asyncio.Event()
-        one = replace(order(1), nbytes=1000)
+        one = order(1, nbytes=1000)
         pulls = [asyncio.create_task(host.paths.pull(one)) for _ in range(2)]
         await asyncio.sleep(0)
         cards = [set(end) for end in zip(*(o.url.split("?") for o in host.orders), strict=True)]

@@ -211,15 +211,17 @@ class World:
                 if owner.hangs.is_set():
                     await asyncio.sleep(1000)
         except TimeoutError:
-            count = len(order.keys) // 16
+            count = order.count
             return worker_wire.Pulled(
                 b"\3" * count, bytes(16 * count), order.deadline_s, "not in time"
             )
-        keys = [order.keys[at : at + 16] for at in range(0, len(order.keys), 16)]
         owner.node.settle()
-        blocks = owner.namespace.tables[order.part].blocks
-        status = bytes(one in blocks for one in keys)
-        return worker_wire.Pulled(status, bytes(16 * len(keys)), owner.pull_s)
+        status = bytes(
+            part.keys[at : at + 16] in owner.namespace.tables[part.part].blocks
+            for part in order.parts
+            for at in range(0, len(part.keys), 16)
+        )
+        return worker_wire.Pulled(status, bytes(16 * len(status)), owner.pull_s)
 
 
 def scenario(test: Any) -> Any:

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_digest
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.testing.transport import DIGEST, SEGMENT, ScriptedSource, key_of, order
-from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits
+from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits, cut
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl import check_readable
@@ -138,7 +138,7 @@ def read(said: bytes) -> tuple[worker_wire.Pulled, bytearray]:
     outcome = Outcome(COUNT)
     stream, theirs = heard(said)
     try:
-        fetch(stream, wanted, 0, COUNT, memory, outcome, Stop(), Priority())
+        fetch(stream, wanted, next(cut(wanted, 1 << 30)), memory, outcome, Stop(), Priority())
     except (KvpoolError, Refused):
         pass
     finally:
