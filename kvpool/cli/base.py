@@ -68,6 +68,17 @@ class Commands(TyperGroup):
                 formatter.write_dl(lines)
 
 
+class CommandsWithUsual(Commands):
+    """One of its commands, `usual`, may be left out."""
+
+    usual: ClassVar[str]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = [self.usual, *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="kvpool",
     cls=Commands,

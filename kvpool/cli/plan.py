@@ -3,7 +3,7 @@ pool."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,13 +13,10 @@ from kvpool.cli.base import AsJson, Socket, Tenant, app
 WORKLOAD = "workload"
 
 
-class _PlanGroup(base.Commands):
+class _PlanGroup(base.CommandsWithUsual):
     """`kvpool plan TRACE` is `kvpool plan workload TRACE`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in {*self.commands, *ctx.help_option_names}:
-            args = [WORKLOAD, *args]
-        return super().parse_args(ctx, args)
+    usual = WORKLOAD
 
 
 plan_app = typer.Typer(cls=_PlanGroup, pretty_exceptions_enable=False)
