@@ -171,6 +171,13 @@ SAYS = {
         ),
         Says("kvpool events --limit 20", "`events` what was done last", ("clear", "drain")),
     ),
+    (OPERATIONS, "Is the network as fast as it should be?"): (
+        Says(
+            "kvpool bench transfer b",
+            "pulls blocks from node b into the node on which it is typed",
+            (r"^pulled from b into a", r"^1 MiB .* tcp *$", r"^checksum failures: 0"),
+        ),
+    ),
     (OPERATIONS, "Upgrading and going back"): (
         Says("kvpool nodes", "host-7 is serving, with its new version", (r"host-7 +serving",)),
     ),
@@ -373,6 +380,13 @@ def a_prompt_that_is_half_there(folder: Path, servers: Servers) -> Iterator[Scen
 
 
 @contextmanager
+def two_nodes(folder: Path, servers: Servers) -> Iterator[Scene]:
+    with a_cluster(folder, servers, name="transfer") as cluster:
+        cluster.wait_acquainted()
+        yield Scene(environ={"KVPOOL_SOCKET": cluster.nodes[0].socket})
+
+
+@contextmanager
 def a_node_to_upgrade(folder: Path, servers: Servers) -> Iterator[Scene]:
     with a_cluster(folder, servers, name="upgrade") as cluster:
         node = cluster.add("host-7")
@@ -428,6 +442,7 @@ SCENES: dict[tuple[Path, str], Callable[[Path, Servers], Making]] = {
     (QUICKSTART, "Prefill and decode apart"): a_router_of_its_own,
     (OPERATIONS, "A first walk-through"): a_cluster_to_look_at,
     (OPERATIONS, "Sizing"): traces,
+    (OPERATIONS, "Is the network as fast as it should be?"): two_nodes,
     (OPERATIONS, "Why was it a miss?"): a_prompt_that_is_half_there,
     (OPERATIONS, "Upgrading and going back"): a_node_to_upgrade,
     (OPERATIONS, "Scaling in"): a_node_with_an_engine,

@@ -24,8 +24,17 @@ SHARE_MAX = 0.25  # of the tenant's memory that it takes for a moment
 TOGETHER_BYTES = 8 << 20  # in one call, as an engine has it
 ROUNDS = 3
 BLOCK_BYTES_MAX = 64 << 20
+AVAILABLE_LOOKS, AVAILABLE_LOOK_S = 100, 0.02
 
 Clock = Callable[[], float]
+
+
+def wait_available(client: Client, sleep: Callable[[float], None] = time.sleep) -> None:
+    """An interrupted request was a failure to the client, which then sends none for a moment: wait that long."""
+    for _ in range(AVAILABLE_LOOKS):
+        if client.available:
+            return
+        sleep(AVAILABLE_LOOK_S)
 
 
 class Measured(NamedTuple):
@@ -83,6 +92,7 @@ class Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
+        wait_available(self._client)
         self.forget()
 
     def forget(self) -> None:
