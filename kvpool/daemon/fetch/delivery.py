@@ -62,7 +62,7 @@ class Delivery:
         deadline: float,
         origin: Origin = SECONDARY,
         *,
-        on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
+        on_arrival: Callable[[Mapping[PartTable, list[bytes]]], object] | None = None,
         background: bool = False,
         only_spare: bool = False,
     ) -> Sequence[FetchRequest]:
@@ -107,7 +107,7 @@ class Delivery:
         requests: Sequence[FetchRequest],
         deadline: float,
         origin: Origin = SECONDARY,
-        on_arrival: Callable[[PartTable, list[bytes]], object] | None = None,
+        on_arrival: Callable[[Mapping[PartTable, list[bytes]]], object] | None = None,
         *,
         only_spare: bool = False,
     ) -> Sequence[FetchRequest]:
@@ -125,9 +125,8 @@ class Delivery:
             now = self._clock()
             if not requests or now >= deadline or (place is not None and place.waiter.yields):
                 return requests
-            if on_arrival is not None:
-                for table, keys in arrived.items():
-                    on_arrival(table, keys)
+            if on_arrival is not None and arrived:
+                on_arrival(arrived)
             full = False
             if place is None or self.rooms.may_try(place.waiter, now):
                 requests, full = self._launch(

@@ -246,8 +246,7 @@ class BlockFetcher:
             while await self._delivery.turn(place, deadline):
                 kept: list[str] = []
                 try:
-                    for table in tables:
-                        self.hold(table, needed(table.spec, keys), kept)
+                    self.hold({table: needed(table.spec, keys) for table in tables}, kept)
                     failed = await self._delivery.bring_on(
                         place,
                         wanted(),
@@ -482,9 +481,9 @@ class BlockFetcher:
         found = [self.peers.hedge_after_s(one, much) for one, much in nbytes.items()]
         return HEDGE_TIMES * max(found, default=0.0)
 
-    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
+    def hold(self, blocks: Mapping[PartTable, Sequence[bytes]], kept: list[str]) -> bool:
         """See `Transfers.hold`."""
-        return self.transfers.hold(table, keys, kept)
+        return self.transfers.hold(blocks, kept)
 
     def let_go(self, tenant: str, kept: Sequence[str]) -> None:
         """Release the leases of `hold`."""

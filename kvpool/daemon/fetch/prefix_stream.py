@@ -41,7 +41,7 @@ LAST_SHARE, LAST_S_MAX = (
     1.0,
 )  # of its time: for a shorter prefix, if the whole one is not possible
 HELD_SHARE = 0.5  # of a tenant's memory: held by all streams; further ones hold nothing
-KEPT_MAX = 32  # leases of one stream, before they are merged into one per part
+KEPT_MAX = 32  # leases of one stream, before they are merged into one
 LAG_DECAY = 0.8  # the factor that a measurement applies to the weight of all earlier ones
 
 
@@ -349,9 +349,8 @@ class _PrefixStream:
         node.settle()
         arrived = chain.arrived()
         if self._holds:
-            for table, keys in arrived:
-                fetcher.hold(table, keys, self._kept)
-            if len(self._kept) > max(KEPT_MAX, 2 * len(chain.tables)):
+            fetcher.hold(dict(arrived), self._kept)
+            if len(self._kept) > KEPT_MAX:
                 self._regroup()
         if arrived and self._looked:
             self._course.came(self._all.clock())
@@ -366,13 +365,9 @@ class _PrefixStream:
             self._chain.dropped(window[at])
 
     def _regroup(self) -> None:
-        """As few leases as there are tables."""
+        """One lease for all."""
         fetcher, fresh = self._all.fetcher, list[str]()
-        held = [
-            fetcher.hold(table, keys, fresh)
-            for table, keys in zip(self._chain.tables, self._chain.needed, strict=True)
-        ]
-        if not all(held):
+        if not fetcher.hold(dict(zip(self._chain.tables, self._chain.needed, strict=True)), fresh):
             fresh, self._kept = self._kept, fresh  # the old ones hold more
         fetcher.let_go(self._namespace.tenant.name, self._kept)
         self._kept = fresh

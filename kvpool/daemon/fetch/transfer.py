@@ -153,22 +153,16 @@ class Transfers:
         """Whether one more may wait for its turn at a source."""
         return self._turns(source, background).waiting(source) < WAITING_MAX
 
-    def hold(self, table: PartTable, keys: Sequence[bytes], kept: list[str]) -> bool:
-        """Lease these blocks as far as they are here until `let_go`; False: there are too many leases.
+    def hold(self, blocks: Mapping[PartTable, Sequence[bytes]], kept: list[str]) -> bool:
+        """Lease these blocks of a namespace, as far as they are here, until `let_go`; False: there are too many leases.
 
-        kept: the tokens of the leases are added to it.
+        kept: the token of the lease is added to it.
         """
-        namespace = table.namespace
+        if not blocks:
+            return True
+        holder = pulls_holder(self._node, next(iter(blocks)).namespace.tenant.name)
         try:
-            lease = self._node.leases.acquire(
-                pulls_holder(self._node, namespace.tenant.name),
-                namespace,
-                [table.part],
-                keys,
-                None,
-                self._clock(),
-                scattered=True,
-            )
+            lease = self._node.leases.acquire_each(holder, blocks, self._clock())
         except LimitExceeded:
             return False  # with very many pulls at a time: without a lease
         if lease is not None:
@@ -395,7 +389,7 @@ class Transfers:
             else:
                 with working_for(span):
                     pulled = await self._bring_traced(transfer, url, filled, seconds, span)
-            at = 0
+            at, arrived = 0, dict[PartTable, Sequence[bytes]]()
             for ticket, reservation in reserved.items():
                 table, keys = reservation.table, reservation.keys
                 end = at + len(keys)
@@ -405,13 +399,18 @@ class Transfers:
                 came = status.count(BlockStatus.PRESENT)
                 if came == len(keys):
                     node.puts.commit(holder, ticket, checksums, None, origin)
-                    self._keep(transfer, table, keys)
+                    arrived[table] = keys
                 elif came:
                     here = [each == BlockStatus.PRESENT for each in status]
                     some = b"".join(compress(split_keys(checksums), here))
                     indices = list(compress(reservation.indices, here))
                     node.puts.commit(holder, ticket, some, indices, origin)
-                    self._keep(transfer, table, list(compress(keys, here)))
+                    arrived[table] = list(compress(keys, here))
+            # Lease what has arrived until those who wait for it have had their turn of the loop. Where memory is full,
+            # what comes next would evict it first: many prompts at a time took each other's blocks away, and none was
+            # ever whole.
+            if not transfer.background:
+                self.hold(arrived, transfer.kept)
         except KvpoolError as error:
             if span is not None:
                 span.end(str(error))
@@ -428,15 +427,6 @@ class Transfers:
             self._count(transfer, Loads(cancelled=count))
             raise
         return pulled
-
-    def _keep(self, transfer: Transfer, table: PartTable, keys: Sequence[bytes]) -> None:
-        """Lease what has arrived until those who wait for it have had their turn of the loop.
-
-        Where memory is full, what comes next would evict it first: many prompts at a time took each other's blocks
-        away, and none was ever whole.
-        """
-        if not transfer.background:
-            self.hold(table, keys, transfer.kept)
 
     async def _bring_traced(
         self,

@@ -381,10 +381,11 @@ class Work:
         """
         kept: list[str] = []
         try:
-            for table in namespace.tables:
-                keys = [key for key in here if key in table.blocks]
-                if keys and not self._fetcher.hold(table, keys, kept):
-                    raise LimitExceeded("too many leases are held on this node: try again")
+            held = {
+                table: [key for key in here if key in table.blocks] for table in namespace.tables
+            }
+            if not self._fetcher.hold(held, kept):
+                raise LimitExceeded("too many leases are held on this node: try again")
             node.candidates.promote(
                 [b for t in namespace.tables for key in here if (b := t.blocks.get(key))]
             )
