@@ -8,6 +8,7 @@ nixl    the same over NIXL's lanes for TCP, beside NIXL itself and the hash. In 
         scripts/peers-venv makes on the first run
 puts    on one node, beside memcpy
 under   the p99 of `match` while pulls run, beside idle nodes
+stages  where the time of one block, and of a prompt of 8 parts from 4 other nodes, goes: CPU by process
 many    prompts of 8 parts, each of whose blocks are on 4 other nodes: throughput and the slowest by how many prompts
         are pulled at a time. Beside FILE comes FILE.png, which draws it
 
@@ -24,11 +25,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import REPO, Report, daemon, parse_arguments, percentile
+import psutil
+from harness import REPO, Daemon, Report, daemon, parse_arguments, percentile
 from peers import (
     PEERS_PYTHON,
     UCX_TCP,
@@ -48,6 +51,7 @@ from store import fresh_keys, lookups_under_pulls, shared_memory
 from kvpool.client import Client, OperatorClient
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
 from tests.support.servers.etcd import Etcd
+from tests.support.servers.redis import Redis
 from tests.support.waiting import until
 
 SMALL_MANY, ONE = (4 * KIB, 4096), (4 * KIB, 1)
@@ -123,33 +127,52 @@ def knee(throughput: Mapping[int, float]) -> int:
     return min(n for n, gb_s in throughput.items() if gb_s >= KNEE_SHARE * most)
 
 
-def many(report: Report, folder: Path, etcd: str) -> None:
-    print("prompts of 8 parts from 4 nodes")
+@dataclass
+class Prompts:
+    """64 prompts of 8 parts, each of whose blocks are on 4 nodes, and a fifth node to bring them to."""
+
+    nodes: Sequence[Daemon]
+    directory: Redis
+    record: NamespaceRecord
+    keys: Sequence[bytes]
+
+
+def prompts_elsewhere(stack: contextlib.ExitStack, folder: Path, etcd: str, name: str) -> Prompts:
     record = NamespaceRecord({"model": "many", "block_tokens": 16}, (PartSpec(PART_BYTES),) * PARTS)
     rng = np.random.default_rng(6)
     data = rng.integers(0, 255, (BLOCKS, PART_BYTES), dtype=np.uint8)
     prompts = [fresh_keys(BLOCKS) for _ in range(PROMPTS)]
+    memories = (1 << 30, *(256 * MIB for _ in range(PEERS)))
+    nodes, directory = members(stack, folder, etcd, name, memories)
+    share = BLOCKS // PEERS
+    for number, node in enumerate(nodes[1:]):
+        low = number * share
+        with Client(node.socket, connect=True) as client:
+            ns = client.open(record)
+            for keys in prompts:
+                for part in range(PARTS):
+                    some = keys[KEY_BYTES * low : KEY_BYTES * (low + share)]
+                    stored = client.put(ns, some, data[low : low + share], part=part)
+                    assert stored == share, f"{stored} of {share} blocks are stored"
+    with (
+        Client(nodes[0].socket, connect=True) as engine,
+        OperatorClient(nodes[0].socket, connect=True) as here,
+    ):
+        engine.open(record)
+        until(lambda: all(len(here.locate(keys)) == BLOCKS for keys in prompts), "the directory")
+    return Prompts(nodes, directory, record, prompts)
+
+
+def many(report: Report, folder: Path, etcd: str) -> None:
+    print("prompts of 8 parts from 4 nodes")
     with contextlib.ExitStack() as stack:
-        memories = (1 << 30, *(256 * MIB for _ in range(PEERS)))
-        nodes, _ = members(stack, folder, etcd, "many", memories)
-        here = stack.enter_context(OperatorClient(nodes[0].socket, connect=True))
+        made = prompts_elsewhere(stack, folder, etcd, "many")
         engines = [
-            stack.enter_context(Client(nodes[0].socket, connect=True))
+            stack.enter_context(Client(made.nodes[0].socket, connect=True))
             for _ in range(max(TOGETHER) // CLIENT_PULLS)
         ]
-        share = BLOCKS // PEERS
-        for number, node in enumerate(nodes[1:]):
-            low = number * share
-            with Client(node.socket, connect=True) as client:
-                ns = client.open(record)
-                for keys in prompts:
-                    for part in range(PARTS):
-                        some = keys[KEY_BYTES * low : KEY_BYTES * (low + share)]
-                        stored = client.put(ns, some, data[low : low + share], part=part)
-                        assert stored == share, f"{stored} of {share} blocks are stored"
-        for engine in engines:
-            ns = engine.open(record)
-        until(lambda: all(len(here.locate(keys)) == BLOCKS for keys in prompts), "the directory")
+        namespaces = [engine.open(made.record) for engine in engines]
+        ns, prompts = namespaces[0], made.keys
         throughput: dict[int, float] = {}
         for together in TOGETHER:
             rounds = 1 if report.quick else 3
@@ -213,6 +236,100 @@ def draw(report: Report) -> None:
         print("NO PLOT: matplotlib of .venv-peers failed", flush=True)
 
 
+# ---- where the time goes -----------------------------------------------------------------------------
+
+STAGES = (
+    "client",
+    "control here",
+    "transfer worker here",
+    "directory",
+    "control there",
+    "transfer workers there",
+)
+BAR = 40  # characters of the longest
+
+
+def stages(report: Report, folder: Path, etcd: str) -> None:
+    """CPU of each process for one block of 4 KiB, and for a prompt whose blocks have 8 parts on 4 nodes."""
+    with contextlib.ExitStack() as stack:
+        nodes, directory = members(stack, folder, etcd, "one", (256 * MIB, 256 * MIB))
+        count = 500 if report.quick else 2000
+        keys = fresh_keys(count)
+        record = NamespaceRecord({"model": "one", "block_tokens": 16}, (PartSpec(4 * KIB),))
+        with Client(nodes[1].socket, connect=True) as owner:
+            owner.put(owner.open(record), keys, np.zeros((count, 4 * KIB), np.uint8))
+        here = stack.enter_context(OperatorClient(nodes[0].socket, connect=True))
+        with Client(nodes[0].socket, connect=True) as engine:
+            ns = engine.open(record)
+            until(lambda: len(here.locate(keys)) == count, "the directory")
+            one = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+            _stages(report, "one block of 4 KiB", engine, ns, one, 1, nodes, directory)
+    with contextlib.ExitStack() as stack:
+        made = prompts_elsewhere(stack, folder, etcd, "stages")
+        with Client(made.nodes[0].socket, connect=True) as engine:
+            ns = engine.open(made.record)
+            name = f"{BLOCKS} blocks of {PARTS} parts of 64 KiB from {PEERS} nodes"
+            rounds = made.keys if report.quick else [*made.keys] * 4
+            _stages(report, name, engine, ns, rounds, BLOCKS, made.nodes, made.directory)
+
+
+def _stages(
+    report: Report,
+    name: str,
+    engine: Client,
+    ns: Namespace,
+    prompts: Sequence[bytes],
+    blocks: int,
+    nodes: Sequence[Daemon],
+    directory: Redis,
+) -> None:
+    here, *there = [psutil.Process(node.process.pid) for node in nodes]
+    assert directory.process is not None
+    processes = {
+        "client": [psutil.Process()],
+        "control here": [here],
+        "transfer worker here": _transfer_workers(here),
+        "directory": [psutil.Process(directory.process.pid)],
+        "control there": there,
+        "transfer workers there": [worker for each in there for worker in _transfer_workers(each)],
+    }
+    spent = dict.fromkeys(STAGES, 0.0)
+    times = []
+    for keys in prompts:
+        engine.remove(ns, keys)
+    before = {stage: _cpu_s(some) for stage, some in processes.items()}
+    for number, keys in enumerate(prompts):
+        if number and number % len(set(prompts)) == 0:
+            for each in dict.fromkeys(prompts):
+                engine.remove(ns, each)
+        start = time.perf_counter()
+        pulled = engine.pull(ns, keys, wait_s=PATIENCE_S)
+        times.append(time.perf_counter() - start)
+        assert pulled == blocks, f"{pulled} of {blocks} blocks arrived"
+    for stage, some in processes.items():
+        spent[stage] = (_cpu_s(some) - before[stage]) / len(prompts)
+    print(f"{name}: {1e3 * percentile(times, 0.5):.2f} ms, and ms of CPU")
+    longest = max(spent.values())
+    for stage in STAGES:
+        bar = "#" * round(BAR * spent[stage] / longest)
+        print(f"  {stage:24}{1e3 * spent[stage]:7.2f} {bar}", flush=True)
+    report.rows.append(
+        {
+            "name": name,
+            "ms": 1e3 * percentile(times, 0.5),
+            "cpu_ms": {s: 1e3 * spent[s] for s in STAGES},
+        }
+    )
+
+
+def _transfer_workers(node: psutil.Process) -> list[psutil.Process]:
+    return [each for each in node.children() if "transfer_worker" in " ".join(each.cmdline())]
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 # ---- all of it ---------------------------------------------------------------------------------------
 
 
@@ -254,6 +371,8 @@ def main() -> int:
             two_nodes(report, folder)
         if wanted("puts"):
             one_node(report, folder)
+        if wanted("stages"):
+            stages(report, folder, etcd.url)
         if wanted("many"):
             many(report, folder, etcd.url)
     status = report.finish()

@@ -391,18 +391,19 @@ def check_loan(lent: Loan, request: OpenLoan, memory: Memory) -> tuple[bytes, li
         raise InvalidRequest(f"{len(lent.rows) // 4} rows were loaned for {sum(counts)} keys")
     if len(lent.strides) != len(counts):
         raise InvalidRequest(f"{len(lent.strides)} strides were loaned for {len(counts)} parts")
-    present = b""
+    present: list[bytes] = []
     found: list[LoanRows] = []
     at = 0
     for part, stride, count in zip(request.parts, lent.strides, counts, strict=True):
         here, rows = memory.present_rows(lent.rows[4 * at : 4 * (at + count)])
         at += count
-        present += here
+        present.append(here)
         if rows:
             memory.check(lent.segment, stride, part.nbytes, rows)
         found.append(LoanRows(part.nbytes, stride, rows))
-    if len(lent.checksums) != CHECKSUM_BYTES * present.count(1):
+    all_present = b"".join(present)
+    if len(lent.checksums) != CHECKSUM_BYTES * all_present.count(1):
         raise InvalidRequest(
-            f"{len(lent.checksums)} bytes of checksums for {present.count(1)} blocks"
+            f"{len(lent.checksums)} bytes of checksums for {all_present.count(1)} blocks"
         )
-    return present, found
+    return all_present, found

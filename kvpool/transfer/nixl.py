@@ -64,6 +64,7 @@ from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 GROUP_BYTES = 2 << 20  # read at once, then verified while the next ones are read
 GROUP_PIECES = 1024
 GROUPS_MAX = 8  # of one pull under way
+PARTS_AT_ONCE = 4  # of one pull
 DRAIN_S = 1.0  # for reads under way when a pull must end
 STRIDE_MAX = 1 << 40
 EXIT_STATUS = 70
@@ -123,13 +124,43 @@ class NixlTransport:
         try:
             if outcome.status:
                 self._start(order.url)
-            for runs in cut(order, self._limits.fetch_bytes_max):
-                for run in runs:
+            error = self._fetch_all(order, outcome, deadline, stop)
+        except KvpoolError as failure:
+            error = failure
+        # A refusal may be for lack of NIXL at the other end: TCP shows.
+        return outcome.finish(error, REFUSALS)
+
+    def _fetch_all(
+        self, order: PullBlocks, outcome: Outcome, deadline: Deadline, stop: Stop
+    ) -> KvpoolError | None:
+        """Parts side by side, since an owner is asked for one at a time. Returns when all threads have finished with
+        the rows: what went wrong first.
+        """
+        left = deque(run for runs in cut(order, self._limits.fetch_bytes_max) for run in runs)
+        errors: list[KvpoolError] = []
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def work() -> None:
+            while left and not errors:
+                try:
+                    run = left.popleft()
+                except IndexError:
+                    return  # another thread has taken the last one
+                try:
                     self._fetch(order, run, outcome, deadline, stop)
-        except KvpoolError as error:
-            # A refusal may be for lack of NIXL at the other end: TCP shows.
-            return outcome.finish(error, REFUSALS)
-        return outcome.finish()
+                except KvpoolError as error:
+                    errors.append(error)
+
+        def help_out() -> None:
+            work()
+            done.put(None)
+
+        wanted = 0 if order.background else min(len(left), PARTS_AT_ONCE) - 1
+        helpers = sum(self._control.helpers.try_now(help_out) for _ in range(wanted))
+        work()
+        for _ in range(helpers):
+            done.get()
+        return errors[0] if errors else None
 
     def _fetch(
         self,

@@ -27,7 +27,7 @@ from kvpool.transfer.base import (
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import PIECE_BYTES, Priority
 from kvpool.transfer.stream import Closed, Stream
-from kvpool.types import KEY_BYTES, split_keys
+from kvpool.types import KEY_BYTES, PARTS_MAX, split_keys
 from kvpool.wire.frame import KEYS_MAX, Message, encode, error_message
 from kvpool.wire.peer import (
     Corrupt,
@@ -259,7 +259,7 @@ class Conversation:
         start, stop = (fetch.start, fetch.stop) if isinstance(fetch, Fetch) else (0, 0)
         if (
             stop
-            or not parts
+            or not 0 < len(parts) <= PARTS_MAX
             or len({part.part for part in parts}) != len(parts)
             or any(
                 len(part.keys) % KEY_BYTES or part.nbytes <= 0 or not 0 <= start <= part.nbytes

@@ -340,7 +340,7 @@ class PeerService:
             self.node.counters.lent_blocks += len(blocks)
             self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
         if missing:
-            self._stale(namespace, missing)
+            self._stale(namespace, list(dict.fromkeys(missing)))
         return worker_wire.Loan(
             lease.token,
             tenant.segment,

@@ -145,7 +145,8 @@ class Delivery:
             for transfer in transfers:
                 if transfer.task.done():
                     self._ended(place, requests, transfer)
-            if place is not None and place.waiter.tries and all(one.begun for one in transfers):
+            has_slots = all(one.begun and not one.no_room for one in transfers)
+            if place is not None and place.waiter.tries and has_slots:
                 self.rooms.served(place.waiter)
 
     async def _wait(

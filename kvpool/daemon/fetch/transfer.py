@@ -57,7 +57,8 @@ class Transfer:
     blocks: the keys by part, each once. nbytes: asked for. patience_s: for so long it may take, and its source may let it wait without letting others
     go on. since: it was made, or has its turn, which is when it has begun. line: of its source. background: nobody
     waits for it. only_spare: it takes no ordinary block's place. late: it was counted as slow. kept: leases on what has arrived, until those who wait for it have
-    noticed. no_room: those for which there was no slot, so that the source was not asked for them. called_off: it was late,
+    noticed. no_room: those for which there was no slot, so that the source was not asked for them: then those that have
+    slots are another transfer's, and this one ends. reserved: the slots, by ticket. called_off: it was late,
     and was cancelled for the sake of another source.
     """
 
@@ -74,6 +75,7 @@ class Transfer:
     begun: bool = False
     kept: list[str] = field(default_factory=list)
     no_room: dict[PartTable, Sequence[bytes]] = field(default_factory=dict)
+    reserved: dict[int, Reservation] = field(default_factory=dict)
     called_off: bool = False
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
@@ -289,6 +291,8 @@ class Transfers:
 
     def _ended(self, transfer: Transfer, task: asyncio.Task[None]) -> None:
         self._under_way.pop(transfer, None)
+        if transfer.reserved:
+            self._free(transfer)  # it may have been cancelled before its first step
         if not transfer.begun:
             self._peers.unqueued(transfer.source, transfer.nbytes)
             self.stats.not_begun += 1
@@ -314,9 +318,7 @@ class Transfers:
 
     async def _run(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
         """Reserve, fill, commit the arrived blocks."""
-        node = self._node
-        holder = pulls_holder(node, transfer.namespace.tenant.name)
-        reserved: dict[int, Reservation] = {}
+        holder = pulls_holder(self._node, transfer.namespace.tenant.name)
         try:
             for table, keys in transfer.blocks.items():
                 self._tickets += 1
@@ -324,17 +326,68 @@ class Transfers:
                     return  # the epoch has just ended
                 reservation = holder.reservations.get(self._tickets)
                 if reservation is not None:  # else they have arrived meanwhile
-                    reserved[self._tickets] = reservation
+                    transfer.reserved[self._tickets] = reservation
             self.stats.no_room += bool(transfer.no_room)
-            if not reserved:
+            if not transfer.reserved:
                 return
-            pulled = await self._fill(transfer, holder, reserved, url, seconds, origin)
+            if transfer.no_room:
+                self._go_on_without(transfer, url, seconds, origin)
+                return
+            pulled = await self._fill(transfer, holder, url, seconds, origin)
         finally:
-            for ticket in reserved:
-                node.puts.abort(holder, ticket)
-            node.settle()
+            self._free(transfer)
         if pulled is not None:
-            self._learn(transfer, list(reserved.values()), pulled)
+            self._learn(transfer, pulled)
+
+    def _go_on_without(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
+        """Bring what has slots by a transfer of its own. This one ends, which tells those who wait for the other blocks."""
+        rest = Transfer(
+            {each.table: each.keys for each in transfer.reserved.values()},
+            transfer.source,
+            sum(len(each.keys) * each.table.spec.nbytes for each in transfer.reserved.values()),
+            transfer.patience_s,
+            transfer.since,
+            transfer.line,
+            transfer.background,
+            transfer.only_spare,
+            late=transfer.late,
+            begun=True,
+        )
+        rest.reserved, transfer.reserved = transfer.reserved, {}
+        # The turn is the rest's, until it ends.
+        rest.turn, transfer.turn = transfer.turn, Turn(transfer.source, lambda: None, over=True)
+        left: dict[PartTable, Sequence[bytes]] = {}
+        for table, keys in transfer.blocks.items():
+            of_keys, brought = self._of_keys[table], set(rest.blocks.get(table, ()))
+            for key in brought:
+                of_keys[key] = tuple(rest if one is transfer else one for one in of_keys[key])
+            left[table] = [key for key in keys if key not in brought]
+        transfer.blocks = left
+        rest.line.count += 1
+        self._under_way[rest] = None
+        rest.task = asyncio.get_running_loop().create_task(
+            self._bring_rest(rest, url, seconds, origin)
+        )
+        rest.task.add_done_callback(lambda task: self._ended(rest, task))
+
+    async def _bring_rest(
+        self, transfer: Transfer, url: str, seconds: float, origin: Origin
+    ) -> None:
+        """Of one that has its slots: fill them, and commit the arrived blocks."""
+        holder = pulls_holder(self._node, transfer.namespace.tenant.name)
+        try:
+            pulled = await self._fill(transfer, holder, url, seconds, origin)
+        finally:
+            self._free(transfer)
+        if pulled is not None:
+            self._learn(transfer, pulled)
+
+    def _free(self, transfer: Transfer) -> None:
+        """Slots that nothing was committed to. Idempotent."""
+        holder = pulls_holder(self._node, transfer.namespace.tenant.name)
+        for ticket in transfer.reserved:
+            self._node.puts.abort(holder, ticket)
+        self._node.settle()
 
     def _reserve(
         self,
@@ -367,13 +420,12 @@ class Transfers:
         self,
         transfer: Transfer,
         holder: Holder,
-        reserved: Mapping[int, Reservation],
         url: str,
         seconds: float,
         origin: Origin,
     ) -> worker_wire.Pulled | None:
         """Have the slots filled, and commit the arrived blocks; None on failure."""
-        node = self._node
+        node, reserved = self._node, transfer.reserved
         count = sum(len(reservation.keys) for reservation in reserved.values())
         nbytes = sum(len(each.keys) * each.table.spec.nbytes for each in reserved.values())
         now = self._clock()
@@ -510,10 +562,9 @@ class Transfers:
         if tier == PEER:
             self._delivered.from_peer(node_name(self._cluster, transfer.source), loads)
 
-    def _learn(
-        self, transfer: Transfer, reserved: Sequence[Reservation], pulled: worker_wire.Pulled
-    ) -> None:
+    def _learn(self, transfer: Transfer, pulled: worker_wire.Pulled) -> None:
         """Count a transfer that has ended on its own, and update its source's estimates."""
+        reserved = list(transfer.reserved.values())
         source, now = transfer.source, self._clock()
         count = len(pulled.status)
         came = pulled.status.count(BlockStatus.PRESENT)

@@ -39,7 +39,7 @@ WAITS = TurnLimits(128, 48)  # questions that wait at the peer for news
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One order's. Made by `Turns.join` only. begun: it may begin, or has; over: it has ended."""
+    """One order's. Made by `Turns.join`, but for one that is over from the start. begun: it may begin, or has; over: it has ended."""
 
     source: Hashable
     wake: Callable[[], object]

@@ -284,6 +284,56 @@ def test_what_many_prompts_fetch_is_not_evicted_by_puts_before_they_have_it() ->
     run(main())
 
 
+@pytest.mark.parametrize("taken", [6, 12, 20])
+def test_blocks_without_slots_do_not_wait_for_those_that_have_some(taken: int) -> None:
+    """A peer takes a second an order; a client gives slots back 50 ms after the prompt has found too few."""
+
+    async def main() -> None:
+        world = World("a.......", blocks=BLOCKS * PARTS + BLOCKS)
+        world.slow = {b"a.......": 1.0}
+        client = world.node.holders.own("red", "client")
+        keys = [key(1000 + number) for number in range(taken)]
+        world.node.puts.reserve(client, world.namespace, 0, 1, keys)
+        prompt = asyncio.create_task(world.prompt(0, 10.0))
+        await asyncio.sleep(0.05)
+        world.node.puts.abort(client, 1)
+        began = world.loop.time()
+        await world.fetcher.pull_each(
+            world.namespace, [PARTS - 1], [key(at) for at in range(BLOCKS)], 10.0
+        )
+        assert world.loop.time() - began < 1.1, "what joins them does not either"
+        found, took = await prompt
+        assert (found, took < 1.2) == (BLOCKS, True)
+        assert not world.node.holders.own("red", "pulls").reservations
+
+    run(main())
+
+
+def test_a_transfer_that_is_cancelled_before_it_fills_its_slots_frees_them() -> None:
+    """Some of its blocks find no slot, so that the others become a transfer of their own; and all end at once."""
+
+    async def main() -> None:
+        world = World("a.......", blocks=BLOCKS * PARTS + BLOCKS)
+        world.slow = {b"a.......": 1.0}
+        client = world.node.holders.own("red", "client")
+        taken = [key(1000 + number) for number in range(12)]
+        world.node.puts.reserve(client, world.namespace, 0, 1, taken)
+        prompt = asyncio.create_task(world.prompt(0, 10.0))
+        pulls = world.node.holders.own("red", "pulls")
+        for _ in range(100):
+            await asyncio.sleep(0)
+            if pulls.reservations:
+                break
+        assert pulls.reservations
+        world.fetcher.close()  # before the next turn of the loop
+        await prompt
+        assert not pulls.reservations
+        assert not pulls.reserved_bytes
+        assert len(world.fetcher.transfers) == 0
+
+    run(main())
+
+
 def test_a_peer_that_stops_costs_no_block_beside_clients_that_put_and_read() -> None:
     """Memory is full, and some of it leased: what chaos does to a node whose clients do not rest at a death."""
 
