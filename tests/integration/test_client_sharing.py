@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
+from kvpool.client.connection import Connection
 from kvpool.errors import InvalidRequest, NotAuthenticated, PoolFull, Unavailable
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
@@ -66,6 +67,38 @@ def test_threads_race_on_the_same_keys(daemon, client, size):
         client.remove(ns, keys)
     space = daemon.space()
     assert space.space.bytes_used == space.granted_bytes
+
+
+def test_large_puts_take_one_exchange_beside_grants_of_other_sizes(
+    start_one, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 6 MiB that may be granted here, other blocks hold a part: what is left has no room for two large puts, but for
+    one.
+    """
+    asked: list[str] = []
+    send = Connection.send
+
+    def counted(connection: Connection, message, timeout_s: float) -> int:
+        asked.append(type(message).__name__)
+        return send(connection, message, timeout_s)
+
+    with start_one("--memory", "96MiB") as daemon, daemon.client(connect=True) as client:
+        small = client.open(NamespaceRecord.simple("small", block_bytes=128 << 10, block_tokens=16))
+        large = client.open(NamespaceRecord.simple("large", block_bytes=448 << 10, block_tokens=16))
+        for turn in range(3):
+            client.put(small, [key(turn * 10 + n) for n in range(4)], bytes(4 * 128 << 10))
+        granted = daemon.space().granted_bytes
+        assert 1 << 20 <= granted <= 2 << 20
+        monkeypatch.setattr(Connection, "send", counted)
+        for turn in range(20):
+            data = bytes([turn]) * (6 * 448 << 10)
+            keys = [key(1000 + turn * 10 + n) for n in range(6)]
+            if turn == 3:
+                asked.clear()  # by then the daemon knows what such a put takes
+            assert client.put(large, keys, data) == 6
+            assert b"".join(client.get(large, keys)) == data
+        assert Counter(name for name in asked if name != "Acquire") == {"Store": 17}
+        assert daemon.space().granted_bytes <= 6 << 20
 
 
 def test_two_reservations_of_one_key(client, ns):

@@ -435,11 +435,25 @@ class ClientRequests:
         count = max(0, min(m.count, frame.KEYS_MAX))
         self._check_stores(namespace, m.part, count, ())
         try:
-            granted = self._node.grants.grant(holder, namespace, m.part, count)
+            granted = self._grant_prepared(holder, namespace, m.part, count)
         except KvpoolError as error:
             self._refused(namespace, m.part, count, (), error)
             raise
         return client_wire.Reserved(namespace.tables[m.part].stride, frame.pack_rows(granted))
+
+    def _grant_prepared(
+        self, holder: Holder, namespace: NamespaceState, part: int, count: int
+    ) -> list[int]:
+        """As `Grants.grant`; rows prepared for its next answer come first: they count against its limit already."""
+        stride = namespace.table(part).stride
+        granted = holder.granted.get(stride, set())
+        prepared = [row for row in holder.ready.get(stride, ()) if row in granted]
+        rows = prepared[:count]
+        if len(rows) < count:
+            rows += self._node.grants.grant(holder, namespace, part, count - len(rows))
+        if stride in holder.ready:
+            holder.ready[stride] = prepared[count:]
+        return rows
 
     def _store(self, holder: Holder, m: client_wire.Store) -> client_wire.Stored:
         namespace = self._namespace(holder, m.ns, m.keys)
@@ -470,11 +484,14 @@ class ClientRequests:
             self._ssd.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
         if m.count > 0:
-            # Work prepared after the last answer; this one's is done after this answer.
-            stride = namespace.tables[m.part].stride
-            granted = holder.granted.get(stride, set())
-            fresh = [row for row in holder.ready.pop(stride, fresh) if row in granted]
-            self._asked_grants.append((holder, namespace, m.part, min(m.count, frame.KEYS_MAX)))
+            # Work prepared after the last answer; this one's is done after this answer. What had no room then, within
+            # the holder's limit, may have it now that its rows are stored: to be asked for them takes longer.
+            stride, count = namespace.tables[m.part].stride, min(m.count, frame.KEYS_MAX)
+            prepared = holder.ready.get(stride)
+            if prepared is not None:
+                most = max(count, len(prepared))
+                fresh = self._grant_prepared(holder, namespace, m.part, most)
+            self._asked_grants.append((holder, namespace, m.part, count))
         return client_wire.Stored(new, frame.pack_rows(unused), frame.pack_rows(fresh))
 
     def _give_back(self, holder: Holder, m: client_wire.GiveBack) -> frame.Done:
