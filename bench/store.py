@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from harness import Daemon, Report, daemon, in_turns, median, parse_arguments, p
 from xxhash import xxh3_128_digest
 
 from kvpool.client import Client
-from kvpool.client.copying import HASH_IN_THREAD_BYTES
+from kvpool.client.copying import CopyIn
 from kvpool.memory.buffers import Source
 from kvpool.transfer.base import Deadline
 from kvpool.transfer.stream import Stream
@@ -429,19 +428,19 @@ def timed(rounds: int, *works: Callable[[], Any]) -> list[tuple[float, float]]:
 def checksums(report: Report) -> None:
     """What checksums cost: the very copies, with and without the hashing that the store does beside them.
 
-    Put: one numpy copy of a batch into rows of a table, and xxh3-128 of the source in a second thread (after
-    the copy for a small batch), as the client has it. Pull: a TCP stream into rows, each group hashed when it has been received, as a
-    transfer worker has it. Disk: the same with `preadv` of a file that is in the page cache, a disk without equal.
+    Put: one numpy copy of a batch into rows of a table, and what the client does instead, with the hashing in it. Pull:
+    a TCP stream into rows, each group hashed when it has been received, as a transfer worker has it. Disk: the same with
+    `preadv` of a file that is in the page cache, a disk without equal.
     There is no way to switch checksums off in the store; "without" exists here only.
     """
     print("checksums, GB/s and CPU seconds a GB")
     rng = np.random.default_rng(4)
     rounds = 15 if report.quick else 51
-    with ThreadPoolExecutor(1) as hasher, tempfile.TemporaryFile() as file:
+    with contextlib.closing(CopyIn()) as copy_in, tempfile.TemporaryFile() as file:
         for nbytes, n in ((16 << 10, 64), (64 << 10, 64), (1 << 20, 32), (4 << 20, 8)):
             size = nbytes * n
             source = rng.integers(0, 255, (n, nbytes), dtype=np.uint8)
-            held = Source(source, n, nbytes)
+            held, indices = Source(source, n, nbytes), np.arange(n)
             table = np.zeros((RESIDENT_BYTES // nbytes, nbytes), dtype=np.uint8)
             places = itertools.cycle(np.split(rng.permutation(len(table)), len(table) // n))
             file.seek(0)
@@ -454,13 +453,7 @@ def checksums(report: Report) -> None:
                 table[next(places)] = source
 
             def put() -> None:
-                if size < HASH_IN_THREAD_BYTES:
-                    copy()
-                    held.checksums(range(n))
-                    return
-                hashing = hasher.submit(held.checksums, range(n))
-                copy()
-                hashing.result()
+                copy_in(held, indices, table, next(places), -1)
 
             def groups(fill: Callable[[list[Any], int], None], *, hashed: bool) -> None:
                 rows = next(places)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.client.copy_tuner import CopyWays, Way
 from kvpool.client.slots import Indices, Slots, differing
 from kvpool.errors import InvalidRequest
 from kvpool.memory.buffers import (
@@ -24,51 +28,136 @@ from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW
 
 _BYTES = np.dtype(np.uint8)
-HASH_IN_THREAD_BYTES = 2 << 20  # below this, the handover costs more than it saves
+ALONE_BYTES = 1 << 20  # a smaller put is copied before another thread is awake
+PIECE_BYTES = 2 << 20  # a cache holds it
 
 
 class CopyIn:
-    """Copies blocks into slots and computes their checksums concurrently. Thread-safe."""
+    """Copies blocks into slots and computes their checksums. Thread-safe.
 
-    def __init__(self) -> None:
+    Large puts go piece by piece: what is hashed and then copied, or the other way round, comes from memory once and
+    from the cache after that. Where a second thread makes that faster (`copy_tuner.py`), it takes its share.
+    """
+
+    def __init__(
+        self, ways: CopyWays | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """ways: by default what this client's puts find out."""
+        self._ways = CopyWays() if ways is None else ways
+        self._clock = clock
         self._lock = threading.Lock()
-        self._hasher: ThreadPoolExecutor | None = None
+        self._helper: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        if self._hasher is not None:
-            self._hasher.shutdown(wait=False)
+        if self._helper is not None:
+            self._helper.shutdown(wait=False)
 
     def __call__(
         self, source: Source, indices: Indices, table: Rows2D, rows: Indices, fd: int
     ) -> bytes:
         """Copy the chosen blocks into rows of the segment; returns their checksums.
 
-        For many bytes a second thread computes them concurrently: copying and hashing both release
-        the GIL. When this returns or raises, nobody reads the caller's buffers any more.
+        Copying releases the GIL, as hashing does for blocks above 64 KiB. When this returns or raises, nobody reads the
+        caller's buffers any more.
         """
-        chosen = indices.tolist()
-        if len(chosen) * source.nbytes < HASH_IN_THREAD_BYTES:
+        nbytes = len(indices) * source.nbytes
+        if nbytes < ALONE_BYTES:
             source.write(indices, table, rows, fd)
-            return source.checksums(chosen)
-        going = [True]  # emptied when the checksums are not needed any more
-        wanted = itertools.takewhile(lambda _: going, chosen)
-        hashing = self._hash_thread().submit(source.checksums, wanted)
-        try:
-            source.write(indices, table, rows, fd)
-            return hashing.result()
-        finally:
-            if not hashing.done():
-                going.clear()
-                wait((hashing,))
+            return source.checksums(indices.tolist())
+        way = self._ways.choose(source.nbytes, nbytes)
+        start = self._clock()
+        copy = _Copy(source, indices, table, rows, fd, way)
+        if way is Way.ALONE:
+            copy.run()
+        else:
+            self._run_with_helper(copy)
+        self._ways.learn(source.nbytes, nbytes, way, self._clock() - start)
+        return b"".join(copy.checksums)
 
-    def _hash_thread(self) -> ThreadPoolExecutor:
-        hasher = self._hasher
-        if hasher is None:
+    def _run_with_helper(self, copy: _Copy) -> None:
+        helping = self._help().submit(copy.run)
+        try:
+            copy.run()
+        finally:
+            copy.stop()
+            begun = not helping.cancel()  # not where all cores, or the helper, are busy
+            if begun and not helping.done():
+                wait((helping,))
+        if begun:
+            helping.result()
+
+    def _help(self) -> ThreadPoolExecutor:
+        helper = self._helper
+        if helper is None:
             with self._lock:
-                if self._hasher is None:
-                    self._hasher = ThreadPoolExecutor(1, "kvpool-checksum")
-                hasher = self._hasher
-        return hasher
+                if self._helper is None:
+                    self._helper = ThreadPoolExecutor(1, "kvpool-copy")
+                helper = self._helper
+        return helper
+
+
+class _Copy:
+    """A large put on its way into slots. `run` by as many threads as are to share it.
+
+    checksums: of each piece, once all steps are done.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        indices: Indices,
+        table: Rows2D,
+        rows: Indices,
+        fd: int,
+        way: Way,
+    ) -> None:
+        self._source, self._indices, self._table, self._rows = source, indices, table, rows
+        self._fd = fd
+        count = len(indices)
+        piece_bytes = PIECE_BYTES
+        if way is not Way.ALONE:  # so many that both threads end at about the same time
+            piece_bytes = min(piece_bytes, count * source.nbytes // 4)
+        step = max(1, piece_bytes // source.nbytes)
+        pieces = [slice(low, low + step) for low in range(0, count, step)]
+        self.checksums = [b""] * len(pieces)
+        numbered = enumerate(pieces)
+        steps: list[Callable[[], None]]
+        if way is Way.BESIDE:
+            steps = [partial(self._hash, *each) for each in numbered]
+            steps.insert(0, partial(self._write, slice(0, count)))
+        else:
+            steps = [partial(self._hash_and_write, *each) for each in numbered]
+            if way is Way.SHARED:
+                # Hashing small blocks holds the GIL: not both threads begin with it.
+                steps[0] = partial(self._write_and_hash, 0, pieces[0])
+        self._steps = deque(steps)
+
+    def run(self) -> None:
+        """Take steps until none is left."""
+        while True:
+            try:
+                step = self._steps.popleft()
+            except IndexError:
+                return
+            step()
+
+    def stop(self) -> None:
+        """Nobody begins another step."""
+        self._steps.clear()
+
+    def _write_and_hash(self, number: int, piece: slice) -> None:
+        self._write(piece)
+        self._hash(number, piece)
+
+    def _hash_and_write(self, number: int, piece: slice) -> None:
+        self._hash(number, piece)
+        self._write(piece)
+
+    def _hash(self, number: int, piece: slice) -> None:
+        self.checksums[number] = self._source.checksums(self._indices[piece].tolist())
+
+    def _write(self, piece: slice) -> None:
+        self._source.write(self._indices[piece], self._table, self._rows[piece], self._fd)
 
 
 def copy_out(slots: Slots, targets: Any, here: npt.NDArray[np.bool_], *, complete: bool) -> None:

@@ -21,6 +21,7 @@ from kvpool.errors import InvalidRequest
 Bytes1D = npt.NDArray[np.uint8]
 Rows2D = npt.NDArray[np.uint8]
 IOV_MAX = 1024
+RUN_BYTES = 256 << 10  # for less, looking whether rows follow each other costs more than it saves
 
 
 def as_bytes(source: Any, *, writable: bool = False) -> Bytes1D:
@@ -104,6 +105,8 @@ class Source:
             # Mostly all blocks, or the tail of a prefix, are missing: then nothing is gathered first.
             together = int(indices[-1]) - first + 1 == count
             source = self.rows[first : first + count] if together else self.rows[indices]
+            if count * self.nbytes >= RUN_BYTES:
+                rows = as_run(rows)
             if self.nbytes == table.shape[1]:
                 table[rows] = source
             else:
@@ -116,6 +119,14 @@ class Source:
                 np.copyto(table[row, : self.nbytes], pieces[0])
             else:
                 write_pieces(fd, row * stride, pieces)
+
+
+def as_run(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | slice:
+    """The same rows; as a slice if each follows the one before it: numpy then copies all of them as one."""
+    low, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - low + 1 == count and (rows[1:] - rows[:-1] == 1).all():
+        return slice(low, low + count)
+    return rows
 
 
 def write_pieces(fd: int, at: int, pieces: Sequence[Bytes1D]) -> None:
