@@ -62,9 +62,8 @@ class CopyTuner:
 
     def _use(self, way: Way) -> None:
         self.usual = way
-        self._speeds: deque[float] = deque(
-            maxlen=RECENT
-        )  # of the last puts as usual, bytes a second
+        # Of the last puts as usual, bytes a second.
+        self._speeds: deque[float] = deque(maxlen=RECENT)
         self._others = {other: _Other() for other in Way if other is not way}
 
     def choose(self) -> Way:

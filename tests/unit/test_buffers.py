@@ -127,6 +127,34 @@ def test_a_source_writes_and_hashes_what_it_holds(segment, data):
     assert out.tobytes() == b"".join(blocks[index] for index in chosen)
 
 
+@pytest.mark.parametrize("offset", [0, 16, 32, 48])
+@pytest.mark.parametrize("order", ["run", "backwards", "two runs", "swapped"])
+@pytest.mark.parametrize("nbytes", [256 << 10, (256 << 10) - 8], ids=["whole rows", "narrower"])
+def test_large_copies_wherever_a_buffer_begins(offset, order, nbytes):
+    """Many rows are one copy where they follow each other, and never else."""
+    stride, n = 256 << 10, 8
+    table = np.zeros((16, stride), np.uint8)
+    held = np.frombuffer(mmap.mmap(-1, n * stride + 4096), np.uint8)
+    blocks = held[offset : offset + n * nbytes].reshape(n, nbytes)
+    blocks[:] = np.random.default_rng(1).integers(0, 256, blocks.shape, dtype=np.uint8)
+    rows = {
+        "run": np.arange(3, 11),
+        "backwards": np.arange(10, 2, -1),
+        "two runs": np.array([0, 1, 2, 3, 5, 6, 7, 8]),
+        "swapped": np.array([3, 5, 4, 6, 7, 8, 9, 10]),  # from first to last as far as a run
+    }[order]
+    Source(blocks, n, nbytes).write(np.arange(n), table, rows, -1)
+    for block, row in zip(blocks, rows, strict=True):
+        assert (table[row, :nbytes] == block).all()
+    table[rows, :nbytes] += 1
+    expected = blocks + 1
+    read_rows(table, rows, blocks)
+    assert (blocks == expected).all()
+    others = np.setdiff1d(np.arange(16), rows)
+    assert not table[others].any()
+    assert not table[:, nbytes:].any()
+
+
 def test_more_pieces_than_one_system_call_takes(segment):
     fd, table = segment
     data = os.urandom(3000)
