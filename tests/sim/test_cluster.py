@@ -157,7 +157,7 @@ def test_disks_are_written_read_and_broken() -> None:
         "changes refused by an index",
     )
     counts: Counter[str] = Counter()
-    for seed in range(60, 180):
+    for seed in range(380, 500):
         counts.update(run_seed(seed, more=False).counts)
         if all(counts[what] for what in wanted):
             return
