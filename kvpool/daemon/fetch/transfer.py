@@ -319,21 +319,14 @@ class Transfers:
     async def _run(self, transfer: Transfer, url: str, seconds: float, origin: Origin) -> None:
         """Reserve, fill, commit the arrived blocks."""
         holder = pulls_holder(self._node, transfer.namespace.tenant.name)
+        pulled = None
         try:
-            for table, keys in transfer.blocks.items():
-                self._tickets += 1
-                if not self._reserve(transfer, holder, self._tickets, table, keys):
-                    return  # the epoch has just ended
-                reservation = holder.reservations.get(self._tickets)
-                if reservation is not None:  # else they have arrived meanwhile
-                    transfer.reserved[self._tickets] = reservation
-            self.stats.no_room += bool(transfer.no_room)
-            if not transfer.reserved:
-                return
-            if transfer.no_room:
-                self._go_on_without(transfer, url, seconds, origin)
-                return
-            pulled = await self._fill(transfer, holder, url, seconds, origin)
+            if not transfer.reserved:  # else it is what another one goes on without
+                self._reserve_all(transfer, holder)
+                if transfer.reserved and transfer.no_room:
+                    self._go_on_without(transfer, url, seconds, origin)
+            if transfer.reserved:
+                pulled = await self._fill(transfer, holder, url, seconds, origin)
         finally:
             self._free(transfer)
         if pulled is not None:
@@ -365,22 +358,8 @@ class Transfers:
         transfer.blocks = left
         rest.line.count += 1
         self._under_way[rest] = None
-        rest.task = asyncio.get_running_loop().create_task(
-            self._bring_rest(rest, url, seconds, origin)
-        )
+        rest.task = asyncio.get_running_loop().create_task(self._run(rest, url, seconds, origin))
         rest.task.add_done_callback(lambda task: self._ended(rest, task))
-
-    async def _bring_rest(
-        self, transfer: Transfer, url: str, seconds: float, origin: Origin
-    ) -> None:
-        """Of one that has its slots: fill them, and commit the arrived blocks."""
-        holder = pulls_holder(self._node, transfer.namespace.tenant.name)
-        try:
-            pulled = await self._fill(transfer, holder, url, seconds, origin)
-        finally:
-            self._free(transfer)
-        if pulled is not None:
-            self._learn(transfer, pulled)
 
     def _free(self, transfer: Transfer) -> None:
         """Slots that nothing was committed to. Idempotent."""
@@ -388,6 +367,19 @@ class Transfers:
         for ticket in transfer.reserved:
             self._node.puts.abort(holder, ticket)
         self._node.settle()
+
+    def _reserve_all(self, transfer: Transfer, holder: Holder) -> None:
+        """Reserve slots, as far as there is room. None if the epoch has just ended, or all has arrived meanwhile."""
+        for table, keys in transfer.blocks.items():
+            self._tickets += 1
+            if not self._reserve(transfer, holder, self._tickets, table, keys):
+                self._free(transfer)
+                transfer.reserved.clear()
+                return
+            reservation = holder.reservations.get(self._tickets)
+            if reservation is not None:
+                transfer.reserved[self._tickets] = reservation
+        self.stats.no_room += bool(transfer.no_room)
 
     def _reserve(
         self,
