@@ -94,7 +94,8 @@ def test_numbers_and_fields_of_all_messages_are_as_written_down():
     """Daemons and clients of other versions read by them: a difference here, names aside, breaks the protocol."""
     written = (Path(__file__).parent / "wire_messages.txt").read_text().splitlines()
     tagged = sorted(MESSAGES, key=tag_of)
-    assert [layout(one) for one in (client_wire.LeasedPart, *tagged)] == written
+    inner = (client_wire.LeasedPart, peer_wire.PartKeys, worker_wire.PartRows)
+    assert [layout(one) for one in (*inner, *tagged)] == written
 
 
 def test_bytes_of_a_frame():
