@@ -103,7 +103,9 @@ class Leases:
         if scattered:
             if len(tables) != 1:
                 raise InvalidRequest("a scattered acquire must name exactly one part")
-            return self._lease_each(holder, {tables[0]: keys}, seconds, now)
+            lease = self._lease_each(holder, {tables[0]: keys}, seconds, now)
+            self._counters.acquire_misses += lease is None
+            return lease
         n = self._usable(tables, keys)
         for table in tables:
             spec = table.spec
@@ -117,7 +119,10 @@ class Leases:
     def acquire_each(
         self, holder: Holder, wanted: Mapping[PartTable, Sequence[bytes]], now: float
     ) -> Lease | None:
-        """For the node's own workers: lease each of these blocks of one namespace that is here, until released."""
+        """For the node's own workers: lease each of these blocks of one namespace that is here, until released.
+
+        None if there is none, which counts as no read that found nothing. `parts` as with `scattered`.
+        """
         self._ledger.settle()
         holder.check_alive()
         self.check_count(holder)
@@ -136,7 +141,6 @@ class Leases:
             held[table.part] = (0, found)
         n = sum(len(found) for _, found in held.values())
         if n == 0:
-            self._counters.acquire_misses += 1
             return None
         return self._lease(holder, holder.tenant, held, n, seconds, now)
 

@@ -987,6 +987,25 @@ def test_a_scattered_acquire_takes_what_is_there() -> None:
     assert pool.lease([2, 4], scattered=True, parts=(0,)) is None
 
 
+def test_one_lease_for_what_is_there_of_several_parts() -> None:
+    pool = Pool(parts=(PartSpec(64), PartSpec(128)))
+    pool.put([1, 2])
+    pool.put([2, 3], part=1)
+    leases, (first, second) = pool.node.leases, pool.namespace.tables
+    before = leases.count
+    assert leases.acquire_each(pool.holder, {first: [key(7)], second: [key(1)]}, 0.0) is None
+    wanted = {second: [key(3), key(9), key(2)], first: [key(2)]}
+    lease = leases.acquire_each(pool.holder, wanted, 0.0)
+    assert lease is not None
+    found = {part: [block.key for block in blocks] for part, (_, blocks) in lease.parts.items()}
+    assert found == {1: [key(3), key(2)], 0: [key(2)]}
+    assert leases.count == before + 1
+    assert pool.node.counters.acquire_misses == 0, "no client has read anything"
+    leases.release(pool.holder, lease.token)
+    assert leases.count == before
+    assert not any(block.leases for table in (first, second) for block in table.blocks.values())
+
+
 def test_remove_takes_all_parts_of_a_block() -> None:
     pool = Pool(parts=(PartSpec(64), PartSpec(128)))
     pool.put([1, 2])
