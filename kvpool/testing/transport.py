@@ -319,16 +319,22 @@ class TransportContract:
         return Side(url, **side)  # type: ignore[arg-type]
 
     @contextmanager
-    def pair(
-        self, nbytes: int = 4096, count: int = 16, **side: object
-    ) -> Iterator[tuple[Side, Side, str, list[bytes]]]:
-        """(owner, reader, the owner's URL, the blocks' bytes): block i has key i, in row 3 i + 1."""
+    def sides(self, **side: object) -> Iterator[tuple[Side, Side, str]]:
+        """(owner, reader, where the owner is to listen)."""
         wanted = self.url()
         with ExitStack() as stack:
             owner = self.owner(wanted, **side)
             reader = Side(wanted, **side)  # type: ignore[arg-type]
             stack.callback(owner.transport.close)
             stack.callback(reader.transport.close)
+            yield owner, reader, wanted
+
+    @contextmanager
+    def pair(
+        self, nbytes: int = 4096, count: int = 16, **side: object
+    ) -> Iterator[tuple[Side, Side, str, list[bytes]]]:
+        """(owner, reader, the owner's URL, the blocks' bytes): block i has key i, in row 3 i + 1."""
+        with self.sides(**side) as (owner, reader, wanted):
             owner.source.stride = nbytes
             data = [random.Random(number).randbytes(nbytes) for number in range(count)]
             for number in range(count):
@@ -518,12 +524,7 @@ class TransportContract:
     @contextmanager
     def parts_pair(self, **side: object) -> Iterator[PartsPair]:
         """An owner of several parts, and a reader."""
-        wanted = self.url()
-        with ExitStack() as stack:
-            owner = self.owner(wanted, **side)
-            reader = Side(wanted, **side)  # type: ignore[arg-type]
-            stack.callback(owner.transport.close)
-            stack.callback(reader.transport.close)
+        with self.sides(**side) as (owner, reader, wanted):
             yield PartsPair(owner, reader, owner.transport.listen(wanted))
 
     def test_blocks_of_several_parts(self) -> None:

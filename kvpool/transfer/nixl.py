@@ -138,7 +138,6 @@ class NixlTransport:
         """
         left = deque(run for runs in cut(order, self._limits.fetch_bytes_max) for run in runs)
         errors: list[KvpoolError] = []
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def work() -> None:
             while left and not errors:
@@ -151,15 +150,9 @@ class NixlTransport:
                 except KvpoolError as error:
                     errors.append(error)
 
-        def help_out() -> None:
-            work()
-            done.put(None)
-
         wanted = 0 if order.background else min(len(left), PARTS_AT_ONCE) - 1
-        helpers = sum(self._control.helpers.try_now(help_out) for _ in range(wanted))
-        work()
-        for _ in range(helpers):
-            done.get()
+        with self._control.helpers.helping(work, wanted):
+            work()
         return errors[0] if errors else None
 
     def _fetch(

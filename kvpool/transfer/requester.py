@@ -50,21 +50,10 @@ def fetch(
     `outcome` is right for every block at any moment, so also when this raises: the errors of `Stream`,
     the peer's error, or `ProtocolError`. `Refused` leaves the stream usable, all others do not.
     """
-    together = stream.protocol >= PARTS_SINCE
-    for asked in [runs] if together else [[run] for run in runs]:
-        _fetch(stream, order, asked, memory, outcome, stop, precedence)
-
-
-def _fetch(
-    stream: Stream,
-    order: PullBlocks,
-    runs: Sequence[Run],
-    memory: Memory,
-    outcome: Outcome,
-    stop: Stop,
-    precedence: Priority,
-) -> None:
-    """One request, and what comes of it."""
+    if len(runs) > 1 and stream.protocol < PARTS_SINCE:
+        for run in runs:
+            fetch(stream, order, [run], memory, outcome, stop, precedence)
+        return
     first = runs[0].at
     answer = exchange(stream, fetch_message(order, runs, stream.deadline), first + 1, Fetched)
     _check_present(answer, sum(run.end - run.first for run in runs))

@@ -6,7 +6,6 @@ that are present; both sides hand the kernel lists of slots, so nothing is copie
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -142,21 +141,13 @@ class _Pull:
 
     def run(self) -> Pulled:
         """Returns when all threads have finished with the rows."""
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-        def help_out() -> None:
-            self._work(more=True)
-            done.put(None)
-
         try:
             self._stop.register(self._ours.set)
         except KvpoolError as error:
             return self._outcome.finish(error)
         wanted = min(self._streams, len(self._slices)) - 1
-        helpers = sum(self._transport.helpers.try_now(help_out) for _ in range(wanted))
-        self._work(more=helpers > 0)
-        for _ in range(helpers):
-            done.get()
+        with self._transport.helpers.helping(lambda: self._work(more=True), wanted) as helpers:
+            self._work(more=helpers > 0)
         self._work(more=False)  # what one had taken and found no connection for
         self._stop.unregister(self._ours.set)
         if self._stop.is_set and self._error is None and self._slices:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class ThreadPool:
@@ -33,6 +34,25 @@ class ThreadPool:
                 return False
             self._add(job)
             return True
+
+    @contextmanager
+    def helping(self, job: Callable[[], None], most: int) -> Iterator[int]:
+        """Run a job in up to `most` threads that are free now, beside what the `with` does; gives their number.
+
+        When it ends, all of them have.
+        """
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def help_out() -> None:
+            job()
+            done.put(None)
+
+        helpers = sum(self.try_now(help_out) for _ in range(most))
+        try:
+            yield helpers
+        finally:
+            for _ in range(helpers):
+                done.get()
 
     def _add(self, job: Callable[[], None]) -> None:
         self._unfinished += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -269,15 +269,9 @@ class PeerService:
         self, request: worker_wire.OpenLoan
     ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
         self._check_standing()
-        namespace = self._known(request.tenant, request.digest)
-        below = []
-        if namespace is not None:
-            below = [
-                (table, keys)
-                for table, keys in self._wanted(request, namespace).items()
-                if self._below.lies_below(table, keys)
-            ]
-        return self._bring_and_lend(request, below) if below else self._lend_now(request)
+        wanted = self._wanted(request)
+        below = [each for each in wanted.items() if self._below.lies_below(*each)]
+        return self._bring_and_lend(request, below) if below else self._lend_now(request, wanted)
 
     async def _bring_and_lend(
         self,
@@ -287,13 +281,16 @@ class PeerService:
         wait_s = request.deadline_s * LEND_WAIT_SHARE
         await asyncio.gather(*[self._below.promote(table, keys, wait_s) for table, keys in below])
         self._check_standing()
-        return self._lend_now(request)
+        return self._lend_now(request, self._wanted(request))
 
-    def _wanted(
-        self, request: worker_wire.OpenLoan, namespace: NamespaceState
-    ) -> dict[PartTable, Sequence[bytes]]:
-        """The blocks of a request by part. Raises for parts that are not those of this node."""
+    def _wanted(self, request: worker_wire.OpenLoan) -> dict[PartTable, Sequence[bytes]]:
+        """The blocks of a request by part; none if its namespace is not known here. Raises for parts that are not those
+        of this node.
+        """
         wanted: dict[PartTable, Sequence[bytes]] = {}
+        namespace = self._known(request.tenant, request.digest)
+        if namespace is None:
+            return wanted
         for part in request.parts:
             if not 0 <= part.part < len(namespace.tables):
                 raise InvalidRequest(f"part {part.part} does not exist in this node's namespace")
@@ -306,19 +303,20 @@ class PeerService:
             wanted[table] = split_keys(part.keys)
         return wanted
 
-    def _lend_now(self, request: worker_wire.OpenLoan) -> worker_wire.Loan:
+    def _lend_now(
+        self, request: worker_wire.OpenLoan, wanted: Mapping[PartTable, Sequence[bytes]]
+    ) -> worker_wire.Loan:
         count = sum(len(part.keys) for part in request.parts) // KEY_BYTES
         rows = array("I", [frame.NO_ROW]) * count
-        strides = [1] * len(request.parts)
-        namespace = self._known(request.tenant, request.digest)
-        if namespace is None:
-            return worker_wire.Loan("", 0, strides, rows.tobytes(), b"")
-        wanted = self._wanted(request, namespace)
+        nothing = worker_wire.Loan("", 0, [1] * len(request.parts), rows.tobytes(), b"")
+        if not wanted:
+            return nothing
+        namespace = next(iter(wanted)).namespace
         tenant = namespace.tenant
         lease = self.node.leases.acquire_each(self._holder(tenant.name), wanted, self._clock())
         if lease is None:
             self._stale(namespace, list(dict.fromkeys(chain.from_iterable(wanted.values()))))
-            return worker_wire.Loan("", 0, strides, rows.tobytes(), b"")
+            return nothing
         present: list[Block] = []
         missing: list[bytes] = []
         at = 0

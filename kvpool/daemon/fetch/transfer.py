@@ -433,13 +433,10 @@ class Transfers:
             else:
                 with working_for(span):
                     pulled = await self._bring_traced(transfer, url, filled, seconds, span)
-            at, arrived = 0, dict[PartTable, Sequence[bytes]]()
-            for ticket, reservation in reserved.items():
+            arrived: dict[PartTable, Sequence[bytes]] = {}
+            for ticket, outcome in zip(reserved, _outcomes(filled, pulled), strict=True):
+                reservation, status, checksums = outcome
                 table, keys = reservation.table, reservation.keys
-                end = at + len(keys)
-                status = pulled.status[at:end]
-                checksums = pulled.checksums[at * CHECKSUM_BYTES : end * CHECKSUM_BYTES]
-                at = end
                 came = status.count(BlockStatus.PRESENT)
                 if came == len(keys):
                     node.puts.commit(holder, ticket, checksums, None, origin)
@@ -495,8 +492,8 @@ class Transfers:
             pulled.error,
             blocks=came,
             bytes=sum(
-                status.count(BlockStatus.PRESENT) * table.spec.nbytes
-                for table, _, status in _outcomes(reserved, pulled)
+                status.count(BlockStatus.PRESENT) * reservation.table.spec.nbytes
+                for reservation, status, _ in _outcomes(reserved, pulled)
             ),
             mismatches=pulled.status.count(BlockStatus.MISMATCH),
             absent=pulled.status.count(BlockStatus.ABSENT),
@@ -564,7 +561,8 @@ class Transfers:
         mismatches = pulled.status.count(BlockStatus.MISMATCH)
         nbytes = came_bytes = largest = 0
         lacks = {BlockStatus.ABSENT, BlockStatus.MISMATCH}
-        for table, keys, status in _outcomes(reserved, pulled):
+        for reservation, status, _ in _outcomes(reserved, pulled):
+            table, keys = reservation.table, reservation.keys
             each = table.spec.nbytes
             here = status.count(BlockStatus.PRESENT)
             nbytes += len(keys) * each
@@ -614,12 +612,13 @@ class Transfers:
 
 def _outcomes(
     reserved: Sequence[Reservation], pulled: worker_wire.Pulled
-) -> Iterator[tuple[PartTable, Sequence[bytes], bytes]]:
-    """Of each reservation: its table, its keys, and a `BlockStatus` of each."""
+) -> Iterator[tuple[Reservation, bytes, bytes]]:
+    """Each reservation with a `BlockStatus` and a checksum of each of its keys."""
     at = 0
     for reservation in reserved:
         end = at + len(reservation.keys)
-        yield reservation.table, reservation.keys, pulled.status[at:end]
+        checksums = pulled.checksums[at * CHECKSUM_BYTES : end * CHECKSUM_BYTES]
+        yield reservation, pulled.status[at:end], checksums
         at = end
 
 
