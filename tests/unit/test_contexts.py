@@ -236,6 +236,10 @@ def answering() -> Iterator[Callable[..., GatewayClient]]:
                         connection.sendall(answer)
                         if waits:
                             over.wait(PATIENCE_S)
+                        # Closed with a request half read, a connection is reset, and the answer may be lost.
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(65536):
+                            pass
             except OSError:
                 pass  # the test is over, or the client has enough
 
