@@ -37,7 +37,7 @@ from tests.sim.simulation.plan import MODEST_BLOCKS, MODEST_CHAINS, Plan
 from tests.sim.simulation.ports import BadMembership
 from tests.sim.simulation.stays import WhatStays
 
-STEPS_MAX = 1_000_000
+STEPS_MAX = 3_000_000  # fifty nodes take more than one million
 EVENTS_KEPT = 60
 POLL_S = 0.25
 QUOTAS = (0, 0.2, 0.5, 0.8)
