@@ -48,6 +48,7 @@ class Namespaces:
         self._node = node
         self._membership = membership
         self._entries: Mapping[tuple[str, str], NamespaceEntry] = {}
+        self._first_epoch = 0  # by the clock that was last seen
         self._unregistered: dict[NamespaceState, None] = {}
         self._local: LocalNode  # from `start` on
 
@@ -61,8 +62,13 @@ class Namespaces:
 
     def look(self, view: View) -> None:
         """The cluster's current records of namespaces."""
-        if view.namespaces is self._entries:
-            return
+        if view.namespaces is not self._entries:
+            self._look_at_entries(view)
+        before, self._first_epoch = self._first_epoch, view.clock.first_epoch
+        if before < self._first_epoch:
+            self._end_deleted()
+
+    def _look_at_entries(self, view: View) -> None:
         before, self._entries = self._entries, view.namespaces
         known = before.get
         for key in [key for key, entry in self._entries.items() if known(key) is not entry]:
@@ -71,6 +77,16 @@ class Namespaces:
             for key in before.keys() - self._entries.keys():
                 # Deleted. If this node did not know that it was unused, it was away, and so are its clients' weights.
                 self._follow(key, begun(before[key], view.clock))
+
+    def _end_deleted(self) -> None:
+        """Namespaces that are open here and that the cluster does not know, from an epoch before the first one now: they
+        may have been registered and deleted between two looks.
+        """
+        for tenant in self._node.tenants.values():
+            for epochs in list(tenant.epochs.values()):
+                living = epochs[-1]
+                if living.epoch < self._first_epoch and self._entry(tenant, living.base) is None:
+                    self._begin(living)
 
     def _follow(self, key: tuple[str, str], entry: NamespaceEntry) -> None:
         tenant = self._node.tenants.get(key[0])

@@ -204,6 +204,35 @@ def test_a_node_that_was_away_finds_nothing_in_what_was_deleted_meanwhile() -> N
     run(main())
 
 
+def test_a_node_that_missed_a_registration_and_a_deletion_finds_nothing_either() -> None:
+    """The cluster knows the namespace as little as before, but an epoch has ended meanwhile."""
+
+    async def main() -> None:
+        async with OneCluster("a", "b") as world:
+            a, b = world.nodes.values()
+            client = b.node.holders.add("red", "engine", "client")
+            first = await b.open("m", client)
+            await a.open("other", a.node.holders.add("red", "engine", "client"))
+            await world.pass_hours(AFTER_HOURS + 3, without="b")
+            assert world.names == ["other"]
+            key, other = b"k" * 16, await b.open("other", client)
+            known = b.tenant.epochs[first.base][-1]
+            for state in (known, other):
+                rows = b.node.grants.grant(client, state, 0, 1)
+                b.node.grants.store(client, state, 0, rows, [key], b"c" * 16)
+            world.cluster.go_away("b")
+            await a.open("m")
+            await world.pass_hours(AFTER_HOURS + 3, without="b")
+            assert world.names == ["other"]
+            assert b.node.leases.match(known, [], [key]) == 1
+            world.cluster.come_back("b")
+            assert known.retired
+            assert b.node.leases.match(await b.open("m"), [], [key]) == 0
+            assert b.node.leases.match(other, [], [key]) == 1
+
+    run(main())
+
+
 def test_one_that_is_opened_again_at_the_last_moment_stays() -> None:
     async def main() -> None:
         async with OneCluster("a", "b") as world:
