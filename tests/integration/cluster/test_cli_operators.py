@@ -670,7 +670,7 @@ ELSEWHERE = {
     "kvpool sim": "tests/unit/simulator/test_command.py",
     "kvpool plan": "tests/unit/planner/test_command.py, and below",
     "kvpool certs": "needs no daemon: its own tests",
-    "kvpool secret": "needs no daemon: tests/unit/test_cli.py",
+    "kvpool secret": "needs no daemon: tests/unit/cli/test_commands.py",
     "kvpool token": "needs no daemon: its own tests",
     "kvpool context": "asks no daemon: tests/integration/admin/test_contexts.py",
     "kvpool audit": "needs no daemon: tests/unit/daemon/test_audit_file.py",
