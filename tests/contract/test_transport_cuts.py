@@ -22,7 +22,7 @@ from kvpool.wire.peer import GROUP_BYTES
 from tests.support.pki import Pki
 from tests.support.proxy import Ending, Fault, Proxy, Way
 from tests.support.transfer_worker import MoverSide
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 SECRET = b"a secret for this file"
 LIMITS = TransferLimits(connections_max=8)  # so that one left behind by each cut would be noticed
@@ -337,12 +337,15 @@ def test_a_reader_that_takes_little_at_a_time_costs_its_deadline(
 
 def test_a_pull_over_several_connections_that_are_all_cut() -> None:
     with linked(Link, 1 << 20, 16) as link:
-        # Slowly, so that all have begun before the first one ends.
+        link.proxy.set(Fault(hold=frozenset({"down"})))
+        pulls: list[worker_wire.Pulled] = []
+        thread = threading.Thread(target=lambda: pulls.append(link.pull()))
+        thread.start()
+        until(lambda: link.proxy.connections > 1, "all have begun before the first one ends")
         link.proxy.set(Fault(stop=("down", link.frames.met + (3 << 20)), bytes_s=8 << 20))
-        pulled = link.pull()
-        assert link.proxy.connections > 1
-        assert pulled.error
-        assert 0 < link.check(pulled) < link.count
+        thread.join()
+        assert pulls[0].error
+        assert 0 < link.check(pulls[0]) < link.count
         link.check_all_is_well()
 
 

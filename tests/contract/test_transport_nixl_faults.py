@@ -206,7 +206,7 @@ def test_a_loan_ends_with_its_deadline_though_the_reader_says_nothing() -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, Identity("test", "silent", "1", ClusterSecrets.of(SECRET)))
-            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, KEYS[0], 0.2), 1)
+            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, KEYS[0], 2.0), 1)
             answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
             assert isinstance(answer, peer_wire.Readable)
             assert owner.source.wait_until_returned()

@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 from xxhash import xxh3_128_digest
@@ -233,7 +234,8 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
 )
 def test_a_handshake_that_fails(reader: Side, said: bytes, reason: str) -> None:
     with scripted(say(said, close=False), introduce=False) as url:
-        pulled = pull(reader, url, 0.3)
+        # Who says why is waited for, however long that takes here; who falls silent costs the deadline.
+        pulled = pull(reader, url, 30.0 if reason else 0.3)
     assert pulled.status == bytes([BlockStatus.LATE]) * 4
     assert pulled.error
     assert reason in pulled.error
@@ -281,13 +283,27 @@ def test_a_pull_is_cancelled_while_its_peer_is_silent(reader: Side) -> None:
 
 @pytest.fixture
 def owner() -> Iterator[tuple[Side, tuple[str, int]]]:
-    side = Side(URL, limits=TransferLimits(connections_max=4, hello_s=0.3, fetch_bytes_max=1 << 20))
+    side = Side(
+        URL, limits=TransferLimits(connections_max=4, hello_s=300.0, fetch_bytes_max=1 << 20)
+    )
     side.source.stride = NBYTES
     for number, block in enumerate(BLOCKS):
         side.source.put(key_of(number), number, block)
     url = side.transport.listen(URL)
     yield side, ("127.0.0.1", int(url.rpartition(":")[2]))
     side.transport.close()
+
+
+@contextmanager
+def impatient(side: Side) -> Iterator[None]:
+    """Who comes while this lasts has little time to introduce itself."""
+    assert isinstance(side.transport, tcp.TcpTransport)
+    server, limits = side.transport._server, side.transport.limits
+    server._limits = replace(limits, hello_s=0.3)
+    try:
+        yield
+    finally:
+        server._limits = limits
 
 
 def introduced(address: tuple[str, int]) -> tuple[socket.socket, Stream]:
@@ -331,7 +347,7 @@ def closed_by_peer(sock: socket.socket) -> bool:
 )
 def test_strangers_are_shown_out(owner: tuple[Side, tuple[str, int]], said: bytes) -> None:
     side, address = owner
-    with socket.create_connection(address, 30) as sock:
+    with impatient(side), socket.create_connection(address, 30) as sock:
         sock.sendall(said)
         assert closed_by_peer(sock)
     assert side.source.lent == 0
@@ -389,7 +405,7 @@ def test_a_reader_that_does_not_read_is_cut_and_its_loan_returned() -> None:
         sock.connect(address)
         stream = Stream(sock, Deadline(PATIENCE_S))
         greet(stream, PEER)
-        stream.send(fetch(0.2, KEYS[0] * 4096), 1)  # 32 MiB: more than the buffers on the way hold
+        stream.send(fetch(2.0, KEYS[0] * 4096), 1)  # 32 MiB: more than the buffers on the way hold
         ended = select.poll()
         ended.register(sock, select.POLLHUP | select.POLLERR)
         assert ended.poll(30_000)
@@ -410,9 +426,9 @@ def test_a_reader_that_vanishes(owner: tuple[Side, tuple[str, int]]) -> None:
 
 
 def test_no_more_connections_than_allowed(owner: tuple[Side, tuple[str, int]]) -> None:
-    _, address = owner
+    side, address = owner
     peers = [introduced(address) for _ in range(4)]
-    with socket.create_connection(address, 30) as fifth:
+    with impatient(side), socket.create_connection(address, 30) as fifth:
         assert closed_by_peer(fifth)
     for sock, stream in peers:
         stream.send(fetch(), 3)
@@ -421,8 +437,10 @@ def test_no_more_connections_than_allowed(owner: tuple[Side, tuple[str, int]]) -
 
 
 @pytest.fixture
-def patient() -> Iterator[tuple[Side, tuple[str, int]]]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, tuple[str, int]]]:
     """An owner that lets strangers think for as long as they like; four connections at most."""
+    # Who comes waits for as long as it takes the thread of whoever makes way to notice.
+    monkeypatch.setattr(listener, "LEAVE_S", PATIENCE_S)
     side = Side(URL, limits=TransferLimits(connections_max=4, hello_s=300.0))
     side.source.stride = NBYTES
     for number, block in enumerate(BLOCKS):

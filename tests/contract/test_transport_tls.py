@@ -12,9 +12,12 @@ import pytest
 from kvpool.security.credentials import Contexts, Credentials
 from kvpool.security.file_watch import LOOK_S
 from kvpool.testing.transport import Side, TransportContract, key_of, order
+from kvpool.transfer import listener
 from kvpool.transfer.base import Stop, TransferLimits
+from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import BlockStatus
 from tests.support.pki import Pki
+from tests.support.waiting import PATIENCE_S
 
 URL = "tcp://127.0.0.1:0"
 
@@ -107,9 +110,11 @@ def test_an_owner_that_is_not_who_it_should_be_delivers_nothing(
 
 
 def test_peers_that_stall_in_the_handshake_make_way_and_end_at_their_deadline(
-    credentials: Credentials,
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = TransferLimits(connections_max=4, hello_s=0.5)
+    # Who comes waits for as long as it takes the thread of whoever makes way to notice.
+    monkeypatch.setattr(listener, "LEAVE_S", PATIENCE_S)
+    limits = TransferLimits(connections_max=4, hello_s=300.0)
     owner, reader = Side(URL, tls=credentials, limits=limits), Side(URL, tls=credentials)
     owner.source.stride = 1000
     owner.source.put(key_of(1), 1, b"x" * 1000)
@@ -117,15 +122,23 @@ def test_peers_that_stall_in_the_handshake_make_way_and_end_at_their_deadline(
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     try:
         with ExitStack() as stack:
-            stalled = [
-                stack.enter_context(socket.create_connection(address, 30)) for _ in range(12)
-            ]
-            for sock in stalled:
-                with suppress(BrokenPipeError, ConnectionResetError):  # it has made way already
-                    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+
+            def stall() -> list[socket.socket]:
+                stalled = [
+                    stack.enter_context(socket.create_connection(address, 30)) for _ in range(12)
+                ]
+                for sock in stalled:
+                    with suppress(BrokenPipeError, ConnectionResetError):  # it has made way already
+                        sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+                return stalled
+
+            stalled = stall()
             pulled = reader.transport.pull(order(url, 1000, [key_of(1)], [3]), Stop())
             assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]), "")
-            for sock in stalled:
+            # Now for those that come from here on: the reader had as long as it needs.
+            assert isinstance(owner.transport, TcpTransport)
+            owner.transport._server._limits = replace(limits, hello_s=0.5)
+            for sock in stalled + stall():
                 try:
                     assert not sock.recv(1), "shown out, without a word"
                 except ConnectionResetError:
