@@ -165,7 +165,11 @@ def test_a_command_that_does_not_end_is_killed(
 ) -> None:
     monkeypatch.setattr(encryption_secrets, "COMMAND_S", 0.2)
     pid = tmp_path / "pid"
-    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    # At once with its content, since it is killed at any time.
+    code = (
+        f"import os, time; open({str(pid) + '.new'!r}, 'w').write(str(os.getpid())); "
+        f"os.rename({str(pid) + '.new'!r}, {str(pid)!r}); time.sleep(600)"
+    )
     with pytest.raises(ConfigError, match="did not end within"):
         run(World().secrets(command=command_of(tmp_path, code)).open())
     if pid.exists():  # it may have been killed before its first line

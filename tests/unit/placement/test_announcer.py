@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 import tracemalloc
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import pytest
@@ -26,6 +25,7 @@ from kvpool.placement.directory.repairs import (
     verify_rate,
 )
 from kvpool.placement.key_groups import TAGS, tag_of
+from tests.support.virtual_time import virtually
 
 DRAM = TIERS["dram"]
 A, B = b"A" * 16, b"B" * 16
@@ -37,46 +37,6 @@ TIMEOUT_S = 1.0
 def key_of(number: int) -> bytes:
     """Consecutive numbers are in consecutive groups."""
     return number.to_bytes(16, "big")
-
-
-# ---- virtual time ------------------------------------------------------------------------------------
-
-
-TICK_S = 1e-9
-
-
-class JumpingSelector(selectors.DefaultSelector):
-    """Where others would wait, time jumps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "everybody waits for somebody else"
-        # Timers go off up to a nanosecond early. Who looks at the clock then and waits for the rest would do so
-        # for ever on a clock that stands still.
-        self.now += max(TICK_S, timeout)
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.jumping = JumpingSelector()
-        super().__init__(self.jumping)
-
-    def time(self) -> float:
-        return self.jumping.now
-
-
-def virtually(main: Callable[[], Awaitable[None]]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-
-        async def bounded() -> None:
-            async with asyncio.timeout(100_000):
-                await main()
-
-        runner.run(bounded())
 
 
 # ---- the two sides -----------------------------------------------------------------------------------

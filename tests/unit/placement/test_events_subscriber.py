@@ -63,6 +63,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "GONE_S", 0.1)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for again because this machine was slow."""
+    monkeypatch.setattr(events, "CHECK_S", 1000.0)
+    monkeypatch.setattr(events, "REPLAY_SILENT_S", 1000.0)
+    monkeypatch.setattr(events, "REPLAY_S", 1000.0)
+
+
 def stored(*hashes: int, **more: Any) -> dict[str, Any]:
     return {
         "type": "BlockStored",
@@ -168,7 +176,7 @@ async def knows(subscriber: EventSubscriber, *hashes: int, name: str = "e") -> N
     )
 
 
-def test_what_was_told_before_is_asked_for(play: Any, folder: Path) -> None:
+def test_what_was_told_before_is_asked_for(play: Any, folder: Path, patient: None) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
             engine.publish(stored(1, 2))
@@ -185,7 +193,7 @@ def test_what_was_told_before_is_asked_for(play: Any, folder: Path) -> None:
     play(test)
 
 
-def test_gaps_are_filled(play: Any, folder: Path) -> None:
+def test_gaps_are_filled(play: Any, folder: Path, patient: None) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
             async with following(engine.source()) as subscriber:
@@ -214,10 +222,12 @@ def test_a_lost_end_is_found(play: Any, folder: Path, impatient: None) -> None:
 
 @pytest.mark.parametrize("batches", [0, 1, 5])
 def test_a_restarted_engine_begins_anew(
-    play: Any, folder: Path, batches: int, monkeypatch: pytest.MonkeyPatch
+    play: Any, folder: Path, batches: int, patient: None
 ) -> None:
-    """It had published two batches, and publishes fewer, as many, or more before it is found."""
-    monkeypatch.setattr(events, "CHECK_S", 1000.0)  # it is the lost connection that tells
+    """It had published two batches, and publishes fewer, as many, or more before it is found.
+
+    It is the lost connection that tells.
+    """
 
     async def test() -> None:
         engine = Publisher(folder)
@@ -265,7 +275,7 @@ def test_an_engine_that_is_gone_holds_nothing(play: Any, folder: Path, impatient
     play(test)
 
 
-def test_a_slow_replay_holds_the_stream_back(play: Any, folder: Path) -> None:
+def test_a_slow_replay_holds_the_stream_back(play: Any, folder: Path, patient: None) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
             engine.may_answer.clear()

@@ -40,6 +40,7 @@ from kvpool.scheduler.values import (
     Saves,
 )
 from tests.support.scripted_engines import MODEL, Client, ScriptedAnswer, answer_to
+from tests.support.virtual_time import virtually
 
 RAW = b'{"model":"tiny","prompt":"a question"}'
 BODY = parse(Kind.COMPLETIONS, RAW, [MODEL])
@@ -224,7 +225,7 @@ def test_however_it_ends_nothing_of_it_waits_for_the_collector(
         await asyncio.sleep(0)
         assert left() is None
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.usefixtures("uncollected")
@@ -244,7 +245,7 @@ def test_nor_does_one_whose_client_leaves() -> None:
         await asyncio.sleep(0)
         assert left() is None
 
-    asyncio.run(main())
+    virtually(main)
 
 
 def test_an_order_that_comes_after_the_request_was_taken_back_is_not_followed() -> None:
@@ -264,7 +265,7 @@ def test_an_order_that_comes_after_the_request_was_taken_back_is_not_followed() 
         assert client.data == RIGHT
         assert upstream.asked == ["p", "d"]
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -287,7 +288,7 @@ def test_who_follows_computes_what_was_lost_when_the_prompt_is_done(
         assert 0 < followed["follow_s"] <= FOLLOW_MORE_S + 1.0
         assert bodies == [STREAMED.value] * (2 if lost else 1)
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -314,7 +315,7 @@ def test_nobody_follows_an_engine_that_saves_nothing(streams: bool, report: str)
         assert prefill["kv_transfer_params"] == REPORT
         assert "kv_transfer_params" not in upstream.bodies[-1] or report != "nothing"
 
-    asyncio.run(main())
+    virtually(main)
 
 
 def test_what_an_engine_says_of_its_saves_reaches_the_scheduler() -> None:
@@ -328,7 +329,7 @@ def test_what_an_engine_says_of_its_saves_reaches_the_scheduler() -> None:
         await active.run(Client())
         assert [each.saves for each in orders.measured] == [Saves(48, 16, 0.5)]
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.25])
@@ -347,4 +348,4 @@ def test_who_decodes_waits_for_what_is_still_being_saved(wait_s: float) -> None:
         expected = {"kv_transfer_params": wait} if wait_s else {}
         assert upstream.bodies[1] == msgspec.json.decode(RAW) | expected
 
-    asyncio.run(main())
+    virtually(main)

@@ -27,6 +27,7 @@ from tests.support.scripted_engines import (
     answer_to,
     engine,
 )
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until_async
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -219,7 +220,7 @@ def test_each_request_ends_right_or_clearly(
                 await asyncio.sleep(0)
             assert [bench.left() for bench in routers.members] == [{}] * len(routers.members)
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -249,7 +250,7 @@ def test_what_engines_compute_when_the_leader_dies_is_not_computed_again(
             new = routers.members[0].scheduler
             assert not new.waiting and not new.parked
 
-    asyncio.run(main())
+    virtually(main)
 
 
 async def three(
@@ -284,7 +285,7 @@ def test_no_client_can_say_what_another_router_does_not_take(
             await member.serving.serve(member.incoming(asked, **more), client)
             assert client.data == answer_to(asked)
 
-    asyncio.run(main())
+    virtually(main)
 
 
 def test_a_leader_orders_what_the_other_router_reaches() -> None:
@@ -300,7 +301,7 @@ def test_a_leader_orders_what_the_other_router_reaches() -> None:
                 await one(member, {"prompt": "x" * 90, "stream": True, "seed": seed})
             assert {seen.engine for seen in upstream.seen} == {"d"}
 
-    asyncio.run(main())
+    virtually(main)
 
 
 def test_what_serves_other_routers_is_not_blamed_for_single_failures() -> None:
@@ -315,7 +316,7 @@ def test_what_serves_other_routers_is_not_blamed_for_single_failures() -> None:
                 await one(member, {"prompt": "x", "stream": True})
                 assert leader.health.breakers["a"].passes
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.parametrize("report", ["failed", "computed"])
@@ -351,7 +352,7 @@ def test_a_report_of_an_order_that_is_void_concerns_no_other(report: str) -> Non
             await task
             assert len(upstream.seen) == 2
 
-    asyncio.run(main())
+    virtually(main)
 
 
 @pytest.mark.parametrize("lost_by", ["the leader that dies", "the next leader"])
@@ -384,4 +385,4 @@ def test_a_stream_has_no_second_answer_after_a_takeover(lost_by: str) -> None:
             assert client.data == answer_to(body)
             assert len(upstream.seen) == 2
 
-    asyncio.run(main())
+    virtually(main)

@@ -45,7 +45,7 @@ def run(check: Callable[[Server, Health, list[str]], Awaitable[None]]) -> None:
             server,  # type: ignore[arg-type]
             RULE,
             probe_s=0.0,
-            probe_timeout_s=1.0,
+            probe_timeout_s=PATIENCE_S,
             clock=asyncio.get_running_loop().time,
             up=lambda spec: said.append(f"up {spec.name}"),
             down=lambda spec: said.append(f"down {spec.name}"),

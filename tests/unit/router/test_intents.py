@@ -15,6 +15,7 @@ from kvpool.router.intents import EACH, PLACES_MAX, TOGETHER, Intents, Wanted
 from kvpool.router.metrics import Metrics
 from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.types import Intent, IntentAnswer, Outcome
+from tests.support.virtual_time import virtually
 
 X, Y = b"x" * 16, b"y" * 16
 TOKENS = list(range(64))
@@ -103,7 +104,7 @@ def run(work: Callable[[World], Awaitable[None]], *engines: EngineSpec) -> None:
         async with asyncio.timeout(LONG_S):
             await work(World(*engines))
 
-    asyncio.run(main())
+    virtually(main)
 
 
 def test_each_node_is_told_once_for_every_namespace_and_way_of_hashing() -> None:

@@ -17,6 +17,7 @@ from kvpool.router.recorder import EndedRequest
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import BLOCK_TOKENS, EVENTS, Bench, Client, engine
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until_async
 
 CONFIG: dict[str, Any] = {
@@ -68,7 +69,7 @@ def recorded(
             text = bench.metrics.text().decode()
             assert 'kvpool_router_recorded_requests_total{outcome="written"} 1.0' in text
 
-    asyncio.run(main())
+    virtually(main)
     (request,) = kept.requests
     assert request.arrived_s <= request.ended_s
     return request
@@ -201,4 +202,4 @@ def test_without_a_recorder_nothing_is_made() -> None:
             text = bench.metrics.text().decode()
             assert 'kvpool_router_recorded_requests_total{outcome="written"} 0.0' in text
 
-    asyncio.run(main())
+    virtually(main)

@@ -35,6 +35,7 @@ from tests.support.scripted_engines import (
     answer_to,
     engine,
 )
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until_async
 
 CONFIG: dict[str, Any] = {
@@ -69,7 +70,7 @@ def run(
             await work(bench)
             assert not bench.left()
 
-    asyncio.run(main())
+    virtually(main)
 
 
 async def ask(bench: Bench, body: dict[str, Any], **more: Any) -> Client:

@@ -18,7 +18,7 @@ from kvpool.storage.ssd.files import LinuxDisk
 from kvpool.storage.ssd.index import Outcome
 from kvpool.storage.ssd.store import ENTRY, STAGING_BYTES, ReadBatch, SsdStore, WriteBatch
 from kvpool.types import BlockStatus
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 MIB, PAGE = 1 << 20, 4096
 SIZE = 16 * MIB
@@ -516,9 +516,11 @@ def test_a_scrub_pauses_and_finds(store, disk, tmp_path):
 
 
 def test_a_worker_that_breaks_breaks_its_call(store, disk, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
     disk.before = lambda name, at: (_ for _ in ()).throw(ValueError("a bug"))
     with pytest.raises(AssertionError, match="a worker"):
         store.read(ReadBatch(PAGE, np.zeros(1, np.uint64), np.zeros((1, 16), np.uint8)))
+    until(lambda: broken, "the worker ends, which nobody else is to hear of")
     disk.heal()
     assert (store.write(blocks_of([0], PAGE)) == BlockStatus.PRESENT).all(), "one worker is left"

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 
 import pytest
 
@@ -37,11 +38,17 @@ def test_a_connection_comes_from_there(connections, source):
         url = f"tcp://127.0.0.1:{listener.getsockname()[1]}" + (
             f"?source={source}" if source else ""
         )
-        # Nobody introduces itself here: that it came is all that is looked at.
-        with contextlib.suppress(KvpoolError):
-            connections.connect(url, Deadline(0.2), Stop())
+
+        def connect():
+            # Nobody introduces itself here: that it came is all that is looked at.
+            with contextlib.suppress(KvpoolError):
+                connections.connect(url, Deadline(PATIENCE_S), Stop())
+
+        thread = threading.Thread(target=connect)
+        thread.start()
         accepted, (address, _) = listener.accept()
         accepted.close()
+        thread.join()
     assert address == (source or "127.0.0.1")
 
 

@@ -31,7 +31,7 @@ from kvpool.transfer.stream import Closed, Stream
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from tests.support.pki import Pki
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 SECRET = ClusterSecrets.of("a secret for this file")
 A, B = Identity("test", "a", "1", SECRET), Identity("test", "b", "1", SECRET)
@@ -435,11 +435,11 @@ def test_frames_and_bulk_are_told_apart(a: Credentials, b: Credentials) -> None:
             [memoryview(frame.encode(frame.Done(), 7)), memoryview(bulk), memoryview(b"z")]
         )
         assert server.receive(100)[0] == 7
-        assert server.readable(), "decrypted already, or on its way"
+        until(server.readable, "decrypted already, or on its way")
         got = bytearray(len(bulk))
         server.receive_into([memoryview(got)])
         assert got == bulk
-        assert server.readable()
+        until(server.readable, "the last byte")
         last = bytearray(1)
         server.receive_into([memoryview(last)])
         assert last == b"z"
