@@ -10,12 +10,15 @@ import pytest
 import uvloop
 
 from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.membership import etcd as membership
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.membership.etcd import EtcdMembership
 from kvpool.testing.membership import Backend, MembershipContract, Secrets
 from tests.support.servers.etcd import Etcd
+from tests.support.waiting import PATIENCE_S
 
-TTL_S = 4.0  # the shortest that a busy machine keeps up
+TTL_S = 8.0  # a machine that stands still for some seconds keeps it up
+CALL_S = 8.0
 _clusters = itertools.count()
 
 
@@ -33,7 +36,7 @@ class EtcdBackend:
         self.cluster = f"c{next(_clusters)}"
 
     def member(self, *, secrets: Secrets = tuple, protocol: int = 1) -> Membership:
-        settings = EtcdSettings.from_url(self.etcd.url, call_s=3.0)
+        settings = EtcdSettings.from_url(self.etcd.url, call_s=CALL_S)
         return EtcdMembership(
             settings, self.cluster, secrets=secrets, protocol=protocol, ttl_s=TTL_S
         )
@@ -51,7 +54,9 @@ class EtcdBackend:
 
 class TestEtcd(MembershipContract):
     @pytest.fixture
-    def backend(self, etcd: Etcd) -> Backend:
+    def backend(self, etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> Backend:
+        monkeypatch.setattr(membership, "START_S", PATIENCE_S)
+        monkeypatch.setattr(membership, "LEAVE_S", CALL_S)
         return EtcdBackend(etcd)
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:

@@ -27,6 +27,7 @@ from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from tests.support.servers.etcd import free_port
 from tests.support.transfer_worker import MoverSide
 from tests.support.waiting import PATIENCE_S
 
@@ -88,7 +89,7 @@ def test_a_read_that_does_not_end_ends_its_process_and_nothing_is_written_afterw
         reader.transport.listen(URL)  # loads NIXL, which takes a while
         with idle_owner() as (_, url):
             reader.transport.pull(order(url, NBYTES, KEYS[:1], [9]), Stop())  # they meet
-            wanted = order(url, NBYTES, KEYS, list(range(8)), deadline_s=2.0)
+            wanted = order(url, NBYTES, KEYS, list(range(8)), deadline_s=6.0)
             with pytest.raises(Unavailable, match=f"status {EXIT_STATUS}"):
                 reader.transport.pull(wanted, Stop())
             assert reader.worker.process.stderr is not None
@@ -147,7 +148,7 @@ def test_a_peer_to_which_there_is_no_way_costs_no_process_and_is_tried_again() -
 def test_an_owner_that_is_killed_while_it_is_not_read_costs_one_pull() -> None:
     """And another life of it at the same address is met anew, whatever it was called before."""
     reader = Side(URL)
-    url = URL
+    url = f"nixl://127.0.0.1:{free_port()}"
     try:
         for life in range(3):
             owner = MoverSide(URL)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
+from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
 
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please</Message></Error>"
@@ -50,7 +51,7 @@ class Proxy:
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # verb, path, range
 
     def __enter__(self) -> Self:
-        self._listen(0)
+        self._listen(free_port())  # which is still there when it comes up again
         return self
 
     def _listen(self, port: int) -> None:
