@@ -22,6 +22,7 @@ from kvpool.storage.eviction import policy_maker
 from kvpool.testing.memory_tier import SharedMemoryTier
 from kvpool.types import BlockStatus, PartKind, PartSpec, Recompute, split_keys
 from kvpool.wire import worker as worker_wire
+from tests.support.virtual_time import virtually
 
 MIB = 1 << 20
 LOCAL = DISKS[0]
@@ -164,7 +165,7 @@ def price(bytes_s: float, nbytes: int = NBYTES) -> Recompute:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
+    virtually(main)
 
 
 def make_world(parts: tuple[PartSpec, ...] = FULL) -> World:
