@@ -85,7 +85,9 @@ class TestCluster(OnRedis):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        with RedisCluster(tmp_path_factory.mktemp("redis")) as cluster:
+        # No shard is to be away, however long this machine makes it wait.
+        folder = tmp_path_factory.mktemp("redis")
+        with RedisCluster(folder, node_timeout_ms=120_000) as cluster:
             cls.url = cluster.url
             cls.flush = cluster.flush
             yield

@@ -71,7 +71,8 @@ class TestCluster(OnRedis):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-        with RedisCluster(folder(tmp_path_factory)) as cluster:
+        # As behind Sentinels.
+        with RedisCluster(folder(tmp_path_factory), node_timeout_ms=120_000) as cluster:
             cls.url = cluster.url
             cls.flush = cluster.flush
             yield

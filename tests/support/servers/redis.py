@@ -338,7 +338,8 @@ class RedisCluster:
     """A Cluster of primaries without replicas, with an equal share of the slots each.
 
     Ready when the `with` block begins: all nodes know one another and say that the cluster is well.
-    full_coverage: whether all shards refuse everything while one of them is away.
+    full_coverage: whether all shards refuse everything while one of them is away. node_timeout_ms: for how long one
+    may be silent before the others, and it itself, think that it is.
     """
 
     def __init__(
@@ -349,11 +350,12 @@ class RedisCluster:
         password: str = "",
         tls: Certificates | None = None,
         full_coverage: bool = False,
+        node_timeout_ms: int = 2000,
     ) -> None:
         self.tls = tls
         options = [
             "cluster-enabled yes",
-            "cluster-node-timeout 2000",
+            f"cluster-node-timeout {node_timeout_ms}",
             f"cluster-require-full-coverage {'yes' if full_coverage else 'no'}",
             *(["tls-cluster yes"] if tls else []),
         ]
