@@ -27,9 +27,15 @@ from kvpool.daemon.ops.audit_file import (
     verify,
 )
 from kvpool.errors import ConfigError, ProtocolError
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 NOON = 1_764_590_400.25  # 2025-12-01T12:00:00.250Z
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes a file has let go of it, however long that takes here."""
+    monkeypatch.setattr(audit_file, "CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture

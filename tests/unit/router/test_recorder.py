@@ -43,6 +43,12 @@ ENDED = EndedRequest(
 )
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written until the end is there, however long that takes here."""
+    monkeypatch.setattr(recorder, "CLOSE_S", PATIENCE_S)
+
+
 class Lines:
     """Stands for the file: it keeps lines, when it may go on, and fails when told."""
 
