@@ -12,6 +12,7 @@ from xxhash import xxh3_128_digest
 
 from kvpool.security.credentials import Credentials
 from kvpool.testing.transport import DIGEST, Side, key_of, order
+from kvpool.transfer import nixl_agent
 from kvpool.transfer.base import Stop, TransferLimits
 from kvpool.transfer.sealing import TAG_BYTES
 from kvpool.types import BlockStatus
@@ -487,6 +488,7 @@ def nixl_link() -> Iterator[Link]:
     with pytest.MonkeyPatch.context() as environ:
         environ.setenv("UCX_TLS", "tcp")
         environ.setenv("UCX_NET_DEVICES", "lo")
+        environ.setattr(nixl_agent, "TRIAL_S", PATIENCE_S)
         with linked(NixlLink, *SHAPES["small"]) as link:
             assert link.check(link.pull()) == link.count  # they meet
             yield link

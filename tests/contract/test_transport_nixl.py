@@ -3,7 +3,9 @@
 import pytest
 
 from kvpool.testing.transport import Side, TransportContract
+from kvpool.transfer import nixl_agent
 from tests.support.transfer_worker import MoverSide
+from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install --no-deps nixl-cu12")
 
@@ -17,6 +19,8 @@ class NixlContract(TransportContract):
     def choose_lanes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UCX_TLS", self.lanes)
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+        # There is a way to each peer here, however long it takes to be found.
+        monkeypatch.setattr(nixl_agent, "TRIAL_S", PATIENCE_S)
 
     def url(self) -> str:
         return "nixl://127.0.0.1:0"

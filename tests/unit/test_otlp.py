@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import __version__
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.telemetry import spans
+from kvpool.telemetry import otlp, spans
 from kvpool.telemetry.otlp import ATTEMPTS_MAX, Counts, Exporter, export_spans
 from kvpool.telemetry.spans import Batch, Finished
 from tests.support.otlp_collector import Collector
@@ -79,6 +79,13 @@ def run(
     return counts
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector answers, however long that takes here."""
+    monkeypatch.setattr(otlp, "EXPORT_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_collector_gets_what_was_recorded() -> None:
     with Collector() as collector:
         exporter = Exporter(collector.url, "kvpool-daemon", "node-a", __version__)
@@ -110,6 +117,7 @@ def test_a_collector_that_is_not_there_is_a_failure_within_a_time() -> None:
         exporter.close()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_collector_that_refuses_is_a_failure() -> None:
     with Collector() as collector:
         collector.status = 400
