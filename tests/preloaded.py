@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-MODULES = {"kvpool.cli", "tests.support.stub_engine"}
+MODULES = {"kvpool.cli", "tests.support.patient_router", "tests.support.stub_engine"}
 FLAGS = {"-Walways::ResourceWarning"}
 # What they import, in part only when they run. Of the command line not the verbs, which register themselves.
 IMPORTED = (

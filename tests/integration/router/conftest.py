@@ -10,7 +10,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -49,13 +48,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(run())
     return True
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class Process:
@@ -221,7 +213,7 @@ class World:
         prefix: tuple[str, ...] = (),
         **config: Any,
     ) -> Process:
-        """A router before the engines of this world, with short times; `config` goes first.
+        """A router before the engines of this world, with short pauses; `config` goes first.
 
         prefix: of its command, such as what limits it.
 
@@ -254,9 +246,10 @@ class World:
             "listen": "127.0.0.1:0",
             "daemon": False,
             "probe_s": 0.1,
-            "probe_timeout_s": 1.0,
-            "answer_s": 5.0,
-            "stall_s": 5.0,
+            # Who tests such a limit says so: this process may stand still, and with it its engines.
+            "probe_timeout_s": PATIENCE_S,
+            "answer_s": PATIENCE_S,
+            "stall_s": PATIENCE_S,
             "backoff_s": 0.2,
             "backoff_s_max": 0.5,
         } | config
@@ -270,7 +263,8 @@ class World:
         for table in self.tables:
             lines += ["[[engines]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
         path.write_text("\n".join(lines))
-        command = (*prefix, sys.executable, "-m", "kvpool.cli", "router", "--config", str(path))
+        program = (sys.executable, "-m", "tests.support.patient_router", "router")
+        command = (*prefix, *program, "--config", str(path))
         process = Process(self.folder / f"router-{number}.log", *command, **environ)
         self._stack.callback(process.end)
         self.routers.append(process)

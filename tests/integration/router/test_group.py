@@ -4,7 +4,8 @@ import asyncio
 import signal
 from typing import Any
 
-from tests.integration.router.conftest import Answer, Process, World, free_port
+from tests.integration.router.conftest import Answer, Process, World
+from tests.support.servers.etcd import free_port
 from tests.support.stub_engine import Speed
 
 SPEED = Speed(prefill_tokens_s=20_000.0, decode_s=0.005)

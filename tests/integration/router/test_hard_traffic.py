@@ -134,8 +134,8 @@ def body_of(**body: Any) -> bytes:
 
 
 async def started(world: Any, **config: Any) -> Any:
-    """A router that knows its engines. Probes have time: this process may be too busy to answer them."""
-    router = await world.router(verified=False, **{"probe_timeout_s": 20.0} | config)
+    """A router that knows its engines."""
+    router = await world.router(verified=False, **config)
     await world.until(lambda: serves(world), "the engines are known")
     return router
 

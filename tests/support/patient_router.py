@@ -1,0 +1,41 @@
+"""`kvpool router` with the patience of the tests: an engine, a peer or a client is late for no other reason than the machine.
+
+These limits are constants of the router, for machines whose processes run. Under load a process may stand still for
+seconds, and what is tested is something else. Limits that are settings are the tests' own affair.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from tests.support.waiting import PATIENCE_S
+
+LIMITS = {
+    "kvpool.router.active_request": ("USAGE_S", "LOST_SAVE_S", "FOLLOW_MORE_S"),
+    "kvpool.router.command": ("CLIENT_TIMEOUT_S",),
+    "kvpool.router.engine_catalog": ("START_S",),
+    "kvpool.router.engine_server": ("ASK_S",),
+    "kvpool.router.group.group": ("ASK_S", "CONNECT_S", "HEARTBEAT_S"),
+    "kvpool.router.group.links": ("HEARTBEAT_S", "HELLO_S"),
+    "kvpool.router.hash_check": ("ANSWER_S", "CONNECT_S", "EVENTS_S"),
+    "kvpool.router.intake": ("TOKENIZE_S",),
+    "kvpool.router.intents": ("TOKENIZE_S",),
+    "kvpool.router.recorder": ("CLOSE_S",),
+    "kvpool.telemetry.otlp": ("EXPORT_S",),
+}
+
+
+def be_patient() -> None:
+    """In this process, which runs no router yet."""
+    for module, names in LIMITS.items():
+        found = import_module(module)
+        for name in names:
+            assert getattr(found, name) < PATIENCE_S, (module, name)
+            setattr(found, name, PATIENCE_S)
+
+
+if __name__ == "__main__":
+    from kvpool.cli import main
+
+    be_patient()
+    main()
