@@ -352,6 +352,13 @@ class World:
         ) as response:
             assert response.status == 200
 
+    async def hold(self, name: str, computed: int | None) -> None:
+        """Have an engine stop where a request has so many tokens computed, or go on: for as long as a test looks."""
+        async with self.session.post(
+            f"{self.url_of(name)}/stub/hold", json={"computed": computed}
+        ) as response:
+            assert response.status == 200
+
     async def until(
         self, condition: Callable[[], Awaitable[Any]], what: str = "", seconds: float = PATIENCE_S
     ) -> Any:

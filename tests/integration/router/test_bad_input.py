@@ -218,17 +218,25 @@ async def test_an_engines_key_goes_to_the_engine_and_nowhere_else(world: Any) ->
 async def test_a_deadline_ends_a_request_wherever_it_is(world: Any) -> None:
     engine = await world.engine(speed=SLOW)
     await world.router()
-    soon, later = {"x-kvpool-deadline-s": "0.4"}, {"x-kvpool-deadline-s": "4"}
+    soon = {"x-kvpool-deadline-s": "0.4"}
     long = world.prompt(1, 8000)
     late = await world.complete(long, max_tokens=1, headers=soon)
     assert late.status in (429, 504)
     assert late.body["error"]["message"]
-    cut = await world.complete("x", max_tokens=5000, stream=True, ignore_eos=True, headers=later)
+    for seconds in (4, 8, 16, 32):
+        later = {"x-kvpool-deadline-s": str(seconds)}
+        cut = await world.complete(
+            "x", max_tokens=30_000, stream=True, ignore_eos=True, headers=later
+        )
+        if (
+            cut.status == 200
+        ):  # it has begun by then, which on a machine that stands still takes seconds
+            break
     assert cut.status == 200
     assert cut.errors
     assert not cut.done
     await world.until(lambda: _idle(engine), "the engine stops")
-    assert engine.core.generated_tokens < 5000
+    assert engine.core.generated_tokens < 30_000
 
 
 async def _idle(engine: Any) -> bool:
@@ -279,12 +287,14 @@ async def test_without_room_to_decode_requests_wait_or_are_refused(world: Any) -
     assert [a.text for a in answers] == [world.right(p, 20) for p in prompts]
 
     await world.router(tpot_slo_s=60.0)
+    world.engines["d"].hold(1)
     first = [asyncio.create_task(world.complete(p, max_tokens=100)) for p in prompts[:2]]
     await world.until(lambda: _decodes(world, 2), "there is no more room")
     refused = await world.complete(prompts[2], max_tokens=100)
     assert refused.status == 429
     assert refused.body["error"]["type"] == "decode_full"
     assert int(refused.headers["retry-after"]) >= 1
+    world.engines["d"].hold(None)
     answers = await asyncio.gather(*first)
     assert [a.text for a in answers] == [world.right(p, 100) for p in prompts[:2]]
 

@@ -100,8 +100,12 @@ async def test_the_leader_dies_under_load(world: World) -> None:
         assert said.done, said
         assert said.text == world.right(world.prompt(number, 600), 20)
     assert await led_by(world, urls[0]) == await led_by(world, urls[1])
-    rows = (await world.get("/engines"))["engines"]
-    assert all(row["prefills"] == row["decodes"] == row["context_tokens"] == 0 for row in rows)
+
+    async def nothing_left() -> bool:
+        rows = (await world.get("/engines"))["engines"]
+        return all(row["prefills"] == row["decodes"] == row["context_tokens"] == 0 for row in rows)
+
+    await world.until(nothing_left, "the new leader hears of the end of each")
 
 
 async def idle(world: World, url: str) -> bool:

@@ -476,7 +476,7 @@ async def _left(engine: Any) -> bool:
 async def test_an_engine_that_is_stopped_is_found_by_its_probes(world: Any) -> None:
     """Its time limits alone would take longer than this test may."""
     process = await world.process("a", *SLOW_FLAGS)
-    await world.engine("b")
+    await world.process("b")
     await world.router(answer_s=600.0, stall_s=2.0, failures_max=2, probe_timeout_s=1.0)
     await world.call("POST", "/engines/b/drain")
     prompts = [world.prompt(number, 1000) for number in range(6)]

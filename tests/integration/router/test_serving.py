@@ -268,20 +268,26 @@ async def test_salts_part_requests_and_stay_with_them(world: Any) -> None:
 
 
 async def test_priority_goes_first_when_there_is_a_queue(world: Any) -> None:
-    await world.engine(speed=SLOW)
+    engine = await world.engine(speed=SLOW)
     await world.router()
     done: list[str] = []
+    engine.hold(1)
 
     async def ask(name: str, number: int, priority: int) -> None:
         prompt = world.prompt(number, 1200)
-        await world.complete(prompt, max_tokens=1, headers={"x-kvpool-priority": str(priority)})
+        headers = {"x-kvpool-priority": str(priority)}
+        # Streamed: the beginning of another answer is only presumed, after some time.
+        await world.complete(prompt, max_tokens=1, stream=True, headers=headers)
         done.append(name)
 
     first = [asyncio.create_task(ask("first", n, 0)) for n in range(3)]
     await world.until(lambda: _waits(world, 1), "some wait")
     rest = [asyncio.create_task(ask("low", 10 + n, 0)) for n in range(3)]
     await world.until(lambda: _waits(world, 4), "the low ones wait")
-    await asyncio.gather(asyncio.create_task(ask("high", 20, 10)), *first, *rest)
+    high = asyncio.create_task(ask("high", 20, 10))
+    await world.until(lambda: _waits(world, 5), "and so does the high one")
+    engine.hold(None)
+    await asyncio.gather(high, *first, *rest)
     assert done.index("high") < max(place for place, name in enumerate(done) if name == "low")
 
 

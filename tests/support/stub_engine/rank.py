@@ -17,6 +17,7 @@ class Rank:
         self.core = core
         self._publisher = publisher
         self._gap: dict[str, bool] | None = None
+        self._hold_at: int | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -46,6 +47,11 @@ class Rank:
         self.core.clear()
         self._publish_own()
 
+    def hold(self, computed: int | None) -> None:
+        """Begin no step while a running job has so many tokens computed, of its prompt and its answer; None: go on."""
+        self._hold_at = computed
+        self._wake.set()
+
     def lose(self, *, forgotten: bool) -> None:
         """Nobody hears the next events; forgotten: no replay has them either."""
         self._gap = {"lost": True, "forgotten": forgotten}
@@ -59,12 +65,13 @@ class Rank:
         clock = asyncio.get_running_loop().time
         due = clock()
         while True:
-            step = self.core.begin(clock())
+            step = None if self._held else self.core.begin(clock())
             self._publish_own()
             if step is None:
                 self._wake.clear()
+                looks = self.core.waiting or self._hold_at is not None
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(FOLLOW_POLL_S if self.core.waiting else None):
+                    async with asyncio.timeout(FOLLOW_POLL_S if looks else None):
                         await self._wake.wait()
                 due = clock()
                 continue
@@ -72,6 +79,11 @@ class Rank:
             await asyncio.sleep(due - clock())
             self.core.end(step)
             self._publish_own()
+
+    @property
+    def _held(self) -> bool:
+        at = self._hold_at
+        return at is not None and any(job.computed >= at for job in self.core.running)
 
     def _publish_own(self) -> None:
         events = self.core.take_events()

@@ -5,6 +5,7 @@
     /stub/state    what runs and waits, the last requests with their headers and how they ended, and the last
                    questions to /tokenize
     /stub/faults   POST a list of `Fault`s; they replace those that were set
+    /stub/hold     POST {"computed": tokens}: no step begins while a running job has so many computed; null: it goes on
     /stub/gap      POST {"forgotten": bool}: the next events are lost; forgotten: no replay has them either
 
 Of several data-parallel ranks the header `X-data-parallel-rank` chooses one, or else the one with the least to do.
@@ -181,6 +182,11 @@ class StubEngine:
         """Events as if something had happened. Only where it publishes any."""
         self.ranks[0].publish(events)
 
+    def hold(self, computed: int | None) -> None:
+        """See `Rank.hold`; of all ranks."""
+        for rank in self.ranks:
+            rank.hold(computed)
+
     def counts(self) -> dict[str, int]:
         """Requests by outcome."""
         found: dict[str, int] = {}
@@ -206,6 +212,7 @@ class StubEngine:
             app.router.add_route(method, path, partial(self._guarded, handler))
         app.router.add_get("/stub/state", self._state)
         app.router.add_post("/stub/faults", self._set_faults)
+        app.router.add_post("/stub/hold", self._hold)
         app.router.add_post("/stub/gap", self._lose)
         return app
 
@@ -335,6 +342,10 @@ class StubEngine:
             self.faults.set(msgspec.json.decode(await request.read(), type=list[Fault]))
         except msgspec.DecodeError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
+        return web.Response()
+
+    async def _hold(self, request: web.Request) -> web.Response:
+        self.hold((await request.json())["computed"])
         return web.Response()
 
     async def _lose(self, request: web.Request) -> web.Response:
