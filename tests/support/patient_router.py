@@ -6,7 +6,9 @@ seconds, and what is tested is something else. Limits that are settings are the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from tests.support.waiting import PATIENCE_S
 
@@ -17,7 +19,8 @@ LIMITS = {
     "kvpool.router.engine_server": ("ASK_S",),
     "kvpool.router.group.group": ("ASK_S", "CONNECT_S", "HEARTBEAT_S"),
     "kvpool.router.group.links": ("HEARTBEAT_S", "HELLO_S"),
-    "kvpool.router.hash_check": ("ANSWER_S", "CONNECT_S", "EVENTS_S"),
+    # Not EVENTS_S: an event that is lost at the beginning is made up for by a second try.
+    "kvpool.router.hash_check": ("ANSWER_S", "CONNECT_S"),
     "kvpool.router.intake": ("TOKENIZE_S",),
     "kvpool.router.intents": ("TOKENIZE_S",),
     "kvpool.router.recorder": ("CLOSE_S",),
@@ -25,13 +28,13 @@ LIMITS = {
 }
 
 
-def be_patient() -> None:
+def be_patient(change: Callable[[Any, str, float], None] = setattr) -> None:
     """In this process, which runs no router yet."""
     for module, names in LIMITS.items():
         found = import_module(module)
         for name in names:
-            assert getattr(found, name) < PATIENCE_S, (module, name)
-            setattr(found, name, PATIENCE_S)
+            assert getattr(found, name) <= PATIENCE_S, (module, name)
+            change(found, name, PATIENCE_S)
 
 
 if __name__ == "__main__":

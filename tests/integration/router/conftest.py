@@ -248,6 +248,7 @@ class World:
             "probe_s": 0.1,
             # Who tests such a limit says so: this process may stand still, and with it its engines.
             "probe_timeout_s": PATIENCE_S,
+            "connect_s": PATIENCE_S,
             "answer_s": PATIENCE_S,
             "stall_s": PATIENCE_S,
             "backoff_s": 0.2,

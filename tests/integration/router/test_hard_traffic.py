@@ -477,7 +477,9 @@ async def test_an_engine_that_is_stopped_is_found_by_its_probes(world: Any) -> N
     """Its time limits alone would take longer than this test may."""
     process = await world.process("a", *SLOW_FLAGS)
     await world.process("b")
-    await world.router(answer_s=600.0, stall_s=2.0, failures_max=2, probe_timeout_s=1.0)
+    await world.router(
+        answer_s=600.0, stall_s=2.0, failures_max=2, probe_timeout_s=1.0, retries_max=16
+    )
     await world.call("POST", "/engines/b/drain")
     prompts = [world.prompt(number, 1000) for number in range(6)]
     long = world.prompt(99, 64)

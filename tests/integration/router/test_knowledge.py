@@ -22,6 +22,7 @@ from kvpool.router.tokens import TokenizeRefused, UnknownModel
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.types import EngineRecord, NamespaceRecord
+from tests.support.patient_router import be_patient
 from tests.support.stub_engine import Settings, StubEngine
 from tests.support.stub_engine.tokens import tokens_of
 from tests.support.waiting import PATIENCE_S, until_async
@@ -66,16 +67,18 @@ class Learner:
 
 @contextlib.asynccontextmanager
 async def learning(client: Client | None = None, tables: Any = ()) -> Any:
-    async with aiohttp.ClientSession() as session:
-        learner = Learner(session, client, tables)
-        await learner.knowledge.start()
-        try:
-            yield learner
-        finally:
-            await learner.prompts.close()
-            await learner.knowledge.close()
-            if learner.daemon is not None:
-                learner.daemon.close()
+    with pytest.MonkeyPatch.context() as patch:
+        be_patient(patch.setattr)
+        async with aiohttp.ClientSession() as session:
+            learner = Learner(session, client, tables)
+            await learner.knowledge.start()
+            try:
+                yield learner
+            finally:
+                await learner.prompts.close()
+                await learner.knowledge.close()
+                if learner.daemon is not None:
+                    learner.daemon.close()
 
 
 def table_of(engine: StubEngine, folder: Any, **more: Any) -> dict[str, Any]:
