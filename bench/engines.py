@@ -376,11 +376,17 @@ def ask(
 
 
 @contextmanager
-def router(folder: Path, name: str, socket_path: str, *flags: str) -> Iterator[str]:
-    """`kvpool router` beside that daemon. Gives its URL."""
+def router(
+    folder: Path,
+    name: str,
+    socket_path: str,
+    *flags: str,
+    program: Sequence[str] = ("-m", "kvpool.cli"),
+) -> Iterator[str]:
+    """`kvpool router` beside that daemon. Gives its URL. program: what Python runs as `kvpool`."""
     command = [
         *ENDS_WITH_PARENT,
-        *(sys.executable, "-m", "kvpool.cli", "router"),
+        *(sys.executable, *program, "router"),
         *("--socket", socket_path, "--listen", "127.0.0.1:0", *flags),
     ]
     child = Child(name, command, folder)

@@ -79,6 +79,10 @@ class Node:
     def counters(self) -> Counters:
         return self.client.stats().counters
 
+    def settled(self) -> bool:
+        """Whether the cluster's directory knows all that the node holds."""
+        return bool(self.client.stats().cluster.directory.settled)
+
 
 @contextmanager
 def run_cluster(folder: Path, nodes: int) -> Iterator[list[Node]]:
@@ -98,7 +102,9 @@ def run_cluster(folder: Path, nodes: int) -> Iterator[list[Node]]:
             Node(
                 each["socket"],
                 each["pid"],
-                stack.enter_context(OperatorClient(each["socket"], connect=True, timeout_s=10.0)),
+                stack.enter_context(
+                    OperatorClient(each["socket"], connect=True, timeout_s=PATIENCE_S)
+                ),
             )
             for each in found
         ]
@@ -158,7 +164,7 @@ def backend_config(socket: str, **more: Any) -> dict[str, Any]:
         "prefetch_threshold": PAGE,
         "socket": socket,
         # A busy machine is no reason for a miss.
-        "timeout_s": 20.0,
+        "timeout_s": 60.0,
         **more,
     }
 

@@ -241,9 +241,7 @@ def test_an_engine_starts_without_a_daemon_and_uses_it_later(
     tokens = rig.tokens_of(next(seeds), 2)
     device, host = rig.mha("page_first")
     with ExitStack() as stack:
-        control = stack.enter_context(
-            rig.controller((device, host), kit.backend_config(socket, timeout_s=4.0))
-        )
+        control = stack.enter_context(rig.controller((device, host), kit.backend_config(socket)))
         for _ in range(3):
             assert rig.prefetch(control, tokens, host).hit == 0
             assert rig.back_up(control, tokens, host)[1] == 0
@@ -266,6 +264,7 @@ def test_a_daemon_that_hangs_or_dies_is_a_miss(
     ):
         backend = control.storage_backend
         indices = rig.back_up(control, tokens, host)[0]
+        kit.until(lambda: all(backend.batch_set_v1(hashes, indices)), "the pages are stored")
         kit.until(lambda: backend.batch_exists(hashes) == 2, "the pages are there")
         send(daemon.process.pid, signal.SIGSTOP)
         try:

@@ -57,6 +57,7 @@ def test_engines_share_and_compute_what_the_pool_fails_to_give(
     assert [each.cached for each in computed] == [0, 0, 0]
     assert second.generate(kit.TINY.prompt(99, 200)).cached == 0
     stored(kit, cluster[0], sum(length // kit.PAGE for length in LENGTHS))
+    kit.until(cluster[0].settled, "the directory knows what the node holds")
 
     # An engine on another node reads it.
     assert second.generate(prompts[0]) == kit.Answer(

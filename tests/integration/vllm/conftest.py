@@ -38,7 +38,7 @@ os.environ.pop("PYTHONHASHSEED", None)
 
 from kvpool.client import OperatorClient
 from tests.support import waiting
-from tests.support.own_daemon import Daemon, run_daemon
+from tests.support.own_daemon import ANSWER_S, Daemon, run_daemon
 
 with warnings.catch_warnings():
     # vLLM and torch warn of their own deprecations as they are imported.
@@ -140,7 +140,9 @@ def run_cluster(folder: Path, nodes: int, *, traced: bool = False) -> Iterator[l
             Node(
                 each["socket"],
                 process,
-                stack.enter_context(OperatorClient(each["socket"], connect=True, timeout_s=10.0)),
+                stack.enter_context(
+                    OperatorClient(each["socket"], connect=True, timeout_s=ANSWER_S)
+                ),
                 each["pid"],
             )
             for each in found
@@ -230,8 +232,11 @@ def run_engine(
             kv_connector_module_path=options.pop("kv_connector_module_path", None),
             kv_connector_extra_config={
                 "socket": path,
-                # The default is for schedulers that have a core: a busy machine would make a miss of every lookup.
-                "lookup_timeout_s": 5.0,
+                # The defaults are for schedulers and daemons that have a core: a busy machine would make misses of
+                # lookups, and fail loads and saves.
+                "lookup_timeout_s": 30.0,
+                "request_timeout_s": 30.0,
+                "lease_s": 60.0,
                 # Tiny models compute short prompts sooner than they load them, sometimes.
                 "prefill_tokens_per_s": 1e-3,
                 **(extra or {}),

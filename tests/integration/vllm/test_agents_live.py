@@ -18,7 +18,7 @@ from tests.integration.vllm.test_router import BENCH
 MEMORY = "16MiB"  # some 128 blocks
 SESSIONS, TURNS, BEGUN, MORE = 3, 3, 10, 4  # the last two: blocks
 NEW = 8  # tokens of an answer, which fill no block
-SETTINGS = {"lookup_timeout_s": 5.0, "prefill_tokens_per_s": 1.0}
+SETTINGS = {"lookup_timeout_s": 30.0, "request_timeout_s": 30.0, "prefill_tokens_per_s": 1.0}
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

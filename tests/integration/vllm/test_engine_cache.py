@@ -90,4 +90,7 @@ def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
             kit.until(lambda: in_engines(b, ever) == has, "b knows what there is after the reset")
 
         kit.until(lambda: in_engines(b, ever) == {}, "the engine has ended")
-        assert a.client.stats().tenants["default"].engines.followed == []
+        kit.until(
+            lambda: a.client.stats().tenants["default"].engines.followed == [],
+            "its node follows it no more",
+        )

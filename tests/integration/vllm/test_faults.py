@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,7 @@ def shared(
     asked: list[list[int]],
     request: pytest.FixtureRequest,
 ) -> Iterator[Any]:
-    extra = {"load_mode": request.param, "lease_s": LEASE_S}
+    extra = {"load_mode": request.param}
     with kit.run_engine(llama, daemon, extra) as engine:
         engine.mode = request.param
         assert [output.tokens for output in engine.generate(asked)] == expected
@@ -83,6 +84,8 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
             layer[blocks] = 0
 
     before = engine.metric("failed_loads")
+    half = engine.connector._scheduler
+    monkeypatch.setattr(half, "_config", replace(half._config, lease_s=LEASE_S))
     monkeypatch.setattr(HostPages, "from_slots", stop)
     outputs = engine.generate(asked[:1])
     assert outputs[0].tokens == expected[0]
@@ -106,7 +109,7 @@ def test_an_abort_while_blocks_are_loaded(
 
     def wait(*arguments: Any) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         copy(*arguments)
 
     monkeypatch.setattr(HostPages, "from_slots", wait)

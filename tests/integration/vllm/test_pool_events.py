@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpool.client import Client, Presence
 from kvpool.engine_plugins.vllm.plan import pack
+from tests.support.servers.etcd import free_port
 
 PATIENCE_MS = 180_000
 MODEL = "tiny"
@@ -33,9 +33,7 @@ class Indexer:
 
     def __init__(self) -> None:
         alone = subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False)
-        with socket.socket() as any_socket:
-            any_socket.bind(("127.0.0.1", 0))
-            port = any_socket.getsockname()[1]
+        port = free_port()
         own = OWN_NETWORK if alone.returncode == 0 else []
         self._process = subprocess.Popen(
             [*own, sys.executable, str(SCRIPT), str(port)],
@@ -108,7 +106,7 @@ class Pool:
 
     def __init__(self, engine: Any, daemon: Any, kit: Any) -> None:
         self._engine, self._kit = engine, kit
-        self._client = Client(daemon.socket, timeout_s=10.0)
+        self._client = Client(daemon.socket, timeout_s=PATIENCE_MS / 1000)
         self._namespace = self._client.open(engine.connector._scheduler._namespace.record)
         self.hashes: dict[str, list[bytes]] = {}
 

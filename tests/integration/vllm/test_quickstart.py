@@ -120,14 +120,14 @@ class Machine:
 
     def engines_verified(self) -> int:
         """How many engines the router knows so well that it can tell what they have cached."""
-        with urllib.request.urlopen(f"{self.url}/engines", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/engines", timeout=READY_S) as answer:
             found = json.load(answer)["knowledge"]["engines"].values()
         return sum(each["hashes"] == "verified" for each in found)
 
     def empty_cache(self) -> None:
         """Of the engine that prefills, its own."""
         url = f"http://127.0.0.1:{self.prefill}/reset_prefix_cache"
-        urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10).close()
+        urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=READY_S).close()
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,9 @@ def machine(llama: Path, kit: Any) -> Iterator[Machine]:
             "kvpool router": f"kvpool router --listen 127.0.0.1:{router}",
             "kvpool explain": f"kvpool explain --router http://127.0.0.1:{router}",
             "http://127.0.0.1:8080": f"http://127.0.0.1:{router}",
-            # The default is for schedulers that have a core: a busy machine would make a miss of every lookup.
-            '"engine_role"': '"lookup_timeout_s": 5.0, "engine_role"',
+            # The defaults are for processes that have a core: a busy machine would make misses of lookups, and fail
+            # loads and saves.
+            '"engine_role"': '"lookup_timeout_s": 30.0, "request_timeout_s": 30.0, "engine_role"',
         }
         for written, port in ((8000, prefill), (8001, decode)):
             swaps[f"--port {written}"] = f"--port {port}"

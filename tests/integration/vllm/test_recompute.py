@@ -13,7 +13,7 @@ from kvpool.prefill_cost import PrefillFit, StepWork
 from kvpool.telemetry.node_stats import FetchStats
 
 Oracle = Callable[..., list[list[int]]]
-PATIENT = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0}
+PATIENT = {"pull_wait_s": 30.0}
 FAST, SLOW = 1e12, 1e-3  # tokens a second
 
 

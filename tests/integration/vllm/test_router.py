@@ -34,9 +34,24 @@ ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 180.0
 PROMPT_TOKENS, LONG_TOKENS, NEW, LONG_NEW = 600, 3600, 16, 400
 # On a busy machine, computing so short a prompt may be sooner than bringing it: then it would be computed.
-LOADING = {"pull_wait_s": 10.0, "lookup_timeout_s": 5.0, "prefill_tokens_per_s": 1.0}
+LOADING = {
+    "pull_wait_s": 30.0,
+    "lookup_timeout_s": 30.0,
+    "request_timeout_s": 30.0,
+    "lease_s": 60.0,
+    "prefill_tokens_per_s": 1.0,
+}
 SETTINGS: dict[str, dict[str, float]] = {"a": LOADING, "b": {**LOADING, "pin_share": 1e-9}}
-FOLLOW_S_LEAST = 5.0  # a router lets a decode engine follow a prompt for at least so long
+FOLLOW_S_LEAST = (
+    60.0  # a `PATIENT` router lets a decode engine follow a prompt for at least so long
+)
+PROGRAM = f"""
+import kvpool.cli, kvpool.router.active_request
+kvpool.router.active_request.FOLLOW_MORE_S = {FOLLOW_S_LEAST}
+kvpool.cli.main()
+"""
+PATIENT = ("-c", PROGRAM)
+"""Of the seconds that are usual, a busy machine may take all for something else."""
 
 
 def _engines() -> ModuleType:
@@ -68,15 +83,16 @@ class Served:
         found: list[int] = self.kit.TINY.prompt(seed, tokens)
         return found
 
-    def router(self, name: str, *flags: str) -> Any:
+    def router(self, name: str, *flags: str, **program: tuple[str, ...]) -> Any:
         """Its URL, once both servers are known to it and their hashes are verified."""
-        return BENCH.router(self.folder, name, self.sockets["a"], *flags)
+        return BENCH.router(self.folder, name, self.sockets["a"], *flags, **program)
 
-    def router_apart(self, name: str, prefill: str, decode: str) -> Any:
+    def router_apart(self, name: str, prefill: str, decode: str, **program: tuple[str, ...]) -> Any:
         """One that has the server of one node compute prompts, and that of the other decode."""
         roles = {"prefill": prefill, "decode": decode}
         engines = (f"{self.servers[node].url},role={role}" for role, node in roles.items())
-        return self.router(name, *(word for engine in engines for word in ("--engine", engine)))
+        words = (word for engine in engines for word in ("--engine", engine))
+        return self.router(name, *words, **program)
 
     def kill(self, node: str) -> None:
         """SIGKILL to a server and all its processes."""
@@ -85,7 +101,9 @@ class Served:
 
     def working(self, node: str) -> bool:
         """Whether the server computes anything now."""
-        with urllib.request.urlopen(self.servers[node].url + "/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(
+            self.servers[node].url + "/metrics", timeout=PATIENCE_S
+        ) as answer:
             lines = answer.read().decode().splitlines()
         return any(
             line.startswith("vllm:num_requests_running{") and float(line.split()[-1]) > 0
@@ -196,7 +214,7 @@ def intend(url: str, **said: Any) -> Any:
 
 def pinned(socket: str) -> set[str]:
     """The keys of blocks in a node's memory that are pinned for longer than a read."""
-    with OperatorClient(socket, connect=True, timeout_s=10.0) as client:
+    with OperatorClient(socket, connect=True, timeout_s=PATIENCE_S) as client:
         found: Any = client.ask_node(operator_wire.ListBlocks("dram", "", 1000, b""))
     assert found["cursor"] is None
     return {block["key"] for block in found["blocks"] if block["pin"] != "none"}
@@ -223,7 +241,7 @@ def test_what_an_engine_has_saved_of_a_prompt_is_kept_by_its_text(served: Served
 
 
 def receipts(socket: str) -> list[dict[str, Any]]:
-    with OperatorClient(socket, connect=True, timeout_s=10.0) as client:
+    with OperatorClient(socket, connect=True, timeout_s=PATIENCE_S) as client:
         found: dict[str, Any] = client.ask_node(operator_wire.ListReceipts(0.0, 1e12, 1000))
     return list(found["receipts"])
 
@@ -262,7 +280,8 @@ def counted(server: Any, name: str) -> float:
 def test_who_follows_does_not_wait_for_what_is_not_saved(served: Served, streamed: bool) -> None:
     saver, follower = served.servers["b"], served.servers["a"]
     asked = served.prompt(60 + streamed, LONG_TOKENS)
-    with served.router_apart(f"router-lost-{streamed}", prefill="b", decode="a") as url:
+    name = f"router-lost-{streamed}"
+    with served.router_apart(name, prefill="b", decode="a", program=PATIENT) as url:
         until_verified(url, 2)
         names = "follows", "pull_wait_seconds"
         before = [counted(follower, name) for name in names]

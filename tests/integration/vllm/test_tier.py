@@ -193,8 +193,8 @@ def offloading(
         "module_path": "kvpool.engine_plugins.vllm.tier",
         "socket": socket,
         # The defaults are for schedulers that have a core.
-        "lookup_timeout_s": 5.0,
-        "request_timeout_s": 5.0,
+        "lookup_timeout_s": 30.0,
+        "request_timeout_s": 30.0,
         **settings,
     }
     config = EngineArgs(
@@ -304,10 +304,10 @@ def test_a_daemon_killed_amid_jobs(
     tmp_path_factory: pytest.TempPathFactory,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = start(own_daemon.socket, chunks=512, request_timeout_s=1.0)
+    engine = start(own_daemon.socket, chunks=512)
     kept = chain(51, 200)
     engine.store(kept)
-    other = start(own_daemon.socket, chunks=512, request_timeout_s=1.0)
+    other = start(own_daemon.socket, chunks=512)
     loading = other.request(kept)
     until(
         lambda: other.ask(loading, kept) and other.manager._jobs,

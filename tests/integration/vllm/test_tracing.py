@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-PULLING = {"pull_wait_s": 10.0, "prefill_tokens_per_s": 1e-3}
+PULLING = {"pull_wait_s": 30.0, "prefill_tokens_per_s": 1e-3}
 
 
 def ask(kit: Any, engine: Any, prompt: list[int], headers: dict[str, str] | None) -> int:
