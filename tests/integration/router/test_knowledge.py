@@ -23,6 +23,7 @@ from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.types import EngineRecord, NamespaceRecord
 from tests.support.patient_router import be_patient
+from tests.support.servers.etcd import free_port
 from tests.support.stub_engine import Settings, StubEngine
 from tests.support.stub_engine.tokens import tokens_of
 from tests.support.waiting import PATIENCE_S, until_async
@@ -107,8 +108,9 @@ async def complete(engine: StubEngine, text: str, **more: Any) -> None:
 
 
 async def test_a_cache_is_learnt_and_forgotten(folder: Any) -> None:
+    port = free_port()  # of its successors, too
     async with (
-        StubEngine(settings(folder, loras=("tuned",))) as engine,
+        StubEngine(settings(folder, loras=("tuned",), port=port)) as engine,
         learning(tables=[table_of(engine, folder)]) as learner,
     ):
         know = learner.knowledge
@@ -139,7 +141,6 @@ async def test_a_cache_is_learnt_and_forgotten(folder: Any) -> None:
                 lambda o=other: learner.lengths(o.keys).get("gpu:e") == len(o.keys), "held"
             )
     # Its successor at the same place has an empty cache.
-    port = int(engine.url.rpartition(":")[2])
     async with learning(tables=[table_of(engine, folder)]) as learner:
         async with StubEngine(settings(folder, port=port)) as engine:
             await complete(engine, TEXT)
