@@ -307,6 +307,7 @@ class _Blocks:
         self._until(
             lambda: self._here_or_there(Presence.MEMORY), "the blocks are not in memory here"
         )
+        self._until(self._announced, "the directory was not told of the blocks")
         self._job.begin([there], spec)
         follow(self._job, lambda _: None, sleep=self._sleep)
         if not self._job.good:
@@ -328,6 +329,11 @@ class _Blocks:
     def _known_there(self) -> bool:
         known = self._client.ask_node(operator_wire.Cluster(), node=self._nodes[1])
         return self.ns.digest.hex() in {entry["digest"] for entry in known["namespaces"]}
+
+    def _announced(self) -> bool:
+        """Whether the other node finds what is here: where there is no directory, it asks."""
+        directory = self._client.inspect().cluster.directory
+        return directory is None or not directory.queued
 
     def _here_or_there(self, where: Presence) -> bool:
         return bool((self._client.present(self.ns, self.keys, wait_s=1.0) == where).all())
