@@ -30,6 +30,10 @@ from tests.support.waiting import PATIENCE_S
 
 KVPOOL = (sys.executable, "-m", "kvpool.cli")
 SECRET = "a secret for one machine only"
+UNHURRIED = {"KVPOOL_DIRECTORY_TIMEOUT_S": "20", "KVPOOL_MEMBER_TTL_S": "30"}
+"""For daemons whose servers and peers are well, and machines that stand still for seconds: then a lookup in Redis is
+late, which is a miss, and a lease ends, which is the end of an incarnation. Whoever waits for the end of a node that
+was killed sets a shorter lease."""
 
 
 class LocalNode:

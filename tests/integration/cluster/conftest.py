@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from kvpool.client import Lease
 from kvpool.errors import KvpoolError, LeaseLost
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
-from tests.support.local_cluster import LocalCluster, LocalNode
+from tests.support.local_cluster import UNHURRIED, LocalCluster, LocalNode
 from tests.support.servers.etcd import Etcd
 from tests.support.servers.redis import Redis
 from tests.support.waiting import PATIENCE_S, until
@@ -246,10 +246,12 @@ class Load:
 
 
 class World(LocalCluster):
-    """A cluster, and seats at its nodes."""
+    """A cluster, and seats at its nodes. environ: beside `UNHURRIED`."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        super().__init__(folder, **settings)
+    def __init__(
+        self, folder: Path, *, environ: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(folder, environ={**UNHURRIED, **(environ or {})}, **settings)
         self._seats: list[Seat] = []
 
     def __exit__(self, *error: object) -> None:

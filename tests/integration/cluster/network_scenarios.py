@@ -34,7 +34,8 @@ def seats(network, servers, start_cluster):
             memory="32MiB",
             etcd_url=lambda _: f"etcd://{HOST}:{to_etcd.address[1]}",
             directory=f"redis://{HOST}:{to_redis.address[1]}",
-            environ={"KVPOOL_PLAINTEXT": "true"},  # this network is trusted
+            # This network is trusted.
+            environ={"KVPOOL_PLAINTEXT": "true", "KVPOOL_MEMBER_TTL_S": "5"},
         )
         for name in NAMES:
             node = world.make(

@@ -107,7 +107,7 @@ def test_an_engines_cache_is_known_elsewhere_until_the_engine_is_killed(
 def test_a_daemon_that_starts_again_is_told_again(
     start_cluster: Any, engine_at: Any, numbers: Any, until: Any
 ) -> None:
-    world = start_cluster(nodes=2, memory="32MiB")
+    world = start_cluster(nodes=2, memory="32MiB", environ={"KVPOOL_MEMBER_TTL_S": "5"})
     _, b = world.seats()
     some = list(numbers(5))
     engine = engine_at(world.node("a"))

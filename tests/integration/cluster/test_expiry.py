@@ -16,7 +16,7 @@ MANY = 50_000
 def test_the_end_of_a_node_with_many_blocks_holds_nobody_up(
     start_cluster, numbers, until, load, record_testsuite_property
 ):
-    world = start_cluster(nodes=3, memory="48MiB", environ={"KVPOOL_MEMBER_TTL_S": "6"})
+    world = start_cluster(nodes=3, memory="48MiB", environ={"KVPOOL_MEMBER_TTL_S": "10"})
     _, b, c = world.seats()
     many = world.seat("a", SMALL)
     keys = b"".join(n.to_bytes(16, "big") for n in numbers(MANY))

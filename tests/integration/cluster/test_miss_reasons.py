@@ -20,7 +20,7 @@ def counted(seat):
 
 
 def test_a_node_that_was_lost_and_what_is_computed_sooner(start_cluster, numbers, until):
-    world = start_cluster(nodes=3, environ={"KVPOOL_MEMBER_TTL_S": "2"})
+    world = start_cluster(nodes=3, environ={"KVPOOL_MEMBER_TTL_S": "6"})
     a, b, c = world.seats()
     some, only_there = list(numbers(8)), list(numbers(8))
     a.put(some)

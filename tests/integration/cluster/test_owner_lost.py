@@ -20,7 +20,7 @@ def forget(seat, numbers) -> None:
 def test_reads_go_on_while_owners_are_killed_and_stopped_by_turns(
     start_cluster, numbers, until, load, record_testsuite_property
 ):
-    world = start_cluster(nodes=3, memory="32MiB")
+    world = start_cluster(nodes=3, memory="32MiB", environ={"KVPOOL_MEMBER_TTL_S": "8"})
     reader = world.seats()[2]
     some = list(numbers(48))
     hits = []
@@ -64,7 +64,7 @@ def test_reads_go_on_while_owners_are_killed_and_stopped_by_turns(
 def test_what_only_the_dead_one_had_is_a_miss_in_time_and_found_again_later(
     start_cluster, numbers, until
 ):
-    world = start_cluster(nodes=2)
+    world = start_cluster(nodes=2, environ={"KVPOOL_MEMBER_TTL_S": "5"})
     a, b = world.seats()
     sole, shared = numbers(10), numbers(10)
     a.put(sole)

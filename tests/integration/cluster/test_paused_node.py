@@ -54,7 +54,11 @@ def test_a_paused_node_serves_and_publishes_nothing_before_it_is_a_member_again(
     host, port = etcd.endpoints[0].split(":")
     with Proxy((host, int(port))) as proxy:
         far = f"etcd://{proxy.address[0]}:{proxy.address[1]}"
-        world = start_cluster(nodes=2, etcd_url=lambda name: far if name == "a" else etcd.url)
+        world = start_cluster(
+            nodes=2,
+            etcd_url=lambda name: far if name == "a" else etcd.url,
+            environ={"KVPOOL_MEMBER_TTL_S": "5"},
+        )
         a, b = world.seats()
         some = numbers(30)
         a.put(some)

@@ -73,7 +73,10 @@ def test_a_later_wish_for_copies_takes_effect_on_what_is_there(zoned, numbers, u
 def test_what_a_dead_owner_had_is_read_elsewhere_and_its_copies_are_made_up_for(
     start_cluster, numbers, until
 ):
-    world = start_cluster(nodes=4, memory="32MiB", labels={**ZONES, "d": "zone=three"})
+    labels = {**ZONES, "d": "zone=three"}
+    world = start_cluster(
+        nodes=4, memory="32MiB", labels=labels, environ={"KVPOOL_MEMBER_TTL_S": "5"}
+    )
     a, b, c, d = world.seats(record("survivor"), replicas=2)
     some = numbers(64)
     a.put(some)
@@ -89,7 +92,7 @@ def test_what_a_dead_owner_had_is_read_elsewhere_and_its_copies_are_made_up_for(
 def test_a_restart_that_nobody_saw_as_an_absence_is_a_loss_of_copies_too(
     start_cluster, numbers, until
 ):
-    world = start_cluster(nodes=3, memory="32MiB")
+    world = start_cluster(nodes=3, memory="32MiB", environ={"KVPOOL_MEMBER_TTL_S": "5"})
     a, b, _ = world.seats(record("restarted"), replicas=3)
     some = numbers(32)
     a.put(some)
