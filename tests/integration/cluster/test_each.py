@@ -155,8 +155,8 @@ def test_presence_in_several_namespaces_at_a_time(two):
     here, there, no = Presence.MEMORY, Presence.ELSEWHERE, Presence.NOWHERE
     until(
         lambda: (
-            b.present_in(opened(b), keys_of([1, 3]), wait_s=PATIENCE_S)[0]
-            == [bytes([there, no]), bytes([no, there])]
+            b.present_in(opened(b), keys_of([1, 2, 3, 4]), wait_s=PATIENCE_S)[0]
+            == [bytes([there, there, no, no]), bytes([no, here, there, there])]
         ),
         "what the other node has is known",
     )

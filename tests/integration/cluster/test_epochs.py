@@ -13,6 +13,12 @@ def record(name: str) -> NamespaceRecord:
     return NamespaceRecord.simple(name, block_bytes=32 << 10, block_tokens=16)
 
 
+def epoch(seat) -> int:
+    """The epoch of the namespace, as this node knows it."""
+    entries = seat.client.cluster()["namespaces"]
+    return next(n["epoch"] for n in entries if n["digest"] == seat.ns.digest.hex())
+
+
 def count(seat, some) -> tuple[int, int, int]:
     """What is found by each way of looking."""
     return seat.match(some), seat.here(some), seat.read(some, wait_s=0.5)
@@ -59,7 +65,8 @@ def test_opening_again_enters_the_new_epoch(shared, numbers, until):
     a.version = 1
     a.put(some)
     until(lambda: a.announced)
-    until(lambda: b.read(some, wait_s=0.2) == 0)
+    until(lambda: epoch(b) == 1, "b has heard of it")
+    assert b.read(some, wait_s=0.2) == 0
     b.ns = b.client.open(b.record)
     b.version = 1
     assert b.read(some) == 10

@@ -1,6 +1,7 @@
 """Two nodes: what is brought ahead from another one, and what is not worth another one's memory."""
 
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -48,14 +49,25 @@ def test_a_sessions_blocks_come_from_another_node_before_it_returns(
     some = numbers(32)
     a.put(some)
     until(lambda: a.announced)
-    b.client.session_turn(b.ns, "moved", keys_of(some), pause_s=2.0)
-    until(lambda: b.match(some) == 32)
+    turns = []  # when
+
+    def brought() -> bool:
+        """Whether they have come. Where a busy machine has not looked them up in time, it is told of another turn."""
+        if b.match(some) == 32:
+            return True
+        if not turns or time.monotonic() > turns[-1] + 10:
+            turns.append(time.monotonic())
+            b.client.session_turn(b.ns, "moved", keys_of(some), pause_s=2.0)
+        return False
+
+    until(brought)
     assert b.read(some, wait_s=0.0) == 32, "and they are right"
+    until(lambda: b.stats.counters.prefetched >= 32, "they are counted when all have come")
     counted = b.stats.counters.prefetched
-    assert counted >= 32
     b.client.session_turn(b.ns, "moved", keys_of(some))
     until(lambda: b.stats.counters.prefetches_used > 0)
-    assert b.stats.counters.prefetches_used + b.stats.counters.prefetches_wasted == counted
+    after = b.stats.counters
+    assert after.prefetches_used + after.prefetches_wasted == counted
 
 
 def test_an_intent_tells_what_another_node_has(start_cluster, numbers, until):
@@ -64,7 +76,10 @@ def test_an_intent_tells_what_another_node_has(start_cluster, numbers, until):
     a.put(some[:5])
     until(lambda: a.announced)
     until(lambda: b.holders(some[4]) == {"a"})
-    answer = b.client.intend(b.ns, Intent.PREFETCH, keys_of(some))
+    # It looks for them for half a second, in which a busy machine may do nothing.
+    answer = until(
+        lambda: (now := b.client.intend(b.ns, Intent.PREFETCH, keys_of(some))).blocks and now
+    )
     assert (answer.outcome, answer.blocks, answer.missing) == (Outcome.ACCEPTED, 5, 3)
     until(lambda: b.here(some) == 5)
     assert b.client.intend(b.ns, Intent.PIN, keys_of(some[5:])).outcome is Outcome.MISSING
@@ -181,23 +196,29 @@ def test_a_node_that_is_silent_delays_nobody_but_those_who_ask_it(tenants, numbe
     until(lambda: blue_c.announced)
     digest = blue.ns.digest
     silent = world.node("b")
-    silent.signal(signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(FLOOD) as threads:
-            flood = [
-                threads.submit(flooding.client.intend_on, digest, Intent.DROP, keys, node="b")
-                for _ in range(FLOOD)
-            ]
-            asked = blue.client.intend_on(digest, Intent.PIN, keys, node="c")
-            assert (asked.outcome, asked.blocks) == (Outcome.ACCEPTED, 8)
-            assert blue.read(some) == 8, "and they are pulled from there"
-            assert blue.client.intend(blue.ns, Intent.PIN, keys).blocks == 8
-            assert not all(each.done() for each in flood), "they were served before these"
+
+    def served_before_the_flood() -> bool:
+        """Each of it waits for five seconds; a busy machine may need longer for the others, too."""
+        silent.signal(signal.SIGSTOP)
+        try:
+            with ThreadPoolExecutor(FLOOD) as threads:
+                flood = [
+                    threads.submit(flooding.client.intend_on, digest, Intent.DROP, keys, node="b")
+                    for _ in range(FLOOD)
+                ]
+                asked = blue.client.intend_on(digest, Intent.PIN, keys, node="c")
+                assert (asked.outcome, asked.blocks) == (Outcome.ACCEPTED, 8)
+                assert blue.read(some) == 8, "and they are pulled from there"
+                assert blue.client.intend(blue.ns, Intent.PIN, keys).blocks == 8
+                before = not all(each.done() for each in flood)
+                silent.signal(signal.SIGCONT)
+                errors = [error for each in flood if (error := each.exception()) is not None]
+            assert all(isinstance(error, KvpoolError) for error in errors), errors
+        finally:
             silent.signal(signal.SIGCONT)
-            errors = [error for each in flood if (error := each.exception()) is not None]
-        assert all(isinstance(error, KvpoolError) for error in errors), errors
-    finally:
-        silent.signal(signal.SIGCONT)
+        return before
+
+    until(served_before_the_flood)
     until(lambda: flooding.client.intend_on(digest, Intent.DROP, keys, node="b"))
     assert blue.client.available, "and the daemon is not taken for dead"
     assert flooding.client.available

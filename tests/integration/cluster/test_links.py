@@ -86,16 +86,31 @@ def test_an_answer_goes_where_the_link_is_fast(seats: Any, numbers: Any, until: 
         # Nobody has pulled anything: it is assumed, and either is as good.
         assert would_go()[1]["known"] == "assumed"
         until(lambda: {would_go()[0] for _ in range(8)} == {"a", "b"})
-        for seat in (a, b):
+
+        def pull(seat: Any) -> None:
             some = numbers(100)
             seat.put(some)
-            until(lambda seat=seat: seat.announced)
+            until(lambda: seat.announced)
             assert d.read(some) == 100
-        until(lambda: would_go()[1]["known"] == "measured by d", "it is in its record")
-        where, link = would_go()
-        assert where == "b"
-        assert link["bytes_s"] > 4 * SLOW_BYTES_S
-        assert link["age_s"] >= 32
-        slow = {one["node"]: one["bytes_s"] for one in b.members["d"]["links"] if one["node"]}
-        assert slow["a"] < 2 * SLOW_BYTES_S
+
+        for seat in (a, b):
+            pull(seat)
+
+        def told() -> dict[str, Any] | None:
+            """The link to b, once it is in d's record, which may have had that to a before."""
+            where, link = would_go()
+            if link["known"] != "measured by d":
+                return None
+            if where == "b" and link["bytes_s"] > 4 * SLOW_BYTES_S:
+                return link
+            pull(b)  # the machine may have been busy
+            return None
+
+        assert until(told)["age_s"] >= 32
+
+        def slow() -> float | None:
+            links = b.members["d"]["links"]
+            return next((one["bytes_s"] for one in links if one["node"] == "a"), None)
+
+        assert until(slow) < 2 * SLOW_BYTES_S
         assert [would_go()[0] for _ in range(8)] == ["b"] * 8

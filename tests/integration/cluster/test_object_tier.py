@@ -212,11 +212,15 @@ def test_a_store_process_that_dies_is_started_again(world, stored, until):
     assert fetch(b, listed) == len(listed)
 
 
-def test_a_catalog_that_was_lost_is_filled_by_a_scan(world, stored, until):
+def test_a_catalog_that_was_lost_is_filled_by_a_scan(world, stored, until, proxy):
     _, b, listed = stored
     bereave(world, b, until)
+    looked = threading.Event()
+    proxy.rule = every("GET", Answer(hold=looked))  # the scan begins within two seconds
     world.redis.flush()
     assert kept(b, listed) == []
+    looked.set()
+    proxy.rule = lambda *_: NOTHING
     until(lambda: kept(b, listed) == listed, "whoever leads the chore lists all objects")
     assert fetch(b, listed) == len(listed)
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvpool.placement.records import NodeState
-from tests.integration.test_cluster_cli import Commands
+from tests.integration.cluster.conftest import keys_of
+from tests.integration.test_cluster_cli import Commands, hear
 from tests.support.programs import program
 from tests.support.waiting import PATIENCE_S
 
@@ -70,6 +71,8 @@ def test_an_engine_finishes_and_what_only_its_node_has_goes_elsewhere(
     sole = numbers(100)
     a.put(sole)
     until(lambda: a.announced)
+    # The node cannot leave, within a second of its last word, before the command has seen that.
+    lease = a.client.acquire(a.ns, keys_of(sole[:1]), lease_s=PATIENCE_S)
     with contextlib.ExitStack() as stack:
         engines = {
             name: json.loads(
@@ -104,6 +107,9 @@ def test_an_engine_finishes_and_what_only_its_node_has_goes_elsewhere(
             # The node itself goes on, since the engine may yet store something.
             assert b.members["a"]["state"] == NodeState.SERVING
             assert drain.poll() is None
+        hear(drain, "waiting for 1 lease to end")
+        lease.release()
+        a.client.stats()  # carries the release
         out, err = drain.communicate(timeout=PATIENCE_S)
         assert drain.returncode == 0, err
         assert "engines that are drained: e-a; no requests are left at the engines" in out

@@ -175,16 +175,23 @@ def test_what_there_is_not_is_in_the_trace_too(world, numbers, trace, spans_of) 
     ],
     ids=["none", "not sampled", "short", "version ff", "no parent", "long"],
 )
-def test_no_context_no_spans(there, trace, spans_of, collector, context_of) -> None:
-    _, b, listed = there
+def test_no_context_no_spans(there, trace, collector, context_of) -> None:
+    a, b, listed = there
+
+    def all_heard() -> str:
+        """A trace; a node's spans go in order: with those of this one, all that there were before are there."""
+        last = f"{next(COUNT):032x}"
+        for seat in (a, b):
+            seat.client.acquire(seat.ns, keys_of([0]), trace=context(last))
+        until(lambda: {node_of(one) for one in collector.spans(last)} == {"a", "b"}, last)
+        return last
+
+    all_heard()  # the tests before have not waited for each of theirs
     seen = len(collector.spans())
     lease = b.client.acquire(b.ns, keys_of(listed), wait_s=PATIENCE_S, trace=context_of(trace))
     assert lease is not None and lease.blocks == 8
     lease.release()
-    # Spans go in order: with what comes after it, all that there was of it is there.
-    last = f"{next(COUNT):032x}"
-    b.client.acquire(b.ns, keys_of(listed), trace=context(last)).release()
-    spans_of(last, acquire=1)
+    last = all_heard()
     assert {one.trace for one in collector.spans()[seen:]} == {last}
 
 
