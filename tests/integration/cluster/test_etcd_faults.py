@@ -8,8 +8,8 @@ from kvpool.errors import ClusterUnavailable
 from kvpool.types import NamespaceRecord
 from tests.support.proxy import BOTH, Fault, Proxy
 
-TTL_S = 4.0  # the shortest that a busy machine keeps up
-FAST = {"KVPOOL_MEMBER_TTL_S": "4"}
+TTL_S = 6.0  # the shortest that a busy machine keeps up
+FAST = {"KVPOOL_MEMBER_TTL_S": "6"}
 TURNS = 300  # of four blocks each; what all tests put fits into a node's memory, or the first would have to go
 
 

@@ -64,7 +64,7 @@ def test_objects_of_all_sizes_are_read_on_the_other_node(reading):
             ),
             "its replica is told",
         )
-        assert b.get_batch(keys) == values
+        seen(lambda keys=keys, values=values: b.get_batch(keys) == values, "they are read")
         assert b.put(keys[0], b"other bytes") == 0
         assert b.get(keys[0]) == values[0], "a duplicate, wherever the first one is"
 

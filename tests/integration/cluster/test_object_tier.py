@@ -221,7 +221,11 @@ def test_a_catalog_that_was_lost_is_filled_by_a_scan(world, stored, until, proxy
     assert kept(b, listed) == []
     looked.set()
     proxy.rule = lambda *_: NOTHING
-    until(lambda: kept(b, listed) == listed, "whoever leads the chore lists all objects")
+    until(
+        lambda: kept(b, listed) == listed,
+        "whoever leads the chore lists all objects, a minute after the last time",
+        seconds=2 * PATIENCE_S,
+    )
     assert fetch(b, listed) == len(listed)
 
 
