@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client import Client, OperatorClient
+from kvpool.client import OperatorClient
 from kvpool.daemon.ops.audit_file import AuditRecord, verify
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.security.cluster_secrets import ClusterSecrets
@@ -60,14 +60,16 @@ def test_changes_are_kept_over_restarts_of_all_kinds(
 ) -> None:
     for life in range(3):
         daemon = begin()
-        with OperatorClient(daemon.socket, operator_token=OPERATOR) as client:
+        with OperatorClient(daemon.socket, operator_token=OPERATOR, timeout_s=PATIENCE_S) as client:
             ns = client.open(RECORD)
             client.put(ns, [bytes(16)], [bytes(4096)])
             client.evict([bytes(16)])
         until(lambda life=life: len(records(path)) == life + 1)
         if life == 1:
-            for pid in daemon.family():
+            # Workers first: they end with the control process, and nobody has their numbers any more.
+            for pid in reversed(daemon.family()):
                 os.kill(pid, signal.SIGKILL)
+            daemon.wait_end()
         else:
             assert daemon.stop() == 0
     found = records(path)
@@ -86,11 +88,11 @@ def test_who_fails_at_the_socket(
     begin: Callable[..., Any], path: Path, until: Callable[..., Any]
 ) -> None:
     daemon = begin(config=TENANTS)
-    with pytest.raises(NotAuthenticated), Client(daemon.socket, tenant="red", token="wrong") as red:
+    with pytest.raises(NotAuthenticated), daemon.client(tenant="red", token="wrong") as red:
         red.open(RECORD)
-    with pytest.raises(NotAuthenticated), Client(daemon.socket, tenant="blue") as blue:
+    with pytest.raises(NotAuthenticated), daemon.client(tenant="blue") as blue:
         blue.open(RECORD)
-    with OperatorClient(daemon.socket, operator_token="not the operator's token") as client:
+    with daemon.client(operator_token="not the operator's token") as client:
         client.open(RECORD)
         with pytest.raises(KvpoolError):
             client.evict([bytes(16)])

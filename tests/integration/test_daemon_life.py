@@ -44,7 +44,7 @@ def test_it_needs_no_configuration_at_all(start, folder, clean_environ):
         line = process.stdout.readline()
         path = folder / "kvpool" / "kvpool.sock"
         assert f"socket {path}" in line
-        with Client(str(path), connect=True) as client:
+        with Client(str(path), timeout_s=PATIENCE_S, connect=True) as client:
             ns = client.open(RECORD)
             assert client.put(ns, [key(1)], b"x" * 4096) == 1
             assert client.get(ns, [key(1)]) == [b"x" * 4096]
@@ -133,7 +133,7 @@ def test_the_socket_of_a_killed_daemon_is_taken_over(daemon, start):
     daemon.kill()
     assert Path(daemon.socket).exists()
     second = start("--socket", daemon.socket, name="second")
-    with Client(daemon.socket, connect=True) as client:
+    with Client(daemon.socket, timeout_s=PATIENCE_S, connect=True) as client:
         assert client.incarnation
     assert second.stop() == 0
 

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvpool.client import Client
 from kvpool.errors import ProtocolError
 from kvpool.types import NamespaceRecord
 from kvpool.wire import client as client_wire
@@ -506,7 +505,7 @@ def test_another_instance_with_the_same_client_id_is_refused(daemon):
 def test_another_process_with_the_same_client_id_is_refused(daemon):
     thief = daemon.script(
         """
-client = Client(SOCKET, instance="test")
+client = Client(SOCKET, timeout_s=60, instance="test")
 client._connections.client_id = hear()
 try:
     client.match(client.open(RECORD), [key(1)])
@@ -639,7 +638,7 @@ def test_many_clients_come_and_go(daemon):
     with daemon.client(connect=True):
         before = len(list(descriptors.iterdir()))
         for n in range(100):
-            with Client(daemon.socket, connect=True) as other:
+            with daemon.client(connect=True) as other:
                 other.put(other.open(RECORD), [n.to_bytes(16, "big")], os.urandom(4096))
     stats = daemon.stats()
     assert stats.clients <= clients + 1

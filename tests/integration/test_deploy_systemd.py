@@ -95,7 +95,7 @@ def end(process: subprocess.Popen) -> None:
 
 def use(socket: str) -> None:
     """What an engine does, and enough of it that memory gives blocks up."""
-    with Client(socket, connect=True) as client:
+    with Client(socket, timeout_s=PATIENCE_S, connect=True) as client:
         namespace = client.open(RECORD)
         for start in range(0, 64, 16):
             client.put(namespace, KEYS[start : start + 16], BLOCKS[start : start + 16])

@@ -8,7 +8,7 @@ from kvpool.daemon.tiers.engine_caches import NO_PYZMQ
 
 FOLLOW = """
 import zmq
-client = Client(SOCKET)
+client = Client(SOCKET, timeout_s=60)
 ns = client.open(RECORD)
 pub = zmq.Context.instance().socket(zmq.PUB)
 pub.bind("ipc://" + hear())

@@ -134,7 +134,7 @@ def test_only_ones_own_leases(daemon: Any, writer: Any) -> None:
 READER = """
 import numpy as np
 from kvpool.errors import InvalidRequest
-client = Client(SOCKET, connect=True, read_only=True)
+client = Client(SOCKET, timeout_s=60, connect=True, read_only=True)
 ns = client.open(NamespaceRecord.simple("verified", block_bytes=65536, block_tokens=16))
 keys = [key(number) for number in range(12)]
 say(sum(block is not None for block in client.get(ns, keys)))

@@ -294,9 +294,11 @@ def two_hosts(folder: Path, servers: Servers) -> Making:
         there = hosts["host-b"]
         assert not (there.folder / "certs" / "ca.key").exists()
         # What is known there can be loaded there.
-        with Client(there.socket, connect=True) as client:
+        with Client(there.socket, timeout_s=PATIENCE_S, connect=True) as client:
             record = NamespaceRecord.simple("quickstart", block_bytes=65536, block_tokens=16)
-            assert client.pull(client.open(record), [(7).to_bytes(16, "big")], wait_s=10.0) == 1
+            assert (
+                client.pull(client.open(record), [(7).to_bytes(16, "big")], wait_s=PATIENCE_S) == 1
+            )
 
     return nullcontext(Scene(swaps, afterwards=are_a_pool))
 

@@ -136,7 +136,7 @@ def test_what_is_not_there_and_what_cannot_be(kvpool, tmp_path):
 def test_damaged_bytes_are_no_object(pool, store, kvpool, request, size):
     """In a head, and in a chunk: the facade reads them, since its memory is its tenant's own to damage."""
     assert store.put("a", data_of(4, size)) == 0
-    with Client(pool.socket, connect=True) as client:
+    with Client(pool.socket, timeout_s=PATIENCE_S, connect=True) as client:
         objects = Objects(client, request.node.name)
         objects.spaces.look()
         [head] = objects._heads([b"a"])
