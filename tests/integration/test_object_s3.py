@@ -22,7 +22,7 @@ from kvpool.storage.object.requests import ObjectLimits
 from kvpool.storage.object.store import GetBatch, ObjectStore, PutBatch, PutResult
 from kvpool.types import BlockStatus
 from tests.support.s3 import NOTHING, Answer, Proxy, every, nth
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 NODE, OTHER = b"node one", b"node two"
 DIGEST = bytes(range(16))
@@ -479,6 +479,7 @@ def test_what_a_killed_node_had_been_told_is_there_is_there(
     assert len(told) >= 30
     locations = np.frombuffer(b"".join(told.values()), LOCATION)
     assert get(remote, locations, list(told)) == [BlockStatus.PRESENT] * len(told)
+    until(lambda: len(proxy.answered) == len(proxy.asked), "its last request has ended too")
     tables = list(remote.scan(timeout_s=PATIENCE_S))
     found = {location.tobytes() for table in tables for location in table.locations()}
     assert set(told.values()) <= found

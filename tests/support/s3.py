@@ -49,6 +49,7 @@ class Proxy:
     rule: Rule = lambda *_: NOTHING
     bucket: str = ""
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # verb, path, range
+    answered: list[None] = field(default_factory=list)  # one for each of them that has ended
 
     def __enter__(self) -> Self:
         self._listen(free_port())  # which is still there when it comes up again
@@ -125,6 +126,14 @@ class Proxy:
         body = request.rfile.read(int(request.headers.get("content-length", 0)))
         verb, path = request.command, request.path
         self.asked.append((verb, path, request.headers.get("range", "")))
+        try:
+            self._answer(request, verb, path, body)
+        finally:
+            self.answered.append(None)
+
+    def _answer(
+        self, request: http.server.BaseHTTPRequestHandler, verb: str, path: str, body: bytes
+    ) -> None:
         answer = self.rule(verb, path)
         if answer.deaf and not answer.after_server:
             request.close_connection = True

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from kvpool.admin.tokens import add_token
+from kvpool.secret_files import write_whole
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
 from tests.integration.cluster.conftest import PLAIN, key
 from tests.support.servers.etcd import free_port
@@ -60,7 +61,7 @@ def test_no_token_no_answer(gate):
 
 
 def test_wrong_tokens_are_asked_to_wait_and_right_ones_are_not(start_cluster, tmp_path):
-    gate = open_gate(start_cluster(nodes=1), tmp_path, KVPOOL_HTTP_RATE="50")
+    gate = open_gate(start_cluster(nodes=1), tmp_path, KVPOOL_HTTP_RATE="5")  # a wrong one a minute
     stranger = gate.stranger("not the token")
     root, op = (
         Gate(gate.port, gate.tokens[name], source=stranger.source) for name in ("root", "op")
@@ -275,7 +276,7 @@ def test_new_tokens_and_old_ones(start_cluster, tmp_path, until):
         return "the tokens stay as they were" in world.node("g").said
 
     until(refused)
-    file.write_text(good.partition("\n\n")[2])  # without root
+    write_whole(file, good.partition("\n\n")[2].encode())  # without root
     until(lambda: gate.stranger(gate.token).ask("GET", "/v1/me").status == 401)
     assert gate.of("op").get("/v1/me")["role"] == "operator"
 
@@ -411,8 +412,9 @@ def test_no_secret_is_in_sight(start_cluster, tmp_path):
 
 def test_an_address_is_printed_once_it_answers(start, until):
     """One that another process has is not: the daemon serves, and says what is wrong."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    port = free_port()  # nobody else's when it is given up
+    address = f"127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", port)):
         daemon = start("--http", address)
         assert "HTTP" not in daemon.ready
         until(lambda: f"cannot listen on {address}" in daemon.stderr)

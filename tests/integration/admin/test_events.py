@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvpool.admin.event_feed import NODES_LOOK_S
+from kvpool.secret_files import write_whole
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
 from tests.support.waiting import PATIENCE_S
 
@@ -148,7 +149,7 @@ def test_a_stream_ends_with_its_token(pair, until):
         pin(pair.gate, "a")
         assert stream.pins(1)
         left = [e for e in file.read_text().split("\n\n") if 'name = "eye"' not in e]
-        file.write_text("\n\n".join(left))
+        write_whole(file, "\n\n".join(left).encode())
         until(
             lambda: pair.gate.stranger(pair.gate.tokens["eye"]).ask("GET", "/v1/me").status == 401
         )

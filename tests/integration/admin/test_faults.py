@@ -1,5 +1,6 @@
 """What breaks, hangs, floods: the gateway answers in time, or comes back."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import pytest
 from kvpool.admin.api import OF_TOKEN_MAX
 from tests.integration.admin.conftest import Gate, gateway_pid, open_gate
 from tests.integration.cluster.conftest import PLAIN
+from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
 
 DIGEST = PLAIN.digest().hex()
@@ -79,8 +81,8 @@ def test_a_daemon_that_hangs_is_told_of_and_goes_on(pair, until):
 
 
 def test_an_address_in_use_is_said_and_tried_again(start, until, folder):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()  # nobody else's when it is given up
+    with socket.create_server(("127.0.0.1", port)):
         daemon = start("--http", f"127.0.0.1:{port}")
         until(lambda: f"cannot listen on 127.0.0.1:{port}" in daemon.stderr)
         with daemon.client(connect=True) as client:
@@ -94,12 +96,12 @@ def raw(gate, data, seconds=PATIENCE_S):
     with gate.connect() as sock:
         sock.settimeout(seconds)
         found = b""
-        try:
+        # Who has enough closes with the rest unread, which ends what is still sent, and not what was answered.
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             sock.sendall(data)
+        with contextlib.suppress(ConnectionResetError):
             while piece := sock.recv(1 << 16):
                 found += piece
-        except (ConnectionResetError, BrokenPipeError):
-            pass
     return found, time.monotonic() - begun
 
 

@@ -598,6 +598,7 @@ def test_polling_stops_while_the_tab_is_hidden(tab, server):
 
 def test_by_keyboard_alone(tab, server):
     page = tab.enter(OPERATOR)
+    expect(page.locator(".node")).to_have_count(3)
     page.evaluate("document.activeElement.blur()")
     walk = []
     for _ in range(16):

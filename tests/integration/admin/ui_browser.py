@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)  # else five seconds, of a browser on a busy machine
 WATCH = """
 addEventListener('securitypolicyviolation', (event) => complain(`${event.violatedDirective} ${event.blockedURI}`));
 """

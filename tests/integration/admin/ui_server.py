@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S
 
 UI = Path(__file__).resolve().parents[3] / "kvpool" / "admin" / "ui"
@@ -131,7 +132,7 @@ class UiServer:
         self.blocks_of: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.lost: set[str] = set()
-        self.port = 0
+        self.port = free_port()  # nobody else's while it is stopped
         self.reset()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
@@ -337,7 +338,6 @@ class UiServer:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
-        self.port = runner.addresses[0][1]
         ready.set_result(None)
         await self._ended.wait()
         await runner.cleanup()
