@@ -66,7 +66,7 @@ def secret(folder: Path) -> Path:
 
 
 @pytest.fixture
-def begin(start, folder: Path):
+def begin(start, folder: Path, until):
     """Starts daemons with the same disk."""
     with contextlib.ExitStack() as stack:
 
@@ -75,6 +75,8 @@ def begin(start, folder: Path):
             given = ("--memory", "4MiB", "--ssd", disk, "--ssd-write", "through")
             engine = Engine(start(*given, *args, **settings), codec)
             stack.callback(engine.client.close)
+            # A node does not wait long for its disk before it is ready.
+            until(lambda: engine.disk.state == "serving", "the disk is open")
             return engine
 
         yield start_one

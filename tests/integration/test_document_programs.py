@@ -10,6 +10,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.types import NamespaceRecord
 from tests.documents import DOCUMENTS, blocks
+from tests.support.waiting import PATIENCE_S
 
 KEYS = [i.to_bytes(16, "big") for i in range(1, 5)]
 NEW_KEYS = [i.to_bytes(16, "big") for i in range(11, 15)]
@@ -72,6 +73,8 @@ def test_python_in_documents_runs(
     block: Any, daemon: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPOOL_SOCKET", daemon.socket)
+    # They leave out how long a request may take, and a busy machine needs more than is usual.
+    monkeypatch.setitem(Client.__init__.__kwdefaults__, "timeout_s", PATIENCE_S)
     before = daemon.stats().counters
     names = run_block(block, given)
     after = daemon.stats().counters

@@ -184,12 +184,14 @@ def test_a_tenant_is_told_of_no_other(start) -> None:
     assert numbers("put_parts_total", tenant="default") == 0
 
 
-def test_every_metric_is_told_by_a_node_with_disks_and_a_store(start, folder) -> None:
+def test_every_metric_is_told_by_a_node_with_disks_and_a_store(start, folder, until) -> None:
     (folder / "store").mkdir()
     daemon = start(
         *("--ssd", f"{folder / 'disk'}=64MiB"),
         *("--object-store", f"file://{folder / 'store'}", "--data-dir", str(folder / "data")),
     )
+    # A node does not wait long for its disk before it is ready.
+    until(lambda: daemon.stats().tiers.ssd[0].state == "serving", "the disk is open")
     view = View(inspect(daemon), 200, 200)
     for metric in METRICS:
         metric.samples(view)  # raises what is missing

@@ -11,6 +11,7 @@ import pytest
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.node_stats import Missed
 from kvpool.types import NamespaceRecord
+from tests.support.signals import send
 
 NBYTES = 64 << 10
 PLAIN = NamespaceRecord.simple("model-a", block_bytes=NBYTES, block_tokens=16)
@@ -153,8 +154,10 @@ def test_on_a_disk_that_was_lost(start, folder, until):
             put(client, ns, first, first + 8)
         until(lambda: not client.contains(ns, keys(0, 8)).any())
         assert why(client, ns, 0, 8)["blocks"] == 8
+        worker = disk_worker(daemon)
+        send(worker, signal.SIGSTOP)  # it writes there
         shutil.rmtree(folder / "disk")
-        os.kill(disk_worker(daemon), signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         until(lambda: why(client, ns, 0, 8)["blocks"] == 0, "its end is seen")
         found = why(client, ns, 0, 8)["missing"]
         assert (found["reason"], found["where"]) == ("disk_lost", str(folder / "disk"))

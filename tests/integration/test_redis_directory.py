@@ -310,7 +310,7 @@ def test_away_at_the_start(tmp_path: Path) -> None:
 
 def test_stopped_it_costs_each_call_its_time_at_most_and_later_ones_nothing(server: Redis) -> None:
     async def test(directory: RedisDirectory) -> None:
-        await publish(directory, KEYS)
+        await eventually(lambda: publish(directory, KEYS))
         server.pause()
         began = time.monotonic()
         waiting = [asyncio.ensure_future(present(directory, KEYS)) for _ in range(20)]
@@ -350,10 +350,11 @@ def test_lookups_given_up_do_not_hide_that_it_has_stopped(server: Redis) -> None
     """Callers with less patience than ours: the connection is found dead all the same."""
 
     async def test(directory: RedisDirectory) -> None:
-        await publish(directory, KEYS)
+        await eventually(lambda: publish(directory, KEYS))
+        failures = directory.stats["failures"]
         server.pause()
         deadline = time.monotonic() + PATIENCE_S
-        while directory.stats["failures"] == 0:
+        while directory.stats["failures"] == failures:
             assert time.monotonic() < deadline
             task = asyncio.ensure_future(present(directory, KEYS))
             await asyncio.sleep(0.01)

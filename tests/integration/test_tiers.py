@@ -81,7 +81,7 @@ class Engine:
 
 
 @pytest.fixture
-def disked(start, folder) -> Iterator:
+def disked(start, folder, until) -> Iterator:
     """Starts daemons with one disk each, and an engine beside them; a name has its disk for ever."""
     engines = []
 
@@ -97,6 +97,8 @@ def disked(start, folder) -> Iterator:
         daemon = start(*given, *args, name=name, **settings)
         engine = Engine(daemon)
         engines.append(engine)
+        # A node does not wait long for its disk before it is ready.
+        until(lambda: engine.disk.state == "serving", "the disk is open")
         return engine
 
     yield begin
@@ -434,27 +436,28 @@ def test_a_file_system_that_turns_read_only_serves_reads_and_loses_no_place(disk
         engine.daemon.end()
 
 
-def test_a_disk_that_cannot_be_used_is_told_and_the_node_serves(start, folder):
+def test_a_disk_that_cannot_be_used_is_told_and_the_node_serves(start, folder, until):
     (folder / "file").write_text("not a folder")
     daemon = start("--memory", "4MiB", "--ssd", f"{folder / 'file' / 'disk'}=16MiB")
     engine = Engine(daemon)
     with engine.client:
         engine.put(range(8))
         assert engine.read(range(8)) == set(range(8))
-        assert engine.disk.state == "failed"
+        until(lambda: engine.disk.state == "failed")
         assert "disk" in engine.disk.error
 
 
-def test_a_mistyped_path_makes_no_folders(start, folder):
+def test_a_mistyped_path_makes_no_folders(start, folder, until):
     """They would be on the file system of `/`, and fill it."""
     path = folder / "nvm0" / "kvpool"
     daemon = start("--memory", "4MiB", "--ssd", f"{path}=16MiB")
+    until(lambda: "there is no folder" in daemon.stderr)
     assert not path.parent.exists()
     assert f"there is no folder {path.parent}. Mount the disk, create the folder" in daemon.stderr
     path.parent.mkdir()
     other = start("--memory", "4MiB", "--ssd", f"{path}=16MiB", name="other")
     with other.client(connect=True) as client:
-        assert client.stats().tiers.ssd[0].state == "serving"
+        until(lambda: client.stats().tiers.ssd[0].state == "serving")
 
 
 def test_two_daemons_cannot_have_one_disk(disked, start, folder, until):

@@ -84,15 +84,18 @@ class Engine:
 
 
 @pytest.fixture
-def begin(start, folder) -> Iterator:
+def begin(start, folder, until) -> Iterator:
     """Starts a daemon on the one disk, with an engine beside it."""
     engines = []
 
     def one(*args: str, size: str = "64MiB", codec: str = "blosc2") -> Engine:
         disk = f"{folder / 'disk'}={size}"
         daemon = start("--memory", "4MiB", "--ssd", disk, "--ssd-write", "through", *args)
-        engines.append(Engine(daemon, codec))
-        return engines[-1]
+        engine = Engine(daemon, codec)
+        engines.append(engine)
+        # A node does not wait long for its disk before it is ready.
+        until(lambda: engine.disk.state == "serving", "the disk is open")
+        return engine
 
     yield one
     for engine in engines:

@@ -154,13 +154,15 @@ def test_damaged_bytes_are_no_object(pool, store, kvpool, request, size):
     assert store.get("a") == b"", "and it is dropped"
 
 
-def test_names_on_a_disk(start, clean_environ, tmp_path):
+def test_names_on_a_disk(start, clean_environ, tmp_path, until):
     ssd = "--ssd", f"{tmp_path / 'disk'}=64MiB", "--ssd-write", "through"
     daemon = start(*ssd)
     kvpool = Command(clean_environ(tmp_path), daemon.socket, "default")
     assert kvpool("put", "a", given=b"12345").returncode == 0
     assert daemon.stop() == 0
-    start(*ssd)
+    daemon = start(*ssd)
+    # A node does not wait long for its disk before it is ready.
+    until(lambda: daemon.stats().tiers.ssd[0].state == "serving", "the disk is open")
     assert kvpool.names() == []
     assert kvpool.names("--tier", "ssd") == ["a"]
     assert kvpool("get", "a").stdout == b"12345"
