@@ -252,7 +252,7 @@ def test_a_dead_owners_lease_is_waited_for(etcd: Etcd, cluster: str, process: Pr
     """The owner of the name was killed, its address is another: join comes back when the lease ends."""
 
     async def main() -> None:
-        async with Members(etcd.url, cluster) as members:
+        async with Members(etcd.url, cluster, ttl_s=LONG_TTL_S) as members:
             member = await members.start()
             await until(lambda: "p" in member.view.nodes, "the process joins")
             old = member.view.nodes["p"]
