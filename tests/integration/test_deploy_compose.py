@@ -79,7 +79,7 @@ def test_a_node_of_compose_is_asked_over_tls_with_a_token(made, start, until):
             return 0, ""
 
     until(lambda: ask("/healthz")[0] == 200, what="the gateway answers")
-    assert ask("/readyz")[0] == 200
+    until(lambda: ask("/readyz")[0] == 200, what="its daemon answers it")
     assert ask("/metrics")[0] == ask("/metrics", "another token")[0] == 401
     status, text = ask("/metrics", TOKEN)
     assert status == 200
