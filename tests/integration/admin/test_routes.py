@@ -1,6 +1,7 @@
 """Each route, on real daemons with real blocks."""
 
 import http.client
+from dataclasses import replace
 
 import pytest
 
@@ -228,9 +229,15 @@ def test_settings_and_a_new_epoch_of_a_namespace(gate, two, numbers, until):
     assert gate.ask("POST", f"/v1/namespaces/{'1' * 32}/clear").code == "not_found"
 
 
-def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, until):
+def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, numbers, until):
     world = start_cluster(nodes=1)
-    gate = open_gate(world, tmp_path)
+    gate = replace(open_gate(world, tmp_path), whole=True)
+    seat = world.seat("a")
+    some = numbers(1)
+    seat.put(some)
+    # Until it ends the node does not leave.
+    lease = seat.client.acquire(seat.ns, [key(number) for number in some], lease_s=60.0)
+    assert lease is not None
     assert gate.change("PUT", "/v1/nodes/a/drain") | {"progress": None} == {
         "node": "a",
         "wanted": True,
@@ -239,6 +246,7 @@ def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, until
     until(lambda: gate.get("/v1/nodes/a")["node"]["drain_wanted"])
     assert not gate.change("DELETE", "/v1/nodes/a/drain")["wanted"]
     until(lambda: not gate.get("/v1/nodes/a")["node"]["drain_wanted"])
+    lease.release()
     for method in ("PUT", "DELETE"):
         assert gate.ask(method, "/v1/nodes/zzz/drain").code == "not_found"
 
