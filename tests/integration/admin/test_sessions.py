@@ -110,7 +110,13 @@ def test_a_prompt_is_prefetched_into_the_node_that_is_named(gate, seat_of, told,
     until(lambda: seat_of("a").announced)
     body = {"intent": "prefetch", "namespace": DIGEST, "keys": hexed(some)}
     assert gate.ask("POST", "/v1/intents", body).code == "invalid"
-    (item,) = gate.change("POST", "/v1/intents", {**body, "node": "g"})["items"]
+
+    def found():
+        """It asks others where the blocks are, and does not wait long for them."""
+        (item,) = gate.change("POST", "/v1/intents", {**body, "node": "g"})["items"]
+        return item["outcome"] != "missing" and item
+
+    item = until(found, "the blocks are found")
     assert (item["outcome"], item["blocks"]) == ("accepted", 8)
     until(lambda: seat_of("g").here(some) == 8)
 
