@@ -74,9 +74,12 @@ SERVERS = {
 """How commands begin that do not end, and what they say when they are ready."""
 
 LOOKS = tuple(
-    f"kvpool {verb} " for verb in ["nodes", "namespaces", "status", "locate", "lookup", "plan"]
+    f"kvpool {verb} "
+    for verb in ["nodes", "namespaces", "status", "locate", "lookup", "plan", "bench transfer"]
 )
-"""Commands that change nothing, so that they can be typed again until what came before is known everywhere."""
+"""Commands that change nothing, so that they can be typed again until what came before is known everywhere, and what is
+measured is not disturbed.
+"""
 
 TURNS = {
     "kvpool evict --namespace b950 --node a": ("[y/N]", "y\n"),
