@@ -298,6 +298,7 @@ class _Blocks:
         for keys in self._batches():
             self._client.put(self.ns, keys, self._rows[: len(keys)], parent=parent)
             parent = keys[-1]
+        stored_at = self._clock()
         self._until(self._known_there, f"node {there} has not heard of the namespace")
         spec = {
             "kind": "warm",
@@ -307,7 +308,10 @@ class _Blocks:
         self._until(
             lambda: self._here_or_there(Presence.MEMORY), "the blocks are not in memory here"
         )
-        self._until(self._announced, "the directory was not told of the blocks")
+        self._until(
+            lambda: self._announced(self._clock() - stored_at),
+            "the directory was not told of the blocks",
+        )
         self._job.begin([there], spec)
         follow(self._job, lambda _: None, sleep=self._sleep)
         if not self._job.good:
@@ -330,10 +334,10 @@ class _Blocks:
         known = self._client.ask_node(operator_wire.Cluster(), node=self._nodes[1])
         return self.ns.digest.hex() in {entry["digest"] for entry in known["namespaces"]}
 
-    def _announced(self) -> bool:
-        """Whether the other node finds what is here: where there is no directory, it asks."""
+    def _announced(self, age_s: float) -> bool:
+        """Whether the directory was told of what is so old. On a busy node there is always something newer to tell."""
         directory = self._client.inspect().cluster.directory
-        return directory is None or not directory.queued
+        return directory is None or not directory.queued or directory.lag_s < age_s
 
     def _here_or_there(self, where: Presence) -> bool:
         return bool((self._client.present(self.ns, self.keys, wait_s=1.0) == where).all())
