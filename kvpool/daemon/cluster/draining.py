@@ -34,7 +34,7 @@ LOOKUP_TRIES = (
 RETRY_S = 0.5
 READ_S = 30.0  # for blocks on disks, as many as are read into memory at a time
 LAST_LEASES_S = 30.0  # for this node's own leases, such as those on blocks being written
-DONE_SEEN_S = 3.0  # clients that follow the drain poll it, and must see its end, even where a machine is busy
+DONE_SEEN_S = 3.0  # who follows the drain polls it, and must see its end, on a busy machine too
 
 
 class Drainer:
