@@ -1,6 +1,5 @@
 """What is shipped: nothing is lost through the links, and importing it stays light."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.support.imports import modules_after
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("storage", "engine_plugins")  # installed as kvpool.storage, kvpool.engine_plugins
@@ -102,16 +103,6 @@ def test_the_sdist_holds_what_the_tests_need(checkout: Path, sdist: Path) -> Non
         members = {name.partition("/")[2] for name in archive.getnames()}
     tests = {p.relative_to(checkout).as_posix() for p in (checkout / "tests").rglob("*.py")}
     assert {*package_files(checkout), *tests, "Makefile", "pyproject.toml"} <= members
-
-
-def modules_after(statement: str) -> set[str]:
-    """The names of what a fresh interpreter has loaded once it has run `statement`."""
-    code = f"import json, sys; {statement}; print(json.dumps(list(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return set(json.loads(result.stdout))
 
 
 @pytest.mark.parametrize(

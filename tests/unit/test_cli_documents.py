@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvpool.cli import base, verbs
 from kvpool.errors import KvpoolError
+from tests.support.imports import modules_after
 
 NO_JSON = {  # and why
     "kvpool serve": "runs until it is stopped",
@@ -98,9 +99,7 @@ def test_every_error_has_its_exit_status() -> None:
 
 
 def test_the_help_loads_nothing_heavy() -> None:
-    code = "import sys, kvpool.cli.verbs; print(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = modules_after("import kvpool.cli.verbs")
     for heavy in (
         "numpy",
         "asyncio",

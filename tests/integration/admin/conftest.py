@@ -115,8 +115,7 @@ class Gate:
 
     def of(self, name: str) -> "Gate":
         """The same with somebody else's token."""
-        token = self.tokens.get(name, name)
-        return Gate(self.port, token, self.unix, self.tokens, self.source, self.whole)
+        return replace(self, token=self.tokens.get(name, name))
 
     def connect(self) -> socket.socket:
         if self.unix:

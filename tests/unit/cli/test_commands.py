@@ -28,6 +28,7 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.telemetry.node_stats import decode
+from tests.support.imports import modules_after
 from tests.support.stats import node_stats
 from tests.unit.cli.answers import CLUSTER, DIGEST, FOUND, LEFT, STATS, draining, node
 
@@ -542,9 +543,7 @@ def test_the_entry_point(repo_root: Path):
 
 def test_the_client_imports_nothing_heavy():
     """An engine's process gets neither torch nor the daemon, an event loop or a terminal library."""
-    code = "import sys, kvpool.client; print(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = modules_after("import kvpool.client")
     for heavy in (
         "torch",
         "vllm",

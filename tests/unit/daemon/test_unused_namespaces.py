@@ -91,6 +91,12 @@ class OneNode:
         return self.node.namespaces.by_number(self.tenant, opened.number)
 
 
+def store(node: OneNode, holder: Holder, state: NamespaceState, key: bytes) -> None:
+    """A block of it."""
+    rows = node.node.grants.grant(holder, state, 0, 1)
+    node.node.grants.store(holder, state, 0, rows, [key], b"c" * 16)
+
+
 class OneCluster:
     """Nodes that share a membership; the hours pass for all of them at once."""
 
@@ -139,9 +145,8 @@ def test_what_a_client_has_open_or_memory_has_blocks_of_is_used() -> None:
             await a.open("open", client)
             await a.open("unused")
             state = await b.open("stored", writer)
-            rows = b.node.grants.grant(writer, state, 0, 1)
             key = b"k" * 16
-            b.node.grants.store(writer, state, 0, rows, [key], b"c" * 16)
+            store(b, writer, state, key)
             b.node.holders.died(writer)
             await world.pass_hours(AFTER_HOURS)
             assert world.names == ["open", "stored", "unused"], "not yet"
@@ -183,8 +188,7 @@ def test_a_node_that_was_away_finds_nothing_in_what_was_deleted_meanwhile() -> N
             before = await b.open("m", client)
             await a.open("m")
             key = b"k" * 16
-            rows = b.node.grants.grant(client, before, 0, 1)
-            b.node.grants.store(client, before, 0, rows, [key], b"c" * 16)
+            store(b, client, before, key)
             world.cluster.go_away("b")
             await world.pass_hours(AFTER_HOURS + 3, without="b")
             assert world.names == []
@@ -218,8 +222,7 @@ def test_a_node_that_missed_a_registration_and_a_deletion_finds_nothing_either()
             key, other = b"k" * 16, await b.open("other", client)
             known = b.tenant.epochs[first.base][-1]
             for state in (known, other):
-                rows = b.node.grants.grant(client, state, 0, 1)
-                b.node.grants.store(client, state, 0, rows, [key], b"c" * 16)
+                store(b, client, state, key)
             world.cluster.go_away("b")
             await a.open("m")
             await world.pass_hours(AFTER_HOURS + 3, without="b")
@@ -336,8 +339,7 @@ def test_what_is_opened_without_an_answer_is_kept_when_it_is_registered() -> Non
             world.cluster.go_away("a")
             client = a.node.holders.add("red", "engine", "client")
             state = await a.open("m", client)
-            rows = a.node.grants.grant(client, state, 0, 1)
-            a.node.grants.store(client, state, 0, rows, [b"k" * 16], b"c" * 16)
+            store(a, client, state, b"k" * 16)
             world.cluster.come_back("a")
             await a.member.namespaces.register_late()
             assert world.names == ["m"]
