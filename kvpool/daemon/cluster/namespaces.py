@@ -20,7 +20,7 @@ from kvpool.errors import (
     NamespaceMismatch,
     Unavailable,
 )
-from kvpool.placement.membership.admission import begun, check_room, stale
+from kvpool.placement.membership.admission import check_room, stale
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.records import (
     DEFAULT_SETTINGS,
@@ -62,25 +62,22 @@ class Namespaces:
 
     def look(self, view: View) -> None:
         """The cluster's current records of namespaces."""
+        deleted = False
         if view.namespaces is not self._entries:
-            self._look_at_entries(view)
-        before, self._first_epoch = self._first_epoch, view.clock.first_epoch
-        if before < self._first_epoch:
+            before, self._entries = self._entries, view.namespaces
+            known = before.get
+            for key in [key for key, entry in self._entries.items() if known(key) is not entry]:
+                self._follow(key, self._entries[key])
+            deleted = not before.keys() <= self._entries.keys()
+        epoch, self._first_epoch = self._first_epoch, view.clock.first_epoch
+        if deleted or epoch < self._first_epoch:
             self._end_deleted()
 
-    def _look_at_entries(self, view: View) -> None:
-        before, self._entries = self._entries, view.namespaces
-        known = before.get
-        for key in [key for key, entry in self._entries.items() if known(key) is not entry]:
-            self._follow(key, self._entries[key])
-        if not before.keys() <= self._entries.keys():
-            for key in before.keys() - self._entries.keys():
-                # Deleted. If this node did not know that it was unused, it was away, and so are its clients' weights.
-                self._follow(key, begun(before[key], view.clock))
-
     def _end_deleted(self) -> None:
-        """Namespaces that are open here and that the cluster does not know, from an epoch before the first one now: they
-        may have been registered and deleted between two looks.
+        """Namespaces that are open here, that the cluster does not know, and whose epoch is before the first one now.
+
+        They were deleted, perhaps after a registration that no look has seen. If this node did not know that one was
+        unused, it was away, and so are its clients' weights.
         """
         for tenant in self._node.tenants.values():
             for epochs in list(tenant.epochs.values()):
