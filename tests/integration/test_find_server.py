@@ -15,6 +15,7 @@ import pytest
 from kvpool.errors import ConfigError
 from tests.support.servers import find
 
+ROOT = Path(__file__).parents[2]
 FAKE = "#!/bin/sh\necho etcd Version: 1.2.3\n"
 
 
@@ -30,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nothing on PATH but `bin/`, an empty cache, and no wheels to be had."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "wheels").mkdir()
-    for tool in ("sh", "mkdir", "dirname", "chmod"):
+    for tool in ("sh", "mkdir", "dirname", "readlink", "chmod"):
         (tmp_path / "bin" / tool).symlink_to(f"/bin/{tool}")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -215,11 +216,14 @@ def test_what_is_in_no_wheel_is_unpacked_and_not_installed(
     assert not (unpacking / "apt.log").exists(), "what was found once is not looked for again"
 
 
-def test_what_was_unpacked_may_be_moved(unpacking: Path) -> None:
+def test_what_was_unpacked_may_be_moved_and_started_through_a_link(unpacking: Path) -> None:
     find.find_server("chromium")
     moved = (unpacking / "cache").rename(unpacking / "moved")
-    said = subprocess.run([moved / "chromium"], capture_output=True, text=True, check=True)
-    assert str(moved / "chromium-files") in said.stdout
+    link = unpacking / "elsewhere"
+    link.symlink_to(moved / "chromium")
+    for started in (moved / "chromium", link):
+        said = subprocess.run([started], capture_output=True, text=True, check=True)
+        assert str(moved / "chromium-files") in said.stdout
 
 
 def test_what_does_not_run_is_not_kept(unpacking: Path) -> None:
@@ -227,3 +231,23 @@ def test_what_does_not_run_is_not_kept(unpacking: Path) -> None:
     with pytest.raises(ConfigError, match="no chromium: not on PATH"):
         find.find_server("chromium")
     assert not (unpacking / "cache" / "chromium").exists()
+
+
+def test_a_fresh_machine_has_no_servers_and_an_empty_home(tmp_path: Path) -> None:
+    """What `.ci/run` runs, it runs so: what somebody has installed by hand is missing elsewhere."""
+    for name in ("etcd", "redis-server", "chromium", "promtool", "helm", "other"):
+        script(tmp_path / "bin" / name, FAKE)
+    looks = 'cd; ls -A; for name in "$@"; do command -v "$name" && "$name"; done; exit 3'
+    done = subprocess.run(
+        [ROOT / "scripts" / "fresh", "sh", "-c", looks, "sh", *os.listdir(tmp_path / "bin")],
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    found, said = done.stdout.splitlines()
+    assert found.endswith("/other")
+    assert said == "etcd Version: 1.2.3"
+    run = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "make " in line]
+    assert run and all(line.startswith("scripts/fresh make ") for line in run)

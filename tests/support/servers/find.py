@@ -203,7 +203,8 @@ def _starter(root: Path, name: str, program: str) -> str:
     )
     return (
         "#!/bin/sh\n"
-        f'files="$(cd "$(dirname "$0")" && pwd)/{name}"\n'
+        # It may be started through a link.
+        f'files="$(dirname "$(readlink -f "$0")")/{name}"\n'
         f'export LD_LIBRARY_PATH="{":".join(f"$files/{path}" for path in libraries)}"\n'
         'export FONTCONFIG_FILE="$files/fonts.conf"\n'
         f'exec "$files/{program}" "$@"\n'
