@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpool.errors import Unavailable
+from kvpool.retry import Backoff
 from kvpool.router.bodies import BadRequest
 from kvpool.router.breaker import EngineBreaker
 from kvpool.router.engines import EngineSpec, scheduled
+from kvpool.router.hash_check import UNVERIFIED, VERIFIED
 from kvpool.router.metrics import Metrics
 from kvpool.router.orders import Orders
 from kvpool.router.upstream import EngineFailed
@@ -20,6 +22,9 @@ from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Engine, Role
 
 log = logging.getLogger("kvpool.router")
+
+VERIFY_S, VERIFY_S_MAX = 1.0, 60.0
+"""Pauses between attempts to verify an engine's hashes: the first, and the longest."""
 
 
 class Catalog(Protocol):
@@ -91,7 +96,7 @@ class EngineRoster:
         self._drains: set[str] = set()
         self._weights: dict[str, float] = {}
         self._models = _models_of(())
-        self._verifying: set[asyncio.Task[None]] = set()
+        self._verifying: dict[str, asyncio.Task[None]] = {}  # by engine
 
     def models(self) -> tuple[str, ...]:
         """All models that engines serve, adapters included; also of unreachable engines."""
@@ -141,26 +146,42 @@ class EngineRoster:
         self._scheduler.weigh(spec.name, self._weights.get(spec.name, 1.0))
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
-        task = asyncio.create_task(self._verify(spec.name), name=f"verify {spec.name}")
-        self._verifying.add(task)
-        task.add_done_callback(self._verifying.discard)
+        self._verifying[spec.name] = asyncio.create_task(
+            self._keep_verified(spec.name), name=f"verify {spec.name}"
+        )
 
     def engine_down(self, spec: EngineSpec) -> None:
         """It gets no more requests; those sent there that have not begun to be answered move elsewhere."""
         del self._engines[spec.name]
+        self._verifying.pop(spec.name).cancel()
         self._orders.leave(spec.name)
         self.reached()
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
 
-    async def _verify(self, name: str) -> None:
-        """Whether its hashes are as announced. The catalog logs it and acts on it."""
-        try:
-            standing = await self._catalog.verify(name)
-        except (Unavailable, EngineFailed) as error:
-            log.warning("engine %s was not verified: %s", name, error, extra={"engine": name})
-            standing = "unverified"
-        self._metrics.engine_cache_known.labels(name).set(standing == "verified")
+    async def _keep_verified(self, name: str) -> None:
+        """Compare an engine's hashes until they are verified, and again after they changed; until cancelled.
+
+        The catalog logs the result and acts on it.
+        """
+        retry = Backoff(VERIFY_S, VERIFY_S_MAX)
+        while True:
+            try:
+                standing = await self._catalog.verify(name)
+            except (Unavailable, EngineFailed) as error:
+                if not retry.failures:
+                    log.warning(
+                        "the block hashes of engine %s could not be verified and will be tried again: %s",
+                        *(name, error),
+                        extra={"engine": name},
+                    )
+                standing = UNVERIFIED
+            self._metrics.engine_cache_known.labels(name).set(standing == VERIFIED)
+            if standing == UNVERIFIED:
+                await asyncio.sleep(retry.failed(self._clock()))
+            else:
+                retry.succeeded()
+                await asyncio.sleep(VERIFY_S_MAX)
 
     def _serving(self, model: str) -> _Serving:
         models = self._now()
@@ -313,9 +334,10 @@ class EngineRoster:
 
     async def close(self) -> None:
         """After the last request."""
-        for task in list(self._verifying):
+        tasks = list(self._verifying.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._verifying, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _role_name(role: Role) -> str:

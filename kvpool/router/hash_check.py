@@ -45,12 +45,14 @@ async def verify(
     clock: Callable[[], float],
     headers: dict[str, str],
 ) -> str:
-    """`VERIFIED`, `MISMATCH`, or `UNVERIFIED` if its events are not received.
+    """Return `VERIFIED`, `MISMATCH`, or `UNVERIFIED` if the engine's events are not received.
 
-    Raises `Unavailable` if the engine fails.
+    Only events prove a mismatch: the engine has told of something since, and not of these blocks. Silence proves
+    nothing. Raises `Unavailable` if the engine fails.
     """
     if not await _until(lambda: feed.connected, CONNECT_S, clock):
         return UNVERIFIED
+    told_at = feed.told_at
     for _ in range(TRIES):
         tokens = await _tokens(spec, hashing.block_tokens, session, headers)
         salt = secrets.token_hex(16)
@@ -63,8 +65,7 @@ async def verify(
 
         if await _until(seen, EVENTS_S, clock):
             return VERIFIED
-    # The events for the prompt are missing, or have other hashes.
-    return MISMATCH if feed.connected else UNVERIFIED
+    return MISMATCH if feed.connected and feed.told_at > told_at else UNVERIFIED
 
 
 async def _tokens(

@@ -14,6 +14,7 @@ from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
 from tests.support.servers.etcd import free_port
 from tests.support.stub_engine import Speed
 from tests.support.stub_engine.core import Pool
+from tests.support.stub_engine.faults import Fault
 
 SPEC = HashSpec(16, "sha256_cbor", none_hash("sha256_cbor", DEFAULT_SEED))
 SLOW = Speed(prefill_tokens_s=4000, decode_s=0.005, step_tokens=128)
@@ -52,6 +53,16 @@ async def cached_blocks(world: Any, prompt: list[int]) -> int:
 
 async def knows(world: Any, prompt: list[int], blocks: int) -> bool:
     return await cached_blocks(world, prompt) == blocks
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/tokenize", "/v1/completions"])
+async def test_an_engine_whose_first_answers_fail_is_verified_all_the_same(
+    world: Any, path: str
+) -> None:
+    engine = await world.engine("a")
+    engine.faults.set([Fault("error", times=2, path=path, status=503)])
+    await world.router(verified=True)
+    assert (await world.complete("next", max_tokens=3)).text == world.right("next", 3)
 
 
 @pytest.mark.parametrize("kind", ["error", "cut", "hang"])

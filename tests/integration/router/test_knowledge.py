@@ -172,6 +172,17 @@ async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None
         assert ("left", "e") not in learner.said
 
 
+async def test_hashes_of_an_engine_that_is_not_heard_are_not_called_wrong(folder: Any) -> None:
+    async with (
+        StubEngine(settings(folder)) as engine,
+        learning(tables=[table_of(engine, folder) | {"topic": "another"}]) as learner,
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvpool.router.hash_check.EVENTS_S", 0.1)
+            assert await learner.knowledge.verify("e") == "unverified"
+        assert learner.knowledge.engines["e"].hashing is not None
+
+
 async def test_an_engine_without_events_is_not_verified(folder: Any) -> None:
     async with (
         StubEngine(Settings()) as engine,
