@@ -19,6 +19,7 @@ from kvpool.errors import ConfigError, KvpoolError, ProtocolError
 from kvpool.extras import install
 from kvpool.net import raise_descriptor_limit
 from kvpool.security.failed_logins import Failures
+from kvpool.signals import ignore_ending
 from kvpool.telemetry import logs
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
@@ -31,8 +32,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Until the daemon ends, or closes the channel."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the daemon decides
+    ignore_ending()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return

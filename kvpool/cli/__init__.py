@@ -12,6 +12,7 @@ from importlib import import_module
 
 from kvpool.cli.base import EXIT_INTERRUPTED, app, complain, exit_status
 from kvpool.errors import KvpoolError
+from kvpool.signals import unwind_on_ending
 
 # In the order of `kvpool --help`.
 COMMANDS = (
@@ -55,6 +56,7 @@ def main() -> None:
     words = sys.argv[3:] if sys.argv[1:2] == ["--context"] else sys.argv[1:]
     first = words[0] if words else ""
     try:
+        unwind_on_ending()
         load(first)
         app(prog_name="kvpool")
     except KeyboardInterrupt:  # outside of a command, which ends with the same status

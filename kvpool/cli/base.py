@@ -39,7 +39,9 @@ EXIT_STATUSES = {
     EXIT_NO_DAEMON: "no daemon answers on this machine, or no gateway at the context's URL",
     EXIT_NOT_ALLOWED: "the daemon, the gateway or the router refused access; its socket is another user's, or its "
     "certificate is not trusted",
+    129: "ended by SIGHUP, when its terminal was closed",
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",
+    143: "ended by SIGTERM",
 }
 
 

@@ -28,6 +28,8 @@ def router(
 ) -> None:
     """Run an OpenAI-compatible router in front of engines, until SIGTERM. Needs the extra router.
 
+    SIGINT and SIGHUP end it in the same way. Started by nohup, it goes on after its terminal is closed.
+
     Example: kvpool router --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
     """
     try:

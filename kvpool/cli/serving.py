@@ -34,6 +34,8 @@ def serve(
 ) -> None:
     """Run this node's daemon until SIGTERM. Needs no configuration.
 
+    SIGINT and SIGHUP end it in the same way. Started by nohup, it goes on after its terminal is closed.
+
     Example: kvpool serve --listen tcp://10.0.0.5:7070 --join etcd://10.0.0.1:2379
     """
     from kvpool.cli.render.taking import Taking

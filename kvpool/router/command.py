@@ -1,4 +1,4 @@
-"""`kvpool router`: composes the parts, runs until SIGTERM, and then drains."""
+"""`kvpool router`: composes the parts, runs until a signal ends it, and then drains."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ from kvpool.scheduler.roles import RoleRule
 from kvpool.scheduler.scheduler import Scheduler, Settings
 from kvpool.scheduler.tenants import TenantRule
 from kvpool.scheduler.values import Engine
+from kvpool.signals import handle_ending
 from kvpool.telemetry.otlp import Counts, Exporter, export_spans
 from kvpool.telemetry.spans import TAKE_MAX, Batch, Spans
 
@@ -82,7 +83,7 @@ HEADERS_MAX = 128
 
 
 def run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
-    """Until SIGTERM or SIGINT. ready: called with the URL and the number of engines once it serves."""
+    """Serve until a signal of `kvpool.signals.ENDING`. ready: called with the URL and the number of engines once it serves."""
     descriptors = raise_descriptor_limit()
     fit = fitted(config, descriptors)
     if fit.requests_max < config.requests_max:
@@ -463,12 +464,10 @@ def _settings(config: RouterConfig) -> Settings:
 async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int], None]) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def told() -> None:
+    def told(_number: signal.Signals) -> None:
         (hurry if stop.is_set() else stop).set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told)
+    handle_ending(asyncio.get_running_loop(), told)
     async with open_session() as session:
         router = Router(config, secrets, session)
         try:

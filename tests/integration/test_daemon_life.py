@@ -64,7 +64,7 @@ def test_it_needs_no_configuration_at_all(start, folder, clean_environ):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_clean_end(daemon, client, until, number):
     ns = client.open(RECORD)
     client.put(ns, [key(1)], b"x" * 4096)
@@ -76,6 +76,29 @@ def test_clean_end(daemon, client, until, number):
     until(lambda: not any(daemon.alive(pid) for pid in family), what="a process is left")
     assert daemon.stderr == "", "not a word, warnings of descriptors left open included"
     assert client.match(ns, [key(1)]) == 0
+
+
+def test_a_daemon_of_nohup_goes_on_after_its_terminal(start, until):
+    daemon = start(program=("nohup", sys.executable, "-m"))
+    daemon.signal(signal.SIGHUP)
+    with daemon.client() as client:
+        assert client.put(client.open(RECORD), [key(1)], b"x" * 4096) == 1
+    assert daemon.stop() == 0
+
+
+def test_a_second_hangup_lets_blocks_go_to_the_disk(start, folder):
+    """The shell and the kernel both send one when a terminal closes. A second SIGTERM would not wait."""
+    ssd = f"{folder / 'ssd'}=64MiB"
+    daemon = start("--ssd", ssd)
+    with daemon.client() as client:
+        client.put(client.open(RECORD), [key(i) for i in range(512)], [b"x" * 4096] * 512)
+    daemon.signal(signal.SIGHUP)
+    daemon.signal(signal.SIGHUP)
+    assert daemon.wait_end() == 0
+    with start("--ssd", ssd).client() as client:
+        ns = client.open(RECORD)
+        lease = client.acquire(ns, [key(i) for i in range(512)], wait_s=PATIENCE_S)
+        assert lease is not None and lease.blocks == 512
 
 
 def test_clean_end_with_connections_in_every_state(daemon):

@@ -58,6 +58,7 @@ from kvpool.placement.records import (
     new_incarnation,
 )
 from kvpool.security.encryption_secrets import EncryptionSecrets
+from kvpool.signals import handle_ending
 from kvpool.storage.at_rest import check_package
 from kvpool.storage.dram import DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
@@ -117,14 +118,13 @@ class Server:
         taking: Taking | None = None,
         gateway_answers: GatewayAnswers = lambda _: None,
     ) -> bool:
-        """Serve until `stop` or SIGTERM/SIGINT. `ready` is called once clients can connect.
+        """Serve until `stop`, or a signal of `kvpool.signals.ENDING`. `ready` is called once clients can connect.
 
         Returns whether a SIGINT has stopped it before that.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_crash)
-        loop.add_signal_handler(signal.SIGTERM, self.stop)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        handle_ending(loop, self._told)
         raise_descriptor_limit()
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(os.close, _lock_socket(self.config.socket))
@@ -199,8 +199,8 @@ class Server:
             await self._flush(daemon)
         return False
 
-    def _interrupt(self) -> None:
-        self._interrupted = True
+    def _told(self, number: signal.Signals) -> None:
+        self._interrupted = self._interrupted or number is signal.SIGINT
         self.stop()
 
     def stop(self) -> None:
@@ -406,7 +406,7 @@ def serve(
     taking: Taking | None = None,
     gateway_answers: GatewayAnswers = lambda _: None,
 ) -> None:
-    """Run a daemon in this process until SIGTERM or SIGINT.
+    """Run a daemon in this process until a signal of `kvpool.signals.ENDING`.
 
     Raises `KvpoolError` if it cannot start, and `KeyboardInterrupt` if a SIGINT has stopped it before it served.
     """

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable, from_code
 from kvpool.memory.segment import Segment
+from kvpool.signals import ignore_ending
 from kvpool.telemetry import logs
 from kvpool.transfer.base import Deadline, Stop
 from kvpool.transfer.memory import Memory
@@ -296,8 +297,7 @@ def step_back() -> None:
 def run_worker(name: str, make: Callable[[socket.socket], WorkerProcess]) -> NoReturn:
     """The main function of a worker's module. name: in its log."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_ending()
     # The end of the channel has the same effect; this also works while the main thread is in a long call.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

@@ -93,20 +93,21 @@ def test_what_cannot_be_measured_says_what_to_do(start_cluster, kvpool, until):
     assert (blocks(a), blocks(b)) == (0, 0)
 
 
-def test_ctrl_c_leaves_nothing_behind(start_cluster, kvpool, until):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(start_cluster, kvpool, until, number):
     a, b = start_cluster(nodes=2, memory="256MiB").seats()
 
     def interrupted(seat: Seat, *words: str) -> tuple[int, str] | None:
         """How it ended while a node had its blocks; None: it ended before the interrupt came."""
         with kvpool.begin(a.node, "bench", *words) as process:
             until(lambda: blocks(seat) > 0 or process.poll() is not None)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             _, err = process.communicate(timeout=PATIENCE_S)
         return (process.returncode, err) if process.returncode else None
 
-    assert until(lambda: interrupted(b, "transfer", "b")) == (130, "")
+    assert until(lambda: interrupted(b, "transfer", "b")) == (128 + number, "")
     assert (blocks(a), blocks(b)) == (0, 0)
-    assert until(lambda: interrupted(a, "--block-size", "1KiB")) == (130, "")
+    assert until(lambda: interrupted(a, "--block-size", "1KiB")) == (128 + number, "")
     assert blocks(a) == 0
 
 

@@ -631,8 +631,9 @@ def _right(answer: Raw) -> bool:
     return answer.status == 200 and answer.done and len(texts) == 5 and len(set(texts)) == 1
 
 
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
 async def test_a_router_that_ends_under_traffic_refuses_clearly_and_finishes_the_rest(
-    world: Any,
+    world: Any, numbers: list[signal.Signals]
 ) -> None:
     await world.raw("a", _takes_a_while)
     router = await started(world)
@@ -640,7 +641,8 @@ async def test_a_router_that_ends_under_traffic_refuses_clearly_and_finishes_the
         await world.until(lambda: traffic.more(40), "there is traffic")
         assert all(_right(each) for each in traffic.answers)
         traffic.answers.clear()
-        router.signal(signal.SIGTERM)
+        for number in numbers:
+            router.signal(number)
         assert await router.ended() == 0
         said = list(traffic.answers)
     served = [each for each in said if each.status == 200]

@@ -40,7 +40,8 @@ def started(
         process.communicate()
 
 
-def test_it_serves_without_an_engine_and_ends_when_it_is_told() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_it_serves_without_an_engine_and_ends_when_it_is_told(number: signal.Signals) -> None:
     with started("--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -51,7 +52,7 @@ def test_it_serves_without_an_engine_and_ends_when_it_is_told() -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"{ready[1]}/health", timeout=PATIENCE_S)
         assert caught.value.code == 503 and b"no decode engine" in caught.value.read()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
 
 
