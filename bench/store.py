@@ -436,7 +436,8 @@ def checksums(report: Report) -> None:
     print("checksums, GB/s and CPU seconds a GB")
     rng = np.random.default_rng(4)
     rounds = 15 if report.quick else 51
-    with contextlib.closing(CopyIn()) as copy_in, tempfile.TemporaryFile() as file:
+    copy_in = CopyIn()
+    with tempfile.TemporaryFile() as file:
         for nbytes, n in ((16 << 10, 64), (64 << 10, 64), (1 << 20, 32), (4 << 20, 8)):
             size = nbytes * n
             source = rng.integers(0, 255, (n, nbytes), dtype=np.uint8)

@@ -149,7 +149,6 @@ class Client:
     def close(self) -> None:
         """Close the connections. Open leases and reservations remain until this process ends."""
         self._connections.close()
-        self._copy_in.close()
 
     @property
     def socket_path(self) -> str:
@@ -506,18 +505,20 @@ class Client:
         )
         if lease is None:
             return here
-        slots = lease.slots[part]
-        copy_out(slots, targets, here, complete=lease.blocks == n)
-        valid = lease.valid
-        if ns.verify and valid:
-            try:
-                wrong = wrong_blocks(slots, targets, here)
-            except Unavailable:  # an older daemon, whose blocks this client does not take
-                valid = False
-            else:
-                here[wrong] = False
-                lease.report(part, wrong)
-        self._connections.release_later(lease.token)
+        try:
+            slots = lease.slots[part]
+            copy_out(slots, targets, here, complete=lease.blocks == n)
+            valid = lease.valid
+            if ns.verify and valid:
+                try:
+                    wrong = wrong_blocks(slots, targets, here)
+                except Unavailable:  # an older daemon, whose blocks this client does not take
+                    valid = False
+                else:
+                    here[wrong] = False
+                    lease.report(part, wrong)
+        finally:
+            self._connections.release_later(lease.token)
         if not valid:
             here.fill(False)
         return here

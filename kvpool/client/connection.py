@@ -1,18 +1,21 @@
 """A client's connections: one request at a time over each, and the state of a daemon's incarnation.
 
-Internal to `kvpool.client`.
+Signal handlers, time-outs and debuggers raise exceptions at any bytecode of a caller's thread. A lock that is taken
+there may be left taken for ever. So nothing here takes a lock: state changes by single operations of built-in types,
+which other threads and exceptions see done or not done. Internal to `kvpool.client`.
 """
 
 from __future__ import annotations
 
+import _socket
 import itertools
 import math
 import os
 import socket
 import struct
-import threading
 import time
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,15 @@ SPIN_PAUSE_MIN = 4  # requests without polling, after it was in vain
 SPIN_PAUSE_MAX = 128
 TIMEOUT_S_MAX = 86_400.0
 _HEADER_BYTES = frame.HEADER.size
+
+
+class DroppableSocket(socket.socket):
+    """A socket that closes without a warning when it is dropped: an interrupted thread cannot always close it.
+
+    The finalizer is C code, which no exception interrupts.
+    """
+
+    __del__ = _socket.socket.close
 
 
 class DaemonState:
@@ -48,9 +60,7 @@ class DaemonState:
         self.numbers: dict[bytes, int] = {}
         self.stashes: dict[tuple[bytes, int], Stash] = {}
         self.grants = Grants()
-        self._bytes: Rows2D | None = None
-        self._tables: dict[int, Rows2D] = {}
-        self._lock = threading.Lock()
+        self._tables: dict[int, Rows2D] = {}  # by stride
 
     def renumber(self, digest: bytes, number: int) -> None:
         """A namespace has another number from now on."""
@@ -60,47 +70,64 @@ class DaemonState:
         """The whole segment as rows of `stride` bytes; mapped on first use."""
         table = self._tables.get(stride)
         if table is None:
-            with self._lock:
-                if self._bytes is None:
-                    mapping = self.segment.map(populate=True, writable=self._writable)
-                    self._bytes = np.frombuffer(mapping, dtype=np.uint8)
-                n = self.segment.size // stride
-                table = self._bytes[: n * stride].reshape(n, stride)
-                self._tables[stride] = table
+            whole = self._tables.get(1)
+            if (
+                whole is None
+            ):  # of mappings that two threads make at the same time, the first one stays
+                mapping = self.segment.map(populate=True, writable=self._writable)
+                whole = np.frombuffer(mapping, dtype=np.uint8).reshape(-1, 1)
+                whole = self._tables.setdefault(1, whole)
+            n = self.segment.size // stride
+            table = whole[: n * stride].reshape(n, stride)
+            self._tables[stride] = table
         return table
 
 
 class Stash:
-    """Slots that the daemon has granted ahead of the next small put. Thread-safe."""
+    """Slots that the daemon has granted ahead of the next small put. Thread-safe.
+
+    An exception in the middle of a call may lose rows, which the end of the put's `Use` has the daemon take back.
+    """
 
     def __init__(self, stride: int) -> None:
         self.stride = stride
         # Whether the last put met present blocks: then the next one asks before it copies.
         self.ask_first = False
         self.most: float = math.inf  # fewer than this were available
-        self._rows: list[int] = []
-        self._lock = threading.Lock()
+        self._rows: deque[list[int]] = deque()  # as they came
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return sum(map(len, list(self._rows)))
 
     def take(self, n: int) -> list[int]:
         """Up to n of them."""
-        if n <= 0:
-            return []
-        with self._lock:
-            taken = self._rows[-n:]
-            del self._rows[-n:]
+        taken: list[int] = []
+        while len(taken) < n:
+            try:
+                taken += self._rows.pop()
+            except IndexError:
+                return taken
+        if len(taken) > n:
+            self.put_back(taken[n:])
+            del taken[n:]
         return taken
 
     def add(self, packed: bytes) -> None:
         if packed:
-            with self._lock:
-                self._rows += np.frombuffer(packed, dtype=np.uint32).tolist()
+            self._rows.append(np.frombuffer(packed, dtype=np.uint32).tolist())
 
     def put_back(self, rows: list[int]) -> None:
-        with self._lock:
-            self._rows += rows
+        self._rows.append(rows)
+
+
+class Use:
+    """A put that uses granted slots, for as long as anybody may write to them."""
+
+    __slots__ = ("__weakref__", "number", "settles")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.settles = False  # whether the daemon has to confirm first that all grants are void
 
 
 class Grants:
@@ -110,33 +137,56 @@ class Grants:
     slots to be stored may have been freed and granted again. So none of them can be named
     safely. Granted slots are then not used until all their current users have ended, and the
     daemon has confirmed that all grants are void.
+
+    A use that is dropped without its `end`, by an exception, leaves the same doubt.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.doubtful = False
+        self._numbers = itertools.count()
+        # Without an end: a living one is in use, a dead one leaves doubt.
+        self._uses: dict[int, weakref.ref[Use]] = {}
+        self._over = False
 
-    def begin(self) -> bool:
-        """Whether granted slots may be used, or settled; if so, `end` must follow."""
-        with self.lock:
-            if self.doubtful and self.users:
-                return False
-            self.users += 1
-            return True
+    def begin(self) -> Use | None:
+        """The use of granted slots, with an `end` to follow; None if they must not be used now."""
+        use = Use(next(self._numbers))
+        self._uses[use.number] = weakref.ref(use)
+        if self._over or len(self._uses) > 1:  # usually neither
+            used, use.settles = self._look(use.number)
+            if self._over or (used and use.settles):
+                self._uses.pop(use.number, None)
+                return None
+        return use
 
     def begin_last(self) -> bool:
         """Whether granted slots have no users; if so, there will be no new ones."""
-        with self.lock:
-            if self.users:
-                return False
-            self.users += 1
-            self.doubtful = True
-            return True
+        self._over = True
+        self._over = not self._look()[0]
+        return self._over
 
-    def end(self) -> None:
-        with self.lock:
-            self.users -= 1
+    @property
+    def doubtful(self) -> bool:
+        """Whether slots may be granted that the client does not know of."""
+        return self._look()[1]
+
+    def settled(self, by: Use) -> None:
+        """The daemon has confirmed that all grants are void. by: the only use at that time."""
+        for number, ref in list(self._uses.items()):
+            if ref() is None:
+                self._uses.pop(number, None)
+        by.settles = False
+
+    def end(self, use: Use, *, doubtful: bool = False) -> None:
+        """Nobody writes to the slots any more. Idempotent."""
+        if doubtful:
+            self._uses[use.number] = weakref.ref(Use(use.number))  # dead at once
+        else:
+            self._uses.pop(use.number, None)
+
+    def _look(self, but: int = -1) -> tuple[bool, bool]:
+        """Whether there is a use, and whether there is doubt. but: the number of a use that does not count."""
+        living = [ref() is not None for number, ref in list(self._uses.items()) if number != but]
+        return True in living, False in living
 
 
 def refused(error: BaseException) -> bool:
@@ -247,8 +297,25 @@ class Connection:
         except OSError:
             pass  # it has ended
 
+    def leave(self, finished: list[str]) -> None:
+        """Return the leases of these tokens and all granted slots, if that can be said at once."""
+        ahead = self.ahead
+        if finished:
+            ahead += frame.encode(client_wire.Release(finished), 0)
+        if self.daemon.stashes or self.daemon.grants.doubtful:
+            ahead += frame.encode(client_wire.GiveBack(0, b""), 0)
+        if ahead:
+            try:
+                self.sock.send(ahead, socket.MSG_DONTWAIT)
+            except OSError:
+                pass  # the daemon is gone, or does not read
+
     def close(self) -> None:
         self.sock.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.sock.fileno() < 0
 
     @staticmethod
     def _length(data: bytes) -> int:

@@ -5,6 +5,8 @@ Internal to `kvpool.client`.
 
 from __future__ import annotations
 
+import _thread
+import itertools
 import os
 import secrets
 import socket
@@ -12,9 +14,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
-from kvpool.client.connection import Connection, DaemonState, timeval
+from kvpool.client.connection import Connection, DaemonState, DroppableSocket, timeval
 from kvpool.client.daemon_watch import DaemonWatch
 from kvpool.errors import (
     InvalidRequest,
@@ -32,10 +36,18 @@ from kvpool.wire import frame
 
 BACKOFF_S = (0.05, 1.0)
 FINISHED_MAX = 1024
+LOOK_S = 0.1  # between two looks for a free connection: one that was dropped wakes nobody
+STEPS = 4  # of an introduction, each with the time-out: two to connect, one to send, one to receive
+
+T = TypeVar("T")
 
 
 class Connections:
     """Connections to the daemon of this node, as many as are needed at a time. Thread-safe.
+
+    An exception may end a caller's thread at any bytecode, and whatever the thread refers to is dropped then. So a
+    connection counts as open as long as it exists and is not closed, callers take no locks, and a new connection is
+    made by a thread of its own, whose exceptions are all its own.
 
     After a failure requests fail at once until the next attempt is due; then one thread at a time tries
     to reconnect. Messages that need no answer (`abandon`, `release_later`)
@@ -76,17 +88,28 @@ class Connections:
         self._operator_token = operator_token
         self._pid = os.getpid()
         self._idle: deque[Connection] = deque()
-        self._open = 0  # connections, idle ones included
+        # Every connection that was made and may be open; replaced as a whole.
+        self._made: list[weakref.ref[Connection]] = []
+        self._making = 0
         self._long: set[Connection] = set()  # those with a request that may take long
         self._connections_max = connections_max
-        self._lock = threading.Lock()
-        self._freed = threading.Condition(self._lock)
-        self._waiting = 0
+        self._lock = threading.Lock()  # never taken by a caller's thread
+        self._waiting: deque[SimpleQueue[None]] = (
+            deque()
+        )  # bells of threads that wait for a connection
         self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
-        self._orphans: deque[tuple[str, frame.Message]] = deque(maxlen=1 << 16)
+        self._orphans: dict[
+            int, str
+        ] = {}  # reservations to abort: their daemon's incarnation, by ticket
+        self._tickets = itertools.count(1)
+        # Of reservations whose slots nobody has been given, with their daemon's incarnation.
+        self._unseen: dict[int, tuple[weakref.ref[Ticket], str]] = {}
+        self._dropped: deque[weakref.ref[Ticket]] = deque()  # of these, in the order of their end
         self._failure = ""
         self._backoff = Backoff(*BACKOFF_S)
         self._probing = False
+        last = weakref.finalize(self, _take_leave, self._idle, self._finished, self._pid)
+        last.atexit = False  # the end of the process ends all that it holds
 
     @property
     def available(self) -> bool:
@@ -98,7 +121,7 @@ class Connections:
         self.give_back(self.take(self.timeout_s))
 
     def close(self) -> None:
-        """Send the remaining messages, and close all connections; long waits end."""
+        """Send the remaining messages, and close all connections; long waits end. Idempotent."""
         if self._finished and self._idle:
             try:
                 with self.request() as connection:
@@ -117,18 +140,21 @@ class Connections:
         self.closed = True
         for connection in list(self._long):
             connection.shut()
-        with self._lock:
-            self._close_idle()
-            watch = self._watch
-            self._watch = None
-            self.daemon = None
-        if watch is not None:
+        self._end()
+
+    def _end(self) -> None:
+        """Let go of all that requests need: none will come. Idempotent."""
+        self._close_idle()
+        watch, self._watch, self.daemon = self._watch, None, None
+        if (
+            watch is not None and os.getpid() == self._pid
+        ):  # a forked child must not stop its parent's
             watch.stop()
 
     def ask_long(self, connection: Connection, message: frame.Message, timeout_s: float) -> Any:
         """As `connection.ask`, but `close` by another thread ends it with `Unavailable`."""
-        self._long.add(connection)
         try:
+            self._long.add(connection)
             if self.closed:
                 raise Unavailable("this client is closed")
             return connection.ask(message, timeout_s)
@@ -139,9 +165,19 @@ class Connections:
         """Release a lease together with the next request."""
         self._finished.append(token)
 
-    def abandon(self, incarnation: str, ticket: int) -> None:
-        """Have a reservation aborted by the daemon of that incarnation, if it answers next."""
-        self._orphans.append((incarnation, client_wire.Abort([ticket])))
+    def ticket(self, incarnation: str) -> Ticket:
+        """Number a reservation of that daemon. It is aborted if the ticket is dropped before it is `seen`."""
+        ticket = Ticket(next(self._tickets), incarnation)
+        self._unseen[ticket.number] = weakref.ref(ticket, self._dropped.append), incarnation
+        return ticket
+
+    def seen(self, ticket: Ticket) -> None:
+        """The caller may write to the reservation's slots from now on, or it is settled."""
+        self._unseen.pop(ticket.number, None)
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Have a reservation aborted by its daemon, if that answers next. Nobody writes to its slots any more."""
+        self._orphans[ticket.number] = ticket.incarnation
 
     def attach_device(self) -> tuple[client_wire.Welcome, LifeView] | None:
         """A handle of spare device memory, and the descriptor that signals its end; None: there is none, or no
@@ -150,15 +186,16 @@ class Connections:
         self._check_process()
         if self.closed:
             return None
-        with self._freed:
-            self._open += 1
-        try:
+
+        def introduce() -> tuple[client_wire.Welcome, LifeView | None]:
             connection, welcome, view = self._introduce(device=True)
             connection.close()  # a descriptor can only come with a connection's first answer
+            return welcome, view
+
+        try:
+            welcome, view = self._apart(introduce)
         except Unavailable:
             return None
-        finally:
-            self._closed_one()
         return None if view is None else (welcome, view)
 
     def request(self, wait_s: float | None = None) -> Request:
@@ -180,6 +217,8 @@ class Connections:
             connection = self._idle.pop()
         except IndexError:
             connection = self._another(timeout_s)
+        if self._dropped:
+            self._find_dropped()
         if self._orphans:
             self._tell_orphans(connection)
         if self._finished:
@@ -194,80 +233,142 @@ class Connections:
 
     def _another(self, timeout_s: float) -> Connection:
         """A new connection, or, at the limit, the next one that is free."""
-        with self._freed:
-            if self._open >= self._connections_max:
-                deadline = time.monotonic() + timeout_s
-                self._waiting += 1
-                try:
-                    while self._open >= self._connections_max:
-                        try:
-                            return self._idle.pop()
-                        except IndexError:
-                            pass  # none, or another thread was faster
-                        left = deadline - time.monotonic()
-                        if left <= 0 or not self._freed.wait(left):
-                            raise Unavailable(f"all connections were busy for {timeout_s:g} s")
-                finally:
-                    self._waiting -= 1
-            self._open += 1
-        try:
-            return self._connect()
-        except BaseException:
-            self._closed_one()
-            raise
+        deadline = time.monotonic() + timeout_s
+        bell: SimpleQueue[None] = SimpleQueue()
+        while True:
+            if self._count() < self._connections_max:
+                self._apart(self._make)
+            else:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Unavailable(f"all connections were busy for {timeout_s:g} s")
+                self._waiting.append(bell)
+                if not self._idle:
+                    self._listen(bell, min(left, LOOK_S))
+            try:
+                return self._idle.pop()
+            except IndexError:  # another thread was faster
+                if self.closed:
+                    raise Unavailable("this client is closed") from None
 
-    def _closed_one(self) -> None:
-        with self._freed:
-            self._open -= 1
-            self._freed.notify()
+    @staticmethod
+    def _listen(bell: SimpleQueue[None], seconds: float) -> None:
+        try:
+            bell.get(timeout=seconds)
+        except Empty:
+            pass
+
+    def _count(self) -> int:
+        """Connections that are open, or about to be."""
+        made = [ref() for ref in self._made]
+        return self._making + sum(each is not None and not each.closed for each in made)
+
+    def _make(self) -> None:
+        """Add a connection to the idle ones, if there may be one more. On a thread of its own."""
+        with self._lock:
+            if self._count() >= self._connections_max:
+                return
+            self._making += 1
+        try:
+            connection = self._connect()
+            with self._lock:
+                known = [(ref, ref()) for ref in self._made]
+                kept = [ref for ref, each in known if each is not None and not each.closed]
+                self._made = [*kept, weakref.ref(connection)]
+        finally:
+            with self._lock:
+                self._making -= 1
+        self._idle.append(connection)
+        if self.closed:
+            self._end()
+
+    def _apart(self, work: Callable[[], T]) -> T:
+        """Return what the work returns, or raise what it raises. It goes on when the caller is interrupted."""
+        outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((work(), None))
+            except BaseException as error:  # noqa: BLE001  (the caller raises it)
+                outcome.put((None, error))
+
+        try:
+            # `threading.Thread.start` waits with a lock that an exception may leave taken.
+            _thread.start_new_thread(run, ())
+            result, error = outcome.get(timeout=STEPS * self.timeout_s)
+        except RuntimeError:
+            raise Unavailable("no thread is left to connect to the daemon with") from None
+        except Empty:
+            raise Unavailable(f"the daemon at {self.socket_path} did not answer in time") from None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
+        return cast(T, result)
 
     def give_back(self, connection: Connection) -> None:
         if self.closed or connection.daemon is not self.daemon:
             connection.close()
-            self._closed_one()
-            return
-        self._idle.append(connection)
-        if self._waiting:
-            with self._freed:
-                self._freed.notify()
+        else:
+            self._idle.append(connection)
+        self._ring()
+
+    def _ring(self) -> None:
+        """Wake all threads that wait for a connection."""
+        while self._waiting:
+            try:
+                self._waiting.popleft().put(None)
+            except IndexError:
+                return  # another thread was faster
 
     def drop(self, connection: Connection) -> None:
         """A connection failed: the daemon is gone, hangs, or violates the protocol. Back off."""
         connection.close()
-        with self._freed:
-            self._open -= 1
-            if connection.daemon is self.daemon:  # not one whose successor answers already
-                self._close_idle()
-                self._back_off(f"the daemon at {self.socket_path} failed")
-            self._freed.notify()
+        if connection.daemon is self.daemon:  # not one whose successor answers already
+            self._close_idle()
+            self._back_off(f"the daemon at {self.socket_path} failed")
+        self._ring()
+
+    def interrupted(self, connection: Connection) -> None:
+        """The caller has given up in the middle of an exchange, which says nothing about the daemon."""
+        connection.close()
+        self._ring()
 
     def _close_idle(self) -> None:
-        """With the lock held, or at the end."""
         while self._idle:
             try:
-                connection = self._idle.pop()
+                self._idle.pop().close()
             except IndexError:
                 return  # a request was faster, and will find out itself
-            connection.close()
-            self._open -= 1
+
+    def _find_dropped(self) -> None:
+        """Abandon reservations whose slots nobody was given, and nobody will be."""
+        while self._dropped:
+            for number, (ticket, incarnation) in list(self._unseen.items()):
+                if ticket() is None:
+                    self._orphans[number] = incarnation
+                    self._unseen.pop(number, None)
+            try:
+                self._dropped.popleft()
+            except IndexError:
+                return  # another thread was faster
 
     def _tell_orphans(self, connection: Connection) -> None:
-        """Report to the daemon slots that nobody will commit."""
-        while self._orphans:
+        """Report to the daemon slots that nobody will commit. A second report of the same changes nothing."""
+        orphans = dict(self._orphans)
+        its = [ticket for ticket, of in orphans.items() if of == connection.daemon.incarnation]
+        if its:
             try:
-                incarnation, message = self._orphans.popleft()
-            except IndexError:
-                break  # another thread reports it
-            if incarnation == connection.daemon.incarnation:
-                try:
-                    connection.tell(message)
-                except Unavailable:
-                    self._orphans.append((incarnation, message))
-                    self.drop(connection)
-                    raise
+                connection.tell(client_wire.Abort(its))
+            except Unavailable:
+                self.drop(connection)
+                raise
+        for ticket in orphans:
+            self._orphans.pop(ticket, None)
 
     def _back_off(self, why: str) -> None:
-        """With the lock held. Concurrent failures count as one."""
+        """Fail requests at once for a while. Concurrent failures count as one."""
         now = time.monotonic()
         self._failure = why
         if self._backoff.due(now):
@@ -336,7 +437,7 @@ class Connections:
         """A connection; with `device`, the descriptor that signals the end of the device memory in its Welcome,
         if any.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = DroppableSocket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             data, fds = self._say_hello(sock, device=device)
         except NotAuthenticated:
@@ -350,8 +451,7 @@ class Connections:
                 f"no kvpool daemon answers at {self.socket_path} ({error.strerror or error}). "
                 f"Start one with `kvpool serve`, or name its socket (--socket, KVPOOL_SOCKET)"
             )
-            with self._lock:
-                self._back_off(why)
+            self._back_off(why)
             raise Unavailable(why) from None
         try:
             frames = frame.FrameReader(frame.HELLO_BYTES_MAX).feed(data)
@@ -368,15 +468,13 @@ class Connections:
         except LimitExceeded as error:
             sock.close()
             why = f"the daemon at {self.socket_path} takes no more: {error}"
-            with self._lock:
-                self._back_off(why)
+            self._back_off(why)
             raise Unavailable(why) from None
         except KvpoolError as error:
             sock.close()
             for fd in fds:
                 os.close(fd)
-            with self._lock:
-                self._back_off(str(error))
+            self._back_off(str(error))
             raise
         return Connection(sock, daemon), welcome, view
 
@@ -423,8 +521,28 @@ def _let_go(ours: weakref.ref[Connections], its: weakref.ref[DaemonState]) -> No
         connections.ended(daemon)
 
 
+def _take_leave(idle: deque[Connection], finished: deque[str], pid: int) -> None:
+    """Tell the daemon that nobody uses a client any more, which was not closed; its sockets close by themselves.
+
+    Runs on any thread, within any allocation: it takes no lock and waits for nothing. What the daemon does not hear
+    it finds out when this process does not map the segment any more.
+    """
+    if os.getpid() == pid and idle:
+        idle.pop().leave(list(finished))
+
+
+class Ticket:
+    """The number of a reservation, and the incarnation of its daemon."""
+
+    __slots__ = ("__weakref__", "incarnation", "number")
+
+    def __init__(self, number: int, incarnation: str) -> None:
+        self.number = number
+        self.incarnation = incarnation
+
+
 class Request:
-    """A connection for the length of a `with`: back to the pool, or dropped if it failed."""
+    """A connection for the length of a `with`: back to the pool, or closed if it failed or was interrupted."""
 
     __slots__ = ("connection", "connections", "wait_s")
 
@@ -441,5 +559,7 @@ class Request:
             issubclass(kind, KvpoolError) and not issubclass(kind, (Unavailable, ProtocolError))
         ):
             self.connections.give_back(self.connection)
-        else:
+        elif issubclass(kind, KvpoolError):
             self.connections.drop(self.connection)
+        else:
+            self.connections.interrupted(self.connection)

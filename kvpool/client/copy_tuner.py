@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import statistics
-import threading
 from collections import deque
 
 PROBE_MIN, PROBE_MAX = (
@@ -51,7 +50,7 @@ class _Other:
 
 
 class CopyTuner:
-    """The way for puts of one size. Not thread-safe.
+    """The way for puts of one size. Threads, and exceptions in between, may cost a probe, never more.
 
     Probes take at most `LOST_SHARE` longer than the same puts would have, all puts together, and once the time of one
     probe of each way: after a slow one there is none of its way until other puts have paid for it.
@@ -68,15 +67,16 @@ class CopyTuner:
 
     def choose(self) -> Way:
         """For the next put."""
-        chosen, most = self.usual, 0
-        for way, other in self._others.items():
+        usual, others = self.usual, self._others
+        chosen, most = usual, 0
+        for way, other in others.items():
             other.puts += 1
             if other.puts >= max(other.every, most) and not other.lost_s:
                 chosen, most = way, other.puts
         if most and len(self._speeds) == RECENT:
-            self._others[chosen].puts = 0
+            others[chosen].puts = 0
             return chosen
-        return self.usual
+        return usual
 
     def learn(self, way: Way, nbytes: int, seconds: float) -> None:
         """All of a put's bytes are copied.
@@ -86,14 +86,16 @@ class CopyTuner:
         """
         if seconds <= 0:
             return
-        if way is self.usual:
+        others, speeds = self._others, list(self._speeds)
+        other = others.get(way)
+        if other is None:
             self._speeds.append(nbytes / seconds)
-            for each in self._others.values():
-                each.lost_s = max(0.0, each.lost_s - LOST_SHARE / len(self._others) * seconds)
+            for each in others.values():
+                each.lost_s = max(0.0, each.lost_s - LOST_SHARE / len(others) * seconds)
             return
-        if not self._speeds:  # chosen before the usual way changed
+        if not speeds:  # chosen before the usual way changed
             return
-        usual_s, other = nbytes / statistics.median(self._speeds), self._others[way]
+        usual_s = nbytes / statistics.median(speeds)
         other.lost_s += min(max(0.0, seconds - usual_s), LOST_TIMES * usual_s)
         if usual_s / seconds > gain_wanted(self.usual, way):
             other.wins, other.every = other.wins + 1, PROBE_MIN
@@ -104,24 +106,23 @@ class CopyTuner:
 
 
 class CopyWays:
-    """Those of puts of all sizes: puts whose blocks, and whose bytes, are about as many share one. Thread-safe."""
+    """Those of puts of all sizes: puts whose blocks, and whose bytes, are about as many share one.
+
+    Thread-safe without a lock: what two threads learn at the same time may count once.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._tuners: dict[tuple[int, int], CopyTuner] = {}  # a few hundred at most: powers of two
 
     def choose(self, block_bytes: int, nbytes: int) -> Way:
         """See `CopyTuner.choose`. nbytes: of the whole put."""
-        with self._lock:
-            return self._tuner(block_bytes, nbytes).choose()
+        return self._tuner(block_bytes, nbytes).choose()
 
     def learn(self, block_bytes: int, nbytes: int, way: Way, seconds: float) -> None:
         """See `CopyTuner.learn`."""
-        with self._lock:
-            self._tuner(block_bytes, nbytes).learn(way, nbytes, seconds)
+        self._tuner(block_bytes, nbytes).learn(way, nbytes, seconds)
 
     def _tuner(self, block_bytes: int, nbytes: int) -> CopyTuner:
         size = block_bytes.bit_length(), nbytes.bit_length()
-        if size not in self._tuners:
-            self._tuners[size] = CopyTuner()
-        return self._tuners[size]
+        tuner = self._tuners.get(size)
+        return self._tuners.setdefault(size, CopyTuner()) if tuner is None else tuner

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import _thread
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvpool.wire.frame import NO_ROW
 _BYTES = np.dtype(np.uint8)
 ALONE_BYTES = 1 << 20  # a smaller put is copied before another thread is awake
 PIECE_BYTES = 2 << 20  # a cache holds it
+LOOK_S = 0.05  # between two looks whether a helper has ended, which also wakes the one who waits
 
 
 class CopyIn:
@@ -45,12 +46,6 @@ class CopyIn:
         """ways: by default what this client's puts find out."""
         self._ways = CopyWays() if ways is None else ways
         self._clock = clock
-        self._lock = threading.Lock()
-        self._helper: ThreadPoolExecutor | None = None
-
-    def close(self) -> None:
-        if self._helper is not None:
-            self._helper.shutdown(wait=False)
 
     def __call__(
         self, source: Source, indices: Indices, table: Rows2D, rows: Indices, fd: int
@@ -74,26 +69,26 @@ class CopyIn:
         self._ways.learn(source.nbytes, nbytes, way, self._clock() - start)
         return b"".join(copy.checksums)
 
-    def _run_with_helper(self, copy: _Copy) -> None:
-        helping = self._help().submit(copy.run)
+    @staticmethod
+    def _run_with_helper(copy: _Copy) -> None:
+        """Run it on this thread and a new one.
+
+        Starting a thread takes no longer than handing work to a waiting one, and no exception can leave locks of a
+        thread pool taken. An exception between any two steps of this thread must not return the slots while the
+        helper writes to them: whichever `stop` it cuts short, another one follows.
+        """
         try:
-            copy.run()
+            try:
+                try:
+                    _thread.start_new_thread(copy.help, ())
+                except RuntimeError:
+                    pass  # no thread is left
+                copy.run()
+            finally:
+                copy.stop()
         finally:
             copy.stop()
-            begun = not helping.cancel()  # not where all cores, or the helper, are busy
-            if begun and not helping.done():
-                wait((helping,))
-        if begun:
-            helping.result()
-
-    def _help(self) -> ThreadPoolExecutor:
-        helper = self._helper
-        if helper is None:
-            with self._lock:
-                if self._helper is None:
-                    self._helper = ThreadPoolExecutor(1, "kvpool-copy")
-                helper = self._helper
-        return helper
+        copy.check()
 
 
 class _Copy:
@@ -131,6 +126,25 @@ class _Copy:
                 # Hashing small blocks holds the GIL: not both threads begin with it.
                 steps[0] = partial(self._write_and_hash, 0, pieces[0])
         self._steps = deque(steps)
+        self._over = self._helped = self._help_ended = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._failure: BaseException | None = None
+
+    def help(self) -> None:
+        """Run it on the helper's thread, unless it is over."""
+        self._helped = True
+        try:
+            if not self._over:
+                self.run()
+        except BaseException as error:  # noqa: BLE001  (`check` raises it)
+            self._failure = error
+        self._help_ended = True
+        self._bell.put(None)
+
+    def check(self) -> None:
+        """Raise what has ended the helper, if anything has."""
+        if self._failure is not None:
+            raise self._failure
 
     def run(self) -> None:
         """Take steps until none is left."""
@@ -142,8 +156,14 @@ class _Copy:
             step()
 
     def stop(self) -> None:
-        """Nobody begins another step."""
+        """End it: when this returns nobody begins or carries out a step. Idempotent."""
+        self._over = True
         self._steps.clear()
+        while self._helped and not self._help_ended:
+            try:
+                self._bell.get(timeout=LOOK_S)
+            except Empty:
+                pass
 
     def _write_and_hash(self, number: int, piece: slice) -> None:
         self._write(piece)

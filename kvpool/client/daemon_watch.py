@@ -6,33 +6,16 @@ no room for its own meanwhile. A client that makes no request would never notice
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 
+from kvpool.client.connection import DroppableSocket
 from kvpool.errors import LimitExceeded
 from kvpool.memory.peer_process import peer_pidfd
-
-
-class _Bell:
-    """Wakes the thread, from any other one, as long as that listens. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
-
-    def ring(self) -> None:
-        with self._lock:
-            if self.fd >= 0:
-                os.eventfd_write(self.fd, 1)
-
-    def close(self) -> None:
-        with self._lock:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class DaemonWatch:
@@ -52,37 +35,39 @@ class DaemonWatch:
         if pidfd is None:
             return
         try:
-            bell = _Bell()
+            ours, theirs = socket.socketpair()
         except OSError:
             os.close(pidfd)
             return
         thread = threading.Thread(
-            target=_watch, args=(pidfd, bell, ended), name="kvpool-watch", daemon=True
+            target=_watch, args=(pidfd, theirs, ended), name="kvpool-watch", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # no thread is left
             os.close(pidfd)
-            bell.close()
+            ours.close()
+            theirs.close()
             return
-        self._stop = weakref.finalize(self, bell.ring)
-        self._stop.atexit = False  # a forked child that ends must not stop its parent's
+        # Its end ends the thread. A forked child has a copy, whose end does not.
+        self._held = DroppableSocket(fileno=ours.detach())
         self.watches = True
 
     def stop(self) -> None:
         """Idempotent."""
         if self.watches:
-            self._stop()
+            with contextlib.suppress(OSError):  # it has stopped
+                self._held.shutdown(socket.SHUT_RDWR)
 
 
-def _watch(pidfd: int, bell: _Bell, ended: Callable[[], None]) -> None:
-    try:
+def _watch(pidfd: int, held: socket.socket, ended: Callable[[], None]) -> None:
+    with held:
         both = select.poll()
         both.register(pidfd, select.POLLIN)
-        both.register(bell.fd, select.POLLIN)
-        stopped = bell.fd in dict(both.poll())
-    finally:
-        os.close(pidfd)
-        bell.close()
+        both.register(held, select.POLLIN)
+        try:
+            stopped = held.fileno() in dict(both.poll())
+        finally:
+            os.close(pidfd)
     if not stopped:
         ended()

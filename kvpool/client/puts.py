@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvpool.client.connection import Connection, DaemonState, Stash, refused
-from kvpool.client.connections import Connections
+from kvpool.client.connections import Connections, Ticket
 from kvpool.client.copying import CopyIn, part_bytes
 from kvpool.client.namespaces import OpenNamespaces
 from kvpool.client.slots import Reservation, Slots
-from kvpool.errors import KvpoolError, Unavailable, UnknownReservation
+from kvpool.errors import KvpoolError, UnknownReservation
 from kvpool.memory.buffers import Source
 from kvpool.types import KEY_BYTES, Namespace
 from kvpool.wire import client as client_wire
@@ -28,7 +27,6 @@ class Reservations:
     def __init__(self, connections: Connections, namespaces: OpenNamespaces) -> None:
         self._connections = connections
         self._namespaces = namespaces
-        self._tickets = itertools.count(1)
 
     def reserve(
         self,
@@ -42,21 +40,21 @@ class Reservations:
         request: str = "",
     ) -> Reservation:
         """patience_bytes: of a concurrent copy. parents: of each key, if they are not a chain."""
-        ticket = next(self._tickets)
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
+        ticket = self._connections.ticket(daemon.incarnation)
 
         def ask(number: int) -> Any:
             message = client_wire.Reserve(
-                *(number, part, ticket, packed, parent or b"", parents, request)
+                *(number, part, ticket.number, packed, parent or b"", parents, request)
             )
-            sent = connection.send(message, timeout_s)
-            if patience_bytes:
-                connection.be_patient(patience_bytes)
             try:
+                sent = connection.send(message, timeout_s)
+                if patience_bytes:
+                    connection.be_patient(patience_bytes)
                 return connection.receive(sent, timeout_s)
-            except Unavailable:
-                # The daemon may have reserved, and only an abort or the end of this process undoes it.
-                self._connections.abandon(daemon.incarnation, ticket)
+            except BaseException as error:
+                if not refused(error):  # the daemon may have reserved
+                    self._connections.abandon(ticket)
                 raise
 
         answer = self._namespaces.with_number(connection, ns, ask)
@@ -68,7 +66,7 @@ class Reservations:
         daemon: DaemonState,
         ns: Namespace,
         part: int,
-        ticket: int,
+        ticket: Ticket,
         count: int,
         stride: int,
         packed_rows: bytes,
@@ -81,7 +79,10 @@ class Reservations:
         else:
             missing = np.arange(len(rows))
         slots = Slots(daemon, part, 0, part_bytes(ns, part), stride, rows.astype(np.int64))
-        return Reservation(self._connections, daemon, ticket, slots, missing, refused)
+        reservation = Reservation(self._connections, daemon, ticket, slots, missing, refused)
+        if not len(missing):
+            reservation.settled()
+        return reservation
 
     def reserve_parts(
         self,
@@ -92,18 +93,20 @@ class Reservations:
         parents: bytes,
         requests: Sequence[tuple[str, int]] = (),
     ) -> list[Reservation]:
-        tickets = [next(self._tickets) for _ in parts]
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
+        tickets = [self._connections.ticket(daemon.incarnation) for _ in parts]
 
         def ask(number: int) -> Any:
+            numbers = [ticket.number for ticket in tickets]
             message = client_wire.ReserveParts(
-                *(number, list(parts), tickets, packed, parents, list(requests))
+                *(number, list(parts), numbers, packed, parents, list(requests))
             )
             try:
                 return connection.ask(message, timeout_s)
-            except Unavailable:
-                for ticket in tickets:  # the daemon may have reserved, see `reserve`
-                    self._connections.abandon(daemon.incarnation, ticket)
+            except BaseException as error:
+                if not refused(error):
+                    for ticket in tickets:
+                        self._connections.abandon(ticket)
                 raise
 
         answer = self._namespaces.with_number(connection, ns, ask)
@@ -125,41 +128,41 @@ class Reservations:
         """How many blocks of each are new; -1 for those that the daemon does not know."""
         if any(connection.daemon is not reservation._daemon for reservation in reservations):
             for reservation in reservations:
-                reservation._settled = True
+                reservation.settled()
             raise UnknownReservation(
                 "the daemon that granted these slots has ended; put the blocks again"
             )
-        tickets = [reservation._ticket for reservation in reservations]
+        tickets = [reservation.ticket.number for reservation in reservations]
         message = client_wire.CommitParts(tickets, checksums, replicas)
         try:
             stored = list(connection.ask(message, self._connections.timeout_s).stored)
-        except Unavailable:
-            # They may have been committed or not: the abort that follows settles it.
-            for reservation in reservations:
-                reservation._settled = True
-                self._connections.abandon(connection.daemon.incarnation, reservation._ticket)
+        except BaseException as error:
+            if not refused(error):
+                # They may have been committed or not: the abort that follows settles it.
+                for reservation in reservations:
+                    reservation.abandon()
             raise
         for reservation in reservations:
-            reservation._settled = True
+            reservation.settled()
         return stored
 
     def commit(
         self, connection: Connection, reservation: Reservation, checksums: bytes, replicas: int
     ) -> int:
-        message = client_wire.Commit(reservation._ticket, checksums, replicas=replicas)
+        message = client_wire.Commit(reservation.ticket.number, checksums, replicas=replicas)
         if connection.daemon is not reservation._daemon:
-            reservation._settled = True
+            reservation.settled()
             raise UnknownReservation(
                 "the daemon that granted these slots has ended; put the blocks again"
             )
         try:
             answer = connection.ask(message, self._connections.timeout_s)
-        except Unavailable:
-            # It may have been committed or not: the abort that follows settles it.
-            reservation._settled = True
-            self._connections.abandon(connection.daemon.incarnation, reservation._ticket)
+        except BaseException as error:
+            if not refused(error):
+                # It may have been committed or not: the abort that follows settles it.
+                reservation.abandon()
             raise
-        reservation._settled = True
+        reservation.settled()
         return int(answer.value)
 
 
@@ -199,15 +202,16 @@ class GrantedPuts:
         """How many blocks are new; None if the daemon grants too few slots."""
         with self._connections.request() as connection:
             grants = connection.daemon.grants
-            if not grants.begin():
+            use = grants.begin()
+            if use is None:
                 return None
             try:
-                if grants.doubtful:
+                if use.settles:
                     connection.ask(client_wire.GiveBack(0, b""), self._connections.timeout_s)
-                    for known in connection.daemon.stashes.values():
+                    for known in list(connection.daemon.stashes.values()):
                         known.take(len(known))
-                    grants.doubtful = False
-                return self._namespaces.with_number(
+                    grants.settled(use)
+                stored = self._namespaces.with_number(
                     connection,
                     ns,
                     lambda number: self._store(
@@ -216,11 +220,10 @@ class GrantedPuts:
                     ),
                 )
             except BaseException as error:
-                if not refused(error):
-                    grants.doubtful = True
+                grants.end(use, doubtful=not refused(error))
                 raise
-            finally:
-                grants.end()
+            grants.end(use)
+            return stored
 
     def _store(
         self,

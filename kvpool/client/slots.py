@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.client.connection import Connection, DaemonState
-from kvpool.client.connections import Connections
+from kvpool.client.connections import Connections, Ticket
 from kvpool.errors import LeaseLost, Unavailable
 from kvpool.memory.buffers import Rows2D
 from kvpool.types import CHECKSUM_BYTES
@@ -278,36 +278,50 @@ def _rows(packed: bytes) -> Indices:
 class Reservation:
     """Slots to be written, then committed. With `with`, an uncommitted reservation is aborted at the end.
 
-    slots: one for each block that the caller has to write.
+    slots: one for each block that the caller has to write. Before they are asked for, a dropped reservation is aborted.
     missing: their indices among the requested keys.
     refused: how many of the last keys got no slot, because leases or hard pins hold the space.
     """
 
-    __slots__ = ("_connections", "_daemon", "_settled", "_ticket", "missing", "refused", "slots")
+    __slots__ = ("_connections", "_daemon", "_settled", "_slots", "missing", "refused", "ticket")
 
     def __init__(
         self,
         connections: Connections,
         daemon: DaemonState,
-        ticket: int,
+        ticket: Ticket,
         slots: Slots,
         missing: Indices,
         refused: int,
     ) -> None:
         self._connections = connections
         self._daemon = daemon
-        self._ticket = ticket
-        self._settled = len(missing) == 0
-        self.slots = slots
+        self.ticket = ticket
+        self._settled = False
+        self._slots = slots
         self.missing = missing
         self.refused = refused
+
+    @property
+    def slots(self) -> Slots:
+        self._connections.seen(self.ticket)
+        return self._slots
+
+    def settled(self) -> None:
+        """Nothing is left to commit or to abort."""
+        self._settled = True
+        self._connections.seen(self.ticket)
+
+    def abandon(self) -> None:
+        """Have the daemon abort what it may not have committed, with the next request."""
+        self._connections.abandon(self.ticket)
+        self.settled()
 
     def abort(self) -> None:
         """Give slots back unwritten. Never raises; no effect after a commit."""
         if self._settled:
             return
-        self._settled = True
-        self._connections.abandon(self._daemon.incarnation, self._ticket)
+        self.abandon()
         try:
             with self._connections.request():
                 pass  # the next user of a connection reports the orphans first
@@ -321,4 +335,4 @@ class Reservation:
         self.abort()
 
     def __repr__(self) -> str:
-        return f"<Reservation {self._ticket} of {len(self.slots)} slots>"
+        return f"<Reservation {self.ticket.number} of {len(self.missing)} slots>"

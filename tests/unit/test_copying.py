@@ -50,10 +50,8 @@ def random_bytes() -> Any:
 
 
 @pytest.fixture(params=Way, ids=[way.name.lower() for way in Way])
-def copy_in(request: pytest.FixtureRequest) -> Iterator[CopyIn]:
-    copy = CopyIn(Fixed(request.param))
-    yield copy
-    copy.close()
+def copy_in(request: pytest.FixtureRequest) -> CopyIn:
+    return CopyIn(Fixed(request.param))
 
 
 @settings(max_examples=25, deadline=None)
@@ -96,7 +94,6 @@ def test_what_is_put_lies_in_its_slots(way, segment, random_bytes, shape, form, 
     memory[:] = 0xEE
     copy = CopyIn(Fixed(way))
     found = copy(Source(blocks, n, nbytes), chosen, table, rows, fd)
-    copy.close()
     assert found == b"".join(xxhash.xxh3_128_digest(whole[index].tobytes()) for index in chosen)
     assert (table[rows, :nbytes] == whole[chosen]).all()
     table[rows, :nbytes] = 0xEE
@@ -176,8 +173,7 @@ class Waiting(Source):
         super().write(*arguments)
 
 
-def test_a_put_whose_helper_is_busy_does_it_all_itself(copy_in, segment, random_bytes):
-    """The helper is one for all puts of a client: another one holds it, and waits."""
+def test_a_put_does_not_wait_for_another_put(copy_in, segment, random_bytes):
     fd, memory = segment
     table = memory.reshape(-1, 1 << 20)
     slow = Waiting(random_bytes[: 8 << 20], 8, 1 << 20)
