@@ -571,8 +571,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     clients_max: Annotated[
         int,
         setting(
-            "The most open connections of clients, and the most clients that are connected or hold slots. Half of "
-            "it is kept in equal parts for the tenants; operators come on top.",
+            "The most open connections of clients. Half of it is kept in equal parts for the tenants; operators come "
+            "on top.",
             panel=LIMITS,
             ge=1,
             le=1 << 16,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import secrets
 import socket
 import time
@@ -17,7 +16,6 @@ from types import CoroutineType
 from typing import Any, cast
 
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
-from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.shares import Shares
@@ -25,6 +23,7 @@ from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
+from kvpool.daemon.server.client_processes import ClientHandle, ClientProcess, ClientProcesses
 from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
@@ -35,7 +34,8 @@ from kvpool.errors import (
     NotAuthenticated,
     ProtocolError,
 )
-from kvpool.memory.peer_process import peer_pid, peer_pidfd, peer_uid
+from kvpool.memory.mappers import may_touch
+from kvpool.memory.peer_process import peer_pid, peer_uid
 from kvpool.memory.segment import Segment
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -48,16 +48,8 @@ WRITE_BUFFER_BYTES = 1 << 20  # unread answers of a client before its requests w
 INTRODUCING_MAX = 64  # connections before their Hello: the oldest makes way
 RECEIVED_BYTES_MAX = 64 << 20  # of incomplete frames, all connections together
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
-
-
-class ClientHandle:
-    """One client: its connections, its holder, and its process."""
-
-    def __init__(self, holder: Holder, pid: int, pidfd: int) -> None:
-        self.holder = holder
-        self.pid = pid
-        self.pidfd = pidfd
-        self.connections: set[ClientConnection] = set()
+ABSENT_MAX = 1 << 14  # clients without a connection that still hold something
+LOOK_S = 60.0  # at least, between two looks at the processes of absent clients
 
 
 TIMER_S = 0.001  # uvloop's timers count in milliseconds
@@ -97,6 +89,12 @@ class ClientConnections:
         self._tokens = {tenant.name: tenant.token for tenant in operators.config.all_tenants()}
         # By tenant, the client's own id, and whether it is an operator.
         self._clients: dict[tuple[str, str, bool], ClientHandle] = {}
+        self._processes = ClientProcesses(self._process_died)
+        self._absent: dict[
+            ClientHandle, None
+        ] = {}  # without a connection: the first to leave first
+        self._looking = False
+        self._looked_at = -LOOK_S
         self._shares = Shares(self._tokens)
         self.loop_shares = loop_shares
         self._admitted: Counter[str] = Counter()  # connections, by tenant
@@ -138,7 +136,10 @@ class ClientConnections:
         most = self._operators.config.clients_max
         if not operators and (there := self._admitted.total()) >= most:
             self.counts.refused += 1
-            full = LimitExceeded(f"{there} connections on this node, the limit (clients_max)")
+            full = LimitExceeded(
+                f"{there} connections on this node, the limit (clients_max): "
+                f"{self._processes.describe(peer_uid(sock))}"
+            )
             _send_now(sock, frame.encode(frame.error_message(full), 0))
             sock.close()
             return
@@ -159,12 +160,15 @@ class ClientConnections:
         request = 0
         try:
             request, payload = await _first_frame(sock)
+            if len(self._absent) >= ABSENT_MAX:
+                await self._free_absent()
             hello = client_wire.decode_client(payload)
             if not isinstance(hello, client_wire.Hello):
                 raise ProtocolError("the first frame must be a Hello")
             handle = self._admit(hello, sock, operators=operators)
             connection = ClientConnection(self, self._requests, handle)
             handle.connections.add(connection)
+            self._absent.pop(handle, None)
         except (TimeoutError, OSError):
             self.counts.connections -= 1
             self.counts.refused += 1
@@ -229,36 +233,46 @@ class ClientConnections:
             raise InvalidRequest(
                 "a client's id must have 1 to 64 characters, an instance's at most 256"
             )
-        pid = peer_pid(sock)
         operator = self._is_operator(hello, operators=operators)
         if hello.operator and not operator:  # a client all the same
             self._logins.fail("socket", _who(hello, sock), "wrong operator token")
+        process = self._processes.at(sock)
+        try:
+            return self._handle(hello, process, operator=operator)
+        finally:
+            self._processes.leave(process)  # if this is refused
+
+    def _handle(
+        self, hello: client_wire.Hello, process: ClientProcess, *, operator: bool
+    ) -> ClientHandle:
+        """The client that says this, known or new."""
         if not operator:  # tenants that take all keep out no operator
-            self._check_share(self._admitted, hello.tenant, "connections")
+            self._check_share(hello.tenant, process)
         handle = self._clients.get((hello.tenant, hello.client, operator))
         if handle is not None:
-            if handle.pid != pid or handle.holder.instance != hello.instance:
+            if handle.process is not process or handle.holder.instance != hello.instance:
                 raise NotAuthenticated("this client id belongs to another process or instance")
             return handle
-        if not operator:
-            clients = Counter(tenant for tenant, _, operator in self._clients if not operator)
-            self._check_share(clients, hello.tenant, "clients are connected or hold slots")
-        pidfd = peer_pidfd(sock)
-        if pidfd is None:
-            raise ProtocolError("the client's process has ended")
         holder = self._node.holders.add(hello.tenant, hello.instance, hello.client)
-        holder.uid = peer_uid(sock)
+        holder.uid = process.uid
         holder.operator = operator
-        handle = ClientHandle(holder, pid, pidfd)
+        handle = ClientHandle(holder, process)
+        process.handles.add(handle)
         self._clients[hello.tenant, hello.client, operator] = handle
         self.counts.clients = len(self._clients)
-        asyncio.get_running_loop().add_reader(pidfd, self._process_died, handle)
         return handle
 
-    def _check_share(self, used: Mapping[str, int], tenant: str, what: str) -> None:
+    def _check_share(self, tenant: str, process: ClientProcess) -> None:
         """Raises `LimitExceeded`."""
         most = self._operators.config.clients_max
-        self._shares.check(used, tenant, most, what, "clients_max")
+        try:
+            self._shares.check(self._admitted, tenant, most, "connections", "clients_max")
+            if len(self._absent) >= ABSENT_MAX:
+                gone = Counter(handle.holder.tenant.name for handle in self._absent)
+                what = "clients without a connection hold slots"
+                self._shares.check(gone, tenant, ABSENT_MAX, what, "no setting")
+        except LimitExceeded as error:
+            raise LimitExceeded(f"{error}: {self._processes.describe(process.uid)}") from None
 
     def may_hold(self, tenant: str, before: int, now: int) -> bool:
         """Whether a connection of this tenant may go on with an incomplete frame of this length."""
@@ -275,10 +289,11 @@ class ClientConnections:
             return operators
         return secrets.compare_digest(hello.operator.encode(), expected)
 
-    def _process_died(self, handle: ClientHandle) -> None:
-        for connection in list(handle.connections):
-            connection.close()
-        self._forget(handle)
+    def _process_died(self, process: ClientProcess) -> None:
+        for handle in list(process.handles):
+            for connection in list(handle.connections):
+                connection.close()
+            self._forget(handle)
 
     def _forget(self, handle: ClientHandle) -> None:
         holder = handle.holder
@@ -286,14 +301,15 @@ class ClientConnections:
         if self._clients.pop(key, None) is None:
             return
         self.counts.clients = len(self._clients)
-        asyncio.get_running_loop().remove_reader(handle.pidfd)
-        os.close(handle.pidfd)
+        self._absent.pop(handle, None)
+        handle.process.handles.discard(handle)
+        self._processes.leave(handle.process)
         self._engines.forget(handle.holder)
         self._registry.forget(handle.holder)
         self._node.holders.died(handle.holder)
 
     def lost(self, connection: ClientConnection) -> None:
-        """A socket closed. Its client's slots stay held: only its process's death ends that."""
+        """A socket closed. Its client's slots stay held as long as its process may touch them."""
         self.counts.connections -= 1
         handle = connection.handle
         tenant = handle.holder.tenant.name
@@ -306,8 +322,45 @@ class ClientConnections:
             for stride, rows in holder.ready.items():
                 self._node.grants.give_back(holder, stride, rows)  # the client never received them
             holder.ready.clear()
-            told = self._engines.subscribes(holder) or self._registry.has(holder)
-            if holder.idle and not told:
+            if holder.idle and not self._told(handle):
+                self._forget(handle)
+            else:
+                handle.departures += 1
+                self._absent[handle] = None
+                if not self._looking:
+                    self._looking = True
+                    self._tasks.begin(self._look_at_absent())
+
+    def _told(self, handle: ClientHandle) -> bool:
+        """Whether a client has announced its engine, which is valid until its process ends."""
+        return self._engines.subscribes(handle.holder) or self._registry.has(handle.holder)
+
+    async def _look_at_absent(self) -> None:
+        """Free absent clients, now or once the time between two looks is over, until there is none."""
+        while self._absent:
+            await asyncio.sleep(max(0.0, self._looked_at + LOOK_S - time.monotonic()))
+            await self._free_absent()
+        self._looking = False
+
+    async def _free_absent(self) -> None:
+        """Forget clients without a connection that hold nothing, or whose processes cannot write to slots any more.
+
+        Leases end by themselves.
+        """
+        self._looked_at = time.monotonic()
+        absent = [(handle, handle.departures) for handle in self._absent if not self._told(handle)]
+        by_process: dict[tuple[int, int], bool] = {}
+        for handle, departures in absent:
+            holder = handle.holder
+            if not holder.idle and not holder.leases:
+                inode = self._segments[holder.tenant.name].inode
+                seen = handle.process.pidfd, inode
+                if seen not in by_process and handle in self._absent:
+                    by_process[seen] = await asyncio.to_thread(may_touch, *seen)
+                free = not by_process.get(seen, True)
+            else:
+                free = holder.idle
+            if free and handle in self._absent and handle.departures == departures:
                 self._forget(handle)
 
 
