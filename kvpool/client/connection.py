@@ -143,17 +143,19 @@ class Grants:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        # Without an end: a living one is in use, a dead one leaves doubt.
-        self._uses: dict[int, weakref.ref[Use]] = {}
+        self._uses: dict[
+            int, weakref.ref[Use]
+        ] = {}  # without an end: one that is dead leaves doubt
+        self._doubtful = False
         self._over = False
 
     def begin(self) -> Use | None:
         """The use of granted slots, with an `end` to follow; None if they must not be used now."""
         use = Use(next(self._numbers))
         self._uses[use.number] = weakref.ref(use)
-        if self._over or len(self._uses) > 1:  # usually neither
-            used, use.settles = self._look(use.number)
-            if self._over or (used and use.settles):
+        if self._over or self._doubtful or len(self._uses) > 1:  # usually none of these
+            use.settles = self.doubtful
+            if self._over or (use.settles and len(self._uses) > 1):
                 self._uses.pop(use.number, None)
                 return None
         return use
@@ -161,32 +163,28 @@ class Grants:
     def begin_last(self) -> bool:
         """Whether granted slots have no users; if so, there will be no new ones."""
         self._over = True
-        self._over = not self._look()[0]
+        if self.doubtful or self._uses:
+            self._over = not self._uses
         return self._over
 
     @property
     def doubtful(self) -> bool:
         """Whether slots may be granted that the client does not know of."""
-        return self._look()[1]
+        for number, ref in list(self._uses.items()):
+            if ref() is None:
+                self._doubtful = True
+                self._uses.pop(number, None)
+        return self._doubtful
 
     def settled(self, by: Use) -> None:
         """The daemon has confirmed that all grants are void. by: the only use at that time."""
-        for number, ref in list(self._uses.items()):
-            if ref() is None:
-                self._uses.pop(number, None)
-        by.settles = False
+        self._doubtful = by.settles = False
 
     def end(self, use: Use, *, doubtful: bool = False) -> None:
         """Nobody writes to the slots any more. Idempotent."""
         if doubtful:
-            self._uses[use.number] = weakref.ref(Use(use.number))  # dead at once
-        else:
-            self._uses.pop(use.number, None)
-
-    def _look(self, but: int = -1) -> tuple[bool, bool]:
-        """Whether there is a use, and whether there is doubt. but: the number of a use that does not count."""
-        living = [ref() is not None for number, ref in list(self._uses.items()) if number != but]
-        return True in living, False in living
+            self._doubtful = True
+        self._uses.pop(use.number, None)
 
 
 def refused(error: BaseException) -> bool:

@@ -49,7 +49,8 @@ INTRODUCING_MAX = 64  # connections before their Hello: the oldest makes way
 RECEIVED_BYTES_MAX = 64 << 20  # of incomplete frames, all connections together
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
 ABSENT_MAX = 1 << 14  # clients without a connection that still hold something
-LOOK_S = 60.0  # at least, between two looks at the processes of absent clients
+IDLE_S = 5.0  # between two looks whether the leases of absent clients have ended
+LOOK_S = 60.0  # between two looks at the processes of absent clients
 
 
 TIMER_S = 0.001  # uvloop's timers count in milliseconds
@@ -336,31 +337,29 @@ class ClientConnections:
         return self._engines.subscribes(handle.holder) or self._registry.has(handle.holder)
 
     async def _look_at_absent(self) -> None:
-        """Free absent clients, now or once the time between two looks is over, until there is none."""
+        """Free absent clients, now and from time to time, until there is none."""
         while self._absent:
-            await asyncio.sleep(max(0.0, self._looked_at + LOOK_S - time.monotonic()))
-            await self._free_absent()
+            if time.monotonic() >= self._looked_at + LOOK_S:
+                await self._free_absent()
+            for handle in list(self._absent):
+                if handle.holder.idle and not self._told(handle):
+                    self._forget(handle)
+            await asyncio.sleep(IDLE_S)
         self._looking = False
 
     async def _free_absent(self) -> None:
-        """Forget clients without a connection that hold nothing, or whose processes cannot write to slots any more.
-
-        Leases end by themselves.
-        """
+        """Forget clients without a connection whose processes cannot write to slots any more. Leases end by themselves."""
         self._looked_at = time.monotonic()
         absent = [(handle, handle.departures) for handle in self._absent if not self._told(handle)]
         by_process: dict[tuple[int, int], bool] = {}
         for handle, departures in absent:
-            holder = handle.holder
-            if not holder.idle and not holder.leases:
-                inode = self._segments[holder.tenant.name].inode
-                seen = handle.process.pidfd, inode
-                if seen not in by_process and handle in self._absent:
-                    by_process[seen] = await asyncio.to_thread(may_touch, *seen)
-                free = not by_process.get(seen, True)
-            else:
-                free = holder.idle
-            if free and handle in self._absent and handle.departures == departures:
+            if handle.holder.leases or handle not in self._absent:
+                continue
+            seen = handle.process.pidfd, self._segments[handle.holder.tenant.name].inode
+            if seen not in by_process:
+                by_process[seen] = await asyncio.to_thread(may_touch, *seen)
+            here = handle in self._absent and handle.departures == departures
+            if here and not by_process[seen]:
                 self._forget(handle)
 
 
