@@ -178,6 +178,7 @@ class Connections:
     def abandon(self, ticket: Ticket) -> None:
         """Have a reservation aborted by its daemon, if that answers next. Nobody writes to its slots any more."""
         self._orphans[ticket.number] = ticket.incarnation
+        self.seen(ticket)
 
     def attach_device(self) -> tuple[client_wire.Welcome, LifeView] | None:
         """A handle of spare device memory, and the descriptor that signals its end; None: there is none, or no

@@ -204,6 +204,7 @@ def test_a_large_put_leaves_nobody_at_work_on_its_slots(node, world):
         whole = b"".join(block(n, nbytes) for n in others)
         assert world.client.put(ns, other_keys, whole) == 4, where
         assert b"".join(map(bytes, world.client.get(ns, other_keys))) == whole, where
+        world.client.match(ns, other_keys)  # takes the release of the lease along
         data[:] = 0
 
 
