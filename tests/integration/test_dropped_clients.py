@@ -1,0 +1,55 @@
+"""Clients that were dropped and not closed, and what the daemon frees of them."""
+
+import gc
+import os
+
+import pytest
+
+from kvpool.client import Client
+from kvpool.errors import Unavailable
+from kvpool.types import NamespaceRecord
+from tests.support.waiting import PATIENCE_S, until
+
+RECORD = NamespaceRecord.simple("dropped", block_bytes=4096, block_tokens=16)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def use(socket: str, number: int) -> None:
+    """Put with a client of its own, which nobody closes."""
+    client = Client(socket, timeout_s=PATIENCE_S)
+    assert client.put(client.open(RECORD), [key(number)], b"x" * 4096) == 1
+
+
+def test_dropped_clients_shut_nobody_out(start):
+    daemon = start("--clients-max", "8")
+    for number in range(20):
+        use(daemon.socket, number)
+    gc.collect()
+    until(lambda: daemon.stats().clients == 1, "only the client that asks is left")
+    assert daemon.space().granted_bytes == 0
+
+
+def test_clients_without_a_connection_do_not_count(start):
+    """Their leases end by themselves; until then they keep nobody out."""
+    daemon = start("--clients-max", "8")
+    leases = []
+    for number in range(20):
+        use(daemon.socket, number)
+        client = Client(daemon.socket, timeout_s=PATIENCE_S)
+        leases.append(client.acquire(client.open(RECORD), [key(number)], lease_s=60.0))
+        client._connections._close_idle()
+    assert all(lease is not None for lease in leases)
+    assert daemon.stats().leases == 20
+
+
+def test_a_refusal_names_the_process_that_has_the_connections(start):
+    daemon = start("--clients-max", "4")
+    held = [Client(daemon.socket, timeout_s=PATIENCE_S, connect=True) for _ in range(4)]
+    own = f"process {os.getpid()} has 4 connections of 4 clients.*raise clients_max"
+    with pytest.raises(Unavailable, match=own):
+        Client(daemon.socket, timeout_s=PATIENCE_S, connect=True)
+    for client in held:
+        client.close()
