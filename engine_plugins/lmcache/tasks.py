@@ -53,7 +53,9 @@ class Tasks(Generic[R]):
         self._results_max = results_max
         self._waiting: deque[_Task] = deque()
         self._results: dict[int, R] = {}
-        self._changed = threading.Condition()
+        # Taken as a lock: an exception in an engine's thread may leave a condition's own `with` locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._next = 0
         self._alive = threads
         self._closing = False
@@ -81,7 +83,7 @@ class Tasks(Generic[R]):
 
     def submit(self, work: Callable[[], R], otherwise: R) -> int:
         """The task's number. otherwise: its result if the work is not done. Does not wait."""
-        with self._changed:
+        with self._lock:
             number = self._next
             self._next += 1
             self._put(_Task(number, work, otherwise))
@@ -89,23 +91,23 @@ class Tasks(Generic[R]):
 
     def submit_aside(self, work: Callable[[], object]) -> None:
         """Work whose result nobody wants, and which may be left undone where too much is to be done."""
-        with self._changed:
+        with self._lock:
             self._put(_Task(None, work, None))
 
     def take(self, number: int) -> R | None:
         """The result of a task, once; None: there is none yet, or none any more."""
-        with self._changed:
+        with self._lock:
             return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, R]:
         """The results of all tasks that have ended, by their numbers."""
-        with self._changed:
+        with self._lock:
             taken, self._results = self._results, {}
             return taken
 
     def stop(self) -> None:
         """Drop what waits, and have long work end early. Does not wait."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._waiting.clear()
             self._changed.notify_all()
@@ -131,17 +133,17 @@ class Tasks(Generic[R]):
                 try:
                     result = task.work()
                 finally:
-                    with self._changed:
+                    with self._lock:
                         self._end(task, result)
         finally:
-            with self._changed:
+            with self._lock:
                 self._alive -= 1
                 while not self._alive and self._waiting:
                     task = self._waiting.popleft()
                     self._end(task, task.otherwise)
 
     def _take_task(self) -> _Task | None:
-        with self._changed:
+        with self._lock:
             while not self._waiting and not self._closing:
                 self._changed.wait()
             return None if self._closing else self._waiting.popleft()

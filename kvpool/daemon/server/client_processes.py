@@ -7,16 +7,19 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvpool.daemon.core.blocks import Holder
 from kvpool.errors import ProtocolError
 from kvpool.memory.peer_process import peer_pid, peer_pidfd, peer_uid
 
-if TYPE_CHECKING:
-    from kvpool.daemon.server.connections import ClientConnection
-
 NAMED_MAX = 3  # processes in a refusal
+
+
+class Closeable(Protocol):
+    """A connection of a client."""
+
+    def close(self) -> None: ...
 
 
 class ClientHandle:
@@ -25,7 +28,7 @@ class ClientHandle:
     def __init__(self, holder: Holder, process: ClientProcess) -> None:
         self.holder = holder
         self.process = process
-        self.connections: set[ClientConnection] = set()
+        self.connections: set[Closeable] = set()
         self.departures = 0  # how often its last connection was closed
 
 
