@@ -14,12 +14,13 @@
     ├── LeaseLost                a lease ended before its reader finished: discard what was read
     ├── SegmentError             the memory or file of a segment is not available
     ├── AlreadyRunning           another daemon holds the socket or the data directory
+    ├── InternalError            a bug met a request that changes nothing; the process that it was sent to goes on
     ├── Unavailable              the daemon or a peer cannot be reached, or did not answer in time
     │   └── Declined             a peer answered that it cannot serve the request now
     └── ClusterUnavailable       this node answers, but etcd, Redis or another node that it needs does not
 
 A miss is not an error, nor is a block that is present already. A broken invariant is an `AssertionError` and
-ends the process.
+ends the process, unless it is met in answering a request that changes nothing (`InternalError`).
 
 `code` is sent on the wire; `from_code` is its inverse.
 """
@@ -31,6 +32,7 @@ __all__ = [
     "ClusterUnavailable",
     "ConfigError",
     "Declined",
+    "InternalError",
     "InvalidRequest",
     "KvpoolError",
     "LeaseLost",
@@ -133,6 +135,12 @@ class AlreadyRunning(KvpoolError):
     """Another daemon serves this socket or data directory. Stop it, or choose another path."""
 
     code = "already_running"
+
+
+class InternalError(KvpoolError):
+    """A bug kept a daemon from answering a request that changes nothing. The daemon's log has the traceback: report it."""
+
+    code = "internal"
 
 
 class Unavailable(KvpoolError):

@@ -377,6 +377,12 @@ METRICS: tuple[Metric, ...] = (
         "failed_logins.*",
         labels=("door",),
     ),
+    _counter(
+        "internal_errors",
+        "Requests that met an unexpected error and changed nothing: each ended its connection. A bug: the log has it.",
+        "internal_errors.*",
+        labels=("request",),
+    ),
     _counter("audit_records", "Records that the audit file has, since the start.", "audit.written"),
     _counter(
         "audit_lost_records", "Records that the audit file did not take in time.", "audit.lost"

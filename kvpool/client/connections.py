@@ -35,7 +35,6 @@ from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
 BACKOFF_S = (0.05, 1.0)
-FINISHED_MAX = 1024
 LOOK_S = 0.1  # between two looks for a free connection: one that was dropped wakes nobody
 STEPS = 4  # of an introduction, each with the time-out: two to connect, one to send, one to receive
 
@@ -94,13 +93,12 @@ class Connections:
         self._long: set[Connection] = set()  # those with a request that may take long
         self._connections_max = connections_max
         self._lock = threading.Lock()  # never taken by a caller's thread
-        self._waiting: deque[SimpleQueue[None]] = (
-            deque()
-        )  # bells of threads that wait for a connection
-        self._finished: deque[str] = deque(maxlen=FINISHED_MAX)  # tokens of leases to release
-        self._orphans: dict[
-            int, str
-        ] = {}  # reservations to abort: their daemon's incarnation, by ticket
+        self._waiting: deque[SimpleQueue[None]] = deque()
+        """Bells of threads that wait for a connection."""
+        self._finished: deque[str] = deque(maxlen=client_wire.TOKENS_MAX)
+        """Tokens of leases to release."""
+        self._orphans: dict[int, str] = {}
+        """Reservations to abort: their daemon's incarnation, by ticket."""
         self._tickets = itertools.count(1)
         # Of reservations whose slots nobody has been given, with their daemon's incarnation.
         self._unseen: dict[int, tuple[weakref.ref[Ticket], str]] = {}
@@ -224,7 +222,7 @@ class Connections:
             self._tell_orphans(connection)
         if self._finished:
             tokens: list[str] = []
-            while self._finished and len(tokens) < FINISHED_MAX:
+            while self._finished and len(tokens) < client_wire.TOKENS_MAX:
                 try:
                     tokens.append(self._finished.popleft())
                 except IndexError:  # another thread took the last one

@@ -63,10 +63,10 @@ def route(
         routes choose that, and of each pair only the other end counts.
     """
     ranked: list[_Pair] = []
-    listed = _reachable(node, host)[:WAYS_MAX]
-    for number, other in enumerate(listed):
-        if other.url.startswith(NIXL):
-            continue
+    listed = _reachable(node, host)
+    nixl = [Way(other.url, 0) for other in listed if other.url.startswith(NIXL)][: WAYS_MAX - 1]
+    others = [other for other in listed if not other.url.startswith(NIXL)]
+    for number, other in enumerate(others[:WAYS_MAX]):
         pairs = [(_rank(card, numa, other, node.numa), card.address) for card in cards]
         if bind_source:
             for rank, address in pairs:
@@ -76,7 +76,6 @@ def route(
         if not (bind_source and any(address for _, address in pairs)):
             rank = min(pairs)[0] if pairs else _rank(Card(""), -1, other, node.numa)
             ranked.append(_Pair(Way(other.url, rank), number, ""))
-    nixl = [Way(other.url, 0) for other in listed if other.url.startswith(NIXL)]
     best: dict[str, _Pair] = {}
     for pair in sorted(ranked, key=lambda pair: (pair.way.rank, pair.number)):
         best.setdefault(pair.way.url, pair)  # several of our cards may have one address

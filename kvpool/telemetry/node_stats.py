@@ -645,8 +645,9 @@ class NodeStats(Branch):
     """A node. tenants: by name. sources: whether there is anything to fetch from. hot: operators only, as are
     event_streams, by name.
 
-    failed_logins: by where: `socket` (clients), `http` (the gateway), `peer`. http_dropped: connections that
-    the gateway which shows this closed because all places were taken.
+    failed_logins: by where: `socket` (clients), `http` (the gateway), `peer`. internal_errors: requests that met an
+    unexpected error and changed nothing, by their message's name. http_dropped: connections that the gateway which shows
+    this closed because all places were taken.
     """
 
     node: str = ""
@@ -659,6 +660,7 @@ class NodeStats(Branch):
     http_dropped: int = 0
     tenant_waits: int = 0  # of connections whose tenant had used its share of the loop's time
     failed_logins: dict[str, int] = {}
+    internal_errors: dict[str, int] = {}
     audit: AuditStats | None = None
     counters: Counters = msgspec.field(default_factory=Counters)
     gone: dict[str, int] = {}

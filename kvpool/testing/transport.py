@@ -107,7 +107,8 @@ class ScriptedSource:
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
         self.news: list[SessionNews] = []
-        self.error: KvpoolError | None = None
+        self.error: Exception | None = None
+        self.faults: list[str] = []  # requests that met an unexpected error
         self.waiting: queue.SimpleQueue[tuple[LongQuestion, ScriptedAnswer]] = queue.SimpleQueue()
         self.closed = threading.Semaphore(0)  # released when nobody waits for one of them any more
         self.hold: threading.Event | None = None  # lend waits for it
@@ -168,6 +169,10 @@ class ScriptedSource:
 
     def logins_failed(self, failures: Failures) -> None:
         pass
+
+    def request_failed(self, name: str) -> None:
+        with self._lock:
+            self.faults.append(name)
 
     def corrupt(self, report: Corrupt) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from typing import cast
 
 from kvpool.errors import ConfigError
 from kvpool.extras import install
+from kvpool.net import scheme_of
 from kvpool.transfer.base import TransportFactory
 
 GROUP = "kvpool.transports"
@@ -22,16 +23,6 @@ TRANSPORTS = {
     "nixl": "kvpool.transfer.nixl:NixlTransport",
     "inproc": "kvpool.transfer.inproc:InprocTransport",
 }
-
-
-def scheme_of(url: str) -> str:
-    """The scheme before `://`. Raises `ConfigError` if there is none."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or not scheme or not rest:
-        raise ConfigError(
-            f"{url!r} is not a transport URL: write, for example, tcp://127.0.0.1:7070"
-        )
-    return scheme
 
 
 def transport_for(url: str) -> TransportFactory:

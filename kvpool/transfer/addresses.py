@@ -1,4 +1,4 @@
-"""`tcp://host:port`: parsing, and look-up within a deadline."""
+"""Addresses of `tcp://host:port`: look-up within a deadline, and the source to connect from."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import queue
 import socket
 import threading
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvpool import net as loopback
-from kvpool.errors import ConfigError, KvpoolError, Unavailable
+from kvpool.errors import KvpoolError, Unavailable
 from kvpool.transfer.base import Deadline, Stop
 
 AddressInfo = tuple[int, tuple[Any, ...]]  # family and address, as sockets take them
-
-
-def parse(url: str) -> tuple[str, int]:
-    """Host and port. Raises `ConfigError` unless it has exactly these."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or port is None or parts.path or parts.query or parts.fragment or parts.username:
-        raise ConfigError(f"{url!r}: write tcp://HOST:PORT, with [] around an IPv6 address")
-    return host, port
+_UNRESOLVED = (OSError, ValueError, OverflowError)  # UnicodeError is a ValueError
 
 
 def split_source(url: str) -> tuple[str, str]:
@@ -49,7 +37,7 @@ def resolve(
     """Addresses to connect to or listen on, best first. Raises `Unavailable` if they are not resolved in time."""
     try:
         return _look_up(host, port, socket.AI_NUMERICHOST)
-    except OSError:
+    except _UNRESOLVED:
         pass  # a name, not an address
     # The system's resolver has no deadline, so it gets a thread that may be left behind.
     answers: queue.SimpleQueue[list[AddressInfo] | KvpoolError] = queue.SimpleQueue()
@@ -57,8 +45,9 @@ def resolve(
     def ask() -> None:
         try:
             answers.put(_look_up(host, port, 0))
-        except OSError as error:
-            answers.put(Unavailable(f"the name {host!r} cannot be resolved: {error.strerror}"))
+        except _UNRESOLVED as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            answers.put(Unavailable(f"the name {host!r} cannot be resolved: {reason}"))
 
     def cancel() -> None:
         answers.put(Unavailable("the transfer was cancelled"))

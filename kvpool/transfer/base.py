@@ -29,6 +29,7 @@ from typing import NamedTuple, Protocol
 from kvpool.errors import (
     ConfigError,
     Declined,
+    InternalError,
     InvalidRequest,
     KvpoolError,
     LimitExceeded,
@@ -49,7 +50,11 @@ from kvpool.wire.peer import (
 )
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pulled
 
-REFUSALS = (InvalidRequest, LimitExceeded)  # of a valid order: a peer's answers alone
+REFUSALS = (
+    InternalError,
+    InvalidRequest,
+    LimitExceeded,
+)  # of a valid order: a peer's answers alone
 
 DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
 
@@ -137,6 +142,10 @@ class Source(Protocol):
 
     def logins_failed(self, failures: Failures) -> None:
         """Peers that could not prove who they are. Never raises."""
+        ...
+
+    def request_failed(self, name: str) -> None:
+        """A peer's request of this name met an unexpected error. Never raises."""
         ...
 
     def corrupt(self, report: Corrupt) -> None:

@@ -7,7 +7,8 @@ import threading
 import time
 
 from kvpool.errors import Declined, Unavailable
-from kvpool.transfer.addresses import parse, resolve, split_source
+from kvpool.net import host_and_port
+from kvpool.transfer.addresses import resolve, split_source
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Stream, Unreachable
@@ -50,7 +51,7 @@ class Connections:
         Raises `Unavailable`, `NoPlace`, `NotAuthenticated`, `ProtocolError` or `ConfigError` (for the URL).
         """
         target, source = split_source(url)
-        host, port = parse(target)
+        host, port = host_and_port(target)
         soon = deadline.sooner(self._limits.connect_s)
         failure = f"{url} has no address"
         for family, address in resolve(host, port, soon, stop):

@@ -33,6 +33,7 @@ from kvpool.transfer.base import Identity
 from kvpool.transfer.stream import Stream
 from kvpool.wire.frame import (
     HELLO_BYTES_MAX,
+    NONCE_BYTES,
     PROTOCOL_OLDEST,
     Done,
     Message,
@@ -45,7 +46,6 @@ from kvpool.wire.peer import PeerChallenge, PeerHello, PeerProof, decode_peer
 
 M = TypeVar("M", bound=Message)
 
-NONCE_BYTES = 32
 KEYED_SINCE = 8  # the protocol
 LISTENS, CONNECTS = b"listens", b"connects"  # whose proof it is
 LISTENS_KEY, CONNECTS_KEY = b"listener's key", b"connector's key"  # whose bytes it is for
@@ -61,7 +61,6 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
     stream.send(hello, 1)
     challenge = _answer(stream, PeerChallenge)
     agreed = agree(challenge.version, challenge.oldest, "the peer")
-    _check_nonce(challenge.nonce)
     _check_name(stream, challenge.node)
     said = _said(hello, challenge, stream.binding)
     secret = _proved((challenge.proof, *challenge.more), secrets, LISTENS, said)
@@ -86,7 +85,6 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     if not isinstance(hello, PeerHello):
         raise ProtocolError("the first frame between daemons must be a PeerHello")
     agreed = agree(hello.version, hello.oldest, "the peer")
-    _check_nonce(hello.nonce)
     if hello.cluster != us.cluster:
         raise NotAuthenticated(
             f"this daemon does not belong to cluster {hello.cluster!r}: set the same name on all daemons of a "
@@ -114,10 +112,10 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     return hello
 
 
-def refuse(stream: Stream, error: KvpoolError) -> None:
-    """Tell the peer the reason, if it still listens."""
+def refuse(stream: Stream, error: KvpoolError, request: int = 0) -> None:
+    """Tell the peer the reason, if it still listens. request: the one that is refused; 0: the connection."""
     try:
-        stream.send(error_message(error), 0)
+        stream.send(error_message(error), request)
     except KvpoolError:
         pass  # it does not; the caller's reason matters
 
@@ -129,11 +127,6 @@ def _answer(stream: Stream, kind: type[M]) -> M:
     if not isinstance(message, kind):
         raise ProtocolError(f"the peer answered the handshake with a {type(message).__name__}")
     return message
-
-
-def _check_nonce(nonce: bytes) -> None:
-    if len(nonce) != NONCE_BYTES:
-        raise ProtocolError(f"a nonce must have {NONCE_BYTES} bytes, not {len(nonce)}")
 
 
 def _check_name(stream: Stream, node: str) -> None:

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from kvpool.errors import (
     ConfigError,
     Declined,
+    InternalError,
     KvpoolError,
     NotAuthenticated,
     ProtocolError,
     Unavailable,
 )
+from kvpool.net import host_and_port
 from kvpool.security.failed_logins import FailedLogins
-from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
+from kvpool.transfer.addresses import is_loopback, resolve, url_of
 from kvpool.transfer.admission import Places
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits, check_secrets
 from kvpool.transfer.handshake import admit, refuse
@@ -27,6 +29,8 @@ from kvpool.transfer.priority import Priority
 from kvpool.transfer.responder import Budgets, Conversation, Converse
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.transfer.tls import open_stream
+from kvpool.wire.faults import Faults
+from kvpool.wire.peer import Fetch, FetchParts
 
 BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which fails a peer's pull
 RESOLVE_S = 10.0
@@ -101,10 +105,11 @@ class Server:
         self._closing = threading.Event()
         self._complaints = Complaints()
         self._failed = FailedLogins(source.logins_failed, _later)
+        self._faults = Faults(time.monotonic, source.request_failed)
 
     def listen(self, url: str) -> str:
         """See `Transport.listen`."""
-        host, port = parse(url)
+        host, port = host_and_port(url)
         try:
             family, address = resolve(host, port, Deadline(RESOLVE_S))[0]
         except Unavailable as error:
@@ -225,9 +230,19 @@ class Server:
                 request, message = conversation.hear()
                 with self._lock:
                     self._places.busy(stream)
-                conversation.answer(request, message)
+                try:
+                    conversation.answer(request, message)
+                except KvpoolError:
+                    raise
+                except Exception as error:
+                    internal = self._faults.answer(message, error)
+                    if not isinstance(message, Fetch | FetchParts):  # its bytes may be half sent
+                        refuse(stream, internal, request)
+                    raise internal from error
                 with self._lock:
                     self._places.idle(stream)
+        except InternalError:  # the peer was told
+            stream.linger()
         except (ProtocolError, NotAuthenticated, Declined) as error:
             self._complaints.say(error)
             if isinstance(error, NotAuthenticated):

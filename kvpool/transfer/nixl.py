@@ -35,7 +35,8 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
-from kvpool.transfer.addresses import is_loopback, parse, resolve
+from kvpool.net import host_and_port
+from kvpool.transfer.addresses import is_loopback, resolve
 from kvpool.transfer.base import (
     REFUSALS,
     Deadline,
@@ -57,7 +58,7 @@ from kvpool.transfer.responder import Budgets, Conversation, parts_of
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus, split_keys
-from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done, error_message
+from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done
 from kvpool.wire.peer import Corrupt, Describe, Fetch, FetchParts, Readable, Taken, decode_peer
 from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
@@ -103,7 +104,7 @@ class NixlTransport:
         return "nixl" + self._control.listen(url).removeprefix("tcp")
 
     def _start(self, url: str) -> None:
-        host, port = parse(url)
+        host, port = host_and_port(url)
         addresses = resolve(host, port, Deadline(self._limits.connect_s))
         self._agent.start(loopback=all(map(is_loopback, addresses)))
 
@@ -227,7 +228,7 @@ class _Conversation(Conversation):
                     agent.version,
                 )
             except KvpoolError as error:
-                stream.send(error_message(error), request)
+                self._decline(request, error)
                 return
             with agent.serving():
                 stream.send(where, request)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import (
+    InternalError,
     KvpoolError,
     LimitExceeded,
     NotAuthenticated,
@@ -152,7 +153,8 @@ class Conversation:
         try:
             answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
-            answer = encode(error_message(error), request)
+            self._decline(request, error)
+            return
         stream.send_frame(answer)
 
     def _answer_later(self, request: int, question: LongQuestion) -> None:
@@ -165,17 +167,24 @@ class Conversation:
         try:
             owed = self._source.answer_later(question)
         except KvpoolError as error:
-            stream.send(error_message(error), request)
+            self._decline(request, error)
             return
         try:
             stream.wait_beside(owed.fileno())
             try:
                 answer = encode(owed.result(), request)
             except KvpoolError as error:
-                answer = encode(error_message(error), request)
+                self._decline(request, error)
+                return
         finally:
             owed.close()
         stream.send_frame(answer)
+
+    def _decline(self, request: int, error: KvpoolError) -> None:
+        """Answer with an error. Raises it if it is an `InternalError`, which ends the connection."""
+        self._stream.send(error_message(error), request)
+        if isinstance(error, InternalError):
+            raise error
 
     def _takes_orders(self, request: int) -> bool:
         """Whether nobody else can have written what comes on this connection; else the request is refused."""
@@ -185,7 +194,7 @@ class Conversation:
             "requests that change a node are taken over TLS, or from daemons of protocol 8 or newer: upgrade the node "
             "that was asked first"
         )
-        self._stream.send(error_message(unsafe), request)
+        self._decline(request, unsafe)
         return False
 
     def _check_name(self, node: str) -> None:
@@ -243,7 +252,7 @@ class Conversation:
             budget = self._budgets.background if fetch.background else self._budgets.urgent
             budget.take(size, self._stream.deadline)
         except LimitExceeded as error:
-            self._stream.send(error_message(error), request)
+            self._decline(request, error)
             return
         try:
             if fetch.background:
@@ -287,7 +296,7 @@ class Conversation:
             )
             lent = self._source.open_loan(wanted)
         except KvpoolError as error:
-            self._stream.send(error_message(error), request)
+            self._decline(request, error)
             return
         try:
             present, found = check_loan(lent, wanted, self._memory)

@@ -49,12 +49,32 @@ type  message          direction             answer
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.types import EngineRecord
-from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.types import PARTS_MAX, EngineRecord
+from kvpool.wire.frame import (
+    AnyDigest,
+    Bytes,
+    Count,
+    Decoder,
+    Digest,
+    Done,
+    Error,
+    Generation,
+    Integer,
+    Message,
+    Parent,
+    Part,
+    Parts,
+    ReadOnly,
+    Tickets,
+)
 from kvpool.wire.operator import OperatorMessage
+
+TOKENS_MAX = 1024  # in one request
 
 
 class Hello(Message, tag=1):
@@ -65,14 +85,14 @@ class Hello(Message, tag=1):
     the client wants to read spare device memory by itself. `version`, `oldest`: the protocols that it speaks.
     """
 
-    version: int
+    version: Count
     tenant: str
     instance: str
     client: str
     token: str | None = None
     operator: str = ""
     device: bool = False
-    oldest: int = 0
+    oldest: Count = 0
 
 
 class Welcome(Message, tag=2):
@@ -83,13 +103,13 @@ class Welcome(Message, tag=2):
     descriptor that tells of its end (`kvpool.memory.owner_liveness`) comes with the segment's.
     """
 
-    version: int
+    version: Count
     node: str
     incarnation: str
-    segment: int
-    segment_bytes: int
+    segment: Count
+    segment_bytes: Count
     device: bytes = b""
-    life: int = 0
+    life: Count = 0
 
 
 class OpenNamespace(Message, tag=10):
@@ -100,11 +120,11 @@ class OpenNamespace(Message, tag=10):
     is one, and empty `write` is each node's default.
     """
 
-    digest: bytes
+    digest: Digest
     fields: bytes
-    parts: list[tuple[int, str, int, int]]
-    replicas: int = 0
-    generation: int = -1
+    parts: list[tuple[Integer, str, Integer, Integer]]
+    replicas: Integer = 0
+    generation: Generation = -1
     write: str = ""
     ttl_s: Finite = 0.0
     ssd_codec: str = ""
@@ -117,8 +137,8 @@ class Opened(Message, tag=36):
     `current`: whether that is the current one; otherwise reads find nothing and writes are refused.
     """
 
-    number: int
-    generation: int
+    number: Count
+    generation: Generation
     current: bool
 
 
@@ -128,11 +148,11 @@ class Reserve(Message, tag=11):
     `parent`: the key before the first one in the prefix chain, or empty. `parents`: see `Store`. `request`: see `Acquire`.
     """
 
-    ns: int
-    part: int
-    ticket: int
+    ns: Count
+    part: Part
+    ticket: Count
     keys: bytes
-    parent: bytes = b""
+    parent: Parent = b""
     parents: bytes = b""
     request: str = ""
 
@@ -140,7 +160,7 @@ class Reserve(Message, tag=11):
 class Reserved(Message, tag=12):
     """`rows`: one a key, `NO_ROW` where the block is present already."""
 
-    stride: int
+    stride: Count
     rows: bytes
 
 
@@ -150,10 +170,10 @@ class Commit(Message, tag=13):
     `replicas`: wanted in the cluster; 0: the namespace's setting.
     """
 
-    ticket: int
+    ticket: Count
     checksums: bytes
     indices: bytes = b""
-    replicas: int = 0
+    replicas: Integer = 0
 
 
 class ReserveParts(Message, tag=130):
@@ -164,46 +184,46 @@ class ReserveParts(Message, tag=130):
     is left is nobody's, as is what has an empty label. At most 4096 of them.
     """
 
-    ns: int
-    parts: list[int]
-    tickets: list[int]
+    ns: Count
+    parts: Parts
+    tickets: Tickets
     keys: bytes
     parents: bytes
-    requests: list[tuple[str, int]] = msgspec.field(default_factory=list)
+    requests: list[tuple[str, Count]] = msgspec.field(default_factory=list)
 
 
 class ReservedParts(Message, tag=131):
     """One a part. `rows`: as in `Reserved`; fewer than keys, or none at all, where there was no space."""
 
-    strides: list[int]
+    strides: list[Count]
     rows: list[bytes]
 
 
 class CommitParts(Message, tag=132):
     """`Commit` of several reservations. `checksums`: one a ticket."""
 
-    tickets: list[int]
-    checksums: list[bytes]
-    replicas: int = 0
+    tickets: Tickets
+    checksums: Annotated[list[bytes], msgspec.Meta(max_length=PARTS_MAX)]
+    replicas: Integer = 0
 
 
 class CommittedParts(Message, tag=133):
     """`stored`: how many blocks of each are new; -1: this client had not reserved it."""
 
-    stored: list[int]
+    stored: list[Integer]
 
 
 class Progress(Message, tag=52):
     """A hint of clients of protocol 9 and older, about slots that are not committed. It is ignored."""
 
-    ticket: int
-    nbytes: int
+    ticket: Count
+    nbytes: Count
 
 
 class Abort(Message, tag=14):
     """Give reserved slots back."""
 
-    tickets: list[int]
+    tickets: Tickets
 
 
 class Acquire(Message, tag=15):
@@ -216,14 +236,14 @@ class Acquire(Message, tag=15):
     `for_others`: those who join the lease read, so it counts as read with the first of them.
     """
 
-    ns: int
+    ns: Count
     keys: bytes
-    parts: list[int]
+    parts: Parts
     lease_s: Finite
     wait_s: Finite = 0.0
     scattered: bool = False
     recompute: tuple[Finite, Finite] | None = None
-    life: int = 0
+    life: Count = 0
     trace: str = ""
     verify: bool = False
     request: str = ""
@@ -238,10 +258,10 @@ class LeasedPart(Message):
     empty: they were not asked for.
     """
 
-    part: int
-    first: int
-    stride: int
-    nbytes: int
+    part: Part
+    first: Count
+    stride: Count
+    nbytes: Count
     rows: bytes
     device_rows: bytes = b""
     checksums: bytes = b""
@@ -256,17 +276,17 @@ class Leased(Message, tag=16):
     """
 
     token: str
-    blocks: int
+    blocks: Count
     lease_s: Finite
     parts: list[LeasedPart]
-    life: int = 0
+    life: Count = 0
 
 
 class Join(Message, tag=17):
     """Share a lease by its token. `verify`: see `Acquire`."""
 
     token: str
-    parts: list[int]
+    parts: Parts
     verify: bool = False
 
 
@@ -276,33 +296,33 @@ class CorruptSlots(Message, tag=49):
     """
 
     token: str
-    part: int
+    part: Part
     rows: bytes
 
 
 class Release(Message, tag=18):
     """Give leases back."""
 
-    tokens: list[str]
+    tokens: Annotated[list[str], msgspec.Meta(max_length=TOKENS_MAX)]
 
 
-class Match(Message, tag=19):
+class Match(ReadOnly, tag=19):
     """Length of the usable prefix that is present."""
 
-    ns: int
+    ns: Count
     keys: bytes
-    parts: list[int]
+    parts: Parts
 
 
-class Contains(Message, tag=20):
+class Contains(ReadOnly, tag=20):
     """Which of the blocks are present."""
 
-    ns: int
-    part: int
+    ns: Count
+    part: Part
     keys: bytes
 
 
-class Present(Message, tag=134):
+class Present(ReadOnly, tag=134):
     """Where one part of each of the blocks is, if anywhere, in each of some namespaces. `wait_s`: for the answers of
     others.
 
@@ -310,8 +330,8 @@ class Present(Message, tag=134):
     looked for in the first namespace only; others are asked for them only if they are asked for one of `keys`.
     """
 
-    namespaces: list[int]
-    part: int
+    namespaces: list[Count]
+    part: Part
     keys: bytes
     wait_s: Finite
     first: bool = False
@@ -321,7 +341,7 @@ class Present(Message, tag=134):
 class Remove(Message, tag=22):
     """Remove the blocks from all tiers of this node."""
 
-    ns: int
+    ns: Count
     keys: bytes
 
 
@@ -332,7 +352,7 @@ class RemoveEach(Message, tag=138):
     their blocks of the first namespace are, as in an answer to `Present`.
     """
 
-    namespaces: list[int]
+    namespaces: list[Count]
     keys: bytes
     others_s: Finite = 0.0
     beside: bytes = b""
@@ -341,7 +361,7 @@ class RemoveEach(Message, tag=138):
 class ClearNamespace(Message, tag=135):
     """Start a new epoch of the namespace: its blocks are no longer found anywhere. Its clients go on."""
 
-    ns: int
+    ns: Count
 
 
 class SessionTurn(Message, tag=140):
@@ -353,7 +373,7 @@ class SessionTurn(Message, tag=140):
     keys, whose daemons are to know that; empty: this one. `shared`: several conversations may have this name.
     """
 
-    ns: int
+    ns: Count
     session: str
     keys: bytes
     agent: str = ""
@@ -370,7 +390,7 @@ class EndRequest(Message, tag=149):
     What is still stored on its behalf is added.
     """
 
-    ns: int
+    ns: Count
     request: str
     session: str = ""
 
@@ -384,26 +404,26 @@ class Intend(Message, tag=148):
     name; empty: the one that is asked.
     """
 
-    ns: int
+    ns: Count
     intent: str
     keys: bytes = b""
     session: str = ""
     hard: bool = False
     for_s: Finite = 0.0
     dry_run: bool = False
-    digest: bytes = b""
+    digest: AnyDigest = b""
     node: str = ""
 
 
 class Pin(Message, tag=23):
     """`kind`: soft, hard, or none (unpin)."""
 
-    ns: int
+    ns: Count
     keys: bytes
     kind: str
 
 
-class Stats(Message, tag=24):
+class Stats(ReadOnly, tag=24):
     """The node's statistics, for the client's tenant."""
 
 
@@ -415,20 +435,20 @@ class Pull(Message, tag=25):
     `life`: of the device memory that the client's engine reads itself: blocks there count as here; 0: none.
     """
 
-    ns: int
+    ns: Count
     keys: bytes
     wait_s: Finite
     recompute: tuple[Finite, Finite] | None = None
-    life: int = 0
+    life: Count = 0
     trace: str = ""
 
 
 class Grant(Message, tag=26):
     """Slots of a part's size without keys, to be filled and then named by `Store`: up to `count`."""
 
-    ns: int
-    part: int
-    count: int
+    ns: Count
+    part: Part
+    count: Count
 
 
 class Store(Message, tag=27):
@@ -438,14 +458,14 @@ class Store(Message, tag=27):
     `ReserveParts`, where the keys are not a chain; else empty. `request`: see `Acquire`.
     """
 
-    ns: int
-    part: int
+    ns: Count
+    part: Part
     rows: bytes
     keys: bytes
     checksums: bytes
-    count: int
-    parent: bytes = b""
-    replicas: int = 0
+    count: Count
+    parent: Parent = b""
+    replicas: Integer = 0
     parents: bytes = b""
     request: str = ""
 
@@ -456,7 +476,7 @@ class Stored(Message, tag=28):
     `fresh`: further rows, granted now.
     """
 
-    new: int
+    new: Count
     unused: bytes
     fresh: bytes
 
@@ -467,7 +487,7 @@ class GiveBack(Message, tag=29):
     `stride` 0: all that this client was ever granted, including unreceived grants.
     """
 
-    stride: int
+    stride: Count
     rows: bytes
 
 
@@ -478,8 +498,8 @@ class Reset(Message, tag=30):
     it if another engine's reset has started it. If there are later ones already, this engine stays out.
     """
 
-    ns: int
-    generation: int
+    ns: Count
+    generation: Generation
 
 
 class FollowEvents(Message, tag=50):
@@ -490,11 +510,11 @@ class FollowEvents(Message, tag=50):
     One engine a client: a new message replaces the previous one.
     """
 
-    ns: int
+    ns: Count
     endpoint: str
     replay: str = ""
     topic: str = ""
-    groups: list[int] = msgspec.field(default_factory=list)
+    groups: list[Integer] = msgspec.field(default_factory=list)
 
 
 class Follow(Message, tag=51):
@@ -503,25 +523,25 @@ class Follow(Message, tag=51):
     `source`: the node of that engine, or empty if unknown. `parts`: empty means all.
     """
 
-    ns: int
+    ns: Count
     keys: bytes
     wait_s: Finite
     source: str = ""
-    parts: list[int] = msgspec.field(default_factory=list)
+    parts: Parts = msgspec.field(default_factory=list)
     trace: str = ""
 
 
 class Dropped(Message, tag=87):
     """These blocks were to be put, and will not be: prompts that are followed do not wait for them."""
 
-    ns: int
+    ns: Count
     keys: bytes
 
 
 class CloseNamespace(Message, tag=88):
     """This client does not use the namespace any more; for it alone, it need not be kept while it is empty."""
 
-    ns: int
+    ns: Count
 
 
 class AnnounceEngine(Message, tag=53):
@@ -530,18 +550,18 @@ class AnnounceEngine(Message, tag=53):
     `engine`: null: withdraw it. One engine a client: a new message replaces the previous one.
     """
 
-    ns: int
+    ns: Count
     engine: EngineRecord | None
 
 
-class Engines(Message, tag=54):
+class Engines(ReadOnly, tag=54):
     """The engines of this tenant that were announced, on all nodes. For each: what was announced, `node`,
     `incarnation`, `labels` and `host` of it, as in its record, and whether it is on this machine (`here`). The first
     engine of each node also has the record's `links`.
     """
 
 
-class Prefixes(Message, tag=58):
+class Prefixes(ReadOnly, tag=58):
     """How much of a prefix each node could provide, by the directory, in blocks: `{node: [in memory, with
     disks]}`.
 
@@ -549,12 +569,12 @@ class Prefixes(Message, tag=58):
     longer are left out.
     """
 
-    digest: bytes
+    digest: Digest
     keys: bytes
     wait_s: Finite
 
 
-class WhyMissing(Message, tag=145):
+class WhyMissing(ReadOnly, tag=145):
     """Why a node could not provide more of a prompt. JSON: `asked`; `memory_blocks` and `blocks` that it could, from
     memory and from disks too; `missing`, the first block that it could not, and `last`, the last read that ended at one
     of these blocks, each with `block` (its index), `key`, `reason`, `words`, `tier`, `age_s`, `idle_s`, `by`, `where`,
@@ -563,7 +583,7 @@ class WhyMissing(Message, tag=145):
     `digest`: of the namespace, without its epoch. `node`: its name; empty: the one that is asked.
     """
 
-    digest: bytes
+    digest: Digest
     keys: bytes
     node: str = ""
 

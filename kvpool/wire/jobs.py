@@ -13,6 +13,7 @@ import msgspec
 
 from kvpool.decoding import Finite, JsonDecoder
 from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.wire.frame import Count
 
 JOB_KEYS_MAX = 1 << 16
 """Blocks that one job may name."""
@@ -27,7 +28,6 @@ NodeName = Annotated[str, msgspec.Meta(max_length=63, description="A node's name
 JobName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z-]{1,64}$")]
 TierName = Literal["dram", "ssd", "device"]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=10 * 365 * 86_400)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class EvictJob(

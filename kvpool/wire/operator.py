@@ -35,18 +35,25 @@ from __future__ import annotations
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import Message
+from kvpool.wire.frame import (
+    AnyDigest,
+    Count,
+    Digest,
+    Integer,
+    Message,
+    ReadOnly,
+)
 
 
-class Cluster(Message, tag=31):
+class Cluster(ReadOnly, tag=31):
     """What this node knows of the cluster: nodes, namespaces, directory."""
 
 
-class Locate(Message, tag=32):
+class Locate(ReadOnly, tag=32):
     """Where these blocks are, by the directory. `digest`: of one namespace; empty: all of the tenant's."""
 
     keys: bytes
-    digest: bytes = b""
+    digest: AnyDigest = b""
 
 
 class Drain(Message, tag=33):
@@ -59,7 +66,7 @@ class Drain(Message, tag=33):
 class Clear(Message, tag=34):
     """Start a new epoch of a namespace. Engines continue in it, with `fence` only once they reopen it."""
 
-    digest: bytes
+    digest: Digest
     fence: bool = False
 
 
@@ -73,13 +80,13 @@ class Configure(Message, tag=35):
     or (not whole) a share of the tenant's part; 0: no quota.
     """
 
-    digest: bytes
-    replicas: int | None = None
+    digest: Digest
+    replicas: Integer | None = None
     write: str | None = None
     ttl_s: Finite | None = None
     ssd_codec: str | None = None
-    dram_quota: int | Finite | None = None
-    ssd_quota: int | Finite | None = None
+    dram_quota: Integer | Finite | None = None
+    ssd_quota: Integer | Finite | None = None
     write_remote: str | None = None
 
 
@@ -92,7 +99,7 @@ class Evict(Message, tag=37):
     """
 
     keys: bytes
-    digest: bytes = b""
+    digest: AnyDigest = b""
     tier: str = ""
     masks: bytes = b""
 
@@ -102,7 +109,7 @@ class PinBlocks(Message, tag=38):
 
     keys: bytes
     kind: str
-    digest: bytes = b""
+    digest: AnyDigest = b""
 
 
 class Scrub(Message, tag=39):
@@ -111,8 +118,8 @@ class Scrub(Message, tag=39):
     The answer: `seen`, `bad` (dropped), and the next `cursor`, null at the end.
     """
 
-    cursor: int
-    count: int
+    cursor: Count
+    count: Count
 
 
 class OnNode(Message, tag=100):
@@ -130,11 +137,11 @@ class OnNode(Message, tag=100):
     by: str = ""
 
 
-class Inspect(Message, tag=101):
+class Inspect(ReadOnly, tag=101):
     """All statistics of this node, for all its tenants."""
 
 
-class ListBlocks(Message, tag=102):
+class ListBlocks(ReadOnly, tag=102):
     """Some of this node's blocks, from `cursor` on (empty: from the beginning). JSON: blocks, cursor (null: the
     end).
 
@@ -144,14 +151,14 @@ class ListBlocks(Message, tag=102):
 
     tier: str
     cursor: str
-    count: int
-    digest: bytes = b""
+    count: Count
+    digest: AnyDigest = b""
 
 
-class ShowBlocks(Message, tag=103):
+class ShowBlocks(ReadOnly, tag=103):
     """This node's replicas of these blocks, tier by tier. JSON: one object for each block that is here."""
 
-    digest: bytes
+    digest: Digest
     keys: bytes
 
 
@@ -166,7 +173,7 @@ class BeginJob(Message, tag=104):
     dry_run: bool = False
 
 
-class Jobs(Message, tag=105):
+class Jobs(ReadOnly, tag=105):
     """`jobs`: names; none: all that the node remembers. JSON: an array of `kvpool.wire.jobs.JobView`."""
 
     jobs: list[str] = msgspec.field(default_factory=list)
@@ -178,18 +185,18 @@ class StopJob(Message, tag=106):
     job: str
 
 
-class Events(Message, tag=107):
+class Events(ReadOnly, tag=107):
     """The events after number `after`; if there are none, those of the next `wait_s`.
 
     JSON: events, first (the oldest that is remembered), last.
     """
 
-    after: int
-    count: int
+    after: Count
+    count: Count
     wait_s: Finite = 0.0
 
 
-class Settings(Message, tag=108):
+class Settings(ReadOnly, tag=108):
     """This node's current configuration; of secrets only whether they are set."""
 
 
@@ -205,10 +212,10 @@ class TakeSpans(Message, tag=121):
     JSON: spans, left, dropped; see `kvpool.telemetry.spans.Batch`.
     """
 
-    count: int
+    count: Count
 
 
-class ListSessions(Message, tag=142):
+class ListSessions(ReadOnly, tag=142):
     """Some of the tenant's sessions that this node knows, by ascending names, from `after` on (empty: from the beginning).
 
     JSON: sessions, of each name, turns, agents, blocks, bytes, idle_s, expected_s (until its next turn, null: not known),
@@ -216,10 +223,10 @@ class ListSessions(Message, tag=142):
     """
 
     after: str
-    count: int
+    count: Count
 
 
-class ShowSession(Message, tag=143):
+class ShowSession(ReadOnly, tag=143):
     """A session. JSON: an array of one, or of none if this node does not know it: as in `ListSessions`, and `chains`: of
     each agent namespace, agent, blocks, and how many of them are in memory, only on disks here, and not on this node.
     """
@@ -237,7 +244,7 @@ class IntendBlocks(Message, tag=147):
     """As `kvpool.wire.client.Intend`, by an operator. `digest`: of the keys' namespace; with a session empty: all."""
 
     intent: str
-    digest: bytes = b""
+    digest: AnyDigest = b""
     keys: bytes = b""
     session: str = ""
     hard: bool = False
@@ -245,14 +252,14 @@ class IntendBlocks(Message, tag=147):
     dry_run: bool = False
 
 
-class HitCurves(Message, tag=146):
+class HitCurves(ReadOnly, tag=146):
     """What a tenant has of this node's memory and disks, and the reuse distances of its reads.
 
     JSON: a `kvpool.telemetry.hit_curve.Memory`.
     """
 
 
-class ListAccounts(Message, tag=150):
+class ListAccounts(ReadOnly, tag=150):
     """Periods of tenants' accounts that began at `since_s` or later and before `until_s`, in seconds since 1970, in their
     order. JSON: a `kvpool.telemetry.receipts.PeriodRows`.
 
@@ -262,15 +269,15 @@ class ListAccounts(Message, tag=150):
 
     since_s: Finite
     until_s: Finite
-    from_sequence: int
-    count: int
+    from_sequence: Count
+    count: Count
     tenants: list[str] = msgspec.field(default_factory=list)
-    digest: bytes = b""
+    digest: AnyDigest = b""
     total: bool = False
-    from_row: int = 0
+    from_row: Count = 0
 
 
-class ListReceipts(Message, tag=151):
+class ListReceipts(ReadOnly, tag=151):
     """The receipts of requests that began at `since_s` or later and before `until_s`, the last `count` of them.
     JSON: a `kvpool.telemetry.receipts.Receipts`.
 
@@ -279,10 +286,10 @@ class ListReceipts(Message, tag=151):
 
     since_s: Finite
     until_s: Finite
-    count: int
+    count: Count
     request: str = ""
     tenants: list[str] = msgspec.field(default_factory=list)
-    digest: bytes = b""
+    digest: AnyDigest = b""
 
 
 OperatorMessage = (

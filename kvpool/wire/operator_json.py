@@ -16,10 +16,9 @@ import msgspec
 from kvpool.types import KEY_BYTES
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
-from kvpool.wire.jobs import Count, JobName, JobSpec
+from kvpool.wire.jobs import JobName, JobSpec
 
 TAG = "message"
-DIGEST_BYTES = 16
 TEXT_MAX = 1024
 LIST_MAX = 1000
 WAIT_S_MAX = 10.0
@@ -33,7 +32,6 @@ _AS_JSON = {
 _OWN = {
     **_AS_JSON,
     "job": JobName,
-    "digest": Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)],
     "wait_s": Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)],
 }
 # Long polls would hold a gateway's places, and the node stands beside the request.
@@ -41,7 +39,6 @@ _LEFT_OUT = {("Events", "wait_s"), ("WhyMissing", "node")}
 _BOUNDED: dict[Any, Any] = {
     bytes: Annotated[bytes, msgspec.Meta(max_length=frame.KEYS_MAX * KEY_BYTES)],
     str: Annotated[str, msgspec.Meta(max_length=TEXT_MAX)],
-    int: Count,
 }
 
 CHANGES: frozenset[type[frame.Message]] = frozenset(

@@ -28,7 +28,22 @@ import struct
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.wire.frame import (
+    Bytes,
+    Count,
+    Decoder,
+    Digest,
+    Done,
+    Epoch,
+    Error,
+    Integer,
+    Message,
+    Nonce,
+    Part,
+    Parts,
+    Proof,
+    ReadOnly,
+)
 
 FIRST_DROPPED = struct.Struct("<I")  # in answers to `Await`
 # The bytes behind a `Fetched` come in groups: as many whole blocks as fit, one at least. Where a connection has keys, a
@@ -40,32 +55,32 @@ GROUP_BLOCKS_MAX = 1024
 class PeerHello(Message, tag=40):
     """The first message of a peer, with its nonce."""
 
-    version: int
+    version: Count
     cluster: str
     node: str
-    nonce: bytes
-    oldest: int = 0
+    nonce: Nonce
+    oldest: Count = 0
 
 
 class PeerChallenge(Message, tag=41):
     """`proof`: HMAC over both nonces with the listener's first secret; `more`: with its others."""
 
-    version: int
+    version: Count
     node: str
     incarnation: str
-    nonce: bytes
-    proof: bytes
-    oldest: int = 0
-    more: tuple[bytes, ...] = ()
+    nonce: Nonce
+    proof: Proof
+    oldest: Count = 0
+    more: tuple[Proof, ...] = ()
 
 
 class PeerProof(Message, tag=42):
     """Proves that a peer knows one of the listener's secrets."""
 
-    proof: bytes
+    proof: Proof
 
 
-class Fetch(Message, tag=43):
+class Fetch(ReadOnly, tag=43):
     """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
 
     background: nobody waits for them: they are served when nothing more urgent is.
@@ -76,30 +91,30 @@ class Fetch(Message, tag=43):
     """
 
     tenant: str
-    digest: bytes
-    part: int
-    nbytes: int
+    digest: Digest
+    part: Part
+    nbytes: Count
     keys: bytes
     deadline_s: Finite
     background: bool = False
-    start: int = 0
-    stop: int = 0
+    start: Count = 0
+    stop: Count = 0
     trace: str = ""
 
 
 class PartKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Blocks of one part. `nbytes` must be the part's at the owner."""
 
-    part: int
-    nbytes: int
+    part: Part
+    nbytes: Count
     keys: bytes
 
 
-class FetchParts(Message, tag=152):
+class FetchParts(ReadOnly, tag=152):
     """Blocks of several parts, each named once: a `Fetch` of each, in order, with one answer. Since protocol 10."""
 
     tenant: str
-    digest: bytes
+    digest: Digest
     parts: list[PartKeys]
     deadline_s: Finite
     background: bool = False
@@ -116,24 +131,24 @@ class Fetched(Message, tag=44):
     checksums: bytes
 
 
-class Ask(Message, tag=45):
+class Ask(ReadOnly, tag=45):
     """How many blocks of this prefix could be pulled, by the hit rules of `parts` (empty: all)?
 
     A transfer worker passes it on to its control process, which answers.
     """
 
     tenant: str
-    digest: bytes
-    parts: list[int]
+    digest: Digest
+    parts: Parts
     keys: bytes
 
 
-class Holds(Message, tag=136):
+class Holds(ReadOnly, tag=136):
     """Which of these blocks' parts could be pulled from here, whatever the others are?"""
 
     tenant: str
-    digest: bytes
-    part: int
+    digest: Digest
+    part: Part
     keys: bytes
 
 
@@ -143,7 +158,7 @@ class Discard(Message, tag=137):
     """
 
     tenant: str
-    digests: list[bytes]
+    digests: list[Digest]
     keys: bytes
     deadline_s: Finite
     to: str
@@ -170,8 +185,8 @@ class Corrupt(Message, tag=46):
     """
 
     tenant: str
-    digest: bytes
-    part: int
+    digest: Digest
+    part: Part
     keys: bytes
 
 
@@ -189,20 +204,20 @@ class Offer(Message, tag=47):
     incarnation: str
     reason: str
     tenant: str
-    digest: bytes
-    epoch: int
+    digest: Digest
+    epoch: Epoch
     fields: bytes
-    parts: list[tuple[int, str, int, int]]
+    parts: list[tuple[Integer, str, Integer, Integer]]
     keys: bytes
     mask: bytes
-    replicas: int
-    hops: int
+    replicas: Integer
+    hops: Integer
     age_s: Finite
     deadline_s: Finite
     to: str = ""
 
 
-class Await(Message, tag=48):
+class Await(ReadOnly, tag=48):
     """Which parts of these blocks are in memory here? Repeated while an engine here computes them.
 
     Answered at once if any part is here that `known` lacks, else as soon as one is committed, or after
@@ -217,7 +232,7 @@ class Await(Message, tag=48):
 
     node: str
     tenant: str
-    digest: bytes
+    digest: Digest
     keys: bytes
     known: bytes
     wait_s: Finite
@@ -236,13 +251,13 @@ class Readable(Message, tag=55):
     present: bytes
     checksums: bytes
     rows: bytes
-    base: int
-    stride: int
+    base: Count
+    stride: Count
     agent: str
-    version: int
+    version: Count
 
 
-class Describe(Message, tag=56):
+class Describe(ReadOnly, tag=56):
     """NIXL's metadata for reading from here. Requested between a `Readable` and its `Taken`."""
 
 

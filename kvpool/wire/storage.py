@@ -36,7 +36,16 @@ from __future__ import annotations
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.wire.frame import (
+    Bytes,
+    Count,
+    Decoder,
+    Digest,
+    Done,
+    Error,
+    Message,
+    Part,
+)
 from kvpool.wire.worker import AttachSegment, Pulled, StopOrder
 
 
@@ -48,8 +57,8 @@ class DiskStart(Message, tag=70):
     """
 
     path: str
-    size: int
-    threads: int
+    size: Count
+    threads: Count
     secrets: list[bytes] = msgspec.field(default_factory=list)
 
 
@@ -60,18 +69,18 @@ class DiskReady(Message, tag=71):
     by how much the encryption makes a block longer.
     """
 
-    segment_bytes: int
-    entries_max: int
+    segment_bytes: Count
+    entries_max: Count
     direct: bool
-    tables: list[tuple[int, bytes]]
+    tables: list[tuple[Count, bytes]]
     codecs: list[str] = msgspec.field(default_factory=list)
-    seal_bytes: int = 0
+    seal_bytes: Count = 0
 
 
 class ScanDisk(Message, tag=72):
     """The next entries of the index: about `count`."""
 
-    count: int
+    count: Count
 
 
 class Scanned(Message, tag=73):
@@ -98,13 +107,13 @@ class AddTable(Message, tag=74):
     """
 
     record: bytes
-    table: int = 0
+    table: Count = 0
 
 
 class DropTables(Message, tag=75):
     """Drop these tables; nothing more is written to them."""
 
-    tables: list[int]
+    tables: list[Count]
 
 
 class WriteBlocks(Message, tag=76):
@@ -116,19 +125,19 @@ class WriteBlocks(Message, tag=76):
     part, by which encrypted blocks are known.
     """
 
-    table: int
-    nbytes: int
+    table: Count
+    nbytes: Count
     keys: bytes
     parents: bytes
     depths: bytes
     checksums: bytes
     slots: bytes
-    segment: int
-    stride: int
+    segment: Count
+    stride: Count
     rows: bytes
     forget: bytes
     deadline_s: Finite
-    pack: int = 0
+    pack: Count = 0
     place: bytes = b""
 
 
@@ -147,11 +156,11 @@ class ReadBlocks(Message, tag=78):
     only of an encrypted disk.
     """
 
-    nbytes: int
+    nbytes: Count
     checksums: bytes
     slots: bytes
-    segment: int
-    stride: int
+    segment: Count
+    stride: Count
     rows: bytes
     deadline_s: Finite
     lengths: bytes = b""
@@ -169,7 +178,7 @@ class ForgetSlots(Message, tag=79):
 class ScrubBlocks(Message, tag=80):
     """Compare slots of the disk with their checksums. `lengths`, `keys`, `place`: see `ReadBlocks`."""
 
-    nbytes: int
+    nbytes: Count
     checksums: bytes
     slots: bytes
     deadline_s: Finite
@@ -182,17 +191,17 @@ class PinSlots(Message, tag=82):
     """Keep the pin `level` of these slots (u64) in the index. Answered when that is durable."""
 
     slots: bytes
-    level: int
+    level: Count
     deadline_s: Finite
 
 
 class PackBlocks(Message, tag=83):
     """Compress blocks in rows of a segment, and keep them under the number `pack` until `DropPack`."""
 
-    pack: int
-    nbytes: int
-    segment: int
-    stride: int
+    pack: Count
+    nbytes: Count
+    segment: Count
+    stride: Count
     rows: bytes
     deadline_s: Finite
 
@@ -207,7 +216,7 @@ class Packed(Message, tag=84):
 class DropPack(Message, tag=85):
     """A pack is no longer needed, if there is one. No answer."""
 
-    pack: int
+    pack: Count
 
 
 class ChangeSecrets(Message, tag=86):
@@ -225,7 +234,7 @@ class ObjectStart(Message, tag=90):
 
     url: str
     node: bytes
-    bytes_max: int
+    bytes_max: Count
     instance_credentials: bool
     secrets: list[bytes] = msgspec.field(default_factory=list)
 
@@ -242,16 +251,16 @@ class PutObjects(Message, tag=92):
     `depths`: u32. `parents`, `checksums`: 16 bytes a key.
     """
 
-    digest: bytes
-    part: int
+    digest: Digest
+    part: Part
     record: bytes
-    nbytes: int
+    nbytes: Count
     keys: bytes
     parents: bytes
     depths: bytes
     checksums: bytes
-    segment: int
-    stride: int
+    segment: Count
+    stride: Count
     rows: bytes
     deadline_s: Finite
 
@@ -264,7 +273,7 @@ class ObjectsPut(Message, tag=93):
 
     status: bytes
     locations: bytes
-    dropped: list[tuple[bytes, int, bytes, bytes]]
+    dropped: list[tuple[Digest, Part, bytes, bytes]]
 
 
 class GetObjects(Message, tag=94):
@@ -273,13 +282,13 @@ class GetObjects(Message, tag=94):
     `locations`: 50 bytes a block. The answer's `checksums` are empty.
     """
 
-    digest: bytes
-    part: int
-    nbytes: int
+    digest: Digest
+    part: Part
+    nbytes: Count
     keys: bytes
     locations: bytes
-    segment: int
-    stride: int
+    segment: Count
+    stride: Count
     rows: bytes
     deadline_s: Finite
 
@@ -297,13 +306,13 @@ class PackList(Message, tag=96):
     pieces. Empty: that was all.
     """
 
-    packs: list[tuple[bytes, int, bytes, Finite, bytes, bytes]]
+    packs: list[tuple[Digest, Part, bytes, Finite, bytes, bytes]]
 
 
 class DropPacks(Message, tag=97):
     """This namespace is no longer used: delete its packs. `own`: only those that this node wrote."""
 
-    digest: bytes
+    digest: Digest
     own: bool
     deadline_s: Finite
 
@@ -317,10 +326,10 @@ class ObjectStats(Message, tag=98):
 class ObjectUsage(msgspec.Struct):
     """Of this node's own objects, and of requests to the store."""
 
-    packs: int = 0
-    blocks: int = 0
-    used_bytes: int = 0
-    attempts: int = 0
+    packs: Count = 0
+    blocks: Count = 0
+    used_bytes: Count = 0
+    attempts: Count = 0
     faults: dict[str, int] = {}
     suspended_s: Finite = 0.0
 
@@ -330,8 +339,8 @@ class ForgetBlocks(Message, tag=99):
     deleted because few of their blocks are wanted.
     """
 
-    digest: bytes
-    part: int
+    digest: Digest
+    part: Part
     locations: bytes
     deadline_s: Finite
 

@@ -18,6 +18,7 @@ type  message          direction             answer
 113   ExportSegment    control → device      Bytes: a handle for one attach
 120   GatewayStart     control → gateway     Bytes: the URLs that it listens on, a JSON array
 122   LoginsFailed     worker → control      none
+123   RequestFailed    transfer → control    none
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from __future__ import annotations
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import Bytes, Decoder, Done, Error, Message
+from kvpool.wire.frame import (
+    Bytes,
+    Count,
+    Decoder,
+    Digest,
+    Done,
+    Error,
+    Message,
+    Part,
+    ReadOnly,
+)
 from kvpool.wire.peer import (
     Ask,
     Await,
@@ -53,8 +64,8 @@ class TransferStart(Message, tag=60):
     incarnation: str
     secret: str
     listen: list[str]
-    connections_max: int
-    inflight_bytes_max: int
+    connections_max: Count
+    inflight_bytes_max: Count
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
@@ -74,16 +85,16 @@ class TransferReady(Message, tag=61):
 class AttachSegment(Message, tag=62):
     """Map this segment; its descriptor comes with the frame."""
 
-    segment: int
-    size: int
+    segment: Count
+    size: Count
 
 
 class PartRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Blocks of one part, of `nbytes` each, and the rows of `stride` bytes that are reserved for them."""
 
-    part: int
-    nbytes: int
-    stride: int
+    part: Part
+    nbytes: Count
+    stride: Count
     keys: bytes
     rows: bytes
 
@@ -96,8 +107,8 @@ class PullBlocks(Message, tag=63):
 
     url: str
     tenant: str
-    digest: bytes
-    segment: int
+    digest: Digest
+    segment: Count
     parts: list[PartRows]
     deadline_s: Finite
     background: bool = False
@@ -129,11 +140,11 @@ class Pulled(Message, tag=64):
     refused: bool = False
 
 
-class OpenLoan(Message, tag=65):
+class OpenLoan(ReadOnly, tag=65):
     """A peer wants these: lease them to the transfer worker for `deadline_s`."""
 
     tenant: str
-    digest: bytes
+    digest: Digest
     parts: list[PartKeys]
     deadline_s: Finite
     trace: str = ""
@@ -147,8 +158,8 @@ class Loan(Message, tag=66):
     """
 
     token: str
-    segment: int
-    strides: list[int]
+    segment: Count
+    strides: list[Count]
     rows: bytes
     checksums: bytes
 
@@ -171,7 +182,7 @@ class AskPeer(Message, tag=68):
 class StopOrder(Message, tag=69):
     """End the order `request`: nobody waits for it. From a transfer worker: its request; there is no answer."""
 
-    request: int
+    request: Count
 
 
 class DeviceStart(Message, tag=110):
@@ -183,14 +194,14 @@ class DeviceStart(Message, tag=110):
     """
 
     device: str
-    sizes: list[int]
+    sizes: list[Count]
 
 
 class PromoteBlocks(Message, tag=111):
     """Copy rows of a segment to rows of the same stride in the device memory beside it. Answer: `Done`."""
 
-    segment: int
-    stride: int
+    segment: Count
+    stride: Count
     rows: bytes
     device_rows: bytes
     deadline_s: Finite
@@ -202,9 +213,9 @@ class DemoteBlocks(Message, tag=112):
     The answer is a `Pulled` without checksums; its status is never ABSENT.
     """
 
-    segment: int
-    stride: int
-    nbytes: int
+    segment: Count
+    stride: Count
+    nbytes: Count
     rows: bytes
     device_rows: bytes
     checksums: bytes
@@ -214,13 +225,19 @@ class DemoteBlocks(Message, tag=112):
 class ExportSegment(Message, tag=113):
     """A handle of the device memory beside a segment, for one client to map."""
 
-    segment: int
+    segment: Count
 
 
 class LoginsFailed(Message, tag=122):
     """Peers, or users of the gateway, that could not prove who they are: source, reason, and how many of each."""
 
-    failures: list[tuple[str, str, int]]
+    failures: list[tuple[str, str, Count]]
+
+
+class RequestFailed(Message, tag=123):
+    """A peer's request of this name met an unexpected error, which ended its connection."""
+
+    request: str
 
 
 class GatewayStart(Message, tag=120):
@@ -233,7 +250,7 @@ class GatewayStart(Message, tag=120):
 
     addresses: list[str]
     socket: str
-    socket_mode: int
+    socket_mode: Count
     tenant: str
     token: str | None
     operator_token: str
@@ -269,6 +286,7 @@ TransferMessage = (
     | StopOrder
     | Corrupt
     | LoginsFailed
+    | RequestFailed
     | Done
     | Bytes
     | Error

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import ConfigError
+from kvpool.net import scheme_of
 from kvpool.testing.transport import TransportContract
-from kvpool.transfer import GROUP, TRANSPORTS, scheme_of, transport_for
+from kvpool.transfer import GROUP, TRANSPORTS, transport_for
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -214,12 +214,14 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
         (b"", ""),
         (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
         (
-            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b""), 1),
+            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b"p" * 32), 1),
             f"to {frame.PROTOCOL_VERSION}, the peer 99",
         ),
         (
-            frame.encode(peer_wire.PeerChallenge(frame.PROTOCOL_VERSION, "n", "i", b"n", b""), 1),
-            "nonce",
+            frame.encode(
+                peer_wire.PeerChallenge(frame.PROTOCOL_VERSION, "n", "i", b"n", b"p" * 32), 1
+            ),
+            "length",
         ),
         (
             frame.encode(

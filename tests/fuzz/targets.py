@@ -240,6 +240,9 @@ class Lends:
     def logins_failed(self, failures: Any) -> None:
         pass
 
+    def request_failed(self, name: str) -> None:
+        raise AssertionError(name)
+
     def corrupt(self, report: Any) -> None:
         REACHED.update(["Corrupt"])
 

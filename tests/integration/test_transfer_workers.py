@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -34,6 +35,7 @@ from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from kvpool.wire.faults import Faults
 from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S, until_async
 
@@ -58,7 +60,8 @@ class Rules:
         self.loans: set[str] = set()
         self.lent = 0
         self.reports: list[peer_wire.Corrupt] = []
-        self.error: KvpoolError | None = None
+        self.error: Exception | None = None
+        self.faults = Faults(time.monotonic)
         self.returned = asyncio.Event()
         self.committed = asyncio.Event()
         self.awaiting = 0

@@ -5,6 +5,7 @@ import re
 import struct
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 from hypothesis import given, settings
+from msgspec import inspect
 
-from kvpool.decoding import Finite
 from kvpool.errors import KvpoolError, PoolFull, ProtocolError
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -70,13 +71,25 @@ def test_the_table_at_the_top_names_every_message(module):
     assert rows == {one.__struct_config__.tag: one.__name__ for one in messages}
 
 
+def unlimited(hint: Any) -> Any:
+    """A type as it travels: its limits are only for who receives it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return unlimited(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(map(unlimited, args))]  # noqa: UP007  (made here)
+    if origin is None:
+        return hint
+    return origin[tuple(each if each is ... else unlimited(each) for each in args)]
+
+
 def layout(message: type) -> str:
     """A message as it travels: its number, and its fields in their order with types and defaults."""
     fields = []
     for field in msgspec.structs.fields(message):
-        plain = isinstance(field.type, type) and not typing.get_args(field.type)
-        kind = field.type.__name__ if plain else re.sub(r"kvpool[.a-z_]*[.]", "", str(field.type))
-        kind = kind.replace(str(Finite), "float")
+        hint = unlimited(field.type)
+        plain = isinstance(hint, type) and not typing.get_args(hint)
+        kind = hint.__name__ if plain else re.sub(r"kvpool[.a-z_]*[.]", "", str(hint))
         if optional := re.fullmatch(r"typing\.(?:Optional|Union)\[(.*)\]", kind):
             members = optional[1] if "Union" not in kind else optional[1].replace(", ", " | ")
             kind = members.replace("NoneType", "None") + (" | None" if "Optional" in kind else "")
@@ -98,6 +111,92 @@ def test_numbers_and_fields_of_all_messages_are_as_written_down():
     assert [layout(one) for one in (*inner, *tagged)] == written
 
 
+def parts_of(hint: inspect.Type) -> Iterator[inspect.Type]:
+    """A type with the types in it."""
+    yield hint
+    match hint:
+        case inspect.Metadata():
+            yield from parts_of(hint.type)
+        case inspect.UnionType():
+            for each in hint.types:
+                yield from parts_of(each)
+        case inspect.ListType() | inspect.VarTupleType():
+            yield from parts_of(hint.item_type)
+        case inspect.TupleType():
+            for each in hint.item_types:
+                yield from parts_of(each)
+        case inspect.StructType() if not hint.tag:
+            for field in hint.fields:
+                yield from parts_of(field.type)
+
+
+FIELDS = [
+    pytest.param(field, id=f"{message.__name__}.{field.name}")
+    for message in MESSAGES
+    for field in typing.cast(inspect.StructType, inspect.type_info(message)).fields
+]
+LENGTHS = {"digest": 16, "digests": 16, "nonce": 32, "proof": 32, "more": 32}
+# Where an empty digest stands for all namespaces, or for one that is named otherwise.
+OF_ALL = {client_wire.Intend, operator_wire.Evict, operator_wire.IntendBlocks}
+OF_ALL |= {operator_wire.ListAccounts, operator_wire.ListBlocks, operator_wire.ListReceipts}
+OF_ALL |= {operator_wire.Locate, operator_wire.PinBlocks}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_number_has_a_range(field):
+    """What is received indexes, slices and sizes: a number without a range is a fault in one of its uses."""
+    for each in parts_of(field.type):
+        if isinstance(each, inspect.IntType | inspect.FloatType):
+            assert each.ge is not None and (each.le is not None or each.lt is not None)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_digests_nonces_and_proofs_have_their_length(message):
+    found = typing.cast(inspect.StructType, inspect.type_info(message))
+    for field in found.fields:
+        lengths = [each for each in parts_of(field.type) if isinstance(each, inspect.BytesType)]
+        if field.name in LENGTHS and lengths:
+            least = 0 if message in OF_ALL else LENGTHS[field.name]
+            assert [(each.min_length or 0, each.max_length) for each in lengths] == [
+                (least, LENGTHS[field.name])
+            ], field.name
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (client_wire.Abort, "tickets"),
+        (client_wire.CommitParts, "tickets"),
+        (client_wire.CommitParts, "checksums"),
+        (client_wire.Release, "tokens"),
+    ],
+)
+def test_lists_that_cost_time_in_one_piece_are_short(message, field):
+    found = typing.cast(inspect.StructType, inspect.type_info(message))
+    (wanted,) = [each for each in found.fields if each.name == field]
+    assert isinstance(wanted.type, inspect.ListType)
+    assert wanted.type.max_length is not None and wanted.type.max_length <= 4096
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [145, b"", b"k" * 16],  # WhyMissing of no namespace
+        [145, bytes(15), b"k" * 16],
+        [145, bytes(17), b"k" * 16],
+        [107, 1 << 63, 1],  # Events after a number that nothing can skip
+        [107, -1, 1],
+        [32, b"k" * 16, bytes(17)],  # Locate
+        [14, [1] * 4097],  # Abort
+        [18, ["token"] * 4097],  # Release
+    ],
+    ids=str,
+)
+def test_a_value_out_of_its_range_is_refused_where_it_is_decoded(fields):
+    with pytest.raises(ProtocolError):
+        client_wire.decode_client(msgspec.msgpack.encode(fields))
+
+
 def test_bytes_of_a_frame():
     sent = client_wire.Commit(7, b"\1" * 16, replicas=2)
     body = b"\x95\x0d\x07\xc4\x10" + b"\1" * 16 + b"\xc4\x00\x02"
@@ -111,14 +210,14 @@ def test_each_message_is_in_a_union():
 
 def drawn(field_type: object) -> st.SearchStrategy:
     """Values of a field's type."""
-    if field_type is int:
-        return st.integers(-(2**63), 2**64 - 1)
     if field_type is bytes:
         return st.binary(max_size=40)
     if field_type is str:
         return st.text(max_size=20)
-    if field_type is Finite:
-        return st.floats(-1e300, 1e300)
+    if typing.get_origin(field_type) is typing.Annotated:
+        return drawn_within(*typing.get_args(field_type))
+    if field_type is int:  # of an engine's record
+        return st.integers(-(2**63), 2**64 - 1)
     if field_type is bool:
         return st.booleans()
     if types.NoneType in typing.get_args(field_type):
@@ -138,6 +237,18 @@ def drawn(field_type: object) -> st.SearchStrategy:
         return st.lists(drawn(args[0]), max_size=3).map(tuple)
     assert origin is tuple
     return st.tuples(*map(drawn, args))
+
+
+def drawn_within(kind: object, limits: msgspec.Meta) -> st.SearchStrategy:
+    if kind is int:
+        assert limits.ge is not None
+        most = limits.le if limits.lt is None else limits.lt - 1
+        return st.integers(limits.ge, most)
+    if kind is float:
+        return st.floats(limits.ge, limits.le)
+    if kind is bytes:
+        return st.binary(min_size=limits.min_length or 0, max_size=limits.max_length)
+    return drawn(kind)
 
 
 def structs(message: type) -> st.SearchStrategy:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from kvpool.daemon.core.blocks import (
     Block,
     Holder,
+    Lease,
     NamespaceState,
     PartTable,
     checksums_of,
@@ -36,6 +37,7 @@ from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from kvpool.wire.faults import Faults
 
 LEND_WAIT_SHARE = 0.5  # of a peer's time: longest wait for this node's disks
 AWAIT_KEYS_MAX = 1024  # in one `Await`
@@ -62,7 +64,8 @@ class PeerService:
     may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
     that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. remove: removes
     blocks from all tiers of this node. session_told: handles news of sessions. stores: whether new blocks are accepted. operate: handles requests of operators
-    of other nodes. spans: collects those of traced loans. name: this node's; what is meant for another one is declined.
+    of other nodes. spans: collects those of traced loans. faults: takes
+    unexpected errors. name: this node's; what is meant for another one is declined.
     logins_failed: is told of peers that could not prove who they are.
     """
 
@@ -80,6 +83,7 @@ class PeerService:
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
         spans: Spans | None = None,
+        faults: Faults | None = None,
         name: str = "",
         logins_failed: Callable[[Failures], None] = lambda _: None,
     ) -> None:
@@ -96,6 +100,7 @@ class PeerService:
         self._stores = stores
         self._operate = operate
         self._spans = spans
+        self.faults = faults or Faults(clock)
         self._traced: dict[str, Span] = {}  # of loans, by token
 
     def asked(self, question: peer_wire.Ask) -> frame.Done:
@@ -312,11 +317,25 @@ class PeerService:
         if not wanted:
             return nothing
         namespace = next(iter(wanted)).namespace
-        tenant = namespace.tenant
-        lease = self.node.leases.acquire_each(self._holder(tenant.name), wanted, self._clock())
+        holder = self._holder(namespace.tenant.name)
+        lease = self.node.leases.acquire_each(holder, wanted, self._clock())
         if lease is None:
             self._stale(namespace, list(dict.fromkeys(chain.from_iterable(wanted.values()))))
             return nothing
+        try:
+            return self._loan(lease, namespace, wanted, rows)
+        except BaseException:
+            self.node.leases.release(holder, lease.token)  # nobody is told of it
+            raise
+
+    def _loan(
+        self,
+        lease: Lease,
+        namespace: NamespaceState,
+        wanted: Mapping[PartTable, Sequence[bytes]],
+        rows: array[int],
+    ) -> worker_wire.Loan:
+        """Describe a lease of those of the wanted blocks that are here. rows: of one `NO_ROW` for each wanted block."""
         present: list[Block] = []
         missing: list[bytes] = []
         at = 0
@@ -341,7 +360,7 @@ class PeerService:
             self._stale(namespace, list(dict.fromkeys(missing)))
         return worker_wire.Loan(
             lease.token,
-            tenant.segment,
+            namespace.tenant.segment,
             [table.stride for table in wanted],
             rows.tobytes(),
             checksums_of(present),

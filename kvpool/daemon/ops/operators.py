@@ -43,6 +43,7 @@ from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.decoding import decode_hex, decode_json
 from kvpool.errors import (
     ClusterUnavailable,
+    InternalError,
     InvalidRequest,
     KvpoolError,
     LimitExceeded,
@@ -304,7 +305,7 @@ class Operators:
         keys = _keys(m.keys, LOCATE_KEYS_MAX)
         found = []
         with asking_others():
-            for namespace in self._chosen(tenant, m.digest):
+            for namespace in _chosen(tenant, m.digest):
                 found += await self._replicas(namespace, keys)
         return _json(found)
 
@@ -322,8 +323,7 @@ class Operators:
         keys = _keys(m.keys, frame.KEYS_MAX)
         if not keys:
             raise InvalidRequest("no keys: name those of a prompt, in their order")
-        (namespace,) = self._chosen(tenant, m.digest)
-        return _json(self._miss_reasons.explain(namespace, [], keys))
+        return _json(self._miss_reasons.explain(_named(tenant, m.digest), [], keys))
 
     async def why_missing_on(self, holder: Holder, m: client_wire.WhyMissing) -> Answer:
         """The same of another node, for a tenant's own client."""
@@ -367,7 +367,7 @@ class Operators:
     async def _list_blocks(
         self, tenant: Tenant, _by: str, m: operator_wire.ListBlocks
     ) -> frame.Bytes:
-        namespaces = self._chosen(tenant, m.digest)
+        namespaces = _chosen(tenant, m.digest)
         rules = self._tier(m.tier)
         count = min(max(1, m.count), LIST_BLOCKS_MAX)
         shown: dict[Block, dict[str, Any]] = {}
@@ -379,9 +379,9 @@ class Operators:
         self, tenant: Tenant, _by: str, m: operator_wire.ShowBlocks
     ) -> frame.Bytes:
         keys = _keys(m.keys, SHOW_KEYS_MAX)
-        namespaces = self._chosen(tenant, m.digest)
+        namespace = _named(tenant, m.digest)
         shown: dict[Block, dict[str, Any]] = {}
-        answer = show_blocks(self._rules.by_tier(), namespaces, keys, self._clock(), shown)
+        answer = show_blocks(self._rules.by_tier(), [namespace], keys, self._clock(), shown)
         await self._show_parents(shown)
         return _json(answer)
 
@@ -411,16 +411,6 @@ class Operators:
         if tier not in found:
             raise InvalidRequest(f"tier {tier!r:.40}: this node has only {', '.join(found)}")
         return found[tier]
-
-    @staticmethod
-    def _chosen(tenant: Tenant, digest: bytes) -> list[NamespaceState]:
-        """One of the tenant's namespaces, or all of them."""
-        if not digest:
-            return [epochs[-1] for epochs in tenant.epochs.values()]
-        epochs = tenant.epochs.get(digest)
-        if not epochs:
-            raise InvalidRequest(f"namespace {digest.hex()} is not open on this node")
-        return [epochs[-1]]
 
     async def _replicas(
         self, namespace: NamespaceState, keys: Sequence[bytes]
@@ -525,10 +515,10 @@ class Operators:
         if m.masks:
             if not m.digest:
                 raise InvalidRequest("masks of parts need a namespace: name it")
-            named = self._taken_over(self._chosen(tenant, m.digest)[0], m)
+            named = self._taken_over(_named(tenant, m.digest), m)
             if not named:
                 return frame.Done()
-        wanted = {namespace.directory_digest for namespace in self._chosen(tenant, m.digest)}
+        wanted = {namespace.directory_digest for namespace in _chosen(tenant, m.digest)}
         for node in rules:
             for state, keys in _some_each(node, tenant.name, wanted, named):
                 gone += node.removal.give_up(state, keys)
@@ -550,7 +540,7 @@ class Operators:
     async def _pin_blocks(self, tenant: Tenant, by: str, m: operator_wire.PinBlocks) -> frame.Done:
         _keys(m.keys, frame.KEYS_MAX)
         count = await pin_in_all_tiers(
-            self.node, self.tiers, self._chosen(tenant, m.digest), m.keys, m.kind
+            self.node, self.tiers, _chosen(tenant, m.digest), m.keys, m.kind
         )
         named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "kind": m.kind}
         self._changed(by, "pin", tenant=tenant.name, **named, blocks=count)
@@ -622,7 +612,7 @@ class Operators:
         if wanted.intent is Intent.PREFETCH and m.digest and not m.session:
             # A new node is filled before its engines start.
             self.cluster.namespaces.open_known(tenant, m.digest)
-        namespace = self._chosen(tenant, m.digest)[0] if m.digest else None
+        namespace = _named(tenant, m.digest) if m.digest else None
         answer = await self._intents.answer(tenant, namespace, m.keys, m.session, wanted)
         # A client's are no operator's changes, and as many as it likes: they would push those out of the audit.
         changed = not m.dry_run and answer.outcome not in {Outcome.REFUSED, Outcome.MISSING}
@@ -653,7 +643,7 @@ class Operators:
             self.cluster.namespaces.open_known(
                 tenant, digest
             )  # a new node is warmed before its engines start
-        namespaces = self._chosen(tenant, digest)
+        namespaces = _chosen(tenant, digest)
         view = self.jobs.begin(m.job, spec, namespaces, tenant, by, dry_run=m.dry_run)
         if not m.dry_run:
             self._changed(by, view.kind, tenant=tenant.name, job=m.job, **_chosen_by(spec))
@@ -715,6 +705,21 @@ def _some_each(
             yield states[digest], keys
 
 
+def _named(tenant: Tenant, digest: bytes) -> NamespaceState:
+    """The tenant's namespace of this digest, in its current epoch. Raises `InvalidRequest` if it is not open here."""
+    epochs = tenant.epochs.get(digest)
+    if not epochs:
+        raise InvalidRequest(f"namespace {digest.hex()} is not open on this node")
+    return epochs[-1]
+
+
+def _chosen(tenant: Tenant, digest: bytes) -> list[NamespaceState]:
+    """One of the tenant's namespaces, or all of them if `digest` is empty. Raises as `_named`."""
+    if digest:
+        return [_named(tenant, digest)]
+    return [epochs[-1] for epochs in tenant.epochs.values()]
+
+
 def check_operator(holder: Holder) -> None:
     """Only operators see and change other tenants' state. Raises `NotAuthenticated`."""
     if not holder.operator:
@@ -729,7 +734,7 @@ def asking_others() -> Iterator[None]:
     """Failures of others are not failures of this daemon: its client may continue to use it."""
     try:
         yield
-    except Unavailable as error:
+    except (InternalError, Unavailable) as error:
         raise ClusterUnavailable(str(error)) from None
 
 

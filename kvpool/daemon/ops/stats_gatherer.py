@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,6 +81,7 @@ class StatsGatherer:
         hot_prefixes: HotPrefixes,
         connections: ConnectionCounts,
         logins: Logins,
+        internal_errors: Mapping[str, int],
         audit: AuditFile | None,
         accounts: Accounts,
         clock: Callable[[], float],
@@ -102,6 +103,7 @@ class StatsGatherer:
         self._hot_prefixes = hot_prefixes
         self._connections = connections
         self._logins = logins
+        self._internal_errors = internal_errors
         self._audit = audit
         self._accounts = accounts
         self._clock = clock
@@ -135,6 +137,7 @@ class StatsGatherer:
             refused_connections=self._connections.refused,
             tenant_waits=self._connections.waits,
             failed_logins=dict(self._logins.failed),
+            internal_errors=dict(self._internal_errors),
             audit=None if self._audit is None else self._audit.stats(),
             counters=self._node.counters,
             gone=self._node.counters.gone(),

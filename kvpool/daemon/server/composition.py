@@ -73,6 +73,7 @@ from kvpool.placement.records import NodeState, new_incarnation
 from kvpool.storage.eviction import DEFAULT_POLICY, Costs, policy_maker
 from kvpool.storage.stack import dram_costs, ssd_costs
 from kvpool.telemetry.spans import Spans
+from kvpool.wire.faults import Faults
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -295,6 +296,7 @@ def compose(
     miss_reasons = MissReasons(
         *(config.node, node, fetcher, cluster, tenants, disk_bytes, ssd.lost_since, clock)
     )
+    faults = Faults(clock)
     spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
     counts = ConnectionCounts()
     stats = StatsGatherer(
@@ -315,6 +317,7 @@ def compose(
         hot_prefixes,
         counts,
         logins,
+        faults.counts,
         audit,
         accounts,
         clock,
@@ -364,6 +367,7 @@ def compose(
         may_free,
         spans,
         loop_shares,
+        faults,
         clock,
     )
     return Daemon(
@@ -382,6 +386,7 @@ def compose(
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=operators.operated,
             spans=spans,
+            faults=faults,
             name=config.node,
             logins_failed=partial(logins.fail_all, "peer"),
         ),

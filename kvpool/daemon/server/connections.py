@@ -19,7 +19,7 @@ from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.core.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.shares import Shares
-from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.core.tasks import Tasks, crash_if_failed
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
@@ -28,6 +28,7 @@ from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.errors import (
+    InternalError,
     InvalidRequest,
     KvpoolError,
     LimitExceeded,
@@ -483,16 +484,19 @@ class ClientConnection(asyncio.Protocol):
                 message = client_wire.decode_client(payload)
                 try:
                     answer = self._requests.handle(holder, message)
-                except ProtocolError:
+                except (InternalError, ProtocolError):
                     raise
                 except KvpoolError as error:
                     answer = frame.error_message(error)
+            except InternalError as error:
+                self._refuse(error, answers, request)
+                return
             except ProtocolError as error:
                 self._refuse(error, answers)
                 return
             if type(answer) is CoroutineType:
                 if len(self.tasks) < WAITING_MAX:
-                    self._later(request, answer)
+                    self._later(request, message, answer)
                     continue
                 answer.close()
                 answer = frame.error_message(
@@ -527,26 +531,37 @@ class ClientConnection(asyncio.Protocol):
             self.backlog or self.paused or self.waiting or self._live_transport.is_closing()
         )
 
-    def _refuse(self, error: KvpoolError, answers: list[bytes]) -> None:
-        answers.append(frame.encode(frame.error_message(error), 0))
+    def _refuse(self, error: KvpoolError, answers: list[bytes], request: int = 0) -> None:
+        """Send the answers so far and the error, and end the connection."""
+        answers.append(frame.encode(frame.error_message(error), request))
         self._live_transport.write(b"".join(answers))
         self._live_transport.close()
 
-    def _later(self, request: int, answer: Coroutine[Any, Any, frame.Message]) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(request, answer))
+    def _later(
+        self, request: int, message: frame.Message, answer: Coroutine[Any, Any, frame.Message]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(request, message, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(crash_if_failed)
         task.add_done_callback(
             lambda _: answer.close()
         )  # it may have been cancelled before it began
 
-    async def _answer(self, request: int, answer: Coroutine[Any, Any, frame.Message]) -> None:
+    async def _answer(
+        self, request: int, message: frame.Message, answer: Coroutine[Any, Any, frame.Message]
+    ) -> None:
         try:
-            message = await _timed(answer, self._charge)
+            found = await _timed(answer, self._charge)
         except KvpoolError as error:
-            message = frame.error_message(error)
+            found = frame.error_message(error)
+        except Exception as error:  # noqa: BLE001  (it decides)
+            internal = self._requests.faults.answer(message, error)
+            if not self._live_transport.is_closing():
+                self._refuse(internal, [], request)
+            return
         if request and self.transport is not None and not self.transport.is_closing():
-            self.transport.write(_frame(message, request))
+            self.transport.write(_frame(found, request))
 
 
 @types.coroutine

@@ -66,6 +66,7 @@ from kvpool.types import NO_PARENT, Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.faults import Faults
 
 EXPIRY_TICK_S = 0.02  # leases end at most this much after their deadline
 LABELS_MAX = 4096  # of requests, in one that reserves: each may be a receipt
@@ -110,11 +111,13 @@ class ClientRequests:
         may_free: Callable[[NamespaceState], bool],
         spans: Spans,
         loop_shares: LoopShares | None,
+        faults: Faults,
         clock: Callable[[], float],
     ) -> None:
         """may_free: whether nothing but memory and clients could need a namespace. loop_shares: as for
-        `ClientConnections`.
+        `ClientConnections`. faults: takes unexpected errors, those of coroutines from whoever awaits them.
         """
+        self.faults = faults
         self._loop_shares = loop_shares
         self._may_free = may_free
         self._config = config
@@ -194,7 +197,9 @@ class ClientRequests:
             self._expiry.cancel()
 
     def handle(self, holder: Holder, message: frame.Message) -> Any:
-        """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`."""
+        """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`: an `InternalError` if a
+        request that changes nothing met an unexpected error.
+        """
         handler = self._handlers.get(type(message))
         if handler is None:
             raise ProtocolError(
@@ -202,7 +207,12 @@ class ClientRequests:
             )
         if self._released and type(message) not in _INDIFFERENT_TO_RELEASES:
             self._release_now()
-        return handler(holder, message)
+        try:
+            return handler(holder, message)
+        except KvpoolError:
+            raise
+        except Exception as error:
+            raise self.faults.answer(message, error) from error
 
     def _namespace(self, holder: Holder, number: int, keys: bytes) -> NamespaceState:
         if len(keys) > KEYS_BYTES_MAX:

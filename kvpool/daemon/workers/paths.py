@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
+from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route, Way
 from kvpool.retry import backoff_s
 from kvpool.telemetry.histogram import Histogram
 from kvpool.telemetry.node_stats import NixlStats, PathsStats, PeerWays, WayStats
 from kvpool.telemetry.spans import current
-from kvpool.transfer import scheme_of
 from kvpool.transfer.addresses import split_source
 from kvpool.transfer.base import arrived_bytes
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
@@ -55,6 +55,7 @@ Pull = Callable[[worker_wire.PullBlocks], Awaitable[worker_wire.Pulled]]
 Ask = Callable[[worker_wire.AskPeer], Awaitable[frame.Done | frame.Bytes]]
 Group = tuple[str, int]
 """Scheme and rank."""
+NO_GROUP: Group = ("", 0)
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class Peer:
     seen: Route | None = None
     ways: dict[str, WayState] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)  # the best one by its records first
-    usual: Group = ("", 0)
+    usual: Group = NO_GROUP
     speed: float = 0.0  # of the last pulls by the usual group; 0: of none yet
     others: dict[Group, Comparison] = field(default_factory=dict)
     first: str = ""
@@ -118,13 +119,16 @@ class Peer:
     seconds: dict[str, Histogram] = field(default_factory=dict)  # of pulls, by scheme
 
     def see(self, route: Route, schemes: Mapping[str, object], draw: Callable[[], float]) -> None:
-        """These ways there are now. A new life of the peer has failed at nothing yet. draw: below 1, at random."""
+        """Take up a peer's present ways, those of other schemes left out: there may be none. draw: below 1, at random.
+
+        A new life of the peer has failed at nothing yet.
+        """
         if route is self.seen:
             return
-        self.seen = route
         ways = {
             way.url: (scheme, way.rank) for way in route.ways if (scheme := _scheme(way)) in schemes
         }
+        self.seen = route
         if route.incarnation != self.incarnation:
             self.incarnation = route.incarnation
             for state in self.ways.values():
@@ -143,14 +147,14 @@ class Peer:
         )
         # What was found to be faster than the best one stays the rule while it is there.
         if self.usual == best or self.usual not in self.groups:
-            self._use(self.groups[0])
+            self._use(next(iter(self.groups), NO_GROUP))
 
     def _use(self, group: Group) -> None:
         self.usual, self.speed, self.every = group, 0.0, EXPLORE_EVERY
         self.others.clear()
 
     def order(self, nbytes: int, now: float, *, background: bool) -> tuple[list[str], bool]:
-        """By which ways to try so many bytes, one after the other: at least one.
+        """By which ways to try so many bytes, one after the other; none if no way to the peer is usable from here.
 
         And whether the first one is only tried, since it is its turn to be compared with the usual group.
         """
@@ -335,13 +339,13 @@ class Paths:
         self.changed_card = 0
 
     def path(self, url: str) -> str:
-        """By which way a peer is pulled from at present, mostly."""
+        """By which way a peer is pulled from at present, mostly; empty if there is none."""
         peer = self._peers.get(url)
         if peer is None:  # to look is no use of it
             peer = Peer(self._ours, first=self._first)
         peer.see(self._all_ways(url), self._pulls, self._rng.random)
         urls, _ = peer.order(0, self._clock(), background=True)
-        return urls[0]
+        return next(iter(urls), "")
 
     async def pull(self, order: worker_wire.PullBlocks) -> worker_wire.Pulled:
         """As `TransferWorkers.pull`."""
@@ -349,6 +353,8 @@ class Paths:
         started = self._clock()
         count, nbytes = order.count, order.nbytes
         urls, tried = peer.order(nbytes, started, background=order.background)
+        if not urls:
+            raise _no_way(order.url)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
         tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
         self._note_choice(peer, ways[0][1], started)
@@ -384,7 +390,7 @@ class Paths:
                 ]
                 if not left:
                     return msgspec.structs.replace(whole, error="")
-        assert whole is not None, "there is always one way"
+        assert whole is not None, "one way was tried"
         return whole
 
     async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes:
@@ -416,7 +422,7 @@ class Paths:
             else:
                 peer.well(url)
                 return answer
-        raise AssertionError("there is always one way")
+        raise _no_way(order.url)
 
     def _peer(self, url: str) -> Peer:
         if url not in self._peers:
@@ -545,6 +551,10 @@ class Paths:
         resting = [peer.resting(NIXL, now) for peer in self._peers.values()]
         self._nixl.resting = {url: reason for one in resting for url, reason in one.items()}
         return self._nixl
+
+
+def _no_way(url: str) -> Unavailable:
+    return Unavailable(f"the node at {url} announces no address of a transport that this node has")
 
 
 def _scheme(way: Way) -> str:

@@ -17,10 +17,11 @@ import msgspec
 
 from kvpool.daemon.workers.worker_main import Control, Jobs, OwedAnswer, WorkerProcess, run_worker
 from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.net import scheme_of
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.security.credentials import Credentials, TlsFiles
 from kvpool.security.failed_logins import Failures
-from kvpool.transfer import scheme_of, transport_for
+from kvpool.transfer import transport_for
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits, Transport
 from kvpool.wire import worker as worker_wire
 from kvpool.wire.frame import Bytes, Done, Error, Message
@@ -31,6 +32,7 @@ from kvpool.wire.worker import (
     LoginsFailed,
     OpenLoan,
     PullBlocks,
+    RequestFailed,
     Return,
     StopOrder,
     TransferReady,
@@ -68,6 +70,9 @@ class ControlSource:
 
     def logins_failed(self, failures: Failures) -> None:
         self._control.send(LoginsFailed(failures), 0)
+
+    def request_failed(self, name: str) -> None:
+        self._control.send(RequestFailed(name), 0)
 
     def corrupt(self, report: Corrupt) -> None:
         self._control.send(report, 0)

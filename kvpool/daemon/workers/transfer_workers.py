@@ -11,19 +11,21 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from kvpool.config import DaemonConfig
+from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
 from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
+from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.failed_logins import Failures
 from kvpool.telemetry.node_stats import NixlStats, PathsStats, WorkerStats
-from kvpool.transfer import scheme_of
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from kvpool.wire.faults import Faults
 
 INFLIGHT_BYTES_MAX = 1 << 30  # lent to peers at a time, by one transfer worker
 OFFERS_MAX = 32  # taken up at a time, through one transfer worker
@@ -79,6 +81,11 @@ class Rules(Protocol):
 
     def corrupt(self, report: peer_wire.Corrupt) -> None:
         """A peer got these blocks from here, and they did not match their checksums."""
+        ...
+
+    @property
+    def faults(self) -> Faults:
+        """Takes unexpected errors in answering any of these."""
         ...
 
 
@@ -148,7 +155,7 @@ class TransferWorkerProxy(Worker):
                         if isinstance(message, peer_wire.Offer)
                         else source.discarded(message)
                     )
-                    self._later(taken, request, self._taking)
+                    self._later(message, taken, request, self._taking)
                 else:
                     full = LimitExceeded(
                         f"{OFFERS_MAX} offers and removals are under way here already"
@@ -161,7 +168,7 @@ class TransferWorkerProxy(Worker):
                     if isinstance(message, peer_wire.Await)
                     else source.operated(message)
                 )
-                task = self._later(work, request, self._awaiting)
+                task = self._later(message, work, request, self._awaiting)
                 self._awaited[request] = task
                 task.add_done_callback(lambda _: self._awaited.pop(request, None))
             case worker_wire.StopOrder():
@@ -175,6 +182,8 @@ class TransferWorkerProxy(Worker):
                 self._workers.source.corrupt(message)
             case worker_wire.LoginsFailed():
                 self._workers.source.logins_failed(message.failures)
+            case worker_wire.RequestFailed():
+                self._workers.source.faults.count(message.request)
             case _:
                 super()._received(request, message)
 
@@ -190,17 +199,23 @@ class TransferWorkerProxy(Worker):
             return source.asked(question)
         except KvpoolError as error:
             return frame.error_message(error)
+        except Exception as error:  # noqa: BLE001  (it decides)
+            return frame.error_message(source.faults.answer(question, error))
 
     def _lend(self, message: worker_wire.OpenLoan, request: int) -> None:
+        source = self._workers.source
         try:
-            found = self._workers.source.open_loan(message)
+            found = source.open_loan(message)
         except KvpoolError as error:
             self._channel.send(frame.error_message(error), request)
+            return
+        except Exception as error:  # noqa: BLE001  (it decides)
+            self._channel.send(frame.error_message(source.faults.answer(message, error)), request)
             return
         if isinstance(found, worker_wire.Loan):
             self._lent(found, request)
         else:
-            self._later(found, request, self._lending)
+            self._later(message, found, request, self._lending)
 
     def _lent(self, lent: worker_wire.Loan, request: int) -> None:
         if lent.token:
@@ -209,24 +224,33 @@ class TransferWorkerProxy(Worker):
 
     def _later(
         self,
+        message: frame.Message,
         work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes | frame.Done],
         request: int,
         tasks: set[asyncio.Task[None]],
     ) -> asyncio.Task[None]:
         """Send what this comes to, if the transfer worker lives then."""
-        task = self._loop.create_task(self._answer(work, request))
+        task = self._loop.create_task(self._answer(message, work, request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(crash_if_failed)
         task.add_done_callback(lambda _: work.close())  # it may be cancelled before it begins
         return task
 
     async def _answer(
-        self, work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes | frame.Done], request: int
+        self,
+        message: frame.Message,
+        work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes | frame.Done],
+        request: int,
     ) -> None:
         try:
             answer = await work
         except KvpoolError as error:
             self._channel.send(frame.error_message(error), request)
+            return
+        except Exception as error:  # noqa: BLE001  (it decides)
+            internal = self._workers.source.faults.answer(message, error)
+            self._channel.send(frame.error_message(internal), request)
             return
         if isinstance(answer, worker_wire.Loan):
             self._lent(answer, request)

@@ -10,7 +10,8 @@ Below `/kvpool/<cluster>/`:
     drains/<node>                empty; an operator wants the node drained
     chores/<chore>               the name of the node that does it; bound to its lease
 
-Other keys belong to later versions, and are ignored. Unreadable values are ignored and counted.
+Other keys belong to later versions, and are ignored. Unreadable values are ignored and counted, and so are addresses of
+nodes that this version cannot use; the rest of their record is used.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import msgspec
 
 from kvpool.errors import ConfigError, ProtocolError
+from kvpool.net import host_and_port, scheme_of
 from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.membership.admission import begun, later
 from kvpool.placement.records import (
@@ -267,10 +269,14 @@ class Mirror:
                 case "chores":
                     self.chores[name] = kv.lease
         except ProtocolError as error:
-            self.undecodable += 1
-            if kv.key not in self._logged and len(self._logged) < LOGGED_MAX:
-                self._logged.add(kv.key)
-                log.warning("an invalid record in etcd is ignored: %s", error)
+            self._skipped(kv.key, f"an invalid record in etcd is ignored: {error}")
+
+    def _skipped(self, key: bytes, what: str) -> None:
+        """Count a record that is ignored, wholly or in part; say it once for each key."""
+        self.undecodable += 1
+        if key not in self._logged and len(self._logged) < LOGGED_MAX:
+            self._logged.add(key)
+            log.warning("%s", what)
 
     def _put_config(self, kv: Any) -> None:
         config = decode_record(kv.value, ClusterConfig, "the cluster's record")
@@ -289,6 +295,15 @@ class Mirror:
 
     def _put_node(self, node: str, kv: Any) -> None:
         record = decode_node(kv.value, node)
+        usable = tuple(each for each in record.transports if _is_usable(each.url))
+        if len(usable) < len(record.transports):
+            unknown = [each.url for each in record.transports if each not in usable]
+            self._skipped(
+                kv.key,
+                f"the record of node {node!r} in etcd has addresses that this version cannot use, which are ignored: "
+                f"{unknown!r:.500}",
+            )
+            record = msgspec.structs.replace(record, transports=usable)
         if record.state is NodeState.GONE:  # it is leaving, and its lease is about to end
             self._drop_node(node)
             return
@@ -357,6 +372,18 @@ class Mirror:
                 self._absent.add((tenant, digest))
             case "clock":
                 self.clock_revision, self.clock_lost = 0, True
+
+
+def _is_usable(url: str) -> bool:
+    """Whether a node can be reached at this URL, as far as it tells. Schemes of installed transports have forms of their
+    own.
+    """
+    try:
+        if scheme_of(url) in {"tcp", "nixl"}:
+            host_and_port(url)
+    except ConfigError:
+        return False
+    return True
 
 
 def decode_node(value: bytes, node: str) -> NodeRecord:

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from kvpool.errors import ConfigError, LimitExceeded, Unavailable
-from kvpool.transfer.addresses import is_loopback, parse, resolve, url_of
+from kvpool.net import host_and_port as parse
+from kvpool.transfer.addresses import is_loopback, resolve, url_of
 from kvpool.transfer.base import DEADLINE_S_MAX, Deadline, Stop
 from kvpool.transfer.responder import Budget, Budgets
 from kvpool.transfer.thread_pool import ThreadPool
