@@ -8,15 +8,15 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import ConfigError, Declined, KvpoolError
+from kvpool.errors import ConfigError, Declined, InternalError, KvpoolError
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
-from kvpool.testing.transport import SECRET, PartsPair, Side, key_of, order
+from kvpool.testing.transport import SECRET, PartsPair, Side, asking, awaiting, key_of, order
 from kvpool.transfer import listener, tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
@@ -715,3 +715,25 @@ def test_daemons_before_protocol_10_are_asked_for_one_part_after_the_other(
         pair.check(wanted, pulled, {(1, 77)})
         assert owner.source.lent == loans
         assert owner.source.wait_until_returned()
+
+
+# ---- bugs in what serves peers ------------------------------------------------------------------------
+
+
+def test_a_bug_met_in_a_read_ends_its_connection_and_no_other(reader: Side) -> None:
+    owner, other = Side(URL, node="owner"), Side(URL)
+    with closing(owner.transport), closing(other.transport):
+        url = owner.transport.listen(URL)
+        owner.source.stride = NBYTES
+        owner.source.put(KEYS[0], 0, BLOCKS[0])
+        assert other.transport.ask(asking(url, KEYS[0]), Stop()) == frame.Done(1)
+        owner.source.error = RuntimeError("a bug")
+        for question in (asking, awaiting):
+            with pytest.raises(InternalError, match="RuntimeError"):
+                reader.transport.ask(question(url, KEYS[0]), Stop())
+        pulled = pull(reader, url)
+        assert pulled.status == bytes([BlockStatus.LATE]) * len(KEYS)
+        assert owner.source.faults == ["Ask", "Await", "Fetch"]
+        owner.source.error = None
+        assert other.transport.ask(asking(url, KEYS[0]), Stop()) == frame.Done(1)
+        assert pull(reader, url).status[0] == BlockStatus.PRESENT

@@ -23,7 +23,14 @@ from xxhash import xxh3_128_digest
 from kvpool.config import DaemonConfig
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
 from kvpool.daemon.workers.turns import QUESTIONS
-from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    KvpoolError,
+    LimitExceeded,
+    Unavailable,
+)
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.security.failed_logins import Failures
 from kvpool.storage.dram import DramSegment
@@ -257,6 +264,47 @@ def test_the_owners_refusal_and_broken_orders() -> None:
                 await reader.workers.pull(order(url, [1], [1 << 20]))
             with pytest.raises(ConfigError, match="no transport"):
                 await reader.workers.pull(order("pigeon://x", [1], [1]))
+
+    run(scenario())
+
+
+def test_an_unexpected_error_in_a_peers_read_ends_its_connection_and_no_process() -> None:
+    async def scenario() -> None:
+        async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
+            url = owner.workers.urls[0]
+            before = [worker.pid for worker in owner.workers.stats()]
+            data = owner.put(1, 3)
+            owner.rules.error = RuntimeError("a bug")
+            asked = worker_wire.AskPeer(url, peer_wire.Ask("t", bytes(16), [], key_of(1)), 30.0)
+            with pytest.raises(InternalError, match="RuntimeError"):
+                await reader.workers.ask(asked)
+            pulled = await reader.workers.pull(order(url, [1], [1]))
+            assert pulled.refused and "RuntimeError" in pulled.error
+            assert owner.rules.faults.counts == {"Ask": 1, "OpenLoan": 1}
+            owner.rules.error = None
+            assert await reader.workers.ask(asked) == frame.Done(1)
+            assert (await reader.workers.pull(order(url, [1], [1]))).error == ""
+            assert reader.block(1) == data
+            assert [worker.pid for worker in owner.workers.stats()] == before
+
+    run(scenario())
+
+
+def test_an_unexpected_error_in_what_a_peer_has_changed_is_passed_on_to_the_loop() -> None:
+    async def scenario() -> None:
+        crashed = asyncio.Event()
+        asyncio.get_running_loop().set_exception_handler(lambda *_: crashed.set())
+        async with daemons({"listen": (LISTEN,)}, {}) as (owner, reader):
+            owner.rules.error = RuntimeError("a bug")
+            offer = peer_wire.Offer(
+                *("node1", "ab" * 8, "copy", "t", bytes(16), 0, b"{}", [(4096, "full", 0, 1)]),
+                *(key_of(1), b"\1", 1, 0, 0.0, 60.0),
+            )
+            asking = asyncio.ensure_future(
+                reader.workers.ask(worker_wire.AskPeer(owner.workers.urls[0], offer, 60.0))
+            )
+            await crashed.wait()
+            asking.cancel()
 
     run(scenario())
 

@@ -21,6 +21,7 @@ from kvpool.daemon.workers.paths import (
     Paths,
 )
 from kvpool.errors import (
+    ConfigError,
     Declined,
     InvalidRequest,
     KvpoolError,
@@ -824,3 +825,45 @@ def test_a_better_way_that_comes_is_used_unless_another_one_was_found_to_be_fast
     assert host.paths.path(TCP) == A
     host.ways = (Way(NIXL, 0), Way(B, 1))
     assert host.paths.path(TCP) == NIXL
+
+
+# ---- peers that cannot be reached ---------------------------------------------------------------------
+
+
+def paths_to(route: Route) -> Paths:
+    transport = PeerTransport(Clock())
+    return Paths({"tcp": transport.pull}, nobody_asks, {TCP: route}.get, Clock(), AsListed())
+
+
+@pytest.mark.parametrize("ways", [(), (Way(NIXL, 0),)], ids=["none", "of another transport"])
+def test_a_peer_without_a_usable_way_is_unavailable_each_time(ways: tuple[Way, ...]) -> None:
+    path = paths_to(Route("a", ways))
+    for _ in range(3):
+        assert path.path(TCP) == ""
+        with pytest.raises(Unavailable, match="no address"):
+            asyncio.run(path.pull(order(1)))
+        with pytest.raises(Unavailable, match="no address"):
+            asyncio.run(path.ask(AskPeer(TCP, Ask("t", bytes(16), [], key(1)), 1.0)))
+    assert path.stats().peers[TCP].ways == []
+
+
+def test_what_is_no_address_is_refused_the_same_way_each_time() -> None:
+    path = paths_to(Route("a", (Way(TCP, 0), Way("gone", 0))))
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="gone"):
+            path.path(TCP)
+        with pytest.raises(ConfigError, match="gone"):
+            asyncio.run(path.pull(order(1)))
+
+
+def test_a_peer_that_loses_its_ways_and_gets_others_is_reached_again() -> None:
+    routes = {TCP: Route("a", (Way(TCP, 0),))}
+    transport = PeerTransport(Clock())
+    path = Paths({"tcp": transport.pull}, nobody_asks, routes.get, Clock(), AsListed())
+    assert asyncio.run(path.pull(order(1))).status == bytes([BlockStatus.PRESENT])
+    routes[TCP] = Route("a", ())
+    with pytest.raises(Unavailable):
+        asyncio.run(path.pull(order(1)))
+    routes[TCP] = Route("a", (Way("tcp://b:1", 0),))
+    assert asyncio.run(path.pull(order(1))).status == bytes([BlockStatus.PRESENT])
+    assert transport.orders[-1].url == "tcp://b:1"

@@ -35,6 +35,7 @@ from kvpool.placement.records import (
     NamespaceSettings,
     NodeState,
     TierRecord,
+    TransportRecord,
     changed_nodes,
     encode_record,
 )
@@ -490,6 +491,48 @@ def test_a_record_that_is_nested_without_end_is_left_out() -> None:
     mirror.changed([put_event(PATHS.node("b"), deep + b"}", 6)], 6, 0.0)
     assert set(mirror.view.nodes) == {"a"}
     assert mirror.undecodable == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "gone",
+        "tcp://",
+        "://a:1",
+        "tcp://a",
+        "tcp://a:99999",
+        "tcp://a..b:1",
+        f"tcp://{'a' * 64}:1",
+        "tcp://[::1",
+        "tcp://a:1/path",
+        "tcp://a:1?source=10.0.0.1",
+        "nixl://a..b:1",
+    ],
+)
+def test_an_address_that_cannot_be_used_is_left_out_and_the_rest_of_the_record_is_not(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = record("b")
+    good = TransportRecord("tcp://10.0.0.2:1", rail="r")
+    other = TransportRecord("pigeon://whatever installed transports call an address")
+    mirror = Mirror(PATHS)
+    for used in (1, 2):
+        wrong = msgspec.structs.replace(
+            right,
+            transports=(TransportRecord(url), good, other),
+            tiers=(TierRecord("dram", 100, used),),
+        )
+        mirror.changed([put_event(PATHS.node("b"), encode_record(wrong), 5 + used)], 9, 0.0)
+    seen = mirror.view.nodes["b"]
+    assert seen == msgspec.structs.replace(wrong, transports=(good, other))
+    assert seen.url == good.url
+    assert mirror.undecodable == 2
+    assert [line.getMessage().count(repr(url)) for line in caplog.records] == [1]
+
+    alone = msgspec.structs.replace(right, transports=(TransportRecord(url),))
+    mirror.changed([put_event(PATHS.node("b"), encode_record(alone), 10)], 10, 0.0)
+    assert mirror.view.nodes["b"].url == ""
 
 
 # ---- the lease ------------------------------------------------------------------------------------------

@@ -159,3 +159,12 @@ def test_ways_are_bounded() -> None:
     theirs = [TransportRecord(f"tcp://b:{n}") for n in range(40)]
     assert len(route(ours, -1, record(theirs), bind_source=True).ways) == WAYS_MAX
     assert len(route(ours, -1, record(theirs)).ways) == WAYS_MAX
+
+
+def test_many_ways_of_nixl_leave_one_to_ask_by() -> None:
+    """A node is asked over its first address that is not NIXL's: it has to be among its ways."""
+    theirs = [TransportRecord(f"nixl://b:{n}") for n in range(40)] + [TransportRecord("tcp://b:1")]
+    node = record(theirs)
+    ways = route([], -1, node).ways
+    assert len(ways) == WAYS_MAX
+    assert node.url in {way.url for way in ways}

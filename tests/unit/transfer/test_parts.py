@@ -135,6 +135,12 @@ def test_what_is_loopback(host: str, local: bool) -> None:
     assert [is_loopback(info) for info in resolve(host, 1, Deadline(PATIENCE_S))] == [local]
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "a\0b", ".a"])
+def test_a_name_that_cannot_be_one_is_not_resolved(host: str) -> None:
+    with pytest.raises(Unavailable, match="cannot be resolved"):
+        resolve(host, 1, Deadline(PATIENCE_S))
+
+
 def test_a_look_up_can_be_cancelled() -> None:
     stop = Stop()
     stop.set()
