@@ -57,6 +57,7 @@ REQUEST_MAX = 256  # characters of a request's label
 PART_BYTES_MAX = 1 << 30
 RECORD_BYTES_MAX = 64 << 10
 DATA_PARALLEL_RANKS_MAX = 4096
+ENGINE_SIZE_MAX = 1 << 40  # of what an engine announces of itself: tokens, bytes
 
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys in prefix order: packed, 16 bytes each, or one bytes object a key."""

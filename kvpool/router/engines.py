@@ -15,6 +15,7 @@ from kvpool.errors import ConfigError
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, none_hash
 from kvpool.scheduler.values import Engine, Role
+from kvpool.types import ENGINE_SIZE_MAX
 
 ROLES = {"both": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}
 CAPACITY_TOKENS = 1 << 20
@@ -91,6 +92,16 @@ class EngineSpec:
         return not model or model == self.model or model in self.models
 
 
+_SIZES = {
+    "capacity_tokens": CAPACITY_TOKENS,
+    "step_tokens": STEP_TOKENS,
+    "steps_at_once": 1,
+    "block_bytes": 0,
+    "follows_max": 0,
+    "max_len": 0,
+}
+
+
 def spec_of(
     url: str, *, announced: Mapping[str, Any] | None, table: Mapping[str, Any] | None
 ) -> EngineSpec:
@@ -107,10 +118,12 @@ def spec_of(
 
     url = url.rstrip("/")
     try:
-        host = urlsplit(url).netloc
+        scheme, host, *_ = urlsplit(url)
         namespace = bytes.fromhex(known("namespace", ""))
     except ValueError as error:
         raise ConfigError(f"{error}") from None
+    if scheme not in {"http", "https"} or not host:
+        raise ConfigError(f"its URL is {url!r:.100}, not http://HOST:PORT")
     role = known("role", "both")
     if role not in ROLES:
         raise ConfigError(f"its role is {role!r:.100}, not one of {', '.join(ROLES)}")
@@ -127,6 +140,9 @@ def spec_of(
     }
     events = str(endpoints["events"])
     rank = given.get("rank", said.get("rank"))
+    sizes = {name: known(name, default) for name, default in _SIZES.items()}
+    if not all(0 <= size <= ENGINE_SIZE_MAX for size in (*sizes.values(), rank or 0)):
+        raise ConfigError(f"its sizes and its rank are not from 0 to {ENGINE_SIZE_MAX}")
     return EngineSpec(
         url,
         rank,
@@ -143,12 +159,7 @@ def spec_of(
         namespace=namespace,
         groups=groups,
         hashing=_hashing(said, given),
-        capacity_tokens=known("capacity_tokens", CAPACITY_TOKENS),
-        step_tokens=known("step_tokens", STEP_TOKENS),
-        steps_at_once=known("steps_at_once", 1),
-        block_bytes=known("block_bytes", 0),
-        follows_max=known("follows_max", 0),
-        max_len=known("max_len", 0),
+        **sizes,
     )
 
 

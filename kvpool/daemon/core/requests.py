@@ -13,6 +13,7 @@ from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, SettingsChange
 from kvpool.types import (
     DATA_PARALLEL_RANKS_MAX,
+    ENGINE_SIZE_MAX,
     KEY_BYTES,
     PARTS_MAX,
     RECORD_BYTES_MAX,
@@ -26,7 +27,6 @@ from kvpool.wire import operator as operator_wire
 
 FIELDS_DEPTH_MAX = 32  # nesting of a namespace's record
 TEXT_MAX = 256  # of endpoints, topics and the like
-SIZE_MAX = 1 << 40
 ENGINE_ROLES = ("both", "prefill", "decode")
 # Events are not authenticated, and a client must not make the daemon connect anywhere else.
 _HTTP = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
@@ -154,8 +154,8 @@ def check_engine(engine: EngineRecord) -> None:
         *(engine.block_tokens, engine.block_bytes, engine.capacity_tokens),
         *(engine.step_tokens, engine.steps_at_once, engine.max_len, engine.follows_max),
     )
-    if not all(0 <= size <= SIZE_MAX for size in sizes):
-        raise InvalidRequest(f"an engine's sizes must be from 0 to {SIZE_MAX}")
+    if not all(0 <= size <= ENGINE_SIZE_MAX for size in sizes):
+        raise InvalidRequest(f"an engine's sizes must be from 0 to {ENGINE_SIZE_MAX}")
     if engine.rank is not None and not 0 <= engine.rank < DATA_PARALLEL_RANKS_MAX:
         raise InvalidRequest(
             f"an engine's data-parallel rank must be from 0 to {DATA_PARALLEL_RANKS_MAX - 1}"

@@ -133,13 +133,23 @@ def test_hashes_that_are_not_known():
 
 @pytest.mark.parametrize(
     "said",
-    [{"role": "cook"}, {"groups": [-1]}, {"groups": [1 << 40]}, {"namespace": "?"}],
+    [
+        {"role": "cook"},
+        {"groups": [-1]},
+        {"groups": [1 << 40]},
+        {"namespace": "?"},
+        {"steps_at_once": -1},
+        {"capacity_tokens": 1 << 62},
+        {"block_bytes": -4096},
+        {"rank": -1},
+    ],
 )
 def test_what_no_engine_can_be(said):
     with pytest.raises(ConfigError):
         spec_of("http://h:1", announced={**ANNOUNCED, **said}, table=None)
-    with pytest.raises(ConfigError):
-        spec_of("http://[h:1", announced=ANNOUNCED, table=None)
+    for url in ("http://[h:1", "pigeon://h:1", "h:1"):
+        with pytest.raises(ConfigError):
+            spec_of(url, announced=ANNOUNCED, table=None)
 
 
 def test_what_it_says_itself():
@@ -154,8 +164,8 @@ def test_what_it_says_itself():
     assert (spec.adapters, spec.max_len) == ({"lora": "/lora"}, 4096)
     assert all(spec.serves(name) for name in ("", "m", "alias", "lora"))
     assert not spec.serves("other")
-    assert with_models(spec_of("h", announced=ANNOUNCED, table=None), cards).max_len == 900
-    assert with_models(spec_of("h", announced=None, table={}), []).models == ()
+    assert with_models(spec_of("http://h", announced=ANNOUNCED, table=None), cards).max_len == 900
+    assert with_models(spec_of("http://h", announced=None, table={}), []).models == ()
 
 
 def test_the_scheduler_hears_of_what_it_would_see():
