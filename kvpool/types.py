@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 KEY_BYTES = 16
+DIGEST_BYTES = 16
 NO_PARENT = bytes(KEY_BYTES)
 """In a list of parents, for the first block of a prompt."""
 CHECKSUM_BYTES = 16
@@ -320,6 +321,15 @@ class Namespace:
     def parts(self) -> tuple[PartSpec, ...]:
         """Its parts, in the order of their numbers."""
         return self.record.parts
+
+
+def check_digest(digest: bytes) -> bytes:
+    """Return a namespace's digest. Raises `InvalidRequest` unless it has 16 bytes."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidRequest(
+            f"a namespace's digest must have {DIGEST_BYTES} bytes, not {len(digest)}"
+        )
+    return digest
 
 
 def pack_keys(keys: Keys) -> bytes:

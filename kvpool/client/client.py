@@ -59,6 +59,7 @@ from kvpool.types import (
     NamespaceRecord,
     PauseKind,
     Recompute,
+    check_digest,
     pack_keys,
     split_keys,
 )
@@ -1040,7 +1041,7 @@ class Client:
         seconds = finite(for_s, "for_s")
         packed = pack_keys(keys)
         message = client_wire.Intend(
-            *(0, str(intent), packed, "", hard, seconds, dry_run, digest, node)
+            *(0, str(intent), packed, "", hard, seconds, dry_run, check_digest(digest), node)
         )
         with self._connections.request() as connection:
             _check_protocol(connection, EACH_SINCE)
@@ -1160,7 +1161,9 @@ class Client:
         open here. wait_s: other nodes are left out when the directory takes longer. Nodes without blocks
         are left out. A hint: blocks come and go. Raises `Unavailable`.
         """
-        message = client_wire.Prefixes(digest, pack_keys(keys), finite(wait_s, "wait_s"))
+        message = client_wire.Prefixes(
+            check_digest(digest), pack_keys(keys), finite(wait_s, "wait_s")
+        )
         with self._connections.request() as connection:
             answer = connection.ask(message, self.timeout_s + wait_s)
         return {node: (first, last) for node, (first, last) in json.loads(answer.data).items()}
@@ -1173,7 +1176,7 @@ class Client:
         `Unavailable`, and `InvalidRequest` for a namespace that is not open there.
         """
         found: dict[str, Any] = self._ask_json(
-            client_wire.WhyMissing(digest, pack_keys(keys), node)
+            client_wire.WhyMissing(check_digest(digest), pack_keys(keys), node)
         )
         return found
 

@@ -11,7 +11,7 @@ from kvpool.config import default_operator_socket
 from kvpool.decoding import finite
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
-from kvpool.types import Keys, pack_keys
+from kvpool.types import Keys, check_digest, pack_keys
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
@@ -49,7 +49,7 @@ class OperatorRequests(ABC):
 
         digest: of one namespace; all of the tenant's that are open on this node unless given.
         """
-        message = operator_wire.Locate(pack_keys(keys), digest)
+        message = operator_wire.Locate(pack_keys(keys), digest and check_digest(digest))
         found: list[dict[str, Any]] = json.loads(self._ask(message, RESET_S).data)
         return found
 
@@ -62,7 +62,7 @@ class OperatorRequests(ABC):
 
         fence: engines must reopen it before they continue; otherwise they continue in the new epoch.
         """
-        return int(self._ask(operator_wire.Clear(digest, fence), RESET_S).value)
+        return int(self._ask(operator_wire.Clear(check_digest(digest), fence), RESET_S).value)
 
     def configure(
         self,
@@ -90,7 +90,14 @@ class OperatorRequests(ABC):
         if isinstance(ssd_quota, float):
             ssd_quota = finite(ssd_quota, "ssd_quota")
         message = operator_wire.Configure(
-            digest, replicas, write, ttl_s, ssd_codec, dram_quota, ssd_quota, write_remote
+            check_digest(digest),
+            replicas,
+            write,
+            ttl_s,
+            ssd_codec,
+            dram_quota,
+            ssd_quota,
+            write_remote,
         )
         self._ask(message, RESET_S)
 
@@ -99,12 +106,12 @@ class OperatorRequests(ABC):
 
         keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram", "ssd", "device".
         """
-        message = operator_wire.Evict(pack_keys(keys), digest, tier)
+        message = operator_wire.Evict(pack_keys(keys), digest and check_digest(digest), tier)
         return int(self._ask(message, EVICT_S).value)
 
     def pin_blocks(self, keys: Keys, kind: str = "soft", *, digest: bytes = b"") -> int:
         """As `pin`, by an operator, in one namespace or all of the tenant's; returns how many blocks are there."""
-        message = operator_wire.PinBlocks(pack_keys(keys), kind, digest)
+        message = operator_wire.PinBlocks(pack_keys(keys), kind, digest and check_digest(digest))
         return int(self._ask(message).value)
 
     def scrub(self, cursor: int, count: int) -> dict[str, Any]:

@@ -65,10 +65,9 @@ from kvpool.wire.frame import (
     Error,
     Generation,
     Integer,
+    Integers,
     Message,
     Parent,
-    Part,
-    Parts,
     ReadOnly,
     Tickets,
 )
@@ -149,7 +148,7 @@ class Reserve(Message, tag=11):
     """
 
     ns: Count
-    part: Part
+    part: Integer
     ticket: Count
     keys: bytes
     parent: Parent = b""
@@ -185,7 +184,7 @@ class ReserveParts(Message, tag=130):
     """
 
     ns: Count
-    parts: Parts
+    parts: Integers
     tickets: Tickets
     keys: bytes
     parents: bytes
@@ -238,7 +237,7 @@ class Acquire(Message, tag=15):
 
     ns: Count
     keys: bytes
-    parts: Parts
+    parts: Integers
     lease_s: Finite
     wait_s: Finite = 0.0
     scattered: bool = False
@@ -258,7 +257,7 @@ class LeasedPart(Message):
     empty: they were not asked for.
     """
 
-    part: Part
+    part: Integer
     first: Count
     stride: Count
     nbytes: Count
@@ -286,7 +285,7 @@ class Join(Message, tag=17):
     """Share a lease by its token. `verify`: see `Acquire`."""
 
     token: str
-    parts: Parts
+    parts: Integers
     verify: bool = False
 
 
@@ -296,7 +295,7 @@ class CorruptSlots(Message, tag=49):
     """
 
     token: str
-    part: Part
+    part: Integer
     rows: bytes
 
 
@@ -311,14 +310,14 @@ class Match(ReadOnly, tag=19):
 
     ns: Count
     keys: bytes
-    parts: Parts
+    parts: Integers
 
 
 class Contains(ReadOnly, tag=20):
     """Which of the blocks are present."""
 
     ns: Count
-    part: Part
+    part: Integer
     keys: bytes
 
 
@@ -331,7 +330,7 @@ class Present(ReadOnly, tag=134):
     """
 
     namespaces: list[Count]
-    part: Part
+    part: Integer
     keys: bytes
     wait_s: Finite
     first: bool = False
@@ -447,7 +446,7 @@ class Grant(Message, tag=26):
     """Slots of a part's size without keys, to be filled and then named by `Store`: up to `count`."""
 
     ns: Count
-    part: Part
+    part: Integer
     count: Count
 
 
@@ -459,7 +458,7 @@ class Store(Message, tag=27):
     """
 
     ns: Count
-    part: Part
+    part: Integer
     rows: bytes
     keys: bytes
     checksums: bytes
@@ -527,7 +526,7 @@ class Follow(Message, tag=51):
     keys: bytes
     wait_s: Finite
     source: str = ""
-    parts: Parts = msgspec.field(default_factory=list)
+    parts: Integers = msgspec.field(default_factory=list)
     trace: str = ""
 
 

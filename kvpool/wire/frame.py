@@ -39,7 +39,7 @@ import msgspec
 
 from kvpool.decoding import MsgpackDecoder
 from kvpool.errors import KvpoolError, ProtocolError, from_code
-from kvpool.types import KEY_BYTES, PARTS_MAX
+from kvpool.types import DIGEST_BYTES, KEY_BYTES, PARTS_MAX
 
 PROTOCOL_VERSION = 10
 PROTOCOL_OLDEST = 6
@@ -49,19 +49,19 @@ HELLO_BYTES_MAX = 64 << 10  # what a connection may send before its handshake en
 KEYS_MAX = 1 << 16  # keys in one request, in all its namespaces together
 NAMESPACES_MAX = 16  # in one request
 NO_ROW = 0xFFFFFFFF
-DIGEST_BYTES = 16
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 INTEGER_MAX = (1 << 63) - 1
 
 # Types of fields, with their limits: a decoder refuses what is outside of them.
 Integer = Annotated[int, msgspec.Meta(ge=-INTEGER_MAX, le=INTEGER_MAX)]
-"""A number that its receiver checks, or only shows."""
+"""A number that its receiver checks, or only shows: who gets it wrong is told why."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 """How many, how large, or which one. Sums of a few stay below `sys.maxsize`."""
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
 Generation = Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
 """-1: the current one."""
+Integers = Annotated[list[Integer], msgspec.Meta(max_length=PARTS_MAX)]
 Part = Annotated[int, msgspec.Meta(ge=0, lt=PARTS_MAX)]
 Parts = Annotated[list[Part], msgspec.Meta(max_length=PARTS_MAX)]
 Tickets = Annotated[list[Count], msgspec.Meta(max_length=PARTS_MAX)]
@@ -72,8 +72,8 @@ AnyDigest = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 """The same, or empty: the message says for what."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
-Parent = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
-"""A block's key, or empty."""
+Parent = Annotated[bytes, msgspec.Meta(max_length=4 * KEY_BYTES)]
+"""A block's key, or empty: its receiver says what is wrong with any other."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):

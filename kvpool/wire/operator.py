@@ -118,8 +118,8 @@ class Scrub(Message, tag=39):
     The answer: `seen`, `bad` (dropped), and the next `cursor`, null at the end.
     """
 
-    cursor: Count
-    count: Count
+    cursor: Integer
+    count: Integer
 
 
 class OnNode(Message, tag=100):

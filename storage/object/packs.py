@@ -41,6 +41,7 @@ from kvpool.types import (
     PART_BYTES_MAX,
     PARTS_MAX,
     RECORD_BYTES_MAX,
+    check_digest,
     split_keys,
 )
 
@@ -49,7 +50,6 @@ PACK_FORMAT_SEALED = 2
 LOCATION_FORMAT = 1
 NODE_BYTES = 8
 PACK_ID_BYTES = 16
-DIGEST_BYTES = 16
 CODEC_NONE = 0
 CODEC_SEALED = 1
 PACK_BLOCKS_MAX = 1 << 16
@@ -116,8 +116,7 @@ class ObjectTable:
     record: bytes = b""
 
     def __post_init__(self) -> None:
-        if len(self.digest) != DIGEST_BYTES:
-            raise InvalidRequest(f"a namespace digest is {DIGEST_BYTES} bytes")
+        check_digest(self.digest)
         if not 0 <= self.part < PARTS_MAX:
             raise InvalidRequest(f"part {self.part}: parts are 0 to {PARTS_MAX - 1}")
         if len(self.record) > RECORD_BYTES_MAX:

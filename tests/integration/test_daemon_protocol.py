@@ -181,7 +181,7 @@ def test_a_connection_that_never_says_hello_is_closed(daemon):
         frame.encode(client_wire.Prefixes(b"d" * 16, KEY, float("nan")), 1),
         frame.encode(client_wire.Pull(0, KEY, float("inf")), 1),
         frame.encode(client_wire.Acquire(0, KEY, [], float("-inf")), 1),
-        frame.encode(client_wire.Match(0, KEY, [-1]), 1),
+        frame.encode(client_wire.Match(-1, KEY, []), 1),
         frame.encode(client_wire.WhyMissing(b"", KEY), 1),
         frame.encode(client_wire.WhyMissing(b"d" * 15, KEY, "another"), 1),
         frame.encode(client_wire.Release(["token"] * 5000), 1),
@@ -198,7 +198,7 @@ def test_a_connection_that_never_says_hello_is_closed(daemon):
         "nan",
         "infinite",
         "before-all-time",
-        "negative-part",
+        "negative-namespace",
         "no-digest",
         "short-digest",
         "too-many-tokens",
@@ -356,7 +356,7 @@ def test_keys_of_the_wrong_size(met, make, keys):
     assert "16" in answer.message
 
 
-@pytest.mark.parametrize("parts", [[], [0, 0], [0, 1], [98], [98, 99]])
+@pytest.mark.parametrize("parts", [[], [0, 0], [0, 1], [98], [98, 99], [-1], [0, -1]])
 @pytest.mark.parametrize("scattered", [False, True])
 def test_parts_that_there_are_not_are_brought_from_nowhere(met, parts, scattered):
     raw, number = met

@@ -38,7 +38,7 @@ from kvpool.admin.types import (
     TierSum,
 )
 from kvpool.decoding import decode_json
-from kvpool.errors import KvpoolError
+from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.placement.records import NamespaceSettings, NodeRecord
 from kvpool.telemetry.hit_curve import Memory, curve, misses_of
 from kvpool.telemetry.node_stats import NodeStats
@@ -310,4 +310,8 @@ def _sections(stats: NodeStats, who: Principal) -> dict[str, Any]:
 
 
 def _fields(text: str) -> dict[str, Any]:
-    return decode_json(text, dict[str, Any], "the record of a namespace")
+    """A namespace's fields; none if its record in etcd has something else there, whose epoch counts all the same."""
+    try:
+        return decode_json(text, dict[str, Any], "the record of a namespace")
+    except ProtocolError:
+        return {}

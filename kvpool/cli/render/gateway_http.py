@@ -31,7 +31,7 @@ from kvpool.errors import (
 from kvpool.net import is_loopback
 from kvpool.telemetry import node_stats
 from kvpool.telemetry.node_stats import NodeStats
-from kvpool.types import Keys, pack_keys
+from kvpool.types import Keys, check_digest, pack_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire.operator_json import CHANGES, NUMBERED, OperatorAnswer, to_json
@@ -118,7 +118,9 @@ class GatewayClient(OperatorRequests):
     ) -> dict[str, tuple[int, int]]:
         """As `Client.prefixes`."""
         wait_s = finite(wait_s, "wait_s")
-        answer = self._ask(client_wire.Prefixes(digest, pack_keys(keys), wait_s), wait_s)
+        answer = self._ask(
+            client_wire.Prefixes(check_digest(digest), pack_keys(keys), wait_s), wait_s
+        )
         return decode_json(answer.data, dict[str, tuple[int, int]], "prefixes")
 
     # ---- requests --------------------------------------------------------------------------------------------------

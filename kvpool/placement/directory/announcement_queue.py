@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvpool.placement.directory.checks import DIGEST_BYTES
 from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.retry import Backoff
 from kvpool.telemetry.node_stats import AnnouncerStats
-from kvpool.types import KEY_BYTES
+from kvpool.types import DIGEST_BYTES, KEY_BYTES
 
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 2.0
 SORT_KEYS = 1024  # at a time, before other tasks have their turn

@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 from kvpool.errors import InvalidRequest
 from kvpool.placement.directory.base import BATCH_MAX, TIERS
 from kvpool.placement.records import INCARNATION_BYTES
-from kvpool.types import KEY_BYTES, PARTS_MAX
+from kvpool.types import KEY_BYTES, PARTS_MAX, check_digest
 
-DIGEST_BYTES = 16
 DEAD_MAX = 16 << 10
 """Incarnations in one call of `sweep`: all that a node knows to be dead, so that one pass is for all of them."""
 
@@ -24,10 +23,7 @@ TIER_BYTES = frozenset(TIERS.values())
 
 def check_keys(digest: bytes, parts: int, keys: Sequence[bytes]) -> None:
     """Raises `InvalidRequest` unless these are block keys of a namespace, and not too many."""
-    if len(digest) != DIGEST_BYTES:
-        raise InvalidRequest(
-            f"a namespace's digest must have {DIGEST_BYTES} bytes, not {len(digest)}"
-        )
+    check_digest(digest)
     if not 0 < parts <= PARTS_MAX:
         raise InvalidRequest(f"{parts} parts: a namespace must have 1 to {PARTS_MAX}")
     if len(keys) > BATCH_MAX:

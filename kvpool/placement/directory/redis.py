@@ -32,7 +32,6 @@ from typing import Any
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.placement.directory.base import BATCH_MAX, Entry, Swept
 from kvpool.placement.directory.checks import (
-    DIGEST_BYTES,
     ENTRIES_MAX,
     TIER_BYTES,
     check_incarnations,
@@ -54,7 +53,7 @@ from kvpool.placement.redis.batches import (
 from kvpool.placement.redis.connection import Command, Refused, pack, refuse_errors
 from kvpool.placement.redis.settings import RedisSettings
 from kvpool.placement.redis.shards import READING, WRITING, Server, Shards, slot_of
-from kvpool.types import KEY_BYTES
+from kvpool.types import DIGEST_BYTES, KEY_BYTES
 
 log = logging.getLogger("kvpool.placement")
 

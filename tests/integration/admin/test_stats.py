@@ -165,3 +165,14 @@ def test_a_change_that_is_never_heard_of_is_not_waited_for_longer_than_an_answer
 
     asyncio.run(scenario())
     assert NODE_S <= now[0] <= NODE_S + 2.0
+
+
+@pytest.mark.parametrize("fields", ["", "{", "[]", "7", "[" * 5_000])
+def test_a_namespace_with_an_unreadable_record_is_shown_beside_the_others(fields):
+    """Anybody who writes to etcd can make one; its epoch counts all the same."""
+    right = NamespaceEntry("default", RECORD.digest().hex(), RECORD.canonical().decode(), ())
+    wrong = NamespaceEntry("default", "00" * 16, fields, (), epoch=7)
+    view = View("c", "a", "1", "member", "serving", (), (), (wrong, right))
+    found = {each.digest: each for each in gather_namespaces(view, Answers({}), lambda _: True)}
+    assert found[right.digest].fields["model"] == "stats"
+    assert (found[wrong.digest].fields, found[wrong.digest].epoch) == ({}, 7)
