@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ __all__ = [
     "PartSpec",
     "Presence",
     "Recompute",
+    "api_path_of",
     "pack_keys",
     "plain_parts",
     "split_keys",
@@ -201,6 +203,19 @@ class PartSpec:
             raise InvalidRequest(
                 "window_blocks is only for parts of kind window, and must be at least 1 there"
             )
+
+
+_API_PATH = re.compile(
+    r"/v1(/(chat/completions|completions|responses|messages|embeddings|models))?/*\Z"
+)
+
+
+def api_path_of(url: str) -> str:
+    """The path of the OpenAI API at the end of a server's URL, such as `/v1`; empty: none. OpenAI's clients are given it,
+    kvpool adds it itself.
+    """
+    found = _API_PATH.search(url)
+    return "" if found is None else found[0].rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvpool.errors import ConfigError
-from kvpool.types import DEFAULT_TENANT
+from kvpool.types import DEFAULT_TENANT, api_path_of
 
 PIN_SHARE_MAX = 0.1
 PULLS_MAX = 16
@@ -120,6 +120,8 @@ class PluginConfig:
             raise ConfigError(
                 f"{_where('url')} must be http://HOST:PORT as routers reach this engine's server, not {self.url!r}"
             )
+        if path := api_path_of(self.url or ""):
+            raise ConfigError(f"{_where('url')} is {self.url}: leave out {path}")
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_where(name)} must be more than 0 seconds")

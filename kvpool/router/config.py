@@ -35,7 +35,7 @@ from kvpool.router.engine_hosts import LOOPBACK, parse_entries
 from kvpool.router.engines import by_rank
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 from kvpool.secret_files import read_secret_file
-from kvpool.types import DATA_PARALLEL_RANKS_MAX, Intent
+from kvpool.types import DATA_PARALLEL_RANKS_MAX, Intent, api_path_of
 
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
@@ -146,19 +146,24 @@ def parse_routers(value: object, where: str) -> object:
         raise ConfigError(f'{where}: must be a list such as ["http://10.0.0.5:8080"]')
     found = tuple(each.strip().rstrip("/") for item in items for each in item.split(","))
     for url in found:
-        if not _is_base_url(url):
-            raise ConfigError(f"{where}: {url!r} is not a URL such as http://10.0.0.5:8080")
+        _check_url(url, where, "http://10.0.0.5:8080")
     return found
 
 
-def _is_base_url(url: str) -> bool:
-    """Of a server, without credentials; a path may follow."""
+def _check_url(url: str, where: str, example: str) -> None:
+    """Check the URL of a server: without credentials; a path may follow, but not that of the API."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        more = bool(parts.username or parts.query or parts.fragment)
     except ValueError:
-        return False
-    return good and not (parts.username or parts.query or parts.fragment)
+        good, more = False, False
+    if not good or more:
+        raise ConfigError(f"{where}: {url!r} is not a URL such as {example}")
+    if path := api_path_of(url):
+        raise ConfigError(
+            f"{where}: {url}: leave out {path}: the router adds the path of a request"
+        )
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -608,8 +613,7 @@ def _check(config: RouterConfig) -> None:
     for table in config.engines:
         _check_events(table)
     for url in {table.url.rstrip("/") for table in config.engines}:
-        if not _is_base_url(url):
-            raise ConfigError(f"engines: {url!r} is not a URL such as http://10.0.0.5:8000")
+        _check_url(url, "engines", "http://10.0.0.5:8000")
     _check_places(config.engines)
 
 

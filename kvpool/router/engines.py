@@ -15,7 +15,7 @@ from kvpool.errors import ConfigError
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, none_hash
 from kvpool.scheduler.values import Engine, Role
-from kvpool.types import ENGINE_SIZE_MAX
+from kvpool.types import ENGINE_SIZE_MAX, api_path_of
 
 ROLES = {"both": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}
 CAPACITY_TOKENS = 1 << 20
@@ -117,6 +117,8 @@ def spec_of(
         return given.get(name) or said.get(name) or default
 
     url = url.rstrip("/")
+    if path := api_path_of(url):
+        raise ConfigError(f"its URL is {url:.200}: leave out {path}")
     try:
         scheme, host, *_ = urlsplit(url)
         namespace = bytes.fromhex(known("namespace", ""))

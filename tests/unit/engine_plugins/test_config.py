@@ -58,6 +58,8 @@ def test_it_is_frozen() -> None:
         ({"attach_device": 0}, "true or false"),
         ({"socket": 5}, "must be a string"),
         ({"tenant": None}, "must be a string"),
+        ({"url": "http://h:8000/v1"}, "leave out /v1"),
+        ({"url": "http://h:8000/v1/"}, "leave out /v1"),
     ],
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], says: str) -> None:

@@ -55,6 +55,11 @@ def test_what_was_announced():
     assert engine.steps_at_once == 6
 
 
+def test_an_announced_url_with_the_path_of_the_api_is_refused():
+    with pytest.raises(ConfigError, match="leave out /v1"):
+        spec_of("http://h:8000/v1/", announced=ANNOUNCED, table=None)
+
+
 def test_the_configuration_goes_before_it_field_by_field():
     table = {"url": "http://h:8000", "name": "e", "role": "decode", "max_len": 5, "hash_seed": "7"}
     spec = spec_of("http://h:8000", announced=ANNOUNCED, table=table)

@@ -1,6 +1,8 @@
 """What `kvpool router` may be told, and where it may listen."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +121,41 @@ def test_what_is_wrong_is_refused_with_its_place(tmp_path: Path, text: str) -> N
     with pytest.raises(ConfigError) as caught:
         load(file=file, environ={})
     assert str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("http://a:1/v1", "/v1"),
+        ("http://a:1/v1/", "/v1"),
+        ("http://a:1/prefix/v1", "/v1"),
+        ("http://a:1/v1/chat/completions", "/v1/chat/completions"),
+        ("http://a:1/v1/models/", "/v1/models"),
+    ],
+)
+def test_the_path_of_the_api_is_to_be_left_out_of_a_url(
+    tmp_path: Path, url: str, path: str
+) -> None:
+    file = written(tmp_path / "router.toml", f'[[engines]]\nurl = "{url}"\n')
+    others = written(tmp_path / "others.toml", f'routers = ["http://b:1", "{url}"]\n')
+    asked: list[dict[str, Any]] = [
+        {"file": file},
+        {"file": others},
+        {"flags": {"engines": (f"{url},role=decode",)}},
+    ]
+    for each in asked:
+        with pytest.raises(ConfigError, match=re.escape(f"leave out {path}")) as caught:
+            load(**each, environ={})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a:1", "http://a:1/", "http://a:1/prefix", "http://v1:1", "http://a:1/v1/gpu-7"]
+)
+def test_other_paths_of_urls_stay(tmp_path: Path, url: str) -> None:
+    file = written(tmp_path / "router.toml", f'[[engines]]\nurl = "{url}"\n')
+    config, _ = load(file=file, environ={})
+    assert [table.url for table in config.engines] == [url]
 
 
 def test_ranks_are_configured_together_or_each_by_itself(tmp_path: Path) -> None:
