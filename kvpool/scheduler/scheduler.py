@@ -32,7 +32,7 @@ Not thread-safe.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -220,11 +220,14 @@ class Scheduler:
             # Others go before it: the rest is no longer expected there.
             state.index.unexpect(engine.gpu, order.request.keys[state.blocks_done(order) :])
 
-    def failed(self, engine: Engine, ident: Hashable, now: float, *, counts: bool = True) -> bool:
+    def failed(
+        self, engine: Engine, ident: Hashable, now: float, *, elsewhere: bool = False
+    ) -> bool:
         """The engine will not do its orders for this request; returns whether another order comes.
 
         Computed blocks stay. The engine is avoided for it, if there is another. If no order comes,
-        the request is forgotten. One without orders there is ignored: returns whether it is known.
+        the request is forgotten. One without orders there is ignored: returns whether it is known. elsewhere: no order
+        comes unless another engine may do it.
         """
         state = self._state
         mine = [sent for sent in state.orders.of(ident) if sent.order.estimate.engine is engine]
@@ -234,18 +237,19 @@ class Scheduler:
         if mine[-1].order.whole:
             state.answers.release(answer)
         self._void(mine, now)
-        if not self._again(answer, engine, now, counts=counts):
+        others = state.decoding if mine[-1].order.whole else state.computing
+        if not self._again(answer, engine, now, others if elsewhere else None):
             return False
         state.queue.remove(ident)
         request, done = answer.request, mine[0].done
         state.queue.add(Waiting(request, state.size_s(request, done, engine), done))
         return True
 
-    def decode_failed(self, ident: Hashable, now: float) -> bool:
+    def decode_failed(self, ident: Hashable, now: float, *, elsewhere: bool = False) -> bool:
         """The request has lost its decode engine, before any token.
 
         Returns whether another `DecodeOrder` comes, or it follows again; if not, the request is forgotten. One
-        that was sent nowhere is ignored: returns whether it is known.
+        that was sent nowhere is ignored: returns whether it is known. elsewhere: as in `failed`.
         """
         state = self._state
         answer = state.answers.get(ident)
@@ -253,9 +257,9 @@ class Scheduler:
             return answer is not None or ident in state.queue
         engine = answer.decode
         if any(sent.order.whole for sent in state.orders.of(ident)):
-            return self.failed(engine, ident, now)
+            return self.failed(engine, ident, now, elsewhere=elsewhere)
         state.answers.release(answer)
-        if not self._again(answer, engine, now):
+        if not self._again(answer, engine, now, state.decoding if elsewhere else None):
             return False
         if answer.request.whole:
             # It cannot be decoded elsewhere: it starts anew.
@@ -307,7 +311,7 @@ class Scheduler:
         self._see_places()
         self._news = True
         for ident in dict.fromkeys(s.order.request.ident for s in self._state.orders.on(engine)):
-            again = self.failed(engine, ident, now, counts=False)
+            again = self.failed(engine, ident, now)
             (left.queued if again else left.given_up).append(ident)
         left.decoding.extend(self._unreserve(engine))
         for request in self._too_long_without(engine):
@@ -435,14 +439,24 @@ class Scheduler:
             self._state.index.unexpect(gpu, sent.order.request.keys)
         self._news = True
 
-    def _again(self, answer: Answer, engine: Engine, now: float, *, counts: bool = True) -> bool:
-        """Whether a request that failed there is retried; otherwise it is forgotten. counts: in any case; that an engine
-        leaves does not count once more, if the request has failed there before.
+    def _again(
+        self,
+        answer: Answer,
+        engine: Engine,
+        now: float,
+        among: Callable[[Request], Sequence[Engine]] | None,
+    ) -> bool:
+        """Whether a request that failed there is retried; otherwise it is forgotten.
+
+        among: the engines of which one must be left that has not failed; None: one that has failed may be tried again.
         """
-        answer.failures += counts or engine.name not in answer.avoid
+        answer.failures += 1
         answer.avoid.add(engine.name)
         self._news = True
-        if answer.failures > self._settings.retries_max or self._too_long(answer):
+        over = answer.failures > self._settings.retries_max or self._too_long(answer)
+        if among is not None and not over:
+            over = all(each.name in answer.avoid for each in among(answer.request))
+        if over:
             self.abandoned(answer.request.ident, now)
             return False
         self._deadlines.add(answer.request)

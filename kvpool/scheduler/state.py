@@ -37,16 +37,21 @@ class State:
 
     def computing(self, request: Request) -> Sequence[Engine]:
         """The engines that may compute it."""
-        answer = self.answers.get(request.ident)
-        avoid = answer.avoid if answer is not None else ()
         if request.whole and self.settings.decodes:
-            return self.fleet.decoding(request, avoid)
-        return self.fleet.computing(request, avoid)
+            return self.decoding(request)
+        answer = self.answers.get(request.ident)
+        return self.fleet.computing(request, answer.avoid if answer is not None else ())
 
     def decoding(self, request: Request) -> Sequence[Engine]:
-        """The engines that may decode it."""
+        """The engines that may decode it. One that has failed is avoided if another one is large enough."""
         answer = self.answers.get(request.ident)
-        return self.fleet.decoding(request, answer.avoid if answer is not None else ())
+        if answer is None or not answer.avoid:
+            return self.fleet.decoding(request)
+        for avoid in (answer.avoid, ()):
+            found = self.fleet.decoding(request, avoid)
+            if large := [each for each in found if each.capacity_tokens >= answer.needed]:
+                return large
+        return found
 
     def decision_context(
         self, request: Request, now: float, engines: Sequence[Engine], match: Match | None = None

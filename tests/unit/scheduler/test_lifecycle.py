@@ -202,6 +202,45 @@ def test_a_failed_order_is_given_elsewhere_and_then_given_up(make: Make) -> None
     assert not rules.scheduler.failed(rules.engines[third], ident, 0.4)
 
 
+@pytest.mark.parametrize(("engines", "again"), [("pq", True), ("p", False)])
+def test_what_is_to_be_done_elsewhere_is_given_to_another_engine_or_to_none(
+    make: Make, engines: str, again: bool
+) -> None:
+    rules = make({**dict.fromkeys(engines, P), "d": D})
+    ident = rules.submit()
+    ((_, first, _),) = rules.poll()
+    assert rules.scheduler.failed(rules.engines[first], ident, 0.1, elsewhere=True) is again
+    assert [name for _, name, _ in rules.poll(0.1)] == [n for n in engines if n != first]
+    assert rules.scheduler.drained(first)
+
+
+@pytest.mark.parametrize(("engines", "again"), [("de", True), ("d", False)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_answer_is_asked_of_another_engine_or_of_none(
+    make: Make, engines: str, again: bool, whole: bool
+) -> None:
+    rules = make({"p": P, **dict.fromkeys(engines, D)})
+    ident = rules.submit(whole=whole)
+    ((_, first, _),) = rules.poll()
+    if not whole:
+        rules.computed("p", ident, 1.0)
+        ((_, first, _),) = rules.poll(1.0)
+    assert rules.scheduler.decode_failed(ident, 1.1, elsewhere=True) is again
+    assert [name for _, name, _ in rules.poll(1.1)] == [n for n in engines if n != first]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_an_engine_that_is_too_small_is_no_other_one(make: Make, elsewhere: bool) -> None:
+    rules = make({"p": P, "d": D, "e": D})
+    rules.engines["e"].capacity_tokens = 500
+    ident = rules.submit(700)
+    rules.poll()
+    rules.computed("p", ident, 7.0)
+    assert rules.poll(7.0) == [(ident, "d", "decode")]
+    assert rules.scheduler.decode_failed(ident, 8.0, elsewhere=elsewhere) is not elsewhere
+    assert rules.poll(8.0) == ([] if elsewhere else [(ident, "d", "decode")])
+
+
 def test_what_was_computed_before_a_failure_is_not_computed_again(make: Make) -> None:
     rules = make({"p": P, "q": P}, replace(PARTS, decodes=False))
     ident = rules.submit(400)
