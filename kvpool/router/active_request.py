@@ -11,28 +11,31 @@ engines, engines that have left. So its next step is decided in one place, and a
     Expired      → too late
 
 Until the first byte of the answer is sent to the client, another engine may answer. After it, an engine's
-failure ends the stream with an error event.
+failure ends the stream with an error event. What a failed call is evidence of is decided in `evidence.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from kvpool.errors import KvpoolError
 from kvpool.router.bodies import Body
 from kvpool.router.calls import Call, Caller, Reply, end_span, span_of
 from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
+from kvpool.router.evidence import Evidence, another_may_differ, for_client
 from kvpool.router.explain import Account
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import EVENTS_MIN, Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
 from kvpool.router.session_hints import NO_HINT, SessionHint
-from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused
+from kvpool.router.upstream import GONE, TOO_LARGE, EngineFailed, EngineRefused
 from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
 from kvpool.telemetry.spans import QUEUE, Span
@@ -43,6 +46,7 @@ LOST_SAVE_S = 2.0
 """Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
 blocks that will not come. If the engine was only busy, the request loses its turn there.
 """
+ERROR_EVENT = "its answer has an error event"
 FOLLOW_MORE_S = 5.0
 """A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
 
@@ -115,7 +119,9 @@ class ActiveRequest:
         self._turn_answered = turn_answered
         self._nodes: set[str] = set()  # where it was served
         self._queue: Span | None = None
-        self._error: EngineFailed | None = None  # the last one
+        self._why = ""  # its last call failed
+        self._evidence = Evidence()
+        self._refused: tuple[Call, EngineRefused] | None = None  # while another engine is asked
         self._news: deque[News | Ended] = deque()
         self._bell = asyncio.Event()
         self._calls: list[Call] = []
@@ -196,10 +202,9 @@ class ActiveRequest:
             return
         spec = self._roster.spec(engine.name)
         if spec is None:
-            self._failed_order(order, EngineFailed(engine.name, "gone", "it has just gone"))
+            self._failed_order(order, EngineFailed(engine.name, GONE, "it has just gone"))
             return
         call = Call(spec, order, order.whole, now, order.estimate.ttft_s)
-        call.token_s = next((each.tpot_s for each in order.decoders), 0.0)
         self._outstanding.append(call)
         if order.whole:
             self._answer(call)
@@ -224,7 +229,7 @@ class ActiveRequest:
         assert order.decode is not None, "who follows is named"
         spec = self._roster.spec(order.decode.name)
         if spec is None:
-            error = EngineFailed(order.decode.name, "gone", "it has just gone")
+            error = EngineFailed(order.decode.name, GONE, "it has just gone")
             self._failed_decode(error)
             return
         left_s = max(self._caller.deadline - asyncio.get_running_loop().time(), 1.0)
@@ -251,11 +256,11 @@ class ActiveRequest:
             return  # a scheduler that took over counted on an engine that it does not have
         spec = self._roster.spec(order.engine.name)
         if spec is None:
-            error = EngineFailed(order.engine.name, "gone", "it has just gone")
+            error = EngineFailed(order.engine.name, GONE, "it has just gone")
             self._failed_decode(error)
             return
         expected_s = order.estimate.handover_s + order.estimate.tpot_s
-        call = Call(spec, None, True, self._clock(), expected_s, order.estimate.tpot_s)
+        call = Call(spec, None, True, self._clock(), expected_s)
         params = None
         if order.wait_s > 0:
             params = self._following(order.computed_by, order.wait_s, computed=True)
@@ -283,22 +288,43 @@ class ActiveRequest:
             assert self._complete, "it was answered"
         elif isinstance(error, EngineFailed):
             self._call_failed(call, error)
-        elif isinstance(error, EngineRefused) and not call.answers:
-            # The client's own body is refused for its own reason, by the engine that answers.
-            self.account.note(self._clock(), "refused", engine=call.spec.name, status=error.status)
-            assert call.order is not None, "what only computes has an order"
-            if self._reply.begun:
-                self._skip(call)
-                return
-            self._orders.abandoned(self.request)
-            self._outstanding = []
-            for other in self._calls:
-                self._cancel(other)
-            decode = call.order.decode
-            spec = None if decode is None else self._roster.spec(decode.name)
-            self._answer_directly(spec or call.spec)
+        elif isinstance(error, EngineRefused):
+            self._call_refused(call, error)
         else:
             raise error
+
+    def _call_refused(self, call: Call, error: EngineRefused) -> None:
+        """Another engine is asked, once, unless none can answer otherwise; then it is the client's answer."""
+        self.account.note(self._clock(), "refused", engine=call.spec.name, status=error.status)
+        if not call.answers and self._reply.begun:
+            self._skip(call)
+            return
+        before = self._refused
+        last = self._direct or (before is not None and before[0].answers == call.answers)
+        if last or not another_may_differ(error.status):
+            self._end_refused(call, error)
+        else:
+            self._refused = call, error
+            self._failed(call, error)
+
+    def _end_refused(self, call: Call, error: EngineRefused) -> None:
+        """Give the client this answer. Raises it, or `GivenUp`.
+
+        An answer to a part of the prompt is none to the client's own body, which goes to the engine that answers.
+        """
+        self._refused = (
+            None  # an error that is raised must not be held: its frames hold this request
+        )
+        if call.answers:
+            raise error if for_client(error.status) else GivenUp(str(error))
+        assert call.order is not None, "what only computes has an order"
+        self._orders.abandoned(self.request)
+        self._outstanding = []
+        for other in self._calls:
+            self._cancel(other)
+        decode = call.order.decode
+        spec = None if decode is None else self._roster.spec(decode.name)
+        self._answer_directly(spec or call.spec)
 
     def _skip(self, call: Call) -> None:
         """It did not compute its part of the prompt, while the answer is under way."""
@@ -316,6 +342,7 @@ class ActiveRequest:
         if not call.answers:
             self._note_cached(call)
             self._roster.succeeded(call.spec.name)
+            self._blame(self._evidence.answered(call.spec.name))
         timed = not call.answers or self.body.streams
         measured = Measured(call.sent_at, call.cached_tokens, timed, saves)
         self._orders.computed(call.order, measured)
@@ -351,10 +378,18 @@ class ActiveRequest:
                 raise GivenUp(str(error)) from None
             self._skip(call)
             return
-        if self._reply.begun and call.answers:
+        begun = self._reply.begun and call.answers
+        self._blame(self._evidence.failed(error, begun=begun))
+        if begun:
+            self._roster.failed(error)
             raise error
         if self._direct:
+            self._roster.failed(error)
             raise GivenUp(str(error)) from None
+        self._failed(call, error)
+
+    def _failed(self, call: Call, error: EngineFailed | EngineRefused) -> None:
+        """Have another engine do it."""
         if call in self._outstanding:
             assert call.order is not None, "what the scheduler waits for has an order"
             self._failed_order(call.order, error)
@@ -363,9 +398,15 @@ class ActiveRequest:
 
     def _forgotten(self) -> None:
         if not self._reply.begun:
-            raise GivenUp(str(self._error)) from None
+            self._give_up(self._why)
 
-    def _failed_order(self, order: Order, error: EngineFailed) -> None:
+    def _give_up(self, why: str) -> None:
+        """No engine is left to ask: what one has answered is the client's, if any has."""
+        if self._refused is None:
+            raise GivenUp(why) from None
+        self._end_refused(*self._refused)
+
+    def _failed_order(self, order: Order, error: EngineFailed | EngineRefused) -> None:
         """Its other orders on that engine are void, too."""
         name = order.estimate.engine.name
         for other in self._calls:
@@ -373,21 +414,26 @@ class ActiveRequest:
                 self._cancel(other)
         self._outstanding = [c for c in self._outstanding if c.spec.name != name]
         self._failure(error)
-        self._orders.failed(order, error.reason)
+        self._orders.failed(order, elsewhere=isinstance(error, EngineRefused))
 
-    def _failed_decode(self, error: EngineFailed) -> None:
+    def _failed_decode(self, error: EngineFailed | EngineRefused) -> None:
         self._failure(error)
-        self._orders.decode_failed(self.request, error.engine, error.reason)
+        refused = isinstance(error, EngineRefused)
+        self._orders.decode_failed(self.request, error.engine, elsewhere=refused)
 
-    def _failure(self, error: EngineFailed) -> None:
+    def _failure(self, error: EngineFailed | EngineRefused) -> None:
         self._roster.failed(error)
         self.account.note(self._clock(), "failed", why=str(error))
-        self._error = error
+        self._why = str(error)
         self.retries += 1
+
+    def _blame(self, engines: Collection[str]) -> None:
+        if engines:
+            self._roster.blame(engines, xxhash.xxh3_64_intdigest(self.body.raw))
 
     def _engine_gone(self, name: str, again: bool) -> None:
         """The scheduler has its orders again. An answer that has begun may still be complete."""
-        error = EngineFailed(name, "gone", "it gets no more requests")
+        error = EngineFailed(name, GONE, "it gets no more requests")
         answering = False
         for call in [c for c in self._calls if c.spec.name == name and not c.cancelled]:
             if call.answers and self._reply.begun:
@@ -397,8 +443,8 @@ class ActiveRequest:
         self._outstanding = [c for c in self._outstanding if c.spec.name != name]
         self.account.note(self._clock(), "engine gone", engine=name)
         if not again and not self._reply.begun:
-            raise GivenUp(str(error)) from None
-        if answering:
+            self._give_up(str(error))
+        elif answering:
             self._failed_decode(error)
 
     def _answer(self, call: Call, params: Mapping[str, object] | None = None) -> None:
@@ -435,6 +481,7 @@ class ActiveRequest:
         """The client gets the first part of its answer, then the scheduler the event."""
         call.began_at = self._clock()
         self.account.note(call.began_at, "first token", engine=call.spec.name)
+        self._blame(self._evidence.answered(call.spec.name))
         ttft_s = call.began_at - self.account.arrived_s
         self.answering = call
         if self.body.streams:
@@ -447,6 +494,11 @@ class ActiveRequest:
     def answer_ended(self, call: Call) -> None:
         """The client has all of it, and may disconnect before this task continues."""
         self._presumably_computed(call)
+        self._complete = True
+        if call.failed:
+            self.account.note(self._clock(), "failed", engine=call.spec.name, why=ERROR_EVENT)
+            self.account.outcome = "broken_off"
+            return
         self.account.note(self._clock(), "answered", engine=call.spec.name, **call.tokens)
         self.account.outcome = "answered"
         if call.order is not None:
@@ -458,7 +510,6 @@ class ActiveRequest:
             self._orders.answered(name, call.answer_tokens - 1, took_s)
         if call.events > 1:
             self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
-        self._complete = True
         self._served(call.spec)
         self._turn_answered(frozenset(self._nodes), call.finish)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
@@ -30,8 +30,17 @@ from kvpool.router.sse import (
     with_cached,
 )
 from kvpool.router.tracing import Trace
-from kvpool.router.upstream import GARBAGE, TOO_LARGE, Answer, EngineFailed, Upstream
-from kvpool.scheduler.decode import SLOWER_MAX
+from kvpool.router.upstream import (
+    CUT,
+    GARBAGE,
+    GONE,
+    REFUSAL_BYTES_MAX,
+    TOO_LARGE,
+    Answer,
+    EngineFailed,
+    EngineRefused,
+    Upstream,
+)
 from kvpool.scheduler.values import Order, Saves
 from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 
@@ -46,8 +55,6 @@ FINISH_FIELDS = {
 """Where an answer says how it ended, of the APIs that know calls of tools."""
 JSON = "application/json"
 SHOWN = 50
-TOKEN_S_MIN = 0.1
-"""The minimum estimate per token, if all of them come at once: engines differ, and estimates need time to learn."""
 
 
 class Reply(Protocol):
@@ -71,7 +78,6 @@ class ClientGone(KvpoolError):
 class Limits:
     """Seconds and bytes; as `RouterConfig` has them."""
 
-    answer_s: float
     stall_s: float
     client_stall_s: float
     follow_s: float
@@ -83,11 +89,12 @@ class Call:
     """One call to an engine. order: what it computes; None: it only answers. answers: whether it is the client's
     answer.
 
-    expected_s: until it begins to answer; token_s: then for each token. began_at: when it did. usage: the
-    engine's token counts. saves: what it says of the prompt's blocks, None: nothing. events: parts of a streamed
-    answer. follows: whether it waits for a prompt that another engine computes. finish: how the answer ended, if it is
-    one of a session's. timer: for what is done if it does not begin. span: if the request is traced; its end is that
-    of the task. task: its result is an error or None; None once that was read.
+    expected_s: until it begins to answer. began_at: when it did. usage: the engine's token counts. saves: what it says
+    of the prompt's blocks, None: nothing. events: parts of a streamed answer. failed: whether an error is one of them.
+    at_client: whether it waits for the client.
+    follows: whether it waits for a prompt that another engine computes. finish: how the answer ended, if it is one of a
+    session's. timer: for what is done if it does not begin. span: if the request is traced; its end is that of the
+    task. task: its result is an error or None; None once that was read.
     """
 
     spec: EngineSpec
@@ -95,14 +102,15 @@ class Call:
     answers: bool
     sent_at: float
     expected_s: float
-    token_s: float = 0.0
     began_at: float = 0.0
     ended_at: float = 0.0
     usage: Mapping[str, Any] = field(default_factory=dict)
     saves: Saves | None = None
     events: int = 0
+    failed: bool = False
     finish: str = ""
     cancelled: bool = False
+    at_client: bool = False
     follows: bool = False
     timer: asyncio.TimerHandle | None = None
     span: Span | None = None
@@ -146,8 +154,9 @@ class AnswerListener(Protocol):
 class Caller:
     """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`, `NoRoom`, `Exhausted`.
 
-    deadline: by the loop's clock. answer_tokens: the longest possible answer; None: unlimited. hint: on its session,
-    which is passed on to engines with the plugin.
+    deadline: by the loop's clock; the caller ends all calls then. Until then a call goes on while its engine is alive,
+    however long it takes. alive: whether the engine of this name is. hint: on its session, which is passed on to
+    engines with the plugin.
     """
 
     def __init__(
@@ -161,7 +170,7 @@ class Caller:
         headers: Mapping[str, str],
         random: Callable[[int], bytes],
         deadline: float,
-        answer_tokens: int | None,
+        alive: Callable[[str], bool],
         memory: Memory,
         hint: SessionHint = NO_HINT,
     ) -> None:
@@ -173,7 +182,7 @@ class Caller:
         self._trace = trace
         self._headers = headers
         self._random = random
-        self._answer_tokens = answer_tokens
+        self._alive = alive
         self._memory = memory
         self._hint = hint
         self._finish_field = FINISH_FIELDS.get(body.kind, "") if hint.session else ""
@@ -194,7 +203,7 @@ class Caller:
             path, raw = Kind.COMPLETIONS.value, segment(body, prompt.tokens[: order.end], params)
         try:
             async with (
-                asyncio.timeout(self._patience_s(call)),
+                self._while_alive(call),
                 self._upstream.ask(call.spec, path, raw, self._headers_for_call(call)) as answer,
             ):
                 data = await answer.whole(PREFILL_BYTES_MAX)
@@ -202,7 +211,7 @@ class Caller:
                 if params is not None:
                     call.saves = _saves(data)
         except TimeoutError:
-            raise _late(call) from None
+            raise _silent(call) from None
 
     async def answer(
         self,
@@ -213,10 +222,7 @@ class Caller:
     ) -> None:
         """The answer, to the client. params: for the engine's KV connector, beside the body's own."""
         path, raw = self._body.kind.value, self._raw_for(call.spec, params or {})
-        loop = asyncio.get_running_loop()
-        late_at = loop.time() + self._patience_s(call)
-        # At the deadline the request ends by itself: no fault of the engine.
-        limit = MovingLimit(late_at if late_at < self.deadline else math.inf)
+        limit = self._while_alive(call)
         passing = _Passing(call, reply, listener, limit)
         try:
             async with (
@@ -230,9 +236,9 @@ class Caller:
                 with self._memory.hold() as held:
                     await self._send(answer, passing, held)
         except TimeoutError:
-            if passing.at_client:
+            if call.at_client:
                 raise ClientGone("the client does not read its answer") from None
-            raise _late(call) from None
+            raise _silent(call) from None
         except EventTooLong as error:
             raise EngineFailed(call.spec.name, TOO_LARGE, str(error)) from None
         except NoEvent as error:
@@ -253,7 +259,7 @@ class Caller:
             call.finish = finish_of(self._finish_field, data)
         data = await _mended(data, passing)
         passing.listener.answer_begun(call)
-        passing.at_client = True
+        call.at_client = True
         passing.limit.move(asyncio.get_running_loop().time() + self.limits.client_stall_s)
         await passing.reply.send(200, data, answer.headers)
         passing.listener.answer_ended(call)
@@ -271,41 +277,46 @@ class Caller:
                 held.resize(events.waiting)
             if data:
                 if not call.began_at:
-                    if events.failed_at_once(data):
-                        code, message = _error_in(data)
-                        if code >= 500:
-                            raise EngineFailed(call.spec.name, "error_event", message)
+                    if events.failed and _status_in(data) >= 500:
+                        data += events.rest + await answer.whole(REFUSAL_BYTES_MAX, held)
+                        raise EngineRefused(call.spec.name, 200, data, answer.headers)
                     passing.listener.answer_begun(call)
                     await reply.begin(answer.headers)
                 if self._finish_field:
                     call.finish = finish_of(self._finish_field, data, call.finish)
                 data = await _mended(data, passing)
-                passing.at_client = True
+                call.at_client = True
                 move(time() + client_stall_s)
                 if events.done and answer.ended:
                     last = data
                     break
                 await reply.write(data)
-                passing.at_client = False
+                call.at_client = False
             move(time() + stall_s)
-        if not events.done:
-            raise EngineFailed(call.spec.name, "cut", "the engine's answer ended early")
-        call.usage = events.usage
+        if not events.done and not events.failed:
+            raise EngineFailed(call.spec.name, CUT, "the engine's answer ended early")
+        call.usage, call.failed = events.usage, events.failed
         await reply.end(last)
         passing.listener.answer_ended(call)
 
-    def _patience_s(self, call: Call) -> float:
-        """Time limit for the beginning of an answer. One that is not streamed begins with its end."""
-        expected_s = call.expected_s
-        if call.answers and not self._body.streams:
-            if self._answer_tokens is None:
-                return math.inf
-            expected_s += self._answer_tokens * max(call.token_s, TOKEN_S_MIN)
-        return self.limits.answer_s + SLOWER_MAX * expected_s
+    def _while_alive(self, call: Call) -> MovingLimit:
+        def alive(engine: str) -> bool:
+            return not call.at_client and self._alive(engine)
+
+        return while_alive(alive, call.spec.name, self.limits.stall_s)
 
     def _headers_for_call(self, call: Call) -> dict[str, str]:
         traced = self._trace.headers(self._random, call.span)
         return {**self._headers, "Content-Type": self._body.content_type, **traced}
+
+
+def while_alive(alive: Callable[[str], bool], engine: str, stall_s: float) -> MovingLimit:
+    """The limit of a wait for an engine: after a silence of `stall_s`, if the engine is not alive then."""
+
+    def prolonged_s() -> float:
+        return stall_s if alive(engine) else 0.0
+
+    return MovingLimit(asyncio.get_running_loop().time() + stall_s, prolonged_s)
 
 
 def span_of(call: Call, above: Span) -> Span | None:
@@ -333,13 +344,12 @@ def end_span(span: Span, call: Call, task: asyncio.Task[KvpoolError | None]) -> 
 
 @dataclass(slots=True)
 class _Passing:
-    """An answer being forwarded. at_client: whether it waits for the client."""
+    """An answer being forwarded."""
 
     call: Call
     reply: Reply
     listener: AnswerListener
     limit: MovingLimit
-    at_client: bool = False
 
 
 async def _mended(data: bytes, passing: _Passing) -> bytes:
@@ -374,20 +384,18 @@ def _saves(data: bytes) -> Saves | None:
     return Saves(said.saved_tokens + said.saving_tokens, said.saving_tokens, said.saving_s)
 
 
-def _late(call: Call) -> EngineFailed:
-    if call.began_at:
-        return EngineFailed(call.spec.name, "stalled", "it stopped in the middle of its answer")
-    return EngineFailed(call.spec.name, "timeout", "it did not begin to answer in time")
+def _silent(call: Call) -> EngineFailed:
+    when = "stopped in the middle of its answer" if call.began_at else "did not begin to answer"
+    return EngineFailed(call.spec.name, GONE, f"it {when}, and its probes fail")
 
 
-def _error_in(data: bytes) -> tuple[int, str]:
-    """Status of an answer's first event: below 500 it is about the request, and is forwarded."""
-    line = data.partition(b"\n")[0].removeprefix(b"data:")
+def _status_in(data: bytes) -> int:
+    """The status in an answer's first event, an error: below 500 no other engine would answer otherwise."""
+    found = _ERROR_DATA.search(data)
     try:
-        error = _decode_error(line).error
+        return 500 if found is None else _decode_error(found[1]).error.code
     except ProtocolError:
-        return 500, "it answered with an error"
-    return error.code, error.message[:500]
+        return 500
 
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -410,8 +418,10 @@ class _Reported(msgspec.Struct):
 _decode_reported = JsonDecoder[_Reported](_Reported, "an engine's report of its saves")
 
 
+_ERROR_DATA = re.compile(rb'^data: (\{"error".*)$', re.MULTILINE)
+
+
 class _Error(msgspec.Struct):
-    message: str
     code: int
 
 

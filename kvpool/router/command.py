@@ -164,6 +164,7 @@ class Router:
             clock=clock,
             up=self._up,
             down=self._down,
+            turned=self._turned,
             look=self._look,
         )
         scheduler = Scheduler(
@@ -217,7 +218,7 @@ class Router:
             among=self._roster.among,
             engine_of=engine_of,
             told=lambda namespace, keys, lengths: pools.told(namespace, keys, lengths, clock()),
-            blame=self._blame,
+            blame=self.health.failed,
             praise=self.health.succeeded,
             clock=clock,
         )
@@ -241,6 +242,7 @@ class Router:
         )
         self._roster.operated = self._group.operated
         self._roster.served = self._group.served
+        self._roster.blamed = self._group.blamed
         self._roster.reached = self._group.reached
         self._listeners = Listeners(
             *(config.tls_cert, config.tls_key, _limits(config), "listen"),
@@ -293,10 +295,8 @@ class Router:
     def _down(self, spec: EngineSpec) -> None:
         self._roster.engine_down(spec)
 
-    def _blame(self, engine: str, reason: str) -> None:
-        """Another router has seen it fail."""
-        if reason != "gone":
-            self.health.failed(engine)
+    def _turned(self, spec: EngineSpec) -> None:
+        self._roster.engine_turned(spec)
 
     async def start(self) -> str:
         """Listen, once each configured engine was probed, and the other routers are known. Returns the URL."""

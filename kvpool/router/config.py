@@ -327,17 +327,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: Annotated[
         Seconds, setting("The longest wait for a connection to an engine.", file_only=True)
     ] = 2.0
-    answer_s: Annotated[
-        Seconds,
-        setting(
-            "An engine has failed if it does not begin to answer within this time plus four times the estimate.",
-            file_only=True,
-        ),
-    ] = 30.0
     stall_s: Annotated[
         Seconds,
         setting(
-            "An engine has failed if it sends nothing for this long in the middle of a stream.",
+            "An answer that has begun ends with an error when its engine's probes fail and it has sent nothing for this "
+            "long.",
             file_only=True,
         ),
     ] = 30.0
@@ -364,7 +358,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     failures_max: Annotated[
         Count,
         setting(
-            "Failures in a row, of requests or probes, after which an engine gets no requests.",
+            "After so many failed probes in a row, or failures of different requests, an engine gets no requests.",
             file_only=True,
         ),
     ] = 3
@@ -378,7 +372,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     backoff_s_max: Annotated[
         Seconds,
         setting(
-            "The longest such pause. Then the engine is probed, and gets requests if it is healthy.",
+            "The longest such pause. Then the engine is probed, and gets requests if the probe succeeds.",
             file_only=True,
         ),
     ] = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from kvpool.router.engines import EngineSpec, scheduled
 from kvpool.router.hash_check import UNVERIFIED, VERIFIED
 from kvpool.router.metrics import Metrics
 from kvpool.router.orders import Orders
-from kvpool.router.upstream import EngineFailed
+from kvpool.router.upstream import GONE, EngineFailed, EngineRefused
 from kvpool.scheduler.roles import REBALANCE_S
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Engine, Role
@@ -42,7 +42,7 @@ class EngineHealth(Protocol):
     def breakers(self) -> Mapping[str, EngineBreaker]: ...
     def spec(self, name: str) -> EngineSpec | None: ...
     def succeeded(self, name: str) -> None: ...
-    def failed(self, name: str) -> None: ...
+    def failed(self, name: str, request: Hashable) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ class EngineRoster:
         """Called when an operator has changed what an engine gets: its name, whether it drains, and its weight."""
         self.served: Callable[[str], None] = lambda _: None
         """Called with the name of an engine that has served a request."""
+        self.blamed: Callable[[str, int], None] = lambda *_: None
+        """Called with the name of an engine by whose fault a request has failed, and the request's digest."""
         self.reached: Callable[[], None] = lambda: None
         """Called when an engine gets requests, or no more."""
         self._drains: set[str] = set()
@@ -120,7 +122,7 @@ class EngineRoster:
         return self._engines.get(name)
 
     def spec(self, name: str) -> EngineSpec | None:
-        """Of one that gets requests."""
+        """The spec of an engine that is alive: its probes succeed."""
         return self._health.spec(name)
 
     def succeeded(self, name: str) -> None:
@@ -128,21 +130,25 @@ class EngineRoster:
         self._health.succeeded(name)
         self.served(name)
 
-    def failed(self, error: EngineFailed) -> None:
-        """A request failed by the engine's fault."""
+    def failed(self, error: EngineFailed | EngineRefused) -> None:
+        """A call has failed. That is for the metrics and the log, and blames nobody."""
         self._metrics.engine_call_failures.labels(error.engine, error.reason).inc()
-        if error.reason != "gone":
+        if error.reason != GONE:
             log.warning("%s", error)
-            self._health.failed(error.engine)
+
+    def blame(self, names: Iterable[str], request: int) -> None:
+        """A request failed by these engines' fault. request: its digest."""
+        for name in names:
+            self._health.failed(name, request)
+            self.blamed(name, request)
 
     def engine_up(self, spec: EngineSpec) -> None:
-        """It gets requests from now on."""
+        """It is alive, and gets requests from now on."""
         engine = scheduled(spec)
         self._engines[spec.name] = engine
         self._orders.join(engine)
         self.reached()
-        if spec.name in self._drains:
-            self._scheduler.drain(spec.name, self._clock())
+        self._rest(spec.name)
         self._scheduler.weigh(spec.name, self._weights.get(spec.name, 1.0))
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
@@ -151,13 +157,30 @@ class EngineRoster:
         )
 
     def engine_down(self, spec: EngineSpec) -> None:
-        """It gets no more requests; those sent there that have not begun to be answered move elsewhere."""
+        """It is dead, or was removed: requests sent there that have not begun to be answered move elsewhere."""
         del self._engines[spec.name]
         self._verifying.pop(spec.name).cancel()
         self._orders.leave(spec.name)
         self.reached()
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
+
+    def engine_turned(self, spec: EngineSpec) -> None:
+        """Its breaker has opened, or closed: it gets no new requests, or gets them again. What it has goes on."""
+        self._rest(spec.name)
+        self._orders.kick()
+        self._metrics.breaks(spec.name, self._health.breakers[spec.name].state)
+
+    def _rest(self, name: str) -> None:
+        """Have the scheduler know whether an engine that is alive gets new requests."""
+        if name in self._drains or not self._passes(name):
+            self._scheduler.drain(name, self._clock())
+        else:
+            self._scheduler.undrain(name, self._clock())
+
+    def _passes(self, name: str) -> bool:
+        breaker = self._health.breakers.get(name)
+        return breaker is not None and breaker.passes
 
     async def _keep_verified(self, name: str) -> None:
         """Compare an engine's hashes until they are verified, and again after they changed; until cancelled.
@@ -206,7 +229,7 @@ class EngineRoster:
 
     def passing(self, model: str) -> list[EngineSpec]:
         """Those that serve the model and get requests; draining ones only if there are no others."""
-        found = [s for s in self._serving(model).engines if self._health.spec(s.name) is not None]
+        found = [s for s in self._serving(model).engines if self._passes(s.name)]
         return [s for s in found if s.name not in self._drains] or found
 
     # Operators
@@ -251,10 +274,7 @@ class EngineRoster:
         self._weights[name] = weight
         (self._drains.add if drains else self._drains.discard)(name)
         if name in self._engines:
-            if drains:
-                self._scheduler.drain(name, self._clock())
-            else:
-                self._scheduler.undrain(name, self._clock())
+            self._rest(name)
             self._scheduler.weigh(name, weight)
         self._orders.kick()
 
@@ -291,7 +311,7 @@ class EngineRoster:
         return rows
 
     def _state(self, name: str, engine: Engine | None) -> str:
-        if engine is None:
+        if engine is None or not self._passes(name):
             return "away"
         if name in self._drains:
             return "drained" if self._scheduler.drained(name) else "draining"
@@ -302,7 +322,7 @@ class EngineRoster:
         """Why no engine can serve requests now; empty if one can."""
         roles = Role(0)
         for engine in self._engines.values():
-            if engine.name not in self._drains:
+            if engine.name not in self._drains and self._passes(engine.name):
                 roles |= engine.role
         if Role.DECODE not in roles:
             return "no decode engine is available"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.retry import BreakerRule
@@ -27,6 +27,11 @@ class Patient:
     probed: asyncio.Event = field(default_factory=asyncio.Event)
     missed: bool = False
 
+    @property
+    def standing(self) -> tuple[bool, bool]:
+        """Whether it is alive, and whether it gets requests."""
+        return self.breaker.alive, self.breaker.passes
+
 
 @dataclass(slots=True, eq=False)
 class _Server:
@@ -42,8 +47,9 @@ class _Server:
 
 
 class Health:
-    """Watches engines from `add` to `remove`, each server in a task. up, down: called when one becomes available, or
-    unavailable. look: called after each successful probe of a server, with its engines that get requests.
+    """Watches engines from `add` to `remove`, each server in a task. up, down: called when an engine is found alive, and
+    when it is found dead. turned: called when an engine that is alive gets requests again, or none for a while. look:
+    called after each successful probe of a server, with its engines that are alive.
 
     For one event loop; callbacks are called in it.
     """
@@ -58,6 +64,7 @@ class Health:
         clock: Callable[[], float],
         up: Callable[[EngineSpec], None],
         down: Callable[[EngineSpec], None],
+        turned: Callable[[EngineSpec], None],
         look: Callable[[Sequence[EngineSpec]], Awaitable[None]] | None = None,
     ) -> None:
         self._look = look
@@ -68,6 +75,7 @@ class Health:
         self._clock = clock
         self._up = up
         self._down = down
+        self._turned = turned
         self._patients: dict[str, Patient] = {}
         self._servers: dict[str, _Server] = {}  # by URL
 
@@ -80,9 +88,9 @@ class Health:
         return [p.spec for p in self._patients.values() if p.breaker.passes]
 
     def spec(self, name: str) -> EngineSpec | None:
-        """Of one that gets requests."""
+        """The spec of an engine that is alive."""
         patient = self._patients.get(name)
-        return patient.spec if patient is not None and patient.breaker.passes else None
+        return patient.spec if patient is not None and patient.breaker.alive else None
 
     def add(self, spec: EngineSpec) -> None:
         """A new engine. It gets requests after its first successful probe."""
@@ -97,10 +105,10 @@ class Health:
     def change(self, spec: EngineSpec) -> None:
         """The same engine, with changed properties."""
         patient = self._patients[spec.name]
-        if patient.breaker.passes:
+        if patient.breaker.alive:
             self._down(patient.spec)
         patient.spec = spec
-        if patient.breaker.passes:
+        if patient.breaker.alive:
             self._up(spec)
 
     def remove(self, name: str) -> None:
@@ -112,7 +120,7 @@ class Health:
             del self._servers[patient.spec.url]
             assert server.task is not None, "it is watched from its beginning"
             server.task.cancel()
-        if patient.breaker.passes:
+        if patient.breaker.alive:
             self._down(patient.spec)
 
     def succeeded(self, name: str) -> None:
@@ -120,14 +128,14 @@ class Health:
         if (patient := self._patients.get(name)) is not None:
             patient.breaker.succeeded()
 
-    def failed(self, name: str) -> None:
-        """A request failed by this engine's fault."""
+    def failed(self, name: str, request: Hashable) -> None:
+        """A request failed by this engine's fault. Ignored if it was removed. request: as `EngineBreaker.failed` has it."""
         patient = self._patients.get(name)
         if patient is None:
             return
-        passed = patient.breaker.passes
-        patient.breaker.failed(self._clock())
-        self._turn(patient, passed)
+        before = patient.standing
+        patient.breaker.failed(request, self._clock())
+        self._turn(patient, before)
 
     async def first_probes(self, within_s: float) -> None:
         """Until each was probed once, or the time is over."""
@@ -155,24 +163,20 @@ class Health:
                 except TimeoutError:
                     pass
                 continue
-            # An engine that gets no requests waits for its own time: its pause is longer each time it fails.
+            # A dead engine waits for its own time: its pause is longer each time it fails.
             now = self._clock()
-            passing = [p for p in server.patients if p.breaker.passes]
-            paused = [
-                p for p in server.patients if not p.breaker.passes and p.breaker.probe_at <= now
-            ]
+            probed = [p for p in server.patients if p.breaker.alive or p.breaker.probe_at <= now]
             try:
-                error = await self._probe((passing or paused)[0].spec)
+                error = await self._probe(probed[0].spec)
             except Exhausted as exhausted:
                 log.warning("probe: %s", exhausted)  # it says nothing about the engine
-                for patient in (*paused, *passing):
+                for patient in probed:
                     patient.breaker.probe_at = self._clock() + self._probe_s
                 continue
-            # One whose requests failed meanwhile has begun its pause: the probe is from before.
-            for patient in (*paused, *(p for p in passing if p.breaker.passes)):
+            for patient in probed:
                 if patient in server.patients:
                     self._probed(patient, error)
-            well = [patient.spec for patient in server.patients if patient.breaker.passes]
+            well = [patient.spec for patient in server.patients if patient.breaker.alive]
             if self._look is not None and error is None and well:
                 await self._look(well)
 
@@ -184,9 +188,10 @@ class Health:
         return None
 
     def _probed(self, patient: Patient, error: EngineFailed | None) -> None:
-        passed = patient.breaker.passes
+        before = patient.standing
+        was_alive, _ = before
         patient.breaker.probed(error is None, self._clock(), self._probe_s)
-        if error is not None and passed:
+        if error is not None and was_alive:
             log.warning("probe: %s", error)
         elif error is not None and not patient.probed.is_set():
             # Said once: the router is ready without it, and nothing else would tell why.
@@ -198,24 +203,33 @@ class Health:
                 extra={"engine": name},
             )
             patient.missed = True
-        self._turn(patient, passed)
+        self._turn(patient, before)
         patient.probed.set()
 
-    def _turn(self, patient: Patient, passed: bool) -> None:
-        """Report a change of its breaker, if any."""
-        passes = patient.breaker.passes
-        if passes == passed:
+    def _turn(self, patient: Patient, before: tuple[bool, bool]) -> None:
+        """Report a change of its standing, if any."""
+        if patient.standing == before:
             return
         self._servers[patient.spec.url].turned.set()
-        name, state = patient.spec.name, patient.breaker.state.value
+        was_alive, passed = before
+        alive, passes = patient.standing
+        if passes != passed:
+            self._log_turn(patient, passes)
+        if alive == was_alive:
+            self._turned(patient.spec)
+        elif alive:
+            self._up(patient.spec)
+        else:
+            self._down(patient.spec)
+
+    def _log_turn(self, patient: Patient, passes: bool) -> None:
+        name = patient.spec.name
         if passes:
             level = logging.WARNING if patient.missed else logging.INFO
             patient.missed = False
-            log.log(level, "engine %s receives requests: %s", name, state, extra={"engine": name})
-            self._up(patient.spec)
+            log.log(level, "engine %s receives requests", name, extra={"engine": name})
         else:
             patient.missed = True
             log.warning(
                 "engine %s receives no requests until its next probe", name, extra={"engine": name}
             )
-            self._down(patient.spec)

@@ -17,6 +17,9 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0)
 LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
+BREAKER_STATES = (BreakerState.CLOSED, BreakerState.OPEN)
+"""Of an engine's breaker. No request is its trial, so it is never half open."""
+
 OUTCOMES = ("answered", "refused", "rejected", "failed", "deadline", "broken_off", "client_left")
 """How a request ends: answered; refused by an engine with an error of its own; rejected by the router; no engine could
 serve it; past its deadline; an error after the answer began; the client closed the connection."""
@@ -169,13 +172,13 @@ class Metrics:
 
     def breaks(self, engine: str, state: BreakerState) -> None:
         """Record the state of an engine's breaker."""
-        for other in BreakerState:
+        for other in BREAKER_STATES:
             self.engine_breaker.labels(engine, other.value).set(other is state)
         self.engine_up.labels(engine).set(state is not BreakerState.OPEN)
 
     def forget(self, engine: str) -> None:
         """Drop the gauges of an engine that has left. Its counters stay."""
-        for state in BreakerState:
+        for state in BREAKER_STATES:
             self.engine_breaker.remove(engine, state.value)
         self.engine_up.remove(engine)
         self.engine_cache_known.remove(engine)

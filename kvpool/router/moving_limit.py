@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -15,15 +16,18 @@ class MovingLimit:
     the timer stays where it is when the limit moves away from it, and is set anew when it rings too early.
     """
 
-    __slots__ = ("_at", "_loop", "_rings_at", "_timeout", "_timer")
+    __slots__ = ("_at", "_loop", "_prolonged_s", "_rings_at", "_timeout", "_timer")
 
-    def __init__(self, at: float) -> None:
-        """at: by the running loop's clock; infinity: no limit."""
+    def __init__(self, at: float, prolonged_s: Callable[[], float] = lambda: 0.0) -> None:
+        """at: by the running loop's clock; infinity: no limit. prolonged_s: asked when the limit has come, for how long to
+        go on; 0: not at all.
+        """
         self._loop = asyncio.get_running_loop()
         self._timeout = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf
         self._at = at
+        self._prolonged_s = prolonged_s
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -56,6 +60,8 @@ class MovingLimit:
     def _ring(self) -> None:
         self._timer = None
         now = self._loop.time()
+        if now >= self._at and (more_s := self._prolonged_s()):
+            self._at = now + more_s
         if now < self._at:
             self._set(self._at)
         else:

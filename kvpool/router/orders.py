@@ -71,11 +71,11 @@ class Ordering(Protocol):
     def computed(self, order: Order, measured: Measured | None = None) -> None:
         """It was carried out; or is no longer needed, and nothing was measured."""
 
-    def failed(self, order: Order, reason: str) -> None:
-        """By its engine's fault. Another order comes, or `Forgotten`."""
+    def failed(self, order: Order, *, elsewhere: bool = False) -> None:
+        """It was not carried out. Another order comes, or `Forgotten`. elsewhere: only for another engine."""
 
-    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
-        """The engine has lost the request before a token. Another order comes, or `Forgotten`."""
+    def decode_failed(self, request: Request, engine: str, *, elsewhere: bool = False) -> None:
+        """The engine has given no token of the answer. The rest as in `failed`."""
 
     def answered(self, engine: str, tokens: int, took_s: float) -> None:
         """An answer has ended; so many tokens came in this time, after the first one."""
@@ -140,13 +140,15 @@ class Orders:
             self._scheduler.computed(engine, order.request.ident, self._clock(), saves)
             self.kick()
 
-    def failed(self, order: Order, reason: str) -> None:
+    def failed(self, order: Order, *, elsewhere: bool = False) -> None:
         name, ident = order.estimate.engine.name, order.request.ident
         engine = self.engines.get(name, order.estimate.engine)
-        self._again(ident, self._scheduler.failed(engine, ident, self._clock()))
+        now = self._clock()
+        self._again(ident, self._scheduler.failed(engine, ident, now, elsewhere=elsewhere))
 
-    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
-        self._again(request.ident, self._scheduler.decode_failed(request.ident, self._clock()))
+    def decode_failed(self, request: Request, engine: str, *, elsewhere: bool = False) -> None:
+        now, ident = self._clock(), request.ident
+        self._again(ident, self._scheduler.decode_failed(ident, now, elsewhere=elsewhere))
 
     def _again(self, ident: Hashable, again: bool) -> None:
         self._metrics.retries.inc(again)

@@ -17,12 +17,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import xxhash
+
 from kvpool.decoding import decode_json
 from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
 from kvpool.router.bodies import BadRequest, Kind, error_body, parse, parsed_bytes
-from kvpool.router.calls import Caller, ClientGone, Limits, Reply
+from kvpool.router.calls import Caller, ClientGone, Limits, Reply, while_alive
 from kvpool.router.config import RouterConfig
 from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.engines import EngineSpec
+from kvpool.router.evidence import Evidence, another_may_differ, for_client
 from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
 from kvpool.router.hashing import Prompt
 from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
@@ -36,7 +40,14 @@ from kvpool.router.orders import Ordering
 from kvpool.router.recorder import EndedRequest, Recorder
 from kvpool.router.sessions import Sessions
 from kvpool.router.sse import error_event
-from kvpool.router.upstream import TOO_LARGE, EngineFailed, EngineRefused, Exhausted, Upstream
+from kvpool.router.upstream import (
+    GONE,
+    TOO_LARGE,
+    EngineFailed,
+    EngineRefused,
+    Exhausted,
+    Upstream,
+)
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Rejection, Request
 from kvpool.telemetry.spans import PREPARE, REQUEST, Span, Spans
@@ -96,7 +107,6 @@ class Serving:
         self._random = random
         self._spans = spans
         self._limits = Limits(
-            answer_s=config.answer_s,
             stall_s=config.stall_s,
             client_stall_s=config.client_stall_s,
             follow_s=config.follow_s,
@@ -252,7 +262,7 @@ class Serving:
                 headers={"X-Request-Id": incoming.ident},
                 random=self._random,
                 deadline=deadline,
-                answer_tokens=self._intake.answer_tokens(body, request.tokens),
+                alive=self._alive,
                 memory=self.memory,
                 hint=hint,
             ),
@@ -277,18 +287,16 @@ class Serving:
             finally:
                 # Before anything more is sent to a client that may be slow.
                 self._orders.remove(request)
-            return "answered"
+            return account.outcome
         except EngineRefused as refused:
             return await self._pass_refusal(refused, reply)
-        except EngineFailed as error:
-            self._roster.failed(error)
-            return await self._end_badly(error, reply, incoming)
-        except (GivenUp, DeadlinePassed) as error:
-            return await self._end_badly(error, reply, incoming)
-        except (NoRoom, Exhausted) as error:
+        except (EngineFailed, GivenUp, DeadlinePassed, NoRoom, Exhausted) as error:
             return await self._end_badly(error, reply, incoming)
         except ClientGone:
             return "client_left"
+
+    def _alive(self, engine: str) -> bool:
+        return self._roster.spec(engine) is not None
 
     async def _submit(self, active: ActiveRequest) -> Rejection | None:
         """Raises `DeadlinePassed`."""
@@ -316,33 +324,56 @@ class Serving:
         found = self._roster.passing(model)
         said = f"no engine is available for {model}"
         self._in_flight += 1
+        evidence = Evidence()
+        refusal: EngineRefused | None = None
+        digest = xxhash.xxh3_64_intdigest(raw)
+        deadline = asyncio.get_running_loop().time() + self._config.deadline_s
         try:
             for spec in found[: self._config.retries_max + 1]:
                 try:
-                    async with (
-                        asyncio.timeout(self._config.answer_s),
-                        self._upstream.ask(spec, path, raw, {"X-Request-Id": ident}) as answer,
-                    ):
-                        body = await answer.whole(self._config.answer_bytes_max, held)
-                        return 200, body, answer.headers
+                    async with asyncio.timeout_at(deadline):
+                        answer = await self._forwarded(spec, path, raw, ident, held)
+                    self._roster.blame(evidence.answered(spec.name), digest)
+                    return answer
                 except EngineRefused as refused:
-                    return refused.status, refused.body, refused.headers
+                    last = refusal is not None or not another_may_differ(refused.status)
+                    refusal, said = refused, str(refused)
+                    if last:
+                        break
+                    self._roster.failed(refused)
                 except NoRoom as full:
                     raise self.no_room(full) from None
                 except Exhausted as exhausted:
                     raise Rejected(503, str(exhausted), "exhausted", 1.0) from None
                 except TimeoutError:
-                    error = EngineFailed(spec.name, "timeout", f"{path}: no answer in time")
-                except EngineFailed as failed:
-                    error = failed
-                said = str(error)
-                if error.reason == TOO_LARGE:
-                    raise Rejected(502, said, "engine_failed", None) from None
-                self._roster.failed(error)
+                    raise Rejected(504, f"{path}: no answer in time", "deadline", None) from None
+                except EngineFailed as error:
+                    said = str(error)
+                    if error.reason == TOO_LARGE:
+                        raise Rejected(502, said, "engine_failed", None) from None
+                    self._roster.failed(error)
+                    self._roster.blame(evidence.failed(error, begun=False), digest)
         finally:
             self._in_flight -= 1
             self._left()
+        if refusal is not None and for_client(refusal.status):
+            return refusal.status, refusal.body, refusal.headers
         raise Rejected(502 if found else 503, said, "no_engine", self._config.probe_s)
+
+    async def _forwarded(
+        self, spec: EngineSpec, path: str, raw: bytes, ident: str, held: Held
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """An engine's answer to a small request. Raises `EngineFailed` if the engine is found dead meanwhile."""
+        try:
+            async with (
+                while_alive(self._alive, spec.name, self._config.stall_s),
+                self._upstream.ask(spec, path, raw, {"X-Request-Id": ident}) as answer,
+            ):
+                body = await answer.whole(self._config.answer_bytes_max, held)
+                return 200, body, answer.headers
+        except TimeoutError:
+            why = f"{path}: it did not answer, and its probes fail"
+            raise EngineFailed(spec.name, GONE, why) from None
 
     async def _pass_refusal(self, refused: EngineRefused, reply: Reply) -> str:
         try:
@@ -350,7 +381,7 @@ class Serving:
                 await reply.send(refused.status, refused.body, refused.headers)
         except (TimeoutError, ClientGone):
             return "client_left"
-        return "refused"
+        return "refused" if refused.status < 500 else "failed"
 
     async def _end_badly(
         self,

@@ -2,7 +2,7 @@
 
 Only whole events are forwarded, byte for byte: if an engine is cut off in the middle of one, the
 client has complete events, and an error can follow. Only the end of a stream is parsed; of the others it is seen that
-they are events.
+they are events. Comments and empty lines are no events: those before the first event wait for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ LAST_EVENTS = tuple(
     )
 )
 """Of streams whose events have names, and that do not end with `DONE`: `/v1/messages`, `/v1/responses`."""
+DATA = b"data:"
 ERROR = b'data: {"error"'
+_ERROR = re.compile(rb'^(?:data: \{"error"|event: (?:error|response\.failed)\b)', re.MULTILINE)
+"""The beginning of a line of an event that is an error. In JSON it is never part of a text."""
+_COMMENT = re.compile(rb"^:[^\n]*\n\s*", re.MULTILINE)
 USAGE = b'"usage":'
 SHOWN_BYTES = 50
 
@@ -51,21 +55,33 @@ class NoEvent(KvpoolError):
 
 
 class EventStream:
-    """One answer. events: forwarded so far. done: whether the engine has marked its end."""
+    """One answer. events: forwarded so far. done: whether the engine has marked its end. failed: whether an error was
+    one of the events.
+    """
 
     def __init__(self) -> None:
         self.events = 0
         self.done = False
+        self.failed = False
+        self._ahead = b""
         self._rest = bytearray()
         self._last = b""
 
     @property
     def waiting(self) -> int:
-        """Bytes of an event whose end has not come."""
-        return len(self._rest)
+        """Bytes that are not forwarded yet."""
+        return len(self._ahead) + len(self._rest)
+
+    @property
+    def rest(self) -> bytes:
+        """What came of an event whose end has not come."""
+        return bytes(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        """Bytes that can be forwarded now: whole events, maybe none. Raises `EventTooLong` and `NoEvent`."""
+        """Bytes that can be forwarded now: whole events, maybe none, and what comes with events.
+
+        Raises `EventTooLong` and `NoEvent`.
+        """
         if self._rest:
             # Only what is new is searched: an event may come in very many pieces.
             seen = max(len(self._rest) - len(ENDS[-1]) + 1, 0)
@@ -77,20 +93,23 @@ class EventStream:
             end = _end(data, 0)
             self._rest += data[end:]
             data = data[:end]
-        if len(self._rest) > EVENT_BYTES_MAX:
+        if self.waiting > EVENT_BYTES_MAX:
             raise EventTooLong(f"an event has more than {EVENT_BYTES_MAX >> 20} MiB")
         if not data:
             return data
         if (wrong := _no_event(data)) is not None:
             raise NoEvent(f"its stream has what is no event: {data[wrong : wrong + SHOWN_BYTES]!r}")
-        self.events += data.count(b"\n\n") or data.count(b"\r\n\r\n")
+        self.events += data.count(b"\n" + DATA) + data.startswith(DATA)
+        if not self.events:
+            self._ahead += data
+            return b""
+        if self._ahead:
+            self._ahead, data = b"", self._ahead + data
+        if ERROR in data or NAMED in data:
+            self.failed = self.failed or _ERROR.search(data) is not None
         self.done = self.done or _is_last(data)
         self._last = self._last[-EVENT_BYTES_MAX:] + data if self.done else data
         return data
-
-    def failed_at_once(self, data: bytes) -> bool:
-        """Whether the first events are an error of the engine."""
-        return data.startswith((ERROR, b"event: error"))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -116,6 +135,8 @@ def _no_event(data: bytes) -> int | None:
 
 def _is_last(data: bytes) -> bool:
     """Whether the last of these whole events is the last one of an answer."""
+    if b"\n:" in data:
+        data = _COMMENT.sub(b"", data)
     data = data.rstrip()
     if data.endswith(DONE):
         return True

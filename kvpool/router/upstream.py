@@ -1,7 +1,6 @@
-"""Calls to engines. The one place that separates failures of an engine from its refusals.
+"""Calls to engines. A call that does not succeed has a whole HTTP answer (`EngineRefused`), or none (`EngineFailed`).
 
-A failure (`EngineFailed`) is the engine's or the network's: another engine may succeed. A refusal
-(`EngineRefused`) is about the request, and is forwarded to the client: status, type and body.
+What that is evidence of is decided in `evidence.py`.
 
 Closing a call's connection tells an engine to stop: cancelling a call closes it.
 """
@@ -35,13 +34,22 @@ SAID_CHARACTERS = 100
 PIECE_BYTES = 1 << 16
 HEADER_BYTES_MAX = 1 << 18
 """Of one header in an engine's answer."""
-FAULTS = frozenset((401, 403, 408, 425, 429))
-"""Below 500, but not about the request itself: a wrong API key, or a busy engine."""
-
 OWN_FAULTS = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 )
 """Why this process cannot connect to anyone."""
+
+UNREACHABLE = "connect"
+"""Reason of a call without a connection."""
+
+WRONG_RANK = "rank"
+"""Reason of a call for a rank that the engine does not have."""
+
+CUT = "cut"
+"""Reason of a call whose connection broke off before the answer was whole."""
+
+GONE = "gone"
+"""Reason of a call to an engine that was found dead, or was removed."""
 
 TOO_LARGE = "too_large"
 """Reason of a failed call whose answer exceeds the limit: another engine would answer the same."""
@@ -53,7 +61,7 @@ ApiKeys = Callable[[EngineSpec], str]
 
 
 class EngineFailed(KvpoolError):
-    """An engine failed. reason: one word, for metrics."""
+    """A call had no whole answer. reason: one word, for metrics."""
 
     code = "engine_failed"
 
@@ -64,12 +72,18 @@ class EngineFailed(KvpoolError):
 
 
 class EngineRefused(KvpoolError):
-    """An engine's own answer to a request that it rejects. headers: those of the answer that are for the client."""
+    """An engine's whole answer to a request that it did not serve: a status other than 200, or an error event.
+
+    headers: those of the answer that are for the client.
+    """
 
     code = "engine_refused"
+    reason = "status"
 
     def __init__(self, engine: str, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        super().__init__(f"engine {engine} refused the request: HTTP {status}")
+        shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
+        super().__init__(f"engine {engine}: HTTP {status}: {shown}")
+        self.engine = engine
         self.status = status
         self.body = body
         self.headers = headers
@@ -107,9 +121,7 @@ class Answer:
         try:
             return await self._content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineFailed(
-                self.engine, "cut", f"its answer broke off: {_said(error)}"
-            ) from None
+            raise EngineFailed(self.engine, CUT, f"its answer broke off: {_said(error)}") from None
 
     async def whole(self, bytes_max: int, held: Held | None = None) -> bytes:
         """All of it. held: of its bytes. Raises `EngineFailed`, also if it is too large, and `NoRoom`."""
@@ -149,8 +161,7 @@ class Upstream:
                 allow_redirects=False,
             )
         except (aiohttp.ClientError, OSError) as error:
-            # A timed out connection is a ServerTimeoutError, and so handled here.
-            raise _unreachable(engine, error) from None
+            raise _unanswered(engine, error) from None
         try:
             if response.status != 200:
                 raise await _turned_down(engine, response)
@@ -179,7 +190,7 @@ class Upstream:
                 engine.name, "timeout", f"{path}: no answer within {within_s} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(engine, error) from None
+            raise _unanswered(engine, error) from None
 
     def _login(self, engine: EngineSpec) -> dict[str, str]:
         return bearer(self._api_key(engine))
@@ -206,7 +217,16 @@ def _for_client(received: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Connection(ResponseHandler):
-    """Resumes only what was paused: aiohttp does it for each chunk that is read, for the price of forwarding an event."""
+    """Resumes only what was paused: aiohttp does it for each chunk that is read, for the price of forwarding an event.
+
+    Tells whoever reads an answer that its connection is lost: aiohttp does not, after bytes that it cannot parse.
+    """
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        payload = self._payload
+        super().connection_lost(exc)
+        if payload is not None and not payload.is_eof() and payload.exception() is None:
+            payload.set_exception(aiohttp.ClientPayloadError("the connection was lost"))
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused:
@@ -237,10 +257,13 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def _unreachable(engine: EngineSpec, error: aiohttp.ClientError | OSError) -> KvpoolError:
+def _unanswered(engine: EngineSpec, error: aiohttp.ClientError | OSError) -> KvpoolError:
     if isinstance(error, OSError) and error.errno in OWN_FAULTS:
         return Exhausted(f"the router cannot connect to an engine: {_said(error)}")
-    return EngineFailed(engine.name, "connect", f"no answer: {_said(error)}")
+    # Of these the engine has read nothing: no connection was made, or not in time.
+    unread = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    reason = UNREACHABLE if unread else CUT
+    return EngineFailed(engine.name, reason, f"no answer: {_said(error)}")
 
 
 async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> KvpoolError:
@@ -248,13 +271,10 @@ async def _turned_down(engine: EngineSpec, response: aiohttp.ClientResponse) -> 
     try:
         body = await _beginning(response.content, REFUSAL_BYTES_MAX)
     except (aiohttp.ClientError, OSError) as error:
-        return EngineFailed(engine.name, "cut", f"HTTP {status} broke off: {_said(error)}")
+        return EngineFailed(engine.name, CUT, f"HTTP {status} broke off: {_said(error)}")
     if _unknown_rank(engine, body):
-        return EngineFailed(engine.name, "rank", f"it has no rank {engine.rank}: HTTP {status}")
-    if 400 <= status < 500 and status not in FAULTS:
-        return EngineRefused(engine.name, status, body, _for_client(response.headers))
-    shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
-    return EngineFailed(engine.name, "status", f"HTTP {status}: {shown}")
+        return EngineFailed(engine.name, WRONG_RANK, f"it has no rank {engine.rank}: HTTP {status}")
+    return EngineRefused(engine.name, status, body, _for_client(response.headers))
 
 
 def _unknown_rank(engine: EngineSpec, body: bytes) -> bool:

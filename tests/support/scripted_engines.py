@@ -40,7 +40,7 @@ from kvpool.router.observations import Measured
 from kvpool.router.orders import Orders
 from kvpool.router.requests import Serving
 from kvpool.router.tracing import trace_of
-from kvpool.router.upstream import EngineFailed, EngineRefused, Exhausted
+from kvpool.router.upstream import CUT, UNREACHABLE, EngineFailed, EngineRefused, Exhausted
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex
@@ -65,9 +65,16 @@ BOOKS = (
 
 REFUSED_EVENTS = b'data: {"error":{"message":"no","code":400}}\n\ndata: [DONE]\n\n'
 
-FAULTS = ("refuse", "error", "unreachable", "hang", "cut", "stall", "error_event", "unfinished")
-"""HTTP 400; HTTP 500; no connection; no answer; broken off in the middle; silent in the middle; an error as the
-first event; ended without its end. Besides, "error_event_400": the refusal of a request as the first event."""
+JSON = {"Content-Type": "application/json"}
+ERROR = b'{"error":"dead"}'
+ERROR_EVENTS = b'data: {"error":{"message":"dead","code":500}}\n\ndata: [DONE]\n\n'
+FAULTS = (
+    *("refuse", "error", "unreachable", "lost", "hang", "cut", "stall", "error_event"),
+    *("unfinished", "late_error_event", "comments"),
+)
+"""HTTP 400; HTTP 500; no connection; the connection is lost before the answer; no answer; broken off in the middle;
+silent in the middle; an error as the first event; ended without its end; an error as the second event; broken off after
+comments. Besides, "error_event_400": the refusal of a request as the first event; "401" and "307"."""
 
 
 NAMED_ENDS = {
@@ -122,7 +129,11 @@ class ScriptedAnswer:
         elif fault in {"cut", "stall"}:
             self._pieces = deque([data[: 2 * third]])
         elif fault == "error_event" and streams:
-            self._pieces = deque([b'data: {"error":{"message":"dead","code":500}}\n\n'])
+            self._pieces = deque([ERROR_EVENTS])
+        elif fault == "late_error_event" and streams:
+            self._pieces = deque([data[: data.index(b"\n\n") + 2], ERROR_EVENTS])
+        elif fault == "comments" and streams:
+            self._pieces = deque([b": keep-alive\n\n"] * 3)
         elif fault == "error_event_400":
             self._pieces = deque([REFUSED_EVENTS])
 
@@ -138,8 +149,8 @@ class ScriptedAnswer:
         if self._pieces:
             await asyncio.sleep(0)
             return self._pieces.popleft()
-        if self._fault == "cut" or (self._fault == "unfinished" and not self.streams):
-            raise EngineFailed(self.engine, "cut", "it broke off")
+        if self._fault in {"cut", "comments"} or (self._fault == "unfinished" and not self.streams):
+            raise EngineFailed(self.engine, CUT, "it broke off")
         if self._fault == "stall":
             await asyncio.Event().wait()
         return b""
@@ -187,15 +198,17 @@ class ScriptedUpstream:
             if engine.name in self.hold:
                 await self.hold[engine.name].wait()
             if fault == "unreachable":
-                raise EngineFailed(engine.name, "connect", "no connection")
+                raise EngineFailed(engine.name, UNREACHABLE, "no connection")
             if fault == "error":
-                raise EngineFailed(engine.name, "status", "HTTP 500")
+                raise EngineRefused(engine.name, 500, ERROR, JSON | {"Retry-After": "7"})
+            if fault in {"401", "307"}:
+                raise EngineRefused(engine.name, int(fault), b"the router's own business", JSON)
+            if fault == "lost":
+                raise EngineFailed(engine.name, CUT, "it closed the connection")
             if fault == "exhausted":
                 raise Exhausted("no descriptors")
             if fault == "refuse":
-                raise EngineRefused(
-                    engine.name, 400, b'{"error":"no"}', {"Content-Type": "application/json"}
-                )
+                raise EngineRefused(engine.name, 400, b'{"error":"no"}', JSON)
             if fault == "hang":
                 await asyncio.Event().wait()
             streams = value.get("stream") is True
@@ -297,6 +310,7 @@ class Client:
     ended: bool = False
     stuck: bool = False
     hold: asyncio.Event | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     async def send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         assert not self.begun, "an answer begins once"
@@ -307,7 +321,7 @@ class Client:
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         assert not self.begun, "an answer begins once"
-        self.begun, self.status = True, 200
+        self.begun, self.status, self.headers = True, 200, headers
 
     async def write(self, data: bytes) -> None:
         assert not self.ended, "nothing comes after the end"
@@ -386,6 +400,7 @@ class Bench:
             clock=clock,
             up=self._up,
             down=self._down,
+            turned=self._turned,
         )
         self.orders = Orders(self.scheduler, self.recorder, self.metrics, clock)
         self.roster = EngineRoster(
@@ -406,7 +421,7 @@ class Bench:
             among=self.roster.among,
             engine_of=engine_of,
             told=lambda *_: None,
-            blame=lambda name, _: self.health.failed(name),
+            blame=self.health.failed,
             praise=self.health.succeeded,
             clock=clock,
         )
@@ -458,6 +473,9 @@ class Bench:
 
     def _down(self, spec: EngineSpec) -> None:
         self.roster.engine_down(spec)
+
+    def _turned(self, spec: EngineSpec) -> None:
+        self.roster.engine_turned(spec)
 
     def incoming(
         self, body: Mapping[str, Any], kind: Kind = Kind.COMPLETIONS, **more: Any

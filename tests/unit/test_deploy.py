@@ -25,11 +25,10 @@ from kvpool.admin import metrics
 from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load
 from kvpool.errors import ConfigError
-from kvpool.retry import BreakerState
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import EngineTable
 from kvpool.router.config import load as load_router
-from kvpool.router.metrics import OUTCOMES, Metrics
+from kvpool.router.metrics import BREAKER_STATES, OUTCOMES, Metrics
 from kvpool.telemetry.misses import Reason
 from tests.support.servers.find import find_server
 
@@ -105,7 +104,7 @@ WORDS: dict[tuple[str | None, str], set[str]] = {
     ("kvpool_node_state", "state"): set(metrics.NODE_STATES),
     ("kvpool_tier_state", "state"): {*metrics.DISK_STATES, *metrics.STORE_STATES},
     ("kvpool_engines", "state"): {"connected", "not_connected"},
-    ("kvpool_router_engine_breaker", "state"): {state.value for state in BreakerState},
+    ("kvpool_router_engine_breaker", "state"): {state.value for state in BREAKER_STATES},
     (None, "tier"): {"dram", "ssd", "device", "remote", "peer", "gpu"},
 }
 

@@ -30,6 +30,7 @@ from kvpool.router.group.messages import (
     FRAME_BYTES_MAX,
     NAME_CHARACTERS_MAX,
     Answer,
+    Blamed,
     Hello,
     Learned,
     Message,
@@ -358,9 +359,14 @@ class Group:
             link.send(message)
 
     def served(self, engine: str) -> None:
-        """An engine has served a request of this router: the leader is to know, as it does of failures."""
+        """An engine has served a request of this router: the leader is to know."""
         if self._orders.leader is not None:
             self._orders.leader.send(Served(engine))
+
+    def blamed(self, engine: str, request: int) -> None:
+        """A request of this router has failed by an engine's fault: the leader is to know."""
+        if self._orders.leader is not None:
+            self._orders.leader.send(Blamed(engine, request))
 
     def reached(self) -> None:
         """An engine gets this router's requests, or no more."""

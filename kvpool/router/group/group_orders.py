@@ -141,22 +141,22 @@ class GroupOrders:
             saves = None if measured.saves is None else SavesRow(*measured.saves)
             entry.leader.send(Computed(number, name, True, *said, saves, order.number))
 
-    def failed(self, order: Order, reason: str) -> None:
+    def failed(self, order: Order, *, elsewhere: bool = False) -> None:
         entry = self._entries.get(order.request.ident)
         if entry is None:
-            self._local.failed(order, reason)
+            self._local.failed(order, elsewhere=elsewhere)
             return
         name = order.estimate.engine.name
         entry.progress.failed(name)
-        entry.leader.send(Failed(_number(order.request), name, reason, False, order.number))
+        entry.leader.send(Failed(_number(order.request), name, False, elsewhere, order.number))
 
-    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
+    def decode_failed(self, request: Request, engine: str, *, elsewhere: bool = False) -> None:
         entry = self._entries.get(request.ident)
         if entry is None:
-            self._local.decode_failed(request, engine, reason)
+            self._local.decode_failed(request, engine, elsewhere=elsewhere)
             return
         entry.progress.decode_failed(request, engine)
-        entry.leader.send(Failed(_number(request), engine, reason, True))
+        entry.leader.send(Failed(_number(request), engine, True, elsewhere))
 
     def answered(self, engine: str, tokens: int, took_s: float) -> None:
         if self._leader is None:

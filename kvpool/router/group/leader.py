@@ -14,6 +14,7 @@ from kvpool.router.group.messages import (
     Abandoned,
     Accepted,
     Answered,
+    Blamed,
     Computed,
     DecodeOrdered,
     Failed,
@@ -48,14 +49,14 @@ Told = Callable[[bytes, list[int], Mapping[str, tuple[int, ...]]], None]
 @dataclass(slots=True)
 class Books:
     """What leading needs of this router. among: engines that serve a model. engine_of: known ones, and others. told: of
-    the pool's prefixes. blame: an engine has failed, and why; praise: it has served a request.
+    the pool's prefixes. blame: a request of this digest has failed by an engine's fault; praise: it has served one.
     """
 
     orders: Orders
     among: Among
     engine_of: EngineOf
     told: Told
-    blame: Callable[[str, str], None]
+    blame: Callable[[str, int], None]
     praise: Callable[[str], None]
     clock: Callable[[], float]
 
@@ -147,6 +148,8 @@ class LedRouter:
                 self._books.orders.answered(message.engine, message.tokens, message.took_s)
             case Served():
                 self._books.praise(message.engine)
+            case Blamed():
+                self._books.blame(message.engine, message.request)
             case Reaches():
                 self._reached = frozenset(message.engines)
             case Abandoned():
@@ -199,15 +202,16 @@ class LedRouter:
 
     def _failed(self, message: Failed) -> None:
         remote = self._requests.get(message.ident)
-        self._books.blame(message.engine, message.reason)
         if remote is None:
             return
         if message.decodes:
             remote.void(message.engine)
-            self._books.orders.decode_failed(remote.request, message.engine, message.reason)
+            self._books.orders.decode_failed(
+                remote.request, message.engine, elsewhere=message.elsewhere
+            )
         elif (found := remote.find(message.engine, message.order)) is not None:
             remote.void(message.engine)
-            self._books.orders.failed(found[0], message.reason)
+            self._books.orders.failed(found[0], elsewhere=message.elsewhere)
 
 
 def _refused(number: int, rejection: Rejection) -> Refused:

@@ -13,7 +13,7 @@ import msgspec
 
 from kvpool.decoding import Finite, MsgpackDecoder
 
-PROTOCOL = 2
+PROTOCOL = 3
 FRAME_BYTES_MAX = 256 << 20
 NAME_CHARACTERS_MAX = 4096
 
@@ -182,14 +182,14 @@ class Computed(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The engine has failed. decodes: after it was sent there for its answer; otherwise with the order of this number,
-    and all its orders there are void.
+    """The engine has not served the request. decodes: after it was sent there for its answer; otherwise with the order of
+    this number, and all its orders there are void. elsewhere: only another engine may be asked.
     """
 
     ident: Count
     engine: Name
-    reason: Name
     decodes: bool
+    elsewhere: bool
     order: Count = 0
 
 
@@ -205,6 +205,13 @@ class Served(Message, frozen=True):
     """The engine has served a request."""
 
     engine: Name
+
+
+class Blamed(Message, frozen=True):
+    """A request has failed by the engine's fault. request: its digest."""
+
+    engine: Name
+    request: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Reaches(Message, frozen=True):
@@ -297,6 +304,7 @@ _Message = (
     | Failed
     | Answered
     | Served
+    | Blamed
     | Reaches
     | Abandoned
     | Accepted

@@ -249,7 +249,6 @@ class World:
             # Who tests such a limit says so: this process may stand still, and with it its engines.
             "probe_timeout_s": PATIENCE_S,
             "connect_s": PATIENCE_S,
-            "answer_s": PATIENCE_S,
             "stall_s": PATIENCE_S,
             "backoff_s": 0.2,
             "backoff_s_max": 0.5,

@@ -68,36 +68,73 @@ async def test_an_engine_whose_first_answers_fail_is_verified_all_the_same(
 @pytest.mark.parametrize("kind", ["error", "cut", "hang"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_fails_before_the_answer_is_replaced(world: Any, kind: str, stream: bool) -> None:
+    """One that hangs is found by its probes."""
     await world.engine("a")
     await world.engine("b")
     # The one that is well may be late, too: on a machine that stands still.
-    hangs = {"answer_s": 2.0, "retries_max": 16} if kind == "hang" else {}
+    hangs = {"probe_timeout_s": 2.0, "retries_max": 16} if kind == "hang" else {}
     await world.router(failures_max=2, **hangs)
-    await world.fault("a", {"kind": kind})
+    probes = [{"kind": kind, "path": "/health"}] if kind == "hang" else []
+    await world.fault("a", {"kind": kind}, *probes)
     prompts = [world.prompt(number, 100) for number in range(6)]
     answers = [await world.complete(p, max_tokens=5, stream=stream) for p in prompts]
     assert [a.text for a in answers] == [world.right(p, 5) for p in prompts]
     assert all(a.status == 200 and a.done == stream for a in answers)
 
 
-@pytest.mark.parametrize(("kind", "status"), [("error", 502), ("cut", 502), ("hang", 504)])
+@pytest.mark.parametrize(("kind", "status"), [("error", 500), ("cut", 502), ("hang", 504)])
 async def test_when_nobody_can_answer_the_client_is_told(
     world: Any, kind: str, status: int
 ) -> None:
+    """And whoever comes next is served at once."""
     engine = await world.engine()
-    await world.router(answer_s=1.0, retries_max=1)
-    await world.fault("a", {"kind": kind, "times": 8})
-    failed = await world.complete("x", max_tokens=5)
-    assert failed.status in (status, 502, 503, 504)
+    await world.router(retries_max=1, failures_max=1)
+    await world.fault("a", {"kind": kind, "path": "/v1/completions"})
+    failed = await world.complete("x", max_tokens=5, headers={"x-kvpool-deadline-s": "2"})
+    assert failed.status == status
     assert failed.body["error"]["message"]
     await world.until(lambda: idle(engine))
     await world.fault("a")
-    await world.until(lambda: answered(world), "it is tried again")
-
-
-async def answered(world: Any) -> bool:
     said = await world.complete("again", max_tokens=3)
-    return bool(said.status == 200 and said.text == world.right("again", 3))
+    assert (said.status, said.text) == (200, world.right("again", 3))
+
+
+async def test_one_client_whose_request_engines_answer_with_an_error_stops_nobody(
+    world: Any,
+) -> None:
+    for name in "abc":
+        await world.engine(name)
+    await world.router(failures_max=1, backoff_s=PAUSE_S, backoff_s_max=PAUSE_S)
+    for name in "abc":
+        await world.fault(name, {"kind": "error", "status": 503, "path": "/v1/chat/"})
+    for number in range(10):
+        bad = await world.chat("bad", max_tokens=2)
+        assert (bad.status, bad.body["error"]["message"]) == (503, "the stub was told to fail")
+        prompt = world.prompt(number, 50)
+        assert (await world.complete(prompt, max_tokens=2)).text == world.right(prompt, 2)
+    assert not any([await out(world, name) for name in "abc"])
+
+
+async def test_a_slow_answer_is_waited_for_as_long_as_its_engine_is_well(world: Any) -> None:
+    await world.engine("a")
+    await world.engine("b")
+    await world.router(stall_s=0.1)
+    for name in "ab":
+        await world.hold(name, 1)
+    prompts = [world.prompt(number, 100) for number in range(4)]
+    asking = [
+        asyncio.create_task(world.complete(p, max_tokens=5, stream=bool(number % 2)))
+        for number, p in enumerate(prompts)
+    ]
+    await world.until(lambda: begun(world, "a"), "it computes")
+    late = await world.complete("x", max_tokens=2, headers={"x-kvpool-deadline-s": "2"})
+    assert late.status == 504
+    for name in "ab":
+        await world.hold(name, None)
+    answers = await asyncio.gather(*asking)
+    assert [each.text for each in answers] == [world.right(p, 5) for p in prompts]
+    asked = sum(len(world.asked(world.engines[name])) for name in "ab")
+    assert asked <= len(prompts) + 1, "none was begun anew"
 
 
 @pytest.mark.parametrize("kind", ["error", "cut", "end", "hang"])
@@ -105,9 +142,13 @@ async def test_what_breaks_in_the_middle_of_a_stream_ends_with_an_error(
     world: Any, kind: str
 ) -> None:
     engine = await world.engine()
-    await world.router(**({"stall_s": 3.0} if kind == "hang" else {}))
-    await world.fault("a", {"kind": kind, "after_tokens": 3, "times": 1})
+    hangs = {"stall_s": 3.0, "probe_timeout_s": 1.0, "failures_max": 2} if kind == "hang" else {}
+    await world.router(**hangs)
+    probes = [{"kind": kind, "path": "/health"}] if kind == "hang" else []
+    await world.fault("a", {"kind": kind, "after_tokens": 3, "times": 1}, *probes)
     said = await world.complete("x", max_tokens=20, stream=True)
+    await world.fault("a")
+    await world.until(lambda: back(world, "a"))
     assert said.status == 200
     assert said.text == world.right("x", 20)[:3]
     assert len(said.errors) == 1
@@ -128,13 +169,15 @@ async def test_an_answer_that_is_not_streamed_is_whole_or_computed_again(world: 
     assert said.text == world.right("x", 20)
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/"])
-async def test_an_engine_that_fails_gets_nothing_until_it_is_well(world: Any, path: str) -> None:
-    """It fails probes, or it is well by its own account and fails requests."""
+@pytest.mark.parametrize(("kind", "path"), [("error", "/health"), ("cut", "/v1/")])
+async def test_an_engine_that_fails_gets_nothing_until_it_is_well(
+    world: Any, kind: str, path: str
+) -> None:
+    """It fails probes, or it is well by its own account and loses requests that another one serves."""
     engine = await world.engine("a")
     await world.engine("b")
     await world.router(failures_max=2, backoff_s=PAUSE_S, backoff_s_max=PAUSE_S)
-    await world.fault("a", {"kind": "error", "path": path})
+    await world.fault("a", {"kind": kind, "path": path})
     numbers = itertools.count()
     clock = asyncio.get_running_loop().time
     passed_at = clock()

@@ -204,7 +204,7 @@ async def test_two_thousand_streams_at_once(world: Any) -> None:
 
     engines = [await world.raw(name, slowly) for name in "ab"]
     with soft_limit(256):
-        router = await started(world, answer_s=60.0, stall_s=60.0)
+        router = await started(world)
     before = descriptors_of(router)
     raise_descriptor_limit()
     try:
@@ -331,14 +331,21 @@ async def test_when_all_engines_send_garbage_the_error_is_short_and_clear(world:
 
         bad.script, before = send, bad.asked
         said = await ask(world)
+        if name == "HTTP 500":
+            assert (said.status, said.body) == (500, b'{"error":"out of memory"}')
+            assert bad.asked - before == 1, "there is no other engine"
+            continue
         assert (said.status, said.error["type"]) == (502, "engine_failed"), name
         assert "engine bad: " in said.error["message"], name
         assert len(said.error["message"]) < 600, name
         assert bad.url.removeprefix("http://") not in said.error["message"], (
             "it is nobody's business"
         )
-        # Once, and two retries; one may be lost on a connection that it has just closed.
-        assert 2 <= bad.asked - before <= 3, name
+        # Once, and two retries; one may be lost on a connection that it has just closed. Whole answers come once.
+        if name in {"HTTP 204", "elsewhere"}:
+            assert bad.asked - before == 1, name
+        else:
+            assert 2 <= bad.asked - before <= 3, name
 
 
 async def test_what_breaks_in_between_is_an_error_and_is_not_tried_again(world: Any) -> None:
@@ -474,12 +481,9 @@ async def _left(engine: Any) -> bool:
 
 
 async def test_an_engine_that_is_stopped_is_found_by_its_probes(world: Any) -> None:
-    """Its time limits alone would take longer than this test may."""
     process = await world.process("a", *SLOW_FLAGS)
     await world.process("b")
-    await world.router(
-        answer_s=600.0, stall_s=2.0, failures_max=2, probe_timeout_s=1.0, retries_max=16
-    )
+    await world.router(stall_s=2.0, failures_max=2, probe_timeout_s=1.0, retries_max=16)
     await world.call("POST", "/engines/b/drain")
     prompts = [world.prompt(number, 1000) for number in range(6)]
     long = world.prompt(99, 64)

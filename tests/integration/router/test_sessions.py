@@ -37,7 +37,7 @@ async def test_a_session_goes_on_where_another_engine_failed(world: Any) -> None
     engines = {name: await world.engine(name) for name in "ab"}
     await world.router()
     for name in "ab":
-        await world.fault(name, {"kind": "error", "times": 1})
+        await world.fault(name, {"kind": "cut", "times": 1})
     said = await world.complete("a question", headers=CHAT, max_tokens=5)
     assert said.text == world.right("a question", 5)
     calls = [seen for engine in engines.values() for seen in world.asked(engine)]

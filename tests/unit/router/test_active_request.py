@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -75,10 +75,10 @@ class Orders:
         if self.then is not None:
             self._tell(self.then)
 
-    def failed(self, order: Order, reason: str) -> None:
+    def failed(self, order: Order, *, elsewhere: bool = False) -> None:
         self._tell(Forgotten())
 
-    def decode_failed(self, request: Request, engine: str, reason: str) -> None:
+    def decode_failed(self, request: Request, engine: str, *, elsewhere: bool = False) -> None:
         self._tell(Forgotten())
 
     def answered(self, engine: str, tokens: int, took_s: float) -> None: ...
@@ -107,7 +107,9 @@ class Roster:
 
     def succeeded(self, name: str) -> None: ...
 
-    def failed(self, error: EngineFailed) -> None: ...
+    def failed(self, error: EngineFailed | EngineRefused) -> None: ...
+
+    def blame(self, names: Iterable[str], request: int) -> None: ...
 
 
 class Upstream:
@@ -137,6 +139,8 @@ class Upstream:
             raise EngineFailed(spec.name, "connect", "no connection")
         if how == "refuse":
             raise EngineRefused(spec.name, 400, b"{}", {})
+        if how == "error":
+            raise EngineRefused(spec.name, 500, b"{}", {})
         if how == "hang once":
             del self.otherwise[spec.name]
         if how in {"hang", "hang once"}:
@@ -161,12 +165,12 @@ def active_of(
         body,
         None,
         upstream=upstream,
-        limits=Limits(0.01, 30.0, 30.0, 30.0, 1 << 20),
+        limits=Limits(0.01, 30.0, 30.0, 1 << 20),
         trace=trace_of("", "", random.Random(0).randbytes),
         headers={},
         random=random.Random(0).randbytes,
         deadline=loop.time() + within_s,
-        answer_tokens=0,
+        alive=lambda _: True,
         memory=Memory(1 << 20),
     )
     active = ActiveRequest(
@@ -200,7 +204,8 @@ def uncollected() -> Iterator[None]:
         ("fail", False, 20.0, GivenUp),
         ("refuse", True, 20.0, EngineRefused),
         ("refuse", False, 20.0, None),
-        ("hang", True, 20.0, GivenUp),
+        ("error", True, 20.0, EngineRefused),
+        ("error", False, 20.0, EngineRefused),
         ("hang", True, 0.001, DeadlinePassed),
         ("hang", False, 0.001, DeadlinePassed),
     ],
@@ -209,7 +214,7 @@ def test_however_it_ends_nothing_of_it_waits_for_the_collector(
     how: str, whole: bool, within_s: float, ends: type[KvpoolError] | None
 ) -> None:
     async def serve() -> Callable[[], object]:
-        active = active_of(Orders(), Upstream(a=how), within_s)
+        active = active_of(Orders(), Upstream(a=how, d=how if how == "error" else ""), within_s)
         active.tell(order("a", whole=whole))
         if ends is None:
             await active.run(Client())

@@ -61,7 +61,7 @@ def run(
     isolation: Isolation | None = None,
     **config: Any,
 ) -> None:
-    settings = RouterConfig(**{"answer_s": 20.0, "deadline_s": 20.0, "probe_s": 50.0, **config})
+    settings = RouterConfig(**{"deadline_s": 20.0, "probe_s": 50.0, **config})
 
     async def main() -> None:
         async with Bench(specs, settings, intents=intents, isolation=isolation) as bench:

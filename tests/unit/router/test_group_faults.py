@@ -16,10 +16,20 @@ from kvpool.router.bodies import BadRequest
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines import EngineSpec
 from kvpool.router.group.leader import LedRouter
-from kvpool.router.group.messages import Computed, Failed, Message, Reaches, Served, decode, encode
+from kvpool.router.group.messages import (
+    Blamed,
+    Computed,
+    Failed,
+    Message,
+    Reaches,
+    Served,
+    decode,
+    encode,
+)
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import (
+    ERROR,
     FAULTS,
     Bench,
     Client,
@@ -43,7 +53,6 @@ SHAPES = [
 ]
 ROUTERS = 3
 CONFIG: dict[str, Any] = {
-    "answer_s": 0.02,
     "stall_s": 0.02,
     "client_stall_s": 0.5,
     "deadline_s": 1.0,
@@ -156,8 +165,8 @@ async def one(bench: Bench, body: dict[str, Any]) -> None:
         assert not client.begun
         return
     assert client.ended
-    if client.status == 400:
-        assert client.data == b'{"error":"no"}'
+    if client.status in {400, 500}:
+        assert client.data == (ERROR if client.status == 500 else b'{"error":"no"}')
     elif client.data != answer_to(body):
         assert body["stream"]
         before = client.data[: client.data.index(b'data: {"error"')]
@@ -234,7 +243,7 @@ def test_what_engines_compute_when_the_leader_dies_is_not_computed_again(
         async with AsyncExitStack() as stack:
             members = [
                 await stack.enter_async_context(
-                    Bench(shape, RouterConfig(**CONFIG | {"answer_s": 20.0}), Settings(), upstream)
+                    Bench(shape, RouterConfig(**CONFIG), Settings(), upstream)
                 )
                 for _ in range(ROUTERS)
             ]
@@ -256,7 +265,7 @@ def test_what_engines_compute_when_the_leader_dies_is_not_computed_again(
 async def three(
     stack: AsyncExitStack, upstream: ScriptedUpstream, *shape: EngineSpec, **settings: Any
 ) -> Routers:
-    patient = {"answer_s": 20.0, "stall_s": 20.0, "deadline_s": 20.0}
+    patient = {"stall_s": 20.0, "deadline_s": 20.0}
     config = RouterConfig(**CONFIG | patient | settings)
     members = [
         await stack.enter_async_context(Bench(shape, config, Settings(), upstream))
@@ -311,10 +320,20 @@ def test_what_serves_other_routers_is_not_blamed_for_single_failures() -> None:
             leader, member = routers.members[:2]
             wire = routers.wires[id(member)]
             member.roster.served = lambda name: wire.send(Served(name))
-            for _ in range(5):
-                wire.send(Failed(99, "a", "status", False))
+            member.roster.blamed = lambda *blamed: wire.send(Blamed(*blamed))
+            for number in range(5):
+                member.roster.blame(["a"], number)
                 await one(member, {"prompt": "x", "stream": True})
+                for _ in range(20):  # messages
+                    await asyncio.sleep(0)
                 assert leader.health.breakers["a"].passes
+            leader.health.failed("a", 100)
+            for _ in range(3):
+                wire.send(Blamed("a", 100))
+                await asyncio.sleep(0)
+            assert leader.health.breakers["a"].passes, "it is one request"
+            wire.send(Blamed("a", 101))
+            await until_async(lambda: not leader.health.breakers["a"].passes)
 
     virtually(main)
 
@@ -341,7 +360,7 @@ def test_a_report_of_an_order_that_is_void_concerns_no_other(report: str) -> Non
             assert isinstance(number, int)
             for order in (1, 3):
                 if report == "failed":
-                    wire.send(Failed(number, "a", "status", False, order))
+                    wire.send(Failed(number, "a", False, False, order))
                 else:
                     wire.send(Computed(number, "a", False, None, False, None, order))
             for _ in range(20):  # messages

@@ -49,6 +49,7 @@ def run(check: Callable[[Server, Health, list[str]], Awaitable[None]]) -> None:
             clock=asyncio.get_running_loop().time,
             up=lambda spec: said.append(f"up {spec.name}"),
             down=lambda spec: said.append(f"down {spec.name}"),
+            turned=lambda spec: said.append(f"turned {spec.name}"),
         )
         try:
             await check(server, health, said)
@@ -80,15 +81,22 @@ def test_a_rank_that_fails_requests_pauses_alone() -> None:
             health.add(spec)
         await server.answer(1)
         await until_async(lambda: len(said) == 3, "all get requests")
-        health.failed("h-dp1")
-        health.failed("h-dp1")
-        assert said[3:] == ["down h-dp1"]
+        health.failed("h-dp1", 1)
+        health.failed("h-dp1", 1)
+        assert said[3:] == [], "it is the same request"
+        health.failed("h-dp1", 2)
+        assert said[3:] == ["turned h-dp1"]
         await server.answer(2)
         await server.answer(3)
-        await until_async(lambda: len(server.probes) == 4, "the others are probed on")
-        assert said[3:] == ["down h-dp1"]
-        assert health.spec("h-dp1") is None
+        await until_async(lambda: len(server.probes) == 4, "all are probed on")
+        assert said[3:] == ["turned h-dp1"]
+        assert health.spec("h-dp1") == RANKS[1], "it is alive"
         assert [spec.name for spec in health.passing()] == ["h-dp0", "h-dp2"]
+        await server.answer(4, well=False)
+        await server.answer(5, well=False)
+        await until_async(lambda: len(said) == 7, "all are dead")
+        assert said[4:] == ["down h-dp0", "down h-dp1", "down h-dp2"]
+        assert health.spec("h-dp1") is None
 
     run(check)
 

@@ -85,3 +85,15 @@ def test_being_cancelled_is_no_time_out() -> None:
             await task
 
     assert _timed(work) == (1, False)
+
+
+@pytest.mark.parametrize("times", [0, 1, 5])
+def test_it_is_prolonged_for_as_long_as_it_is_said_when_it_has_come(times: int) -> None:
+    left = iter([2.0] * times)
+
+    async def waiting() -> None:
+        time = asyncio.get_running_loop().time
+        async with MovingLimit(time() + 1.5, lambda: next(left, 0.0)):
+            await asyncio.sleep(100)
+
+    assert _timed(waiting) == (1.5 + 2.0 * times, True)

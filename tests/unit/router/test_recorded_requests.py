@@ -21,7 +21,6 @@ from tests.support.virtual_time import virtually
 from tests.support.waiting import until_async
 
 CONFIG: dict[str, Any] = {
-    "answer_s": 0.5,
     "stall_s": 0.5,
     "client_stall_s": 0.5,
     "deadline_s": 20.0,
@@ -134,10 +133,12 @@ def test_sessions_are_those_of_the_router() -> None:
     ("faults", "body", "outcome", "output_tokens"),
     [
         (("refuse",), STREAM, "refused", 0),
-        (("error",) * 3, STREAM, "failed", 0),
-        (("error",) * 3, WHOLE, "failed", 0),
+        (("lost",) * 3, STREAM, "failed", 0),
+        (("error",), STREAM, "failed", 0),
+        (("error",), WHOLE, "failed", 0),
         (("cut",), STREAM, "broken_off", 2),
-        (("stall",), STREAM, "broken_off", 2),
+        (("stall",), STREAM, "deadline", 2),
+        (("late_error_event",), STREAM, "broken_off", 3),
     ],
 )
 def test_one_that_fails(

@@ -133,6 +133,57 @@ def test_lines_of_events_that_are_no_data_pass(line: bytes) -> None:
     assert stream.feed(data) == data
 
 
+@pytest.mark.parametrize("line", [b": comment", b"retry: 10", b"", b": one\n: two", b"event: x"])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_what_has_no_data_waits_for_the_first_event(line: bytes, end: bytes) -> None:
+    """And is none: it begins no answer, and is no token."""
+    stream = EventStream()
+    for _ in range(3):
+        assert stream.feed(line + end) == b""
+    assert (stream.events, stream.done, stream.waiting) == (0, False, 3 * len(line + end))
+    event = events_of(["a"], end.decode())
+    assert stream.feed(event) == 3 * (line + end) + event
+    assert (stream.events, stream.waiting) == (1, 0)
+    assert stream.feed(line + end) == line + end
+    assert stream.events == 1
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("last", [b"data: [DONE]", b'event: message_stop\ndata: {"n":1}'])
+def test_a_comment_behind_the_end_changes_nothing_of_it(last: bytes, end: bytes) -> None:
+    for comment in (b": bye" + end, b": good" + end + b": bye" + end):
+        for data in ([last + end + comment], [last + end, comment]):
+            stream = EventStream()
+            assert b"".join(map(stream.feed, data)) == last + end + comment
+            assert stream.done and stream.events == 1
+
+
+def test_comments_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "EVENT_BYTES_MAX", 100)
+    with pytest.raises(EventTooLong):
+        list(map(EventStream().feed, [b": keep-alive\n\n"] * 100))
+
+
+@pytest.mark.parametrize(
+    ("event", "failed"),
+    [
+        (b'data: {"error": {"message": "x"}}', True),
+        (b'event: error\ndata: {"type":"error"}', True),
+        (b'event: response.failed\ndata: {"n":1}', True),
+        (b'data: {"text": "data: {\\"error\\""}', False),
+        (b'data: {"text": "\\nevent: error"}', False),
+        (b'event: errors_none\ndata: {"text": "event: error"}', False),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", b'data: {"text": "a"}\n\n', b": comment\n\n"])
+def test_an_error_among_the_events_is_seen(event: bytes, failed: bool, before: bytes) -> None:
+    stream = EventStream()
+    assert stream.feed(before + event + b"\n\n") == before + event + b"\n\n"
+    assert stream.failed is failed
+    stream.feed(events_of(["a"]))
+    assert stream.failed is failed
+
+
 def test_an_event_in_very_many_pieces_costs_no_more_than_its_length() -> None:
     """Only what is new is searched. Counted, not timed."""
 
@@ -198,8 +249,7 @@ def test_an_error_is_an_event_of_its_own() -> None:
     stream = EventStream()
     event = error_event(b'{"error":{"message":"x"}}')
     assert stream.feed(event) == event
-    assert stream.failed_at_once(event)
-    assert not stream.failed_at_once(events_of(["x"]))
+    assert stream.failed
 
 
 FINISHED = [

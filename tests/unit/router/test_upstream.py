@@ -13,9 +13,12 @@ from aiohttp.client_reqrep import ConnectionKey
 
 from kvpool.router.engines import EngineSpec
 from kvpool.router.upstream import (
+    CUT,
     OWN_FAULTS,
     PIECE_BYTES,
     REFUSAL_BYTES_MAX,
+    TOO_LARGE,
+    UNREACHABLE,
     Answer,
     EngineFailed,
     EngineRefused,
@@ -23,7 +26,9 @@ from kvpool.router.upstream import (
     Upstream,
     open_session,
 )
-from tests.support.waiting import until_async
+from tests.support.raw_engine import STREAM_HEAD, Asked, RawEngine, chunk, event
+from tests.support.servers.etcd import free_port
+from tests.support.waiting import PATIENCE_S, until_async
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Reader = Callable[[Answer], Awaitable[bytes]]
@@ -120,17 +125,80 @@ def test_an_engine_without_the_rank_has_failed_and_the_request_is_not_to_blame()
         asyncio.run(ask(refuse, 3))
 
 
-def test_what_is_too_large_or_no_word_on_the_request_is_a_failure() -> None:
+def test_what_is_too_large_is_a_failure() -> None:
     async def large(_request: web.Request) -> web.StreamResponse:
         return web.Response(body=bytes(REFUSAL_BYTES_MAX + 1))
 
-    async def busy(_request: web.Request) -> web.StreamResponse:
-        return web.Response(status=429, body=b"busy")
+    with pytest.raises(EngineFailed) as caught:
+        asyncio.run(ask(large))
+    assert caught.value.reason == TOO_LARGE
 
-    for handler, reason in ((large, "too_large"), (busy, "status")):
-        with pytest.raises(EngineFailed) as caught:
-            asyncio.run(ask(handler))
-        assert caught.value.reason == reason
+
+@pytest.mark.parametrize("status", [204, 301, 401, 408, 425, 429, 500, 501, 503])
+def test_a_whole_answer_is_what_the_engine_says_whatever_its_status(status: int) -> None:
+    async def busy(_request: web.Request) -> web.StreamResponse:
+        said = b"" if status == 204 else b"busy"
+        return web.Response(status=status, body=said, headers={"Retry-After": "3"})
+
+    with pytest.raises(EngineRefused) as caught:
+        asyncio.run(ask(busy))
+    assert caught.value.status == status and caught.value.headers["Retry-After"] == "3"
+    assert caught.value.body == (b"" if status == 204 else b"busy")
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_a_connection_that_is_lost_is_another_thing_than_none(when: str) -> None:
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=500)
+        if when == "within":
+            response.content_length = 100
+            await response.prepare(request)
+            await response.write(b"part")
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    with pytest.raises(EngineFailed) as caught:
+        asyncio.run(ask(hang_up))
+    assert caught.value.reason == CUT
+
+
+def test_bytes_that_cannot_be_parsed_end_an_answer() -> None:
+    """They close the connection, and whoever waits for the rest is to know."""
+
+    async def go() -> None:
+        waits = asyncio.Event()
+
+        async def garbage(asked: Asked) -> None:
+            await asked.send(STREAM_HEAD + chunk(event("good")))
+            await waits.wait()
+            await asked.send(b"zz\r\nwhat\r\n")
+
+        async with RawEngine(garbage) as engine, open_session() as session:
+            upstream = Upstream(session, lambda _: "", PATIENCE_S)
+            spec = EngineSpec(engine.url, name="a")
+            async with upstream.ask(spec, "/v1/completions", b"{}", {}) as answer:
+                assert await answer.piece() == event("good")
+                waits.set()
+                with pytest.raises(EngineFailed) as caught:
+                    await asyncio.wait_for(answer.piece(), PATIENCE_S)
+        assert caught.value.reason == CUT
+
+    asyncio.run(go())
+
+
+def test_nothing_of_a_request_is_read_without_a_connection() -> None:
+    async def call() -> None:
+        spec = EngineSpec(f"http://127.0.0.1:{free_port()}", name="a")
+        async with (
+            open_session() as session,
+            Upstream(session, lambda _: "", 20.0).ask(spec, "/v1/completions", b"{}", {}),
+        ):
+            pass
+
+    with pytest.raises(EngineFailed, match="refused") as caught:
+        asyncio.run(call())
+    assert caught.value.reason == UNREACHABLE
 
 
 @pytest.mark.parametrize("chunked", [True, False])
