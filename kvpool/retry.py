@@ -69,7 +69,7 @@ class Breaker:
         open       no requests before `retry_at`. The first one after it makes it half-open
         half-open  a success closes it, a failure opens it again, for longer
 
-    openings: since the last success; opened: in total.
+    opened: how often it has opened.
     """
 
     def __init__(self, rule: BreakerRule) -> None:
@@ -78,10 +78,6 @@ class Breaker:
         self._failures = 0
         self._backoff = Backoff(rule.backoff_s, rule.backoff_s_max)
         self.opened = 0
-
-    @property
-    def openings(self) -> int:
-        return self._backoff.failures
 
     @property
     def retry_at(self) -> float:
@@ -111,16 +107,12 @@ class Breaker:
         self._failures += 1
         half_open = self.state is BreakerState.HALF_OPEN
         if for_certain or half_open or self._failures >= self._rule.failures_max:
-            self.open(now, stretch=stretch)
+            self.state = BreakerState.OPEN
+            self._failures = 0
+            self.opened += 1
+            self._backoff.failed(now, stretch=stretch)
 
     def abandoned(self) -> None:
         """A request was cancelled by the caller: no information."""
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
-
-    def open(self, now: float, *, stretch: float = 1.0) -> None:
-        """Open for a while, longer than the last time."""
-        self.state = BreakerState.OPEN
-        self._failures = 0
-        self.opened += 1
-        self._backoff.failed(now, stretch=stretch)

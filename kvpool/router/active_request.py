@@ -300,8 +300,11 @@ class ActiveRequest:
             self._skip(call)
             return
         before = self._refused
-        last = self._direct or (before is not None and before[0].answers == call.answers)
-        if last or not another_may_differ(error.status):
+        asked_elsewhere = before is not None and before[0].answers == call.answers
+        if not another_may_differ(error.status):
+            self._end_refused(call, error)
+        elif self._direct or asked_elsewhere:
+            self._roster.failed(error)
             self._end_refused(call, error)
         else:
             self._refused = call, error

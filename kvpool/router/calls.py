@@ -277,9 +277,10 @@ class Caller:
                 held.resize(events.waiting)
             if data:
                 if not call.began_at:
-                    if events.failed and _status_in(data) >= 500:
+                    if events.failed:
+                        status = _status_in(data)
                         data += events.rest + await answer.whole(REFUSAL_BYTES_MAX, held)
-                        raise EngineRefused(call.spec.name, 200, data, answer.headers)
+                        raise EngineRefused(call.spec.name, status, data, answer.headers, 200)
                     passing.listener.answer_begun(call)
                     await reply.begin(answer.headers)
                 if self._finish_field:
@@ -390,12 +391,13 @@ def _silent(call: Call) -> EngineFailed:
 
 
 def _status_in(data: bytes) -> int:
-    """The status in an answer's first event, an error: below 500 no other engine would answer otherwise."""
+    """The status in an error event; 500 if there is none."""
     found = _ERROR_DATA.search(data)
     try:
-        return 500 if found is None else _decode_error(found[1]).error.code
+        code = 500 if found is None else _decode_error(found[1]).error.code
     except ProtocolError:
         return 500
+    return code if 400 <= code < 600 else 500
 
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

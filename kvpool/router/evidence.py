@@ -46,5 +46,5 @@ def another_may_differ(status: int) -> bool:
 
 
 def for_client(status: int) -> bool:
-    """Whether a client gets an answer of this status as it is. 200: the answer is an error event."""
-    return (status == 200 or status >= 400) and status not in OF_THE_ROUTER
+    """Whether a client gets an answer of this status as it is."""
+    return status >= 400 and status not in OF_THE_ROUTER

@@ -378,7 +378,7 @@ class Serving:
     async def _pass_refusal(self, refused: EngineRefused, reply: Reply) -> str:
         try:
             async with asyncio.timeout(self._config.client_stall_s):
-                await reply.send(refused.status, refused.body, refused.headers)
+                await reply.send(refused.sent_status, refused.body, refused.headers)
         except (TimeoutError, ClientGone):
             return "client_left"
         return "refused" if refused.status < 500 else "failed"

@@ -74,17 +74,26 @@ class EngineFailed(KvpoolError):
 class EngineRefused(KvpoolError):
     """An engine's whole answer to a request that it did not serve: a status other than 200, or an error event.
 
-    headers: those of the answer that are for the client.
+    headers: those of the answer that are for the client. sent_status: the status of the answer itself, if an event in it
+    has the other one.
     """
 
     code = "engine_refused"
     reason = "status"
 
-    def __init__(self, engine: str, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        engine: str,
+        status: int,
+        body: bytes,
+        headers: Mapping[str, str],
+        sent_status: int | None = None,
+    ) -> None:
         shown = body.decode(errors="replace")[:SHOWN_CHARACTERS]
         super().__init__(f"engine {engine}: HTTP {status}: {shown}")
         self.engine = engine
         self.status = status
+        self.sent_status = sent_status or status
         self.body = body
         self.headers = headers
 

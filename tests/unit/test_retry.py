@@ -38,11 +38,11 @@ def test_failures_in_a_row_open_it_and_then_one_request_tries() -> None:
     breaker.abandoned()
     assert breaker.allows(2.0)
     breaker.failed(2.0)
-    assert breaker.retry_at == 4.0 and breaker.openings == 2
+    assert breaker.retry_at == 4.0 and breaker.opened == 2
     breaker.failed(3.0)  # it was sent before
     assert breaker.retry_at == 4.0 and breaker.allows(4.0)
     breaker.succeeded()
-    assert breaker.state is BreakerState.CLOSED and not breaker.openings
+    assert breaker.state is BreakerState.CLOSED
 
 
 def test_what_fails_for_certain_opens_it_at_once() -> None:

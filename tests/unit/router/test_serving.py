@@ -542,9 +542,11 @@ def test_a_refusal_in_a_stream_is_the_engines_answer_too() -> None:
     async def work(bench: Bench) -> None:
         for name in ("a", "b"):
             bench.upstream.faults[name] = deque(["error_event_400"])
-        client = await ask(bench, STREAM)
+        client = await ask(bench, STREAM, ident="me")
         assert client.data == REFUSED_EVENTS and client.ended
         assert len(bench.upstream.seen) == 1
+        account = bench.serving.accounts.get("me")
+        assert account is not None and account.outcome == "refused"
 
     run(work, engine("a"), engine("b"))
 
@@ -1317,6 +1319,44 @@ def test_what_is_passed_through_is_tried_elsewhere() -> None:
             await bench.serving.pass_through("/tokenize", b"[]", "me", bench.serving.memory.hold())
 
     run(work, engine("a"), engine("b"))
+
+
+def test_an_error_that_is_passed_through_is_the_engines_answer_and_blames_nobody() -> None:
+    async def work(bench: Bench) -> None:
+        raw, held = bench.incoming(WHOLE).raw, bench.serving.memory.hold()
+        for fault, status in (("error", 500), ("refuse", 400)):
+            bench.upstream.faults = {name: deque([fault]) for name in "abc"}
+            found = await bench.serving.pass_through("/tokenize", raw, "me", held)
+            assert found[0] == status
+        assert engines_of(bench) == ["a", "b", "a"]
+        for fault in ("401", "lost"):
+            bench.upstream.faults = {name: deque([fault] * 3) for name in "abc"}
+            with pytest.raises(Rejected) as caught:
+                await bench.serving.pass_through("/tokenize", raw, "me", held)
+            assert caught.value.status == 502
+        assert len(bench.health.passing()) == 3
+
+    run(work, *map(engine, "abc"), failures_max=1)
+
+
+def test_what_is_passed_through_waits_for_an_engine_while_it_is_alive() -> None:
+    async def work(bench: Bench) -> None:
+        raw, held = bench.incoming(WHOLE).raw, bench.serving.memory.hold()
+        bench.upstream.hold["a"] = asyncio.Event()
+        asyncio.get_running_loop().call_later(100.0, bench.upstream.hold["a"].set)
+        found = await bench.serving.pass_through("/tokenize", raw, "me", held)
+        assert (found[0], engines_of(bench)) == (200, ["a"])
+        bench.upstream.hold["a"] = asyncio.Event()
+        task = asyncio.create_task(bench.serving.pass_through("/tokenize", raw, "me", held))
+        await until_async(lambda: len(bench.upstream.open) == 1)
+        bench.upstream.ill = {"a"}
+        assert ((await task)[0], engines_of(bench)) == (200, ["a", "a", "b"])
+        bench.upstream.hold["b"] = asyncio.Event()
+        with pytest.raises(Rejected) as caught:
+            await bench.serving.pass_through("/tokenize", raw, "me", held)
+        assert caught.value.status == 504
+
+    run(work, *BOTH, deadline_s=1000.0, probe_s=1.0, failures_max=2)
 
 
 SHAPES = [
