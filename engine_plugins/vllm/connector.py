@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -82,6 +84,8 @@ from kvpool.types import NamespaceRecord, PartKind
 
 logger = init_logger(__name__)
 
+WORKERS = WeakSet[WorkerHalf]()
+"""The ranks of this process. An engine core that runs in it reaches them between steps."""
 COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
@@ -156,6 +160,15 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     "computed after a failed load would be returned. Use auto or async, or disable async "
                     "scheduling, pipeline parallelism and the second runner"
                 )
+        for owner, name in (
+            (KVConnectorBase_V1, "bind_gpu_block_pool"),
+            (BlockPool, "unpin_blocks"),
+        ):
+            if not hasattr(owner, name):
+                raise ConfigError(
+                    f"vLLM {vllm_version} has no {owner.__name__}.{name}, by which kvpool pins blocks while it saves them. "
+                    "Use a version of vLLM that this kvpool supports, or a newer kvpool"
+                )
         self._client = self._make_client(
             self._config.lookup_timeout_s
             if role == KVConnectorRole.SCHEDULER
@@ -188,6 +201,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     answer_states=vllm_config.speculative_config is None,
                     draft_blocks=draft_blocks,
                     stages=parallel.pipeline_parallel_size,
+                    # The second model runner clears new blocks before it calls connectors.
+                    watches=not (
+                        vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing
+                    ),
                     events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
                     record=engine_record(
                         vllm_config,
@@ -388,7 +405,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             verify=self._config.verify_loads,
             weights=loaded.digest,
             pinned=lambda: segments is None or segments.ready,
+            reuse_wait_s=self._config.request_timeout_s,
         )
+        WORKERS.add(self._worker)
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:
         return None if self._worker is None else KvpoolHandshake(self._worker.report)
@@ -462,6 +481,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KvpoolMetadata:
         assert self._scheduler is not None
         state = scheduler_output.kv_connector_block_state
+        assert state is not None, "vLLM describes a step's blocks for every connector"
         return KvpoolMetadata(
             self._scheduler.plan_step(
                 scheduler_output.num_scheduled_tokens,
@@ -495,6 +515,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_work()
 
     def has_pending_block_frees(self) -> bool:
+        """Whether a request waits for blocks rather than taking those of another, which saves may still copy."""
         return self._scheduler is not None and self._scheduler.pins.pinned > 0
 
     @classmethod
@@ -512,9 +533,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None
+        # To sleep, vLLM may unmap the KV caches next. A core in a process of its own has made steps until all saves
+        # had ended; one in the ranks' process makes none.
+        for worker in WORKERS:
+            worker.settle()
         return self._scheduler.reset()
 
     # --- worker, once a step ----------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The step is about to overwrite blocks that requests have left."""
+        if self._worker is not None and isinstance(kv_connector_metadata, KvpoolMetadata):
+            self._worker.end_saves(kv_connector_metadata.plan.reused)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The first call of vLLM in a step, ahead of its forward pass."""
@@ -564,6 +594,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._worker is not None:
+            WORKERS.discard(self._worker)
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()

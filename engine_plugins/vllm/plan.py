@@ -142,6 +142,7 @@ class StepPlan:
     """What the scheduler half asks of every rank in one step.
 
     opening: the namespace is to be opened (again), before any of the saves.
+    reused: saves under way of which this step may overwrite blocks.
     acknowledged: failed synchronous loads that the scheduler has heard of.
     want_report: the scheduler does not know the ranks' layouts yet.
     measured: number of the step, if it is to be told how long its forward pass takes; else 0.
@@ -152,6 +153,7 @@ class StepPlan:
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     opening: Opening | None = None
+    reused: list[int] = field(default_factory=list)
     acknowledged: list[int] = field(default_factory=list)
     want_report: bool = False
     measured: int = 0
@@ -436,25 +438,6 @@ class SaveTimes:
             near = min(self._seconds, key=lambda known: (abs(known - size), known))
             expected_s += self._seconds[near] * 2.0 ** max(0, size - near)
         return expected_s
-
-
-class PinBudget:
-    """How many of the engine's blocks saves may hold at a time. Counts block ids, once a job."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.pinned = 0
-
-    def room(self) -> int:
-        return self.limit - self.pinned
-
-    def take(self, blocks: int) -> None:
-        assert blocks <= self.room(), "saves are cut to the budget before they are pinned"
-        self.pinned += blocks
-
-    def give_back(self, blocks: int) -> None:
-        self.pinned -= blocks
-        assert self.pinned >= 0
 
 
 class Quiet:

@@ -6,7 +6,7 @@ request that completes a block cost generating engines a fifth of their speed. U
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,8 +61,18 @@ class Saves:
         self._pages = pages
         self._counters = counters
 
-    def save(self, namespace: Namespace, jobs: Sequence[SaveJob], ready: Any) -> list[Saved]:
-        """How each job ended. ready: see `Pages.to_slots`."""
+    def save(
+        self,
+        namespace: Namespace,
+        jobs: Sequence[SaveJob],
+        ready: Any,
+        given_up: Callable[[], bool] = bool,
+    ) -> list[Saved]:
+        """Store blocks. Returns how each job ended.
+
+        ready: see `Pages.to_slots`.
+        given_up: whether the engine may have overwritten blocks. Bytes that were read before it was false are stored.
+        """
         results = [Saved.ALL] * len(jobs)
         for position, held in enumerate(self._pages):
             runs = [
@@ -73,7 +83,7 @@ class Saves:
             ]
             for batch in self._batches(runs, len(held.parts)):
                 try:
-                    short = self._store(namespace, held, batch, ready)
+                    short = self._store(namespace, held, batch, ready, given_up)
                     found = Saved.FAILED
                 except StaleEpoch:
                     short, found = {run.job for run in batch}, Saved.OUTDATED
@@ -106,9 +116,16 @@ class Saves:
             yield batch
 
     def _store(
-        self, namespace: Namespace, held: GroupPages, batch: Sequence[_Run], ready: Any
+        self,
+        namespace: Namespace,
+        held: GroupPages,
+        batch: Sequence[_Run],
+        ready: Any,
+        given_up: Callable[[], bool],
     ) -> set[int]:
-        """The positions of the jobs for whose last blocks there was no space."""
+        """Store blocks. Returns the positions of the jobs whose last blocks found no space, or of all if given up."""
+        if given_up():
+            return {run.job for run in batch}
         blocks = np.concatenate([run.blocks for run in batch])
         reservations = self._reserve(namespace, held, batch)
         try:
@@ -125,6 +142,8 @@ class Saves:
                     [(it.slots.rows, part.rows(blocks[it.missing])) for part, it in missing]
                 )
                 pages.to_slots(own, missing[0][1].slots, rows, ready)
+                if given_up():
+                    return {run.job for run in batch}
                 # Checksums are computed here: soon, while the processor's caches have the bytes.
                 stored = sum(self._commit([reservation for _, reservation in missing]))
                 self._counters.add(saved_blocks=stored, saved_bytes=stored * pages.nbytes)

@@ -36,6 +36,7 @@ from kvpool.engine_plugins.vllm.following import (
 )
 from kvpool.engine_plugins.vllm.load_cost import LoadCost
 from kvpool.engine_plugins.vllm.metrics import Counters
+from kvpool.engine_plugins.vllm.pins import Pins
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
     GroupSave,
@@ -43,7 +44,6 @@ from kvpool.engine_plugins.vllm.plan import (
     LoadJob,
     Offered,
     Opening,
-    PinBudget,
     Quiet,
     SaveJob,
     SaveTimes,
@@ -216,9 +216,12 @@ class RunningLoad:
 
 @dataclass
 class RunningSave:
-    """A save that not all ranks have finished."""
+    """A save that not all ranks have finished.
 
-    blocks: list[int]
+    generation: of the namespace that it is for.
+    """
+
+    generation: int
     keys: list[bytes]
     ranks_left: int
 
@@ -243,6 +246,7 @@ class Engine:
     draft_blocks: at the end of a hit, computed all the same (`namespace.draft_blocks`).
     events: of its own cache.
     stages: of its pipeline. record: what routers are told of it; None: nothing.
+    watches: whether its ranks hear of blocks that are used again before they write into these.
     """
 
     rules: Sequence[GroupRule]
@@ -257,6 +261,7 @@ class Engine:
     stages: int = 1
     events: Publisher | None = None
     record: EngineRecord | None = None
+    watches: bool = True
 
 
 class SchedulerHalf:
@@ -320,7 +325,7 @@ class SchedulerHalf:
         self._by_rank: RankLookups | None = None
         self._presence: Presence | None = None
         self._offered = Offered(engine.blocks * OFFERED_PER_BLOCK, config.resave_s)
-        self.pins = PinBudget(max(1, int(engine.blocks * config.pin_share)))
+        self.pins = Pins(max(1, int(engine.blocks * config.pin_share)), watches=engine.watches)
         self.counters = Counters()
 
     # --- start-up -----------------------------------------------------------------------------
@@ -467,6 +472,7 @@ class SchedulerHalf:
     def bind_pool(self, block_pool: Any) -> None:
         """The engine's own block pool, in which saves pin their blocks."""
         self._pool = block_pool
+        self.pins.use(block_pool)
 
     # --- lookups ------------------------------------------------------------------------------
 
@@ -882,6 +888,7 @@ class SchedulerHalf:
         scheduled: tokens that it computes, by request. handed: the states that the engine keeps, which this step or
         one before it completes; the engine changes them no more, and reuses their blocks if they are not pinned.
         """
+        self._plan.reused = self._reused()
         # Whether the blocks of a synchronous load were there is known after the step. A rank saves nothing then if its
         # own were not, but does not know of the others', whose part it has computed with.
         doubtful = self._engine.ranks > 1 and any(job.sync for job in self._plan.loads)
@@ -916,6 +923,23 @@ class SchedulerHalf:
         plan.want_report = not self.ready
         plan.measured = self._measure(scheduled)
         return plan
+
+    def _reused(self) -> list[int]:
+        """Saves under way of which the step may overwrite blocks. Those that no rank has begun are given up."""
+        reused = self.pins.take_reused()
+        for job in [job for job in self._plan.saves if job.job in reused]:
+            reused.remove(job.job)
+            self._plan.saves.remove(job)
+            self.counters.add(dropped_saves=len(self._saves[job.job].keys))
+            self._lost(self._saves.pop(job.job))
+            self.pins.give_back(job.job)
+        return sorted(reused)
+
+    def _lost(self, save: RunningSave) -> None:
+        """A save has failed: its blocks are offered again, unless they are those of weights of before."""
+        if save.generation == self._generation:
+            self._offered.forget(save.keys)
+            self._tell_dropped(save.keys)
 
     def _measure(self, scheduled: dict[str, int]) -> int:
         """Number of a step from which the engine's prefill speed is learnt; 0 for others.
@@ -997,14 +1021,13 @@ class SchedulerHalf:
     def _pin(
         self, state: RequestState, saves: list[GroupSave], keys: list[bytes], now: float
     ) -> None:
-        """Queue saves, and hold their blocks until all ranks have copied them. keys: to be known as offered."""
+        """Queue saves, and pin their blocks until all ranks have copied them. keys: to be known as offered."""
         blocks = sorted({block for save in saves for block in save.block_ids})
         job = SaveJob(self._job(), state.request.request_id, self._generation, saves)
         state.served = True
-        self.pins.take(len(blocks))
-        self._pool.touch([self._pool.blocks[block] for block in blocks])
+        self.pins.take(job.job, blocks)
         self._offered.add(keys, now)
-        self._saves[job.job] = RunningSave(blocks, keys, self._engine.ranks)
+        self._saves[job.job] = RunningSave(self._generation, keys, self._engine.ranks)
         self._plan.saves.append(job)
 
     def step_done(self, done: StepDone) -> None:
@@ -1022,8 +1045,7 @@ class SchedulerHalf:
                 self._pool.evict_blocks(load.suspects)
                 self._plan.acknowledged.append(job)
         for job in done.failed_saves & self._saves.keys():
-            self._offered.forget(self._saves[job].keys)
-            self._tell_dropped(self._saves[job].keys)
+            self._lost(self._saves[job])
         # While it is asked for the weights, the namespace that it had before its reset is behind it.
         if self._generation in done.outdated and not self._shut and not self._unsure:
             self._shut = True
@@ -1046,7 +1068,7 @@ class SchedulerHalf:
             save.ranks_left -= ranks
             if save.ranks_left == 0:
                 del self._saves[job]
-                self._unpin(save.blocks)
+                self.pins.give_back(job)
             if job in done.save_seconds:
                 self._save_times.learn(len(save.keys), done.save_seconds[job])
         for number, (seconds, stages) in done.steps.items():
@@ -1086,11 +1108,6 @@ class SchedulerHalf:
     def _state_names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [state_name(key, at) for key in keys for at in self._states]
 
-    def _unpin(self, blocks: list[int]) -> None:
-        """Give blocks back, the chain's tail first: the engine evicts in that order."""
-        self._pool.free_blocks(self._pool.blocks[block] for block in reversed(blocks))
-        self.pins.give_back(len(blocks))
-
     # --- ends ---------------------------------------------------------------------------------
 
     def request_finished(
@@ -1108,6 +1125,8 @@ class SchedulerHalf:
         if state.served and self._namespace is not None and not self._quiet.holds(self._clock()):
             session = "" if state.turn is None else state.turn.id
             self._client.end_request(self._namespace, state.label, session=session)
+        if not self._requests:
+            self.pins.let_go()
         return report
 
     def _finish(
@@ -1180,8 +1199,8 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """The engine's weights may be others from now on, and all that it held is gone.
 
-        False while the engine holds KV of before, in running requests, loads or saves: none of it
-        may be saved beside new KV, so the pool is left alone until a reset finds none.
+        False while the engine holds KV of before, in running requests or loads: none of it may be saved beside new
+        KV, so the pool is left alone until a reset finds none. Saves under way end in the namespace that they are for.
         """
         self._offered.clear()
         if self._pool_events is not None:
@@ -1235,6 +1254,7 @@ class SchedulerHalf:
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
+            self.pins.hold()
             state = self._requests[request.request_id] = RequestState(request)
             state.use_adapter(self._adapters.content(request.lora_request))
         return state

@@ -10,10 +10,11 @@ thread.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,15 @@ class LoadResults:
     failed_blocks: set[int]
 
 
+@dataclass(frozen=True)
+class RunningSaves:
+    """The saves of a step that the save thread has not ended yet."""
+
+    jobs: Sequence[SaveJob]
+    given_up: threading.Event
+    """Set when blocks of theirs are overwritten: what is not committed by then is not committed at all."""
+
+
 log = logging.getLogger("kvpool.vllm")
 
 LOOKUPS_MAX = 8
@@ -70,6 +80,7 @@ class WorkerHalf:
     timer: for forward passes; None where another rank of the pipeline stage measures them.
     attachment: to the daemon's device memory, taken over; None where blocks are not read there.
     verify: compare slots in the segment with their checksums before they are copied.
+    reuse_wait_s: the longest that a step waits for saves of blocks that it overwrites.
     weights: a digest of the rank's weights as they are.
     pinned: whether the pool's memory may be copied from and to.
     """
@@ -87,10 +98,12 @@ class WorkerHalf:
         timer: StepTimer | None = None,
         attachment: Attachment | None = None,
         verify: bool = False,
+        reuse_wait_s: float = 1.0,
         weights: Callable[[], str] = str,
         pinned: Callable[[], bool] = lambda: True,
     ) -> None:
         self._verify = verify
+        self._reuse_wait_s = reuse_wait_s
         self._unverified = False  # that it cannot be was logged
         self._client = client
         self._attachment = attachment
@@ -105,7 +118,7 @@ class WorkerHalf:
         self._load_thread = _thread("kvpool-load", thread_setup)
         self._save_thread = _thread("kvpool-save", thread_setup)
         self._loads: dict[Future[bool], LoadJob] = {}
-        self._saves: dict[Future[tuple[list[Saved], float]], Sequence[SaveJob]] = {}
+        self._saves: dict[Future[tuple[list[Saved], float]], RunningSaves] = {}
         self._lookup_threads: ThreadPoolExecutor | None = None
         self._thread_setup = thread_setup
         self._lookups: dict[Future[Lease | None], LookupJob] = {}
@@ -126,6 +139,20 @@ class WorkerHalf:
         self._passes: deque[tuple[int, Any, Any]] = deque()  # step, begin, end
 
     # --- once a step, in this order -----------------------------------------------------------
+
+    def end_saves(self, reused: Collection[int]) -> None:
+        """Have these saves read no more when this returns: the step overwrites some of their blocks.
+
+        They are waited for. If they do not end in time, all saves are given up: the others would be as late.
+        """
+        reading = [
+            future
+            for future, running in self._saves.items()
+            if any(job.job in reused for job in running.jobs)
+        ]
+        if reading and wait(reading, self._reuse_wait_s).not_done:
+            for running in self._saves.values():
+                running.given_up.set()
 
     def begin_step(self, plan: StepPlan) -> None:
         """The forward pass begins, unless there are synchronous loads before it."""
@@ -192,7 +219,8 @@ class WorkerHalf:
             self._done.reports = [self.report]
         if plan.saves and not self._unheard:
             ready = self._record_ready()
-            self._saves[self._save_thread.submit(self._save, plan.saves, ready)] = plan.saves
+            running = RunningSaves(plan.saves, threading.Event())
+            self._saves[self._save_thread.submit(self._save, running, ready)] = running
         else:
             for job in plan.saves:
                 self._done.saves[job.job] = 1
@@ -222,7 +250,7 @@ class WorkerHalf:
         while self._read:
             self._client.release(self._read.pop())
         for future in [future for future in self._saves if future.done()]:
-            jobs = self._saves.pop(future)
+            jobs = self._saves.pop(future).jobs
             results, seconds = future.result()
             for job, saved in zip(jobs, results, strict=True):
                 self._done.saves[job.job] = 1
@@ -429,16 +457,18 @@ class WorkerHalf:
         except KvpoolError:
             pass  # counted with each save
 
-    def _save(self, jobs: Sequence[SaveJob], ready: Any) -> tuple[list[Saved], float]:
+    def _save(self, running: RunningSaves, ready: Any) -> tuple[list[Saved], float]:
         """Store a step's blocks; and how many seconds that took, once they were computed."""
         if ready is not None:
             ready.synchronize()
         begun = time.monotonic()
+        jobs = running.jobs
         now = [job.generation == self._generation for job in jobs]
         results = [Saved.FAILED] * len(jobs)
         if self._namespace is not None and any(now):
             some = [job for job, current in zip(jobs, now, strict=True) if current]
-            found = iter(self._stores.save(self._namespace, some, ready))
+            given_up = running.given_up.is_set
+            found = iter(self._stores.save(self._namespace, some, ready, given_up))
             results = [next(found) if current else Saved.FAILED for current in now]
         if failed := sum(result is not Saved.ALL for result in results):
             self.counters.add(failed_saves=failed)

@@ -215,14 +215,10 @@ class Engine:
         until(lambda: daemon.leases() == 0, "no lease is held")
 
 
-@contextmanager
-def run_engine(
-    model: Path,
-    daemon: Daemon | str | None = None,
-    extra: dict[str, Any] | None = None,
-    **options: Any,
-) -> Iterator[Engine]:
-    """An engine; with a connector when a daemon (or the path of its socket) is given."""
+def engine_options(
+    daemon: Daemon | str | None = None, extra: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """How tests run vLLM's engines; with a connector when a daemon (or the path of its socket) is given."""
     if daemon is not None:
         path = daemon if isinstance(daemon, str) else daemon.socket
         options["kv_transfer_config"] = KVTransferConfig(
@@ -242,7 +238,7 @@ def run_engine(
                 **(extra or {}),
             },
         )
-    defaults = {
+    return {
         # Which tokens are computed together depends on hits and on when loads arrive, and the last bits of the KV on
         # that. In bfloat16 these decide between two tokens on some processors, without a pool too.
         "dtype": "float32",
@@ -253,9 +249,20 @@ def run_engine(
         "max_num_batched_tokens": 512,
         "disable_log_stats": False,
         "seed": 0,
+        **options,
     }
+
+
+@contextmanager
+def run_engine(
+    model: Path,
+    daemon: Daemon | str | None = None,
+    extra: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Engine]:
+    """An engine in this process, with `engine_options`."""
     with imports_are_no_garbage():
-        llm = LLM(model=str(model), **{**defaults, **options})
+        llm = LLM(model=str(model), **engine_options(daemon, extra, **options))
         try:
             engine = Engine(llm)
             if daemon is not None:

@@ -12,30 +12,37 @@ from typing import Any
 
 import pytest
 from vllm.config import KVEventsConfig, MultiModalConfig, SpeculativeConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+)
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.output import KVConnectorBlockState
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload import config as offloading
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from kvpool.errors import ConfigError
+
 TOUCHED = {
     "Request": "request_id block_hashes num_tokens num_prompt_tokens num_computed_tokens num_preemptions status "
-    "skip_reading_prefix_cache kv_transfer_params trace_headers lora_request",
+    "skip_reading_prefix_cache kv_transfer_params trace_headers lora_request shared_prefix_boundary all_token_ids",
     "RequestStatus": "FINISHED_STOPPED FINISHED_LENGTH_CAPPED",
     "LoRARequest": "lora_int_id lora_name lora_path",
-    "BlockPool": "blocks touch free_blocks evict_blocks get_num_free_blocks",
+    "BlockPool": "blocks touch unpin_blocks free_blocks evict_blocks get_num_free_blocks cached_block_hash_to_block",
+    "KVCacheBlock": "block_id block_hash",
     "SchedulerOutput": "num_scheduled_tokens kv_connector_block_state",
-    "KVConnectorBlockState": "get_block_ids",
+    "KVConnectorBlockState": "get_block_ids boundary_state_offloads",
     "KVConnectorOutput": "kv_connector_worker_meta",
     "KVConnectorTransferResults": "finished_recving failed_recving",
-    "KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout hash_block_size prefix_cacheable_group_ids",
+    "KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout hash_block_size prefix_cacheable_group_ids "
+    "needs_kv_cache_zeroing",
     "KVCacheGroupSpec": "layer_names kv_cache_spec host_resident",
     "VllmConfig": "max_concurrent_batches use_v2_model_runner compilation_config model_config cache_config load_config "
     "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config attention_config lora_config",
@@ -60,6 +67,7 @@ TOUCHED = {
     "FullAttentionSpec": "block_size dcp_sharded dtype kv_quant_mode num_head_slots state_content_bytes head_size "
     "head_size_v",
     "SlidingWindowSpec": "sliding_window extra_retained_tokens",
+    "MambaSpec": "mamba_cache_mode",
     "CacheHitSource": "HOST EXTERNAL_UNSPECIFIED",
     "AttentionConfig": "backend backend_per_kind",
     "OffloadingConfig": "groups worker_kv_bytes_per_block engine_id model cache parallel replicated_layout canonical_layout "
@@ -80,7 +88,6 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
     seen: dict[str, Any] = {
         "RequestStatus": RequestStatus,
         "LoRARequest": LoRARequest,
-        "KVConnectorBlockState": KVConnectorBlockState,
         "KVConnectorTransferResults": KVConnectorTransferResults(),
         "SpeculativeConfig": SpeculativeConfig,
         "MultiModalConfig": MultiModalConfig,
@@ -88,6 +95,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         "kv_cache_utils": kv_cache_utils,
         "kv_cache_interface": kv_cache_interface,
         "SlidingWindowSpec": kv_cache_interface.SlidingWindowSpec,
+        "MambaSpec": kv_cache_interface.MambaSpec,
         "CacheHitSource": CacheHitSource,
         "OffloadingConfig": offloading.OffloadingConfig,
         "OffloadingGroupConfig": offloading.OffloadingGroupConfig,
@@ -117,6 +125,8 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         projection = next(one for one in model.modules() if isinstance(one, QKVParallelLinear))
         seen |= {
             "BlockPool": engine.pool,
+            "KVCacheBlock": engine.pool.blocks[1],
+            "KVConnectorBlockState": seen["SchedulerOutput"].kv_connector_block_state,
             "KVCacheConfig": cache,
             "KVCacheGroupSpec": group,
             "FullAttentionSpec": group.kv_cache_spec,
@@ -177,6 +187,17 @@ def test_a_linear_layer_computes_by_its_method(living: dict[str, Any]) -> None:
     probe = torch.zeros(2, layer.input_size_per_partition, dtype=torch.float32)
     with torch.inference_mode():
         assert layer.quant_method.apply(layer, probe).shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(KVConnectorBase_V1, "bind_gpu_block_pool"), (BlockPool, "unpin_blocks")]
+)
+def test_a_vllm_without_pins_is_refused_at_its_start(
+    kit: Any, llama: Path, daemon: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError, match=rf"has no {owner.__name__}.{name}"):
+        kit.run_engine(llama, daemon).__enter__()
 
 
 def test_the_manual_has_this_list() -> None:

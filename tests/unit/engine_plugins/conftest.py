@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from types import ModuleType
 from typing import Any, Self
@@ -431,9 +431,12 @@ class ByHand(Executor):
 
 
 class FakeBlock:
+    """block_hash: names the content, where the engine caches it."""
+
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
+        self.block_hash: bytes | None = None
 
 
 class FakeBlockPool:
@@ -442,6 +445,25 @@ class FakeBlockPool:
     def __init__(self, blocks: int) -> None:
         self.blocks = [FakeBlock(block_id) for block_id in range(blocks)]
         self.evicted: set[int] = set()
+        self.watchers: dict[int, Callable[[FakeBlock], None]] = {}
+
+    def cache(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.blocks[number].block_hash = b"content"
+
+    def reuse(self, numbers: Iterable[int]) -> None:
+        """Hand free blocks out, or reset them."""
+        for number in numbers:
+            block = self.blocks[number]
+            assert block.ref_cnt == 0, "it is in use"
+            block.block_hash = None
+            if (watcher := self.watchers.pop(number, None)) is not None:
+                watcher(block)
+
+    def unpin_blocks(self, blocks: Iterable[FakeBlock], on_reuse: Any) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            self.watchers[block.block_id] = on_reuse
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         self.evicted |= block_ids
@@ -459,8 +481,12 @@ class FakeBlockPool:
         return len(self.blocks) - 1 - self.pinned
 
     @property
+    def held(self) -> set[int]:
+        return {block.block_id for block in self.blocks if block.ref_cnt > 0}
+
+    @property
     def pinned(self) -> int:
-        return sum(block.ref_cnt > 0 for block in self.blocks)
+        return len(self.held)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which blocks are loaded, saved and pinned."""
+"""Which blocks are loaded and saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
     GroupSave,
     Offered,
-    PinBudget,
     Quiet,
     RankReport,
     SaveTimes,
@@ -180,16 +179,6 @@ def test_offered_keys_are_forgotten_by_time_and_number() -> None:
     assert offered.holds(b"a", 14)
     offered.forget([b"a"])
     assert not offered.holds(b"a", 5)
-
-
-def test_pins_have_a_limit() -> None:
-    pins = PinBudget(3)
-    pins.take(2)
-    assert pins.room() == 1
-    with pytest.raises(AssertionError):
-        pins.take(2)
-    pins.give_back(2)
-    assert pins.room() == 3
 
 
 def test_ranks_reports_are_summed() -> None:

@@ -112,3 +112,17 @@ def test_those_whose_last_blocks_found_no_space_have_failed(pool: Any, puts_part
     results = Saves(pool, groups(memory), Counters()).save(pool.open(RECORD), jobs, None)
     assert results == [Saved.ALL, Saved.ALL, Saved.FAILED, Saved.FAILED]
     assert sum(part == 1 for part, _ in pool.writes) == 5
+
+
+def test_bytes_that_may_have_been_overwritten_while_they_were_read_are_not_stored(
+    pool: Any,
+) -> None:
+    memory = np.zeros((PARTS, BLOCKS, BYTES), np.uint8)
+    jobs = [job(number, 0, 2) for number in (1, 2)]
+    overwritten = iter(
+        [False, True]
+    )  # the second time it is asked, the bytes of the first group were read
+    store = Saves(pool, groups(memory), Counters())
+    results = store.save(pool.open(RECORD), jobs, None, lambda: next(overwritten, True))
+    assert results == [Saved.FAILED] * 2
+    assert pool.writes == []

@@ -44,6 +44,8 @@ class Rank:
         timer: Any = None,
         attachment: Attachment | None = None,
         verify: bool = False,
+        ready: Any = None,
+        reuse_wait_s: float = PATIENCE_S,
     ) -> None:
         random = np.random.default_rng(seed)
         self.weights = "first"
@@ -58,7 +60,8 @@ class Rank:
                 for group, layers in enumerate((self.full, self.window))
             ],
             block_errors=block_errors,
-            record_ready=lambda: None,
+            record_ready=lambda: ready,
+            reuse_wait_s=reuse_wait_s,
             timer=timer,
             attachment=attachment,
             verify=verify,
@@ -126,10 +129,9 @@ def test_each_rank_gets_back_its_own_bytes(pool: Any, stored: list[Rank], sync: 
 
 
 def test_a_save_is_timed_from_when_its_blocks_are_computed(pool: Any) -> None:
-    writer = Rank(pool)
     computed: list[float] = []
     event = SimpleNamespace(synchronize=lambda: computed.append(time.monotonic()))
-    writer.half._record_ready = lambda: event
+    writer = Rank(pool, ready=event)
     begun = time.monotonic()
     done = writer.save()
     assert done is not None
@@ -165,6 +167,36 @@ def test_a_save_into_an_ended_epoch_is_said_to_be_one(pool: Any) -> None:
     pool.outdated = False
     writer.step(StepPlan(opening=Opening(2, RECORD, 0)))
     assert writer.save(job=2, generation=2) == StepDone(saves={2: 1})
+
+
+def test_a_step_waits_for_saves_of_blocks_that_it_overwrites(pool: Any) -> None:
+    computed = threading.Event()
+    ready = SimpleNamespace(synchronize=lambda: computed.wait(PATIENCE_S))
+    writer = Rank(pool, ready=ready)
+    save = GroupSave(0, KEYS, [2, 3, 4, 5], None)
+    writer.half.start_saves(StepPlan(saves=[SaveJob(1, "s", 1, [save])]))
+    writer.half.end_saves([2])  # not for others
+    assert writer.half.take_done() is None
+    threading.Thread(target=computed.set).start()
+    writer.half.end_saves([1])
+    assert writer.half.take_done() == StepDone(saves={1: 1})
+    assert len(pool.writes) == 4
+
+
+def test_a_save_that_is_too_late_for_its_blocks_is_given_up(pool: Any) -> None:
+    """With those behind it, for each of which a step would wait as long."""
+    computed = threading.Event()
+    ready = SimpleNamespace(synchronize=lambda: computed.wait(PATIENCE_S))
+    writer = Rank(pool, ready=ready, reuse_wait_s=0.001)
+    for number in (1, 2):
+        save = GroupSave(0, KEYS, [2, 3, 4, 5], None)
+        writer.half.start_saves(StepPlan(saves=[SaveJob(number, "s", 1, [save])]))
+    writer.half.end_saves([1])
+    computed.set()
+    writer.step(StepPlan())
+    assert writer.half.take_done() == StepDone(saves={1: 1, 2: 1}, failed_saves={1, 2})
+    assert pool.writes == []
+    assert writer.save(job=3) == StepDone(saves={3: 1})
 
 
 def test_saves_tell_the_parent(pool: Any, stored: list[Rank]) -> None:

@@ -191,6 +191,26 @@ def test_a_reset_with_old_blocks_in_the_engine_leaves_the_pool_alone(
     assert idle.step(other, 4 * TOKENS, tables(4)).saves != []
 
 
+def test_a_reset_while_cached_blocks_are_saved_lets_the_saves_end(idle: Harness) -> None:
+    """They are those of the weights of before, and stay in their namespace; who asks for new ones hears nothing of them."""
+    request = idle.request("r", 6, first=20)
+    idle.block_pool.cache(range(1, 7))
+    plan = idle.step(request, 6 * TOKENS, tables(6))
+    idle.block_pool.reuse(
+        range(1, 7)
+    )  # as the reset of the engine's own cache does, which preempts the request
+    idle.reset("second")
+    request.num_computed_tokens = 0
+    later = idle.step(request, 6 * TOKENS, tables(6))
+    assert later.reused == [plan.saves[0].job]
+    assert [later.saves[0].generation, plan.saves[0].generation] == [2, 1]
+    idle.end(plan, failed=True)
+    assert idle.pool.given_up == []
+    idle.end(later)
+    assert not idle.half.has_work()
+    assert idle.step(idle.request("s", 6, first=20), 6 * TOKENS, tables(6)).saves == []
+
+
 def test_a_failed_reset_is_not_undone_by_the_answer_to_the_one_before(idle: Harness) -> None:
     assert idle.half.reset()
     asked = idle.half.last_reset

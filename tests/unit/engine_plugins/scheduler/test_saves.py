@@ -83,7 +83,7 @@ def test_nothing_happens_before_the_namespace_is_known(pool: Any, block_pool: An
 
 def test_saved_blocks_are_pinned_until_every_rank_has_them(pool: Any, block_pool: Any) -> None:
     harness = Harness(pool, block_pool, ranks=2)
-    request = harness.request("r", 4)
+    request, _ = harness.request("r", 4), harness.request("runs on", 4, first=9)
     plan = harness.step(request, 4 * TOKENS, tables(4))
     assert block_pool.pinned == 4
     harness.half.request_finished(request, tables(4), completed=True)
@@ -115,7 +115,7 @@ def test_what_a_finished_request_could_not_pin_is_dropped_and_counted(
     pool: Any, block_pool: Any
 ) -> None:
     harness = Harness(pool, block_pool, blocks=50)
-    request = harness.request("r", 12)
+    request, _ = harness.request("r", 12), harness.request("runs on", 4, first=20)
     first = harness.step(request, 12 * TOKENS, tables(12))
     harness.end(first)
     harness.half.request_finished(request, tables(12), completed=True)
@@ -132,6 +132,57 @@ def test_blocks_of_an_aborted_request_are_dropped(pool: Any, block_pool: Any) ->
     harness.half.request_finished(request, tables(12), completed=False)
     assert block_pool.pinned == 0
     assert harness.half.counters.take()["dropped_saves"] == 7
+
+
+def test_an_engine_without_requests_holds_nothing(harness: Harness, block_pool: Any) -> None:
+    """Nobody steps until the next request comes. The save goes on, and its blocks are held again then."""
+    request = harness.request("r", 4)
+    plan = harness.step(request, 4 * TOKENS, tables(4))
+    assert block_pool.pinned == 4
+    harness.half.request_finished(request, tables(4), completed=True)
+    assert block_pool.pinned == 0
+    assert harness.half.has_work()
+    harness.request("next", 4, first=9)
+    assert block_pool.pinned == 4
+    harness.end(plan)
+    assert block_pool.pinned == 0
+    assert not harness.half.has_work()
+
+
+def test_ranks_hear_of_saves_whose_blocks_are_used_again(harness: Harness, block_pool: Any) -> None:
+    block_pool.cache(range(1, 9))
+    one, two = harness.request("1", 4), harness.request("2", 4, first=9)
+    first, second = (
+        harness.step(request, 4 * TOKENS, tables(4, first=at)).saves[0].job
+        for request, at in ((one, 1), (two, 5))
+    )
+    assert block_pool.pinned == 0
+    block_pool.reuse([6])
+    assert harness.step(one, 0, tables(4)).reused == [second]
+    harness.half.step_done(StepDone(saves={second: 1}))
+    block_pool.reuse([3, 7])
+    assert harness.step(one, 0, tables(4)).reused == [first]
+    assert harness.step(one, 0, tables(4)).reused == []
+
+
+def test_a_save_that_no_rank_has_begun_is_given_up_for_its_blocks(
+    harness: Harness, block_pool: Any
+) -> None:
+    """The end of a prompt whose last tokens were not known in time. It is saved when it is computed again."""
+    block_pool.cache(range(1, 5))
+    request = harness.request("r", 4)
+    (begun,) = harness.step(request, 2 * TOKENS, tables(4)).saves
+    request.num_computed_tokens = 4 * TOKENS
+    harness.half.request_finished(request, tables(4), completed=True)
+    block_pool.reuse([4])
+    plan = harness.half.plan_step({}, lambda _: [[]])
+    assert (plan.saves, plan.reused) == ([], [])
+    assert harness.half.counters.take()["dropped_saves"] == 2
+    assert harness.pool.given_up == [block_key(key) for key in request.block_hashes[2:]]
+    harness.half.step_done(StepDone(saves={begun.job: 1}))
+    assert not harness.half.has_work()
+    (save,) = harness.step(harness.request("again", 4), 4 * TOKENS, tables(4)).saves
+    assert save.saves[0].keys == pack(request.block_hashes[2:])
 
 
 # --- who is told
