@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -888,7 +888,9 @@ class SchedulerHalf:
         scheduled: tokens that it computes, by request. handed: the states that the engine keeps, which this step or
         one before it completes; the engine changes them no more, and reuses their blocks if they are not pinned.
         """
-        self._plan.reused = self._reused()
+        reused = self.pins.take_reused()
+        self._give_up(reused)
+        self._plan.reused = sorted(reused & self._saves.keys())
         # Whether the blocks of a synchronous load were there is known after the step. A rank saves nothing then if its
         # own were not, but does not know of the others', whose part it has computed with.
         doubtful = self._engine.ranks > 1 and any(job.sync for job in self._plan.loads)
@@ -924,16 +926,13 @@ class SchedulerHalf:
         plan.measured = self._measure(scheduled)
         return plan
 
-    def _reused(self) -> list[int]:
-        """Saves under way of which the step may overwrite blocks. Those that no rank has begun are given up."""
-        reused = self.pins.take_reused()
-        for job in [job for job in self._plan.saves if job.job in reused]:
-            reused.remove(job.job)
+    def _give_up(self, saves: Collection[int]) -> None:
+        """Drop those of these saves that no rank has begun."""
+        for job in [job for job in self._plan.saves if job.job in saves]:
             self._plan.saves.remove(job)
             self.counters.add(dropped_saves=len(self._saves[job.job].keys))
             self._lost(self._saves.pop(job.job))
             self.pins.give_back(job.job)
-        return sorted(reused)
 
     def _lost(self, save: RunningSave) -> None:
         """A save has failed: its blocks are offered again, unless they are those of weights of before."""
@@ -1221,6 +1220,8 @@ class SchedulerHalf:
                 "no requests running"
             )
             return False
+        # Others end before the engine sleeps, which may empty the blocks of these.
+        self._give_up(self._saves)
         self._unsure, self._shut = True, False
         self._adapters.reset()
         for state in self._requests.values():  # which may compute with what was loaded before

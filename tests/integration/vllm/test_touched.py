@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.kv_offload import config as offloading
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -88,6 +89,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
     seen: dict[str, Any] = {
         "RequestStatus": RequestStatus,
         "LoRARequest": LoRARequest,
+        "KVConnectorBlockState": KVConnectorBlockState,
         "KVConnectorTransferResults": KVConnectorTransferResults(),
         "SpeculativeConfig": SpeculativeConfig,
         "MultiModalConfig": MultiModalConfig,
@@ -126,7 +128,6 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         seen |= {
             "BlockPool": engine.pool,
             "KVCacheBlock": engine.pool.blocks[1],
-            "KVConnectorBlockState": seen["SchedulerOutput"].kv_connector_block_state,
             "KVCacheConfig": cache,
             "KVCacheGroupSpec": group,
             "FullAttentionSpec": group.kv_cache_spec,

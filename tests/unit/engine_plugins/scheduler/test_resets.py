@@ -211,6 +211,19 @@ def test_a_reset_while_cached_blocks_are_saved_lets_the_saves_end(idle: Harness)
     assert idle.step(idle.request("s", 6, first=20), 6 * TOKENS, tables(6)).saves == []
 
 
+def test_a_reset_gives_up_saves_that_no_rank_has_begun(idle: Harness) -> None:
+    """The engine may sleep next, and wake with other bytes in their blocks."""
+    request = idle.request("r", 6, first=20)
+    request.num_computed_tokens = 6 * TOKENS
+    idle.half.request_finished(request, tables(6), completed=True)
+    idle.reset()
+    assert idle.half.counters.take()["dropped_saves"] == 6
+    again = idle.request("again", 6, first=20)
+    assert idle.block_pool.pinned == 0
+    assert idle.step(again, 0, tables(6)).saves == []
+    assert idle.step(again, 6 * TOKENS, tables(6)).saves != []
+
+
 def test_a_failed_reset_is_not_undone_by_the_answer_to_the_one_before(idle: Harness) -> None:
     assert idle.half.reset()
     asked = idle.half.last_reset
