@@ -1,13 +1,9 @@
-"""Does it matter to what is stored how an engine is split, and what does it cost that it does not?
+"""Does it matter to what is stored how an engine is split?
 
 Worker halves of the vLLM plugin over paged KV made by hand, without vLLM, and one real daemon.
 
 `any`: engines of 1, 2, 4 and 8 tensor-parallel ranks, and of two pipeline stages, each read what each other has
 written: with as many KV heads as ranks, with fewer, with MLA, with a window. Wrong bytes are counted.
-
-`equal`: engines of the same ranks save and load 128 MiB of a model with 32 layers and 8 KV heads of 128, in blocks of
-16 and 32 tokens (2 and 4 MiB), as it is stored now and in the form before, `ranks`, in turns: blocks that lie
-together, and spread ones. The check is on CPU time, of this process and the daemon's, and blocks of 32 tokens.
 
 `mla`: what four ranks with the same KV take in the pool, in copies.
 
@@ -15,7 +11,7 @@ together, and spread ones. The check is on CPU time, of this process and the dae
 
 `lookups`: how long the lookup of a million tokens holds an engine's scheduler.
 
-    python bench/shapes.py [--quick] [--json FILE] [--only any|equal|mla|states|lookups]
+    python bench/shapes.py [--quick] [--json FILE] [--only any|mla|states|lookups]
 
 Needs vLLM: without it, it runs itself in the vLLM environment.
 """
@@ -26,24 +22,18 @@ import importlib.util
 import itertools
 import os
 import random
-import resource
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import REPO, Daemon, Report, daemon, in_turns, median, parse_arguments
+from harness import REPO, Daemon, Report, daemon, parse_arguments
 from shapes_lookups import lookups
 from shapes_states import hybrid
 
 from kvpool.client import Client
 
 RANKS = (1, 2, 4, 8)
-MIB = 1 << 20
-MOVED_BYTES = 128 * MIB
-JUDGED_TOKENS = 32  # a block, as docs/vllm.md starts engines
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -51,7 +41,7 @@ def main() -> int:
         python = str(REPO / ".venv-vllm" / "bin" / "python")
         os.execv(python, [python, *sys.argv])
     report, arguments = parse_arguments(__doc__ or "")
-    parts = {"any": any_reads_any, "equal": equal_ranks, "mla": one_copy, "states": hybrid}
+    parts = {"any": any_reads_any, "mla": one_copy, "states": hybrid}
     with (
         tempfile.TemporaryDirectory() as folder,
         daemon(Path(folder), "shapes", "512MiB") as running,
@@ -139,66 +129,6 @@ def wrong_bytes(
         wrong += int((here != there).sum())
     got.close()
     return wrong
-
-
-# ---- equal -------------------------------------------------------------------------------------------
-
-
-def equal_ranks(report: Report, client: Client, running: Daemon) -> None:
-    from kvpool.engine_plugins.vllm.config import Form
-    from tests.support.paged_ranks import Engine, PagedRanks
-
-    rounds = 8 if report.quick else 30
-    judged = []
-    for tokens, tp in (
-        ((JUDGED_TOKENS, 1),) if report.quick else itertools.product((16, 32), (1, 4))
-    ):
-        moved = MOVED_BYTES // (32 * 8 * tokens * 512)
-        held = moved * 3 // 2
-        kv = random_kv(32, held, 8, tokens, 256)
-        ranks = {
-            form: PagedRanks(
-                client, Engine(tp=tp, form=form), kv, name=f"equal {tokens} {tp} {form}"
-            )
-            for form in (Form.RANKS, Form.CANONICAL)
-        }
-        for name, blocks in (
-            ("together", list(range(moved))),
-            ("spread", random.Random(0).sample(range(held), moved)),
-        ):
-            numbers = itertools.count()
-            used: dict[Form, list[float]] = {form: [] for form in ranks}
-
-            def both_ways(form: Form, at: Any = (ranks, blocks, numbers, used)) -> None:
-                ranks, blocks, numbers, used = at
-                begun = cpu_s(running)
-                keys = keys_of((tokens, tp, form, name, next(numbers)), len(blocks))
-                ranks[form].save(keys, blocks)
-                ranks[form].load(keys, blocks)
-                used[form].append(cpu_s(running) - begun)
-
-            times = in_turns(rounds, *(partial(both_ways, form) for form in ranks))
-            before_s, now_s = (median(each) for each in times)
-            before_cpu_s, now_cpu_s = (median(each[3:]) for each in used.values())
-            report.row(
-                f"equal {tokens} tokens tp={tp} {name}",
-                before_gb_s=2 * MOVED_BYTES / 1e9 / before_s,
-                now_gb_s=2 * MOVED_BYTES / 1e9 / now_s,
-                wall_ratio=before_s / now_s,
-                cpu_ratio=before_cpu_s / now_cpu_s,
-            )
-            if tokens == JUDGED_TOKENS:
-                judged.append(before_cpu_s / now_cpu_s)
-        for each in ranks.values():
-            each.close()
-    report.check("tp_equal_vs_before", min(judged), at_least=0.95)
-
-
-def cpu_s(running: Daemon) -> float:
-    """CPU time of this process and of the daemon's control process."""
-    fields = Path(f"/proc/{running.process.pid}/stat").read_text().rpartition(")")[2].split()
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    return own.ru_utime + own.ru_stime + (int(fields[11]) + int(fields[12])) / TICKS
 
 
 # ---- mla ---------------------------------------------------------------------------------------------

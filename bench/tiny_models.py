@@ -5,7 +5,7 @@ these standard deviations every token depends on the whole prompt, and zeroing t
 the output. Nothing is downloaded.
 
 Usage: python bench/tiny_models.py KIND OUT_DIR
-KIND: llama, gemma, mistral, qwen-next, nemotron-h, chat, mimo and deepseek (both with MTP heads), idefics (pictures)
+KIND: llama, longrope, gemma, mistral, qwen-next, nemotron-h, chat, mimo and deepseek (both with MTP heads), idefics (pictures)
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _model(kind: str) -> Any:
         MistralForCausalLM,
         NemotronHConfig,
         NemotronHForCausalLM,
+        Phi3Config,
+        Phi3ForCausalLM,
         Qwen3NextConfig,
         Qwen3NextForCausalLM,
     )
@@ -72,6 +74,25 @@ def _model(kind: str) -> Any:
     }
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **common))
+    if (
+        kind == "longrope"
+    ):  # long factors for all positions, where prompts of over 1,024 tokens are allowed
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 1024,
+            "short_factor": [1.0] * 32,
+            "long_factor": [1.0 + 0.25 * each for each in range(32)],
+        }
+        return Phi3ForCausalLM(
+            Phi3Config(
+                num_hidden_layers=4,
+                original_max_position_embeddings=1024,
+                rope_parameters=rope,
+                pad_token_id=0,
+                **common,
+            )
+        )
     if kind == "mistral":  # all layers see a window only
         return MistralForCausalLM(MistralConfig(num_hidden_layers=4, sliding_window=64, **common))
     if kind == "gemma":

@@ -50,7 +50,7 @@ class KvpoolHiCache(HiCacheStorage):
         """Raises `ConfigError` for settings that are wrong. Does not wait for the daemon."""
         self._storage = storage_config
         self._config = BackendConfig.from_extra(getattr(storage_config, "extra_config", None))
-        self._arguments = _server_arguments()
+        self._arguments, model_config = _server_arguments()
         socket = self._config.socket
         # Half of a call's time is for its request, the other half for pages of disks and other nodes.
         self._request_s = self._config.timeout_s / 2
@@ -59,6 +59,9 @@ class KvpoolHiCache(HiCacheStorage):
             tenant=self._config.tenant,
             token=self._config.token,
             timeout_s=self._request_s,
+        )
+        self._facts = facts.engine_facts(
+            self._config, storage_config, self._arguments, model_config, sglang_version
         )
         self._transfers = Transfers()
         self._held: dict[str, Held] = {}
@@ -93,6 +96,7 @@ class KvpoolHiCache(HiCacheStorage):
                 ) from error
             pieces = [page.numel() * page.element_size()]
         record = facts.record_of(
+            self._facts,
             self._config,
             self._storage,
             self._arguments,
@@ -100,7 +104,6 @@ class KvpoolHiCache(HiCacheStorage):
             name,
             pages=pages,
             pieces=pieces,
-            version=sglang_version,
         )
         replicated = facts.is_replicated(self._storage, pool, name)
         logger.info(
@@ -298,13 +301,11 @@ def _text(name: Any) -> str:
     return str(getattr(name, "value", name))
 
 
-def _server_arguments() -> Any:
-    """SGLang's `ServerArgs`, wherever this version has them; None if there are none in this process."""
+def _server_arguments() -> tuple[Any, Any]:
+    """Return SGLang's `ServerArgs` and `ModelConfig`; None and None if there are none in this process."""
+    from sglang.srt.runtime_context import get_server_args, process_model_config
+
     try:
-        from sglang.srt.runtime_context import get_server_args
-    except ImportError:
-        from sglang.srt.server_args import get_global_server_args as get_server_args
-    try:
-        return get_server_args()
+        return get_server_args(), process_model_config()
     except ValueError:
-        return None
+        return None, None

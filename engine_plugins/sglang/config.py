@@ -37,6 +37,7 @@ class BackendConfig:
     model, revision, draft_model: names of the weights in the namespace, for engines that hold the same weights under
         different paths; None means what SGLang was given.
     epoch: part of the namespace. Give engines a new one when their weights change in place.
+    any_version: share pages with engines of all versions of SGLang, else with those of the same release.
     timeout_s, timeout_per_ki_token_s: a call of SGLang takes at most so long, and so much longer for each 1,024 tokens
         in it. The defaults are those of SGLang's prefetches (`prefetch_timeout_base`, `prefetch_timeout_per_ki_token`).
     verify: compare pages with their checksums when they are read; wrong ones are misses.
@@ -50,6 +51,7 @@ class BackendConfig:
     revision: str | None = None
     draft_model: str | None = None
     epoch: str = "0"
+    any_version: bool = False
     timeout_s: float = 1.0
     timeout_per_ki_token_s: float = 0.25
     verify: bool = False

@@ -2,15 +2,26 @@
 
 SGLang's page hashes name tokens (and LoRA, salt, images), never the model, its memory layout or the rank: the
 namespace has all of these. Each host pool has one of its own, for each share of it that a rank holds. Takes SGLang's
-objects without importing SGLang; attributes that a version lacks are left out.
+objects without importing SGLang; settings that a version lacks are not set.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from kvpool.engine_plugins import checkpoint
+from kvpool.engine_plugins.facts import (
+    Facts,
+    config_digest,
+    file_digests,
+    length_matters,
+    plain,
+    versions,
+)
 from kvpool.engine_plugins.sglang.config import BackendConfig
 from kvpool.types import KEY_BYTES, NamespaceRecord, PartSpec
 
@@ -22,20 +33,36 @@ DRAFTS = ("draft",)
 REPLICATED_POOLS = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool")
 """Classes of host pools that hold the same on each tensor-parallel rank, where the model's KV is replicated."""
 
-OF_WEIGHTS = (
-    "quantization",
-    "dtype",
-    "kv_cache_dtype",
+SETTINGS = (
     "quantization_param_path",
-    "json_model_override_args",
     "weight_version",
-    "device",
+    "custom_weight_loader",
+    "kt_method",
+    "kt_weight_path",
+    "qsa_indexer_dtype",
+    "enable_deepseek_v4_fp4_indexer",
+    "enable_page_major_kv_layout",
+    "mamba_ssm_dtype",
+    "enable_int8_mamba_checkpoint",
 )
-"""Of SGLang's arguments: what makes other KV of the same model and tokens, or other bytes of the same KV."""
+"""Arguments of SGLang that make other KV of the same model and tokens, or other bytes of the same KV."""
+QUANTIZATION = (
+    "modelopt_quant",
+    "modelopt_checkpoint_restore_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+)
+MEDIA = (
+    "mm_process_config",
+    "image_processor_backend",
+    "disable_fast_image_processor",
+    "enable_precise_embedding_interpolation",
+)
 OF_DRAFTS = (
     "speculative_algorithm",
     "speculative_draft_model_revision",
     "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
 )
 OF_POOLS = (
     "layout",
@@ -98,7 +125,51 @@ def is_writer(storage: Any) -> bool:
     return bool(getattr(storage, "is_storage_writer", storage.tp_rank == 0))
 
 
+def engine_facts(
+    config: BackendConfig, storage: Any, arguments: Any, model_config: Any, version: str
+) -> Facts:
+    """Return what all host pools of an engine have in common. Reads samples of its weights from their files.
+
+    storage: SGLang's `HiCacheStorageConfig`. arguments: its `ServerArgs`. model_config: its `ModelConfig`.
+    Both are None where this process has none.
+    """
+    path = str(getattr(arguments, "model_path", None) or getattr(storage, "model_name", None))
+    revision = getattr(arguments, "revision", None)
+    folder = _folder(path, revision)
+    hf_config = getattr(model_config, "hf_config", None)
+    return Facts(
+        engine="sglang",
+        versions=versions("sglang", version, pickled=False, any_version=config.any_version),
+        model=config.model or path,
+        revision=config.revision or getattr(hf_config, "_commit_hash", None) or revision,
+        code_revision=None,  # SGLang takes a model's code from the revision of its weights
+        weights=_weights(arguments, folder),
+        config=str(file_digests(folder, ["config.json"]))
+        if hf_config is None
+        else config_digest(hf_config),
+        classes={},
+        dtype=str(getattr(model_config, "dtype", None) or getattr(arguments, "dtype", None)),
+        quantization=getattr(arguments, "quantization", None),
+        quantization_config=_attributes(arguments, QUANTIZATION),
+        kv_cache_dtype=str(getattr(arguments, "kv_cache_dtype", None)),
+        fp8=None,  # of each pool
+        positions=None
+        if hf_config is None
+        else length_matters(hf_config, int(model_config.context_len)),
+        device=[str(getattr(arguments, "device", None))],
+        speculative=None,  # of the pools of drafts
+        multimodal=_attributes(arguments, MEDIA),
+        settings={
+            **_attributes(arguments, SETTINGS),
+            "served_as": None if config.model else getattr(storage, "model_name", None),
+        },
+        tenant=config.tenant,
+        epoch=config.epoch,
+    )
+
+
 def record_of(
+    facts: Facts,
     config: BackendConfig,
     storage: Any,
     arguments: Any,
@@ -107,41 +178,44 @@ def record_of(
     *,
     pages: bool,
     pieces: Iterable[int],
-    version: str,
 ) -> NamespaceRecord:
-    """The namespace of a host pool's pages, as this rank holds them.
+    """Return the namespace of a host pool's pages, as this rank holds them.
 
-    storage: SGLang's `HiCacheStorageConfig`. arguments: its `ServerArgs`, or None. pages: whether blocks are a page's pieces, of
-    these sizes, or the tensor that SGLang makes of it.
-    version: SGLang's, whose hashes and layouts are no promise of the next one.
+    facts: see `engine_facts`. pages: whether blocks are a page's pieces, of these sizes, or the tensor that SGLang makes of
+    the page.
     """
     sizes = list(pieces)
     packed_drafts = int(getattr(pool, "layer_num", 0) or 0) != int(
         getattr(pool, "target_layer_num", None) or getattr(pool, "layer_num", 0) or 0
     )
-    fields: dict[str, Any] = {
-        "engine": "sglang",
-        "engine_version": version,
+    # A host pool has 8-bit floats as uint8; the engine's own pool says which they are.
+    dtype = str(getattr(getattr(pool, "device_pool", pool), "dtype", None))
+    facts = replace(facts, fp8=dtype if "float8" in dtype else None)
+    if name.startswith(DRAFTS) or packed_drafts:
+        facts = replace(facts, speculative=_drafts(config, arguments))
+    fields = facts.fields() | {
         "form": FORM_VERSION,
         "interface": "pages" if pages else "tensors",
-        "epoch": config.epoch,
-        "model": config.model or _path(storage, arguments, "model_path"),
-        "revision": config.revision or _plain(getattr(arguments, "revision", None)),
-        "served_as": None if config.model else _plain(getattr(storage, "model_name", None)),
-        "weights": _attributes(arguments, OF_WEIGHTS),
         "pool": name,
         "pool_class": type(pool).__name__,
         "pool_facts": _attributes(pool, OF_POOLS),
         "pieces": sizes,
         "ranks": ranks_of(storage, replicated=is_replicated(storage, pool, name)),
     }
-    if name.startswith(DRAFTS) or packed_drafts:
-        fields["draft"] = {
-            "model": config.draft_model
-            or _plain(getattr(arguments, "speculative_draft_model_path", None)),
-            **_attributes(arguments, OF_DRAFTS),
-        }
     return NamespaceRecord(fields, (PartSpec(nbytes=sum(sizes)),))
+
+
+def _drafts(config: BackendConfig, arguments: Any) -> dict[str, Any]:
+    """Return what drafts are made with. Without a path, the target's checkpoint has the draft model."""
+    path = getattr(arguments, "speculative_draft_model_path", None)
+    revision = getattr(arguments, "speculative_draft_model_revision", None)
+    folder = None if path is None else _folder(path, revision)
+    return {
+        "model": config.draft_model or path,
+        "weights": None if folder is None else checkpoint.stored(str(folder)),
+        "config": {} if folder is None else file_digests(folder, ["config.json"]),
+        **_attributes(arguments, OF_DRAFTS),
+    }
 
 
 def ranks_of(storage: Any, *, replicated: bool) -> dict[str, int]:
@@ -152,21 +226,22 @@ def ranks_of(storage: Any, *, replicated: bool) -> dict[str, int]:
     return {name: int(getattr(storage, name, int(name.endswith("size")))) for name in names}
 
 
-def _path(storage: Any, arguments: Any, name: str) -> Any:
-    return _plain(getattr(arguments, name, None) or getattr(storage, "model_name", None))
+def _folder(path: str, revision: str | None) -> Path:
+    """Return where the files of a model are; the path as it is, where they are not on this machine."""
+    try:
+        return checkpoint.folder_of(path, revision)
+    except (OSError, ValueError):
+        return Path(path)
+
+
+def _weights(arguments: Any, folder: Path) -> Any:
+    """Return what tells two sets of weights under one name apart; None if their files are not on this machine."""
+    if str(getattr(arguments, "load_format", None)) == "dummy":
+        return "dummy"
+    return checkpoint.stored(str(folder))
 
 
 def _attributes(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the attributes that are set, as JSON."""
     found = {name: getattr(owner, name, None) for name in names}
-    return {name: _plain(value) for name, value in found.items() if value is not None}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON: dtypes, shapes and the like as their text."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in sorted(value.items())}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return str(value)
+    return {name: plain(value) for name, value in found.items() if value is not None}

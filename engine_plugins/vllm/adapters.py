@@ -16,7 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from kvpool.engine_plugins.vllm.weights import stored
+from kvpool.engine_plugins.checkpoint import folder_of, stored
 
 log = logging.getLogger("kvpool.vllm")
 
@@ -71,7 +71,7 @@ class Adapters:
     def _content(self, adapter: Any) -> bytes | None:
         number, name = adapter.lora_int_id, adapter.lora_name
         try:
-            folder = _folder(adapter.lora_path)
+            folder = folder_of(adapter.lora_path)
             stamp = _stamp(folder)
             if number not in self._known:
                 self._known[number] = stamp, _digest(folder)
@@ -96,16 +96,6 @@ class Adapters:
 def _name(adapter: Any) -> tuple[str, str]:
     """What the engine's block hashes have of an adapter."""
     return adapter.lora_name, adapter.lora_path
-
-
-def _folder(path: str) -> Path:
-    """Where the engine reads an adapter from. Raises `OSError` and `ValueError`."""
-    local = Path(path).expanduser()
-    if local.exists() or local.is_absolute():
-        return local
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, local_files_only=True))
 
 
 def _stamp(folder: Path) -> Stamp:

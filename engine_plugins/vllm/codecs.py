@@ -6,7 +6,7 @@ computed KV: the codec is part of the namespace, so that engines without it, or 
 another one, never see it.
 
 A part is the records of its layers, one after the other. A record of a layer with E elements a
-block and H heads (of the part's shard; in the form `ranks`, of this rank):
+block and H heads (of the part's shard; of the rank, where the group is stored by rank):
 
     offset 0             E    to a multiple of 8              + 8 * H
            | payload ... | zeros  | scales, H x 2 ...         |

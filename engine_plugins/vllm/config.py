@@ -43,13 +43,6 @@ class Codec(StrEnum):
     INT8 = "int8"
 
 
-class Form(StrEnum):
-    """How blocks are cut into what the pool stores: so that engines with other ranks can read them, or by rank."""
-
-    CANONICAL = "canonical"
-    RANKS = "ranks"
-
-
 @dataclass(frozen=True, slots=True)
 class PluginConfig:
     """Settings of one engine. Times are in seconds, sizes in bytes.
@@ -60,8 +53,8 @@ class PluginConfig:
     model: name of the model in the namespace, for engines that hold the same weights under
         different paths; None means the path or id that vLLM was given.
     epoch: part of the namespace. Give engines a new one when their weights change in place.
+    any_version: share blocks with engines of all versions of vLLM, else with those of the same release.
     codec: what is lost of blocks to make them smaller; engines share blocks with those of the same.
-    form: `ranks` is that of versions before the canonical one, for engines that are to share blocks with them.
     layer_pieces: into how many pieces the layers of blocks are cut; 0: as many as there are pipeline stages.
     lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
     lookup_timeout_s: the longest that a lookup may hold the scheduler.
@@ -92,8 +85,8 @@ class PluginConfig:
     token: str | None = None
     model: str | None = None
     epoch: str = "0"
+    any_version: bool = False
     codec: Codec = Codec.NONE
-    form: Form = Form.CANONICAL
     layer_pieces: int = 0
     lease_s: float = 10.0
     lookup_timeout_s: float = 0.05

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
@@ -46,10 +47,12 @@ from vllm.v1.request import RequestStatus
 from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client
+from kvpool.engine_plugins import facts
 from kvpool.engine_plugins.vllm import namespace
 from kvpool.engine_plugins.vllm.ahead import Ahead
 from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.config import Form, LoadMode, PluginConfig
+from kvpool.engine_plugins.vllm.callers import models_with
+from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.events import publisher
 from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, Pages
@@ -71,12 +74,13 @@ from kvpool.engine_plugins.vllm.pool_events import (
     StoredRun,
 )
 from kvpool.engine_plugins.vllm.pool_watch import PoolWatch
+from kvpool.engine_plugins.vllm.positions import rotations
 from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
 from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
 from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
-from kvpool.engine_plugins.vllm.stored import numbered, stored_groups
+from kvpool.engine_plugins.vllm.stored import stored_groups
 from kvpool.engine_plugins.vllm.weights import Loaded, projected_heads
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
@@ -139,10 +143,15 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         draft_blocks = namespace.draft_blocks(rules, vllm_config.speculative_config)
         self._rules: list[GroupRule] = namespace.with_earlier_windows(rules, draft_blocks)
         namespace.check_codec(kv_cache_config, self._rules, self._config.codec)
-        self._by_version = namespace.check_hashes(
-            vllm_config.cache_config.prefix_caching_hash_algo,
-            os.environ.get("PYTHONHASHSEED"),
-            accept_weak=self._config.accept_weak_hashes,
+        self._versions = facts.versions(
+            "vllm",
+            vllm_version,
+            pickled=namespace.check_hashes(
+                vllm_config.cache_config.prefix_caching_hash_algo,
+                os.environ.get("PYTHONHASHSEED"),
+                accept_weak=self._config.accept_weak_hashes,
+            ),
+            any_version=self._config.any_version,
         )
         # With a window, the blocks before the first failed one may never have been there.
         full = [rule.kind is PartKind.FULL for rule in self._rules]
@@ -316,7 +325,15 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         device = next(iter(kv_caches.values())).device
         layers = self._vllm_config.compilation_config.static_forward_context
         # Target and draft, wherever they have layers with KV.
-        loaded = Loaded(each for each in layers.values() if isinstance(each, torch.nn.Module))
+        models = models_with(
+            [each for each in layers.values() if isinstance(each, torch.nn.Module)]
+        )
+        if not models:
+            logger.warning(
+                "the model is not found in this version of vLLM: blocks are shared only by engines with the same "
+                "--max-model-len if it may matter, and by none after a reset of the caches"
+            )
+        loaded = Loaded(models)
         stored = stored_groups(
             self._vllm_config,
             self._kv_cache_config,
@@ -324,12 +341,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._rules,
             kv_caches,
             lambda name: layers[name].get_attn_backend().get_name(),
-            projected_heads(loaded.models, layers).get,
+            projected_heads(models, layers).get,
         )
-        canonical = self._config.form is Form.CANONICAL
         rank = self._vllm_config.parallel_config.rank
         for rule, group in zip(self._rules, stored, strict=True):
-            if canonical and group.why:
+            if group.why:
                 logger.warning(
                     "cache group %d is stored by rank, for engines of these ranks only: %s",
                     rule.group,
@@ -342,9 +358,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             isa=namespace.isa(device.type),
             groups=[group.layer_bytes() for group in stored],
             backends={layer.name: layer.backend for group in stored for layer in group.layers()},
-            held=[group.held() for group in stored] if canonical else [],
+            held=[group.held() for group in stored],
             weights=loaded.digest(),
-            config=namespace.config_digest(self._vllm_config.model_config),
+            config=facts.config_digest(self._vllm_config.model_config.hf_config),
+            rotations=rotations(models, self._vllm_config.model_config.dtype),
+            fp8=str(current_platform.fp8_dtype()),
             place=f"{platform.node()}:{self._client.socket_path}",
         )
         on_host = device.type == "cpu"
@@ -366,7 +384,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             return DevicePages(rows, segments)
 
         def make_pages() -> Sequence[GroupPages]:
-            firsts = numbered(stored, self._config.form, rank)
+            firsts = namespace.first_parts([group.share.cut for group in stored])
             return [
                 group.pages(first, plain_pages, counters.add)
                 for group, first in zip(stored, firsts, strict=True)
@@ -445,7 +463,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return [self._reports[rank] for rank in sorted(self._reports)]
 
     def _record(self, weights: str) -> NamespaceRecord:
-        versions = {"python": platform.python_version(), "vllm": vllm_version}
         return namespace.record(
             self._vllm_config,
             self._kv_cache_config,
@@ -453,7 +470,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._rules,
             self._sorted_reports(),
             seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
-            versions=versions if self._by_version else {},
+            versions=self._versions,
             hash_tokens=_hash_tokens(self._kv_cache_config),
             weights=weights,
         )

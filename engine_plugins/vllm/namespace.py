@@ -2,28 +2,34 @@
 
 The engine's block hashes name tokens (and LoRA, salt, images), never the model or its memory
 layout; the namespace adds the rest. What is stored is the same whatever the ranks (`shards.py`), so
-that the record has nothing of them; part numbers count the parts of one group after the other. In the
-form `ranks` of earlier versions, each rank has a part of each group, `rank * stored groups + group`.
+that the record has nothing of them; part numbers count the parts of one group after the other.
 Takes vLLM's objects without importing vLLM, so that it is tested without it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import math
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, Form, PluginConfig
+from kvpool.engine_plugins.checkpoint import stored
+from kvpool.engine_plugins.facts import (
+    Facts,
+    config_digest,
+    digest,
+    file_digests,
+    fp8_type,
+    length_matters,
+    plain,
+)
+from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
-from kvpool.engine_plugins.vllm.weights import stored
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 
@@ -66,6 +72,20 @@ PROCESSOR_SETTINGS = (
     "mm_encoder_fp8_scale_path",
 )
 """What an engine is told of it. vLLM's hashes of media have what a request says, not what the engine was told."""
+DRAFTS_WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+"""Methods whose drafts have no layers in the KV cache: engines with them share KV with those that do not draft."""
+CACHE_SETTINGS = (
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "use_replayssm",
+    "replayssm_buffer_len",
+    "use_kda_recoverssm",
+)
+ATTENTION_SETTINGS = ("indexer_kv_dtype", "use_non_causal")
+"""What these settings change is not always seen in the specs of cache groups."""
+LAYOUT_VARIABLES = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
+"""Variables of vLLM's environment that change where the bytes of a block lie, under the same backend's name."""
 HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec")
 HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -221,8 +241,6 @@ def first_parts(cuts: Sequence[Cut]) -> list[int]:
 
 def part_rules(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> list[GroupRule]:
     """The rule of the group that each part belongs to."""
-    if not reports[0].held:
-        return list(rules) * len(reports)
     cuts = [held.cut for held in reports[0].held]
     return [rule for rule, cut in zip(rules, cuts, strict=True) for _ in range(cut.parts)]
 
@@ -243,16 +261,11 @@ def part_specs(rules: Sequence[GroupRule], reports: Sequence[RankReport]) -> tup
 
     Raises `ConfigError` where the ranks do not agree.
     """
-    if reports[0].held:
-        sizes = [
-            merged.parts[part]
-            for merged in map(_together, _by_group(reports))
-            for part in range(merged.cut.parts)
-        ]
-    else:
-        sizes = [
-            sum(nbytes for _, nbytes in layers) for report in reports for layers in report.groups
-        ]
+    sizes = [
+        merged.parts[part]
+        for merged in map(_together, _by_group(reports))
+        for part in range(merged.cut.parts)
+    ]
     return tuple(
         PartSpec(
             nbytes=nbytes, kind=rule.kind, window_blocks=rule.window_blocks, stride=rule.stride
@@ -309,14 +322,14 @@ def record(
     hash_tokens: int,
     weights: str,
 ) -> NamespaceRecord:
-    """The namespace of an engine.
+    """Return the namespace of an engine.
 
-    weights: which it has instead of those that it began with; empty: these.
+    weights: name of the weights that have replaced those of the start; empty: none have.
     seed: what the engine's hash chain starts from.
-    versions: Python's and the engine's where the hash depends on them, else empty.
+    versions: see `facts.versions`.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel, load = vllm_config.parallel_config, vllm_config.load_config
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    specs = [kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec for rule in rules]
     fields = engine_facts(
         vllm_config,
         config,
@@ -325,29 +338,27 @@ def record(
         hash_tokens=hash_tokens,
         device=sorted({report.device for report in reports}),
         weights=weights,
+        fp8=fp8_type(
+            str(cache.cache_dtype),
+            [str(getattr(one, "dtype", "")) for spec in specs for one in layer_specs(spec)],
+            reports[0].fp8,
+        ),
+        # Ranks of other pipeline stages have other layers, so that together they have all rotations.
+        rotations=sorted({each for report in reports for each in report.rotations}),
     )
     # The engine's own process has it as it was before the model was loaded, unless the only rank is in it.
     fields["config"] = reports[0].config or fields["config"]
-    if config.form is Form.RANKS and not weights:
-        fields |= {"revision": model.revision, "weights": _weights_before(model, load)}
-        fields["speculative"] = _speculative(vllm_config.speculative_config, draft={})
-        fields.pop("multimodal", None)
     if config.codec is not Codec.NONE:
-        # Without a codec there is no field: namespaces of before there were codecs stay the same.
         fields["codec"] = {"name": str(config.codec), "version": CODEC_VERSION}
-    specs = [plain(kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec) for rule in rules]
     groups = [_together(ranks) for ranks in _by_group(reports)]
-    if groups:
-        fields["form"] = FORM_VERSION
-        fields["groups"] = [
-            {**_group_facts(spec, group), "tokens": rule.stride * hash_tokens}
-            for rule, spec, group in zip(rules, specs, groups, strict=True)
-        ]
-        if any(group.kind is Kind.HALVES for group in groups):
-            fields["isa"] = sorted({report.isa for report in reports})
-    else:
-        fields["groups"] = specs
-    if not groups or any(group.kind is Kind.RANKS for group in groups):
+    fields["form"] = FORM_VERSION
+    fields["groups"] = [
+        {**_group_facts(plain(spec), group), "tokens": rule.stride * hash_tokens}
+        for rule, spec, group in zip(rules, specs, groups, strict=True)
+    ]
+    if any(group.kind is Kind.HALVES for group in groups):
+        fields["isa"] = sorted({report.isa for report in reports})
+    if any(group.kind is Kind.RANKS for group in groups):
         fields |= _rank_facts(parallel, cache, reports)
     return NamespaceRecord(fields=fields, parts=part_specs(rules, reports))
 
@@ -372,31 +383,42 @@ def engine_facts(
     hash_tokens: int,
     device: Sequence[str],
     weights: str,
+    fp8: str | None = None,
+    rotations: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What has to agree whatever form the KV is stored in; for the arguments see `record`. device: the ranks'."""
+    """Return what must agree whatever the form in which KV is stored; for the arguments see `record`.
+
+    device: the ranks'. fp8: see `Facts`. rotations: of the ranks' models; empty: not seen, or there are none.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    speculative = vllm_config.speculative_config
-    facts = {
-        "engine": "vllm",
-        "model": naming.model or model.model,
-        "revision": None if weights else _revision(model),
-        "weights": weights or _weights(model, vllm_config.load_config),
-        "config": config_digest(model),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": str(cache.cache_dtype),
+    attention = vllm_config.attention_config
+    facts = Facts(
+        engine="vllm",
+        versions=versions,
+        model=naming.model or model.model,
+        **_loaded(model, vllm_config.load_config, weights),
+        config=config_digest(model.hf_config),
+        classes=model.model_class_overrides,
+        kv_cache_dtype=str(cache.cache_dtype),
+        fp8=fp8,
+        positions=rotations or length_matters(model.hf_config, model.max_model_len),
+        device=device,
+        speculative=_speculative(model, vllm_config.speculative_config),
+        multimodal=_media(vllm_config),
+        settings={
+            **{name: plain(getattr(cache, name)) for name in CACHE_SETTINGS},
+            **{name: plain(getattr(attention, name)) for name in ATTENTION_SETTINGS},
+            **{name: os.environ.get(name) for name in LAYOUT_VARIABLES},
+        },
+        tenant=naming.tenant,
+        epoch=naming.epoch,
+    )
+    return {
+        **facts.fields(),
         "hash_tokens": hash_tokens,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "hash_seed": hashlib.sha256(seed.encode()).hexdigest()[:16],
-        "versions": dict(versions),
-        "device": list(device),
-        "speculative": _speculative(speculative, _draft(model, speculative)),
-        "tenant": naming.tenant,
-        "epoch": naming.epoch,
     }
-    if model.multimodal_config is not None:
-        facts["multimodal"] = _media(model)
-    return facts
 
 
 def _rank_facts(parallel: Any, cache: Any, reports: Sequence[RankReport]) -> dict[str, Any]:
@@ -428,31 +450,6 @@ def _group_facts(spec: dict[str, Any], held: Held) -> dict[str, Any]:
     }
 
 
-def plain(value: Any) -> Any:
-    """A value of the engine's configuration as JSON, the same in every process.
-
-    Objects that are not data are named by their type: their repr would hold an address.
-    """
-    if isinstance(value, Enum):
-        return value.name
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {
-            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-        return {"type": type(value).__name__, **items}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
-    if type(value).__module__ == "torch":
-        return str(value)
-    return type(value).__name__
-
-
 def isa(device: str) -> str:
     """What CPU kernels may lay out KV by; accelerators' layouts follow from their backend's name.
 
@@ -467,78 +464,52 @@ def isa(device: str) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * tiles}"
 
 
-def digest(value: Any, drop: Sequence[str] = ()) -> str:
-    """Of a value of the engine's configuration, without the items of these names."""
-    body = plain(value)
-    if isinstance(body, dict):
-        body = {key: item for key, item in body.items() if key not in drop}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+def _loaded(model: Any, load: Any, weights: str = "") -> dict[str, Any]:
+    """Return those of `Facts` that say what was loaded, of a target or a draft model.
 
-
-def config_digest(model: Any) -> str:
-    """Of the configuration that the model came with."""
-    return digest(model.hf_config.to_dict(), drop=("_name_or_path", "transformers_version"))
-
-
-def _weights(model: Any, load: Any) -> Any:
-    """What tells two sets of weights under one name apart, as far as it can be seen cheaply."""
-    load_format = str(getattr(load.load_format, "value", load.load_format))
-    if load_format == "dummy":
-        return {"dummy": model.seed}
-    return stored(model.model)
-
-
-def _weights_before(model: Any, load: Any) -> Any:
-    """As versions before told them apart: by the names and sizes of files."""
-    if str(getattr(load.load_format, "value", load.load_format)) == "dummy":
-        return {"dummy": model.seed}
-    folder = Path(model.model)
-    if not folder.is_dir():
-        return None
-    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pt")]
-    return [[path.name, path.stat().st_size] for path in sorted(files)]
-
-
-def _revision(model: Any) -> str | None:
-    """The commit of what was loaded from a hub: a branch, or none, may mean another one tomorrow."""
-    return getattr(model.hf_config, "_commit_hash", None) or model.revision
-
-
-def _speculative(speculative: Any, draft: Mapping[str, Any]) -> Any:
-    """Draft layers share the KV cache, and their method may shift what a block hash covers. draft: see `_draft`."""
-    if speculative is None:
-        return None
+    load: how; None: from a checkpoint. weights: see `record`.
+    """
+    load_format = getattr(load, "load_format", "auto")
+    dummy = str(getattr(load_format, "value", load_format)) == "dummy"
+    # A branch, or none, may be another commit tomorrow.
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
     return {
+        "revision": None if weights else commit,
+        "code_revision": model.code_revision,
+        "weights": weights or ({"dummy": model.seed} if dummy else stored(model.model)),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "quantization_config": plain(model.quantization_config),
+    }
+
+
+def _speculative(model: Any, speculative: Any) -> Any:
+    """Return what drafts are made with, if they have layers in the KV cache: their method may shift what a hash covers."""
+    if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
+        return None
+    draft = speculative.draft_model_config
+    facts = {
         "method": str(speculative.method),
         "model": str(speculative.model),
         "tokens": speculative.num_speculative_tokens,
-        **draft,
+        "kv_cache_dtype": speculative.kv_cache_dtype,
     }
-
-
-def _draft(model: Any, speculative: Any) -> dict[str, Any]:
-    """Which draft model's KV is stored beside the target's; empty where the target's checkpoint has it, or there is none."""
-    draft = None if speculative is None else speculative.draft_model_config
     if draft is None or draft.model == model.model:
-        return {}
+        return facts  # the target's checkpoint has it
     return {
-        "revision": _revision(draft),
-        "weights": stored(draft.model),
-        "config": _files(draft, ["config.json"]),
+        **facts,
+        **_loaded(draft, None),
+        "config": file_digests(Path(draft.model), ["config.json"]),
     }
 
 
-def _media(model: Any) -> dict[str, Any]:
-    """How pictures and other media become what the model sees. Of models from a hub the revision says what files have."""
-    settings = {name: plain(getattr(model.multimodal_config, name)) for name in PROCESSOR_SETTINGS}
-    return {"files": _files(model, PROCESSOR_FILES), **settings}
-
-
-def _files(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Digests of those that the model's folder has."""
-    files = [Path(model.model) / name for name in names]
+def _media(vllm_config: Any) -> dict[str, Any] | None:
+    """Return how media become what the model sees. Of models from a hub the revision says what files have."""
+    model, lora = vllm_config.model_config, vllm_config.lora_config
+    if model.multimodal_config is None:
+        return None
     return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        for file in files
-        if file.is_file()
+        "files": file_digests(Path(model.model), PROCESSOR_FILES),
+        "encoder_adapters": lora is not None and lora.enable_tower_connector_lora,
+        **{name: plain(getattr(model.multimodal_config, name)) for name in PROCESSOR_SETTINGS},
     }

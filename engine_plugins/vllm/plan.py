@@ -170,10 +170,12 @@ class RankReport:
     """What one rank knows of the bytes of its paged KV.
 
     groups: for each stored group, its layers as (name, bytes a block).
-    held: for each of them, how the rank's share of it is cut into parts; empty where every rank has its own parts.
+    held: for each of them, how the rank's share of it is cut into parts.
     backends: attention backend of each layer.
     config: digest of the model's configuration, once the model is loaded: some change it as they are, and only in
         the rank's own process.
+    rotations: how the rank's models turn positions into rotations (`positions.py`).
+    fp8: the type in which the rank's platform reads 8-bit floats.
     place: the machine and the socket of the rank's daemon.
     life: of the daemon's spare device memory, if the rank is attached to it and computes on that very
         device; else 0.
@@ -197,6 +199,8 @@ class RankReport:
     pinned: bool = True
     place: str = ""
     config: str = ""
+    rotations: list[str] = field(default_factory=list)
+    fp8: str = ""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout, shard_layout
-from kvpool.engine_plugins.vllm.config import Codec, Form, PluginConfig
+from kvpool.engine_plugins.vllm.config import Codec, PluginConfig
 from kvpool.engine_plugins.vllm.layout import (
     GroupPages,
     Pages,
@@ -16,7 +16,7 @@ from kvpool.engine_plugins.vllm.layout import (
     byte_rows,
     shard_rows,
 )
-from kvpool.engine_plugins.vllm.namespace import STATE_SPECS, first_parts
+from kvpool.engine_plugins.vllm.namespace import STATE_SPECS
 from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.engine_plugins.vllm.shards import (
     CONTENT_BACKENDS,
@@ -261,13 +261,6 @@ def stored_groups(
     return stored
 
 
-def numbered(groups: Sequence[StoredGroup], form: Form, rank: int) -> list[int]:
-    """The number of each group's first part. By rank, in the form of earlier versions, so that the rank's own follows."""
-    if form is Form.RANKS:
-        return [position + rank * (len(groups) - 1) for position in range(len(groups))]
-    return first_parts([group.share.cut for group in groups])
-
-
 def _stored(
     at: Rank,
     layers: list[Layer],
@@ -283,7 +276,7 @@ def _stored(
         return StoredGroup(Kind.RANKS, by_rank(at), [layers], blocks, config.codec, {}, why)
 
     kinds = {layer.kind for layer in layers}
-    if config.form is Form.RANKS or kinds != {layers[0].kind} or Kind.RANKS in kinds:
+    if kinds != {layers[0].kind} or Kind.RANKS in kinds:
         names = ", ".join(sorted({layer.backend for layer in layers}))
         return group_by_rank(f"where heads are in the KV of {names} is not known")
     kind = layers[0].kind

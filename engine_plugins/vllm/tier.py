@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import uuid
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -39,6 +38,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client, Presence
+from kvpool.engine_plugins import facts
 from kvpool.engine_plugins.vllm import tier_namespace
 from kvpool.engine_plugins.vllm.namespace import isa
 from kvpool.engine_plugins.vllm.plan import block_key
@@ -101,7 +101,14 @@ class KvpoolTier(SecondaryTierManager):
         self._config = config = TierConfig.from_given(settings)
         self.locality = None if config.locality is None else Locality(config.locality)
         self._vllm_config = tier_namespace.engine_config(offloading_spec)
-        tier_namespace.check(self._vllm_config, config, os.environ.get("PYTHONHASHSEED"))
+        self._versions = facts.versions(
+            "vllm",
+            vllm_version,
+            pickled=tier_namespace.check(
+                self._vllm_config, config, os.environ.get("PYTHONHASHSEED")
+            ),
+            any_version=config.any_version,
+        )
         groups = offloading_spec.config.groups
         self._part_of = {group.group_id: part for part, group in enumerate(groups)}
         chunk_blocks = offloading_spec.blocks_per_chunk
@@ -159,9 +166,10 @@ class KvpoolTier(SecondaryTierManager):
             self._config,
             row_bytes=self.block_size_bytes,
             seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
-            versions={"python": platform.python_version(), "vllm": vllm_version},
+            versions=self._versions,
             device=[device, name or isa(device)],
             weights=weights,
+            fp8=str(current_platform.fp8_dtype()),
         )
         self._store.enter(record, CHANGED_TTL_S if weights else 0.0)
         if self._watch is not None:

@@ -20,7 +20,7 @@ LOCALITIES = (None, "LOCAL", "REMOTE")
 class TierConfig:
     """Settings of one engine's tier. Times are in seconds.
 
-    socket, tenant, token, model, epoch: as in `PluginConfig`.
+    socket, tenant, token, model, epoch, any_version: as in `PluginConfig`.
     lookup_timeout_s: the longest that a lookup's thread waits for the daemon; its requests wait as long.
     request_timeout_s: the same for stores and loads, without the time for their bytes.
     load_wait_s: how long a load waits for chunks that are on disks or other nodes.
@@ -40,6 +40,7 @@ class TierConfig:
     token: str | None = None
     model: str | None = None
     epoch: str = "0"
+    any_version: bool = False
     lookup_timeout_s: float = 0.25
     request_timeout_s: float = 1.0
     load_wait_s: float = 1.0

@@ -6,11 +6,12 @@ ranks, cache groups and chunk size. Takes vLLM's objects without importing vLLM.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpool.engine_plugins.vllm.namespace import check_hashes, digest, engine_facts, plain
+from kvpool.engine_plugins.facts import digest, fp8_type, plain
+from kvpool.engine_plugins.vllm.callers import callers
+from kvpool.engine_plugins.vllm.namespace import check_hashes, engine_facts
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartSpec
@@ -20,26 +21,30 @@ FORM_VERSION = 1
 
 
 def engine_config(offloading_spec: Any) -> Any:
-    """The engine's `VllmConfig`. A tier is given excerpts only, in which its weights and hashes are missing.
+    """Return the engine's `VllmConfig`. A tier is given excerpts only, in which its weights and hashes are missing.
 
-    All objects of the process are looked through, which takes a fraction of a second: call it once.
-    Raises `ConfigError` if it is not there.
+    The functions that are making the tier have it: call this while they do.
+    Raises `ConfigError` if none of them has.
     """
     extra = offloading_spec.extra_config
-    for one in gc.get_objects():
-        if type(one).__name__ == "VllmConfig":
-            transfer = one.kv_transfer_config
-            if transfer is not None and transfer.kv_connector_extra_config is extra:
-                return one
+    for names in callers():
+        for one in names.values():
+            if type(one).__name__ == "VllmConfig":
+                transfer = one.kv_transfer_config
+                if transfer is not None and transfer.kv_connector_extra_config is extra:
+                    return one
     raise ConfigError(
         "kvpool's tier does not find the configuration of the engine that it belongs to, so it cannot tell which weights its "
         "chunks come from: use the connector KvpoolConnector with this version of vLLM"
     )
 
 
-def check(vllm_config: Any, config: TierConfig, hash_seed: str | None) -> None:
-    """Raises `ConfigError` where other engines could not use the chunks, or could use wrong ones."""
-    check_hashes(
+def check(vllm_config: Any, config: TierConfig, hash_seed: str | None) -> bool:
+    """Return whether block hashes depend on the versions of Python and vLLM, as `check_hashes` does.
+
+    Raises `ConfigError` where other engines could not use the chunks, or could use wrong ones.
+    """
+    pickled = check_hashes(
         vllm_config.cache_config.prefix_caching_hash_algo,
         hash_seed,
         accept_weak=config.accept_weak_hashes,
@@ -51,6 +56,7 @@ def check(vllm_config: Any, config: TierConfig, hash_seed: str | None) -> None:
             "has another one of that name. Use the connector KvpoolConnector; or, if a name means the same adapter "
             "in all engines that share the pool, set same_adapters in the tier's entry in secondary_tiers"
         )
+    return pickled
 
 
 def record(
@@ -63,12 +69,14 @@ def record(
     versions: Mapping[str, str],
     device: Sequence[str],
     weights: str,
+    fp8: str,
 ) -> NamespaceRecord:
-    """The namespace of an engine's chunks.
+    """Return the namespace of an engine's chunks.
 
     offloading: vLLM's `OffloadingConfig`. row_bytes: of a chunk in memory, padding included. seed: what the chain of
-    hashes starts from. versions: of what decides how KV lies in a chunk. device: its kind, name, and what else its
-    kernels go by. weights: which it has instead of those that it began with; empty: these.
+    hashes starts from. versions: see `facts.versions`. device: its kind, name, and what else its kernels go by. weights: name
+    of the weights that have replaced those of the start; empty: none have. fp8: the type in which the platform reads
+    8-bit floats.
     """
     cache, parallel = offloading.cache, offloading.parallel
     attention = vllm_config.attention_config
@@ -80,6 +88,7 @@ def record(
         hash_tokens=cache.tokens_per_hash,
         device=device,
         weights=weights,
+        fp8=fp8_type(str(vllm_config.cache_config.cache_dtype), [str(offloading.model.dtype)], fp8),
     )
     fields |= {
         "form": f"{FORM} {FORM_VERSION}",

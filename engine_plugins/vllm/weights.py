@@ -1,18 +1,14 @@
-"""Which weights an engine has: those in its memory to the last bit, those of a checkpoint by samples.
+"""The weights that a rank has in its memory, to the last bit.
 
-What is in memory depends on how ranks share a model, so it tells whether weights have changed, and which engines
-of one shape have changed to the same. A checkpoint's files are the same for engines of all shapes.
+They depend on how ranks share a model, so they tell whether weights have changed, and which engines of one shape have
+changed to the same. Those of a checkpoint's files, the same for engines of all shapes, are in `checkpoint.py`.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,46 +19,9 @@ log = logging.getLogger("kvpool.vllm")
 
 WORD = 8
 ROW_WORDS = 4096
-PIECES_MAX = 2048
-"""From how many places of a checkpoint whose tensors are not known bytes are read."""
-PIECE_BYTES = 4096
-SPOTS_PER_TENSOR, SPOTS_MAX = 4, 16384
-"""At how many places a tensor is looked at, and all of them: at one each, where there are more tensors."""
-SPOT_BYTES_MAX, SPOT_BYTES_MIN = 64 << 20, 64
-"""How much of all tensors is read, and of a place."""
 PROBED_INPUTS, PROBES_MAX = 8, 512
 OPTIONAL = ("zp", "zero", "g_idx")
 """In names of integer parameters that kernels leave empty if a checkpoint has none: zero points, orders of groups."""
-HEADER_BYTES_MAX = 100_000_000
-SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-
-
-def models_with(layers: Iterable[Module]) -> list[Module]:
-    """The whole models, target and draft, that such layers are in.
-
-    A KV connector is given layers only. A module does not know what it is in, so all modules of the process are looked
-    through, which takes a fraction of a second: call it once.
-    """
-    from torch.nn import Module
-
-    parents: dict[int, list[Module]] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), Module):
-            for child in one.children():
-                parents.setdefault(id(child), []).append(one)
-    roots: dict[int, Module] = {}
-    known: set[int] = set()
-    ahead = list(layers)
-    while ahead:
-        one = ahead.pop()
-        if id(one) in known:
-            continue
-        known.add(id(one))
-        above = parents.get(id(one), [])
-        ahead += above
-        if not above:
-            roots[id(one)] = one
-    return list(roots.values())
 
 
 def projected_heads(models: Iterable[Module], layers: Mapping[str, Any]) -> dict[str, int]:
@@ -88,8 +47,8 @@ def projected_heads(models: Iterable[Module], layers: Mapping[str, Any]) -> dict
 class Loaded:
     """The weights of one rank. For the engine's thread, between its forward passes."""
 
-    def __init__(self, layers: Iterable[Module]) -> None:
-        self.models = models_with(layers)
+    def __init__(self, models: Iterable[Module]) -> None:
+        self._models = list(models)
 
     def digest(self) -> str:
         """Of all bytes of all parameters, and of what else a checkpoint sets; empty if some cannot be seen.
@@ -102,7 +61,7 @@ class Loaded:
         total = hashlib.sha256()
         sums: list[Tensor] = []
         seen = 0
-        for model in self.models:
+        for model in self._models:
             for name, tensor in _tensors(model):
                 if tensor.is_meta or not tensor.numel():
                     return ""
@@ -203,81 +162,3 @@ def _in_memory(tensor: Tensor) -> Tensor:
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(order).contiguous().view(-1)
     return flat.view(torch.uint8)
-
-
-@dataclass
-class _Listed:
-    """A safetensors file's list of tensors: where in the file each lies."""
-
-    header: bytes
-    tensors: list[tuple[str, int, int]]
-
-
-def stored(path: str) -> Any:
-    """What tells the weights of a checkpoint from others: names, sizes, and some bytes of each tensor; None: no files.
-
-    Small files are read as a whole. What is no safetensors file is read at places that are equally far from each other.
-    """
-    place = Path(path)
-    if place.is_file():
-        files = [place]
-    elif place.is_dir():
-        files = sorted(each for each in place.iterdir() if each.suffix in SUFFIXES)
-    else:
-        return None
-    listed = [_listed(file) if file.suffix == ".safetensors" else None for file in files]
-    tensors = sum(len(each.tensors) for each in listed if each)
-    pieces = max(1, PIECES_MAX // max(1, len(files)))
-    return [
-        [file.name, file.stat().st_size, _sampled(file, each, tensors, pieces)]
-        for file, each in zip(files, listed, strict=True)
-    ]
-
-
-def _sampled(path: Path, listed: _Listed | None, tensors: int, pieces: int) -> str:
-    """Digest of some bytes. tensors: of all files. pieces: how many are read of a file of which no tensors are known."""
-    total = hashlib.sha256()
-    size = path.stat().st_size
-    length = PIECE_BYTES
-    if size <= pieces * PIECE_BYTES:
-        places = list(range(0, size, PIECE_BYTES))
-    elif listed is None:
-        places = [size * i // pieces for i in range(pieces)]
-    else:
-        spots = min(max(SPOTS_MAX // tensors, 1), SPOTS_PER_TENSOR)
-        length = min(max(SPOT_BYTES_MAX // (tensors * spots), SPOT_BYTES_MIN), PIECE_BYTES)
-        total.update(listed.header)
-        places = sorted(at for each in listed.tensors for at in _spots(*each, spots, length))
-    with path.open("rb", buffering=0) as file:
-        for at in places:
-            file.seek(at)
-            total.update(file.read(length))
-    return total.hexdigest()[:32]
-
-
-def _spots(name: str, start: int, end: int, count: int, length: int) -> list[int]:
-    """Where a tensor is looked at: a place that its name chooses, its middle, its beginning and its end."""
-    last = max(start, end - length)
-    chosen = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    spots = [start + chosen % (last - start + 1), (start + last) // 2, start, last]
-    return spots[:count]
-
-
-def _listed(path: Path) -> _Listed | None:
-    """What tensors a safetensors file has; None: it does not say that as it should."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(path.stat().st_size, HEADER_BYTES_MAX):
-            return None
-        header = file.read(length)
-    try:
-        found = [
-            (name, 8 + length + start, 8 + length + end)
-            for name, each in json.loads(header).items()
-            if name != "__metadata__"
-            for start, end in [map(int, each["data_offsets"])]
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    whole = found and all(8 + length <= start <= end for _, start, end in found)
-    return _Listed(header, found) if whole else None

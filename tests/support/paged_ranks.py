@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvpool.engine_plugins.vllm import namespace
-from kvpool.engine_plugins.vllm.config import Codec, Form, PluginConfig
+from kvpool.engine_plugins.vllm.config import Codec, PluginConfig
 from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, HostPages
 from kvpool.engine_plugins.vllm.plan import (
@@ -23,7 +23,7 @@ from kvpool.engine_plugins.vllm.plan import (
     SaveJob,
     StepPlan,
 )
-from kvpool.engine_plugins.vllm.stored import numbered, stored_groups
+from kvpool.engine_plugins.vllm.stored import stored_groups
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
@@ -68,7 +68,6 @@ class Engine:
     kernel_blocks: int = 1
     on_device: bool = False
     codec: Codec = Codec.NONE
-    form: Form = Form.CANONICAL
     pieces: int = 0
     mla: bool = False
     slots: int | None = None
@@ -100,7 +99,7 @@ class PagedRanks:
         self.groups = []
         self.reports = []
         self.halves = []
-        config = PluginConfig(codec=engine.codec, form=engine.form, layer_pieces=engine.pieces)
+        config = PluginConfig(codec=engine.codec, layer_pieces=engine.pieces)
         rules = [rule]
         for rank in range(engine.tp * engine.pp):
             views = self._paged(self.share(kv, rank), rank)
@@ -142,15 +141,15 @@ class PagedRanks:
                     "",
                     [group.layer_bytes() for group in stored],
                     {},
-                    held=[] if engine.form is Form.RANKS else [group.held() for group in stored],
+                    held=[group.held() for group in stored],
                 )
             )
         parts = namespace.part_specs(rules, self.reports)
         self.record = NamespaceRecord({name: engine.codec}, parts)
         for rank, stored in enumerate(self.groups):
-            self.halves.append(self._half(rank, stored, config))
+            self.halves.append(self._half(rank, stored))
 
-    def _half(self, rank: int, stored: Any, config: PluginConfig) -> WorkerHalf:
+    def _half(self, rank: int, stored: Any) -> WorkerHalf:
         segments = PinnedSegments(torch.device("cpu"))
 
         def make(rows: Any, step: int) -> Any:
@@ -158,7 +157,7 @@ class PagedRanks:
                 return DevicePages(rows, segments, self._chunk_bytes)
             return HostPages([each.numpy() for each in rows], self._chunk_bytes, step=step)
 
-        firsts = numbered(stored, config.form, rank)
+        firsts = namespace.first_parts([group.share.cut for group in stored])
         half = WorkerHalf(
             self.pool,
             self.reports[rank],

@@ -94,3 +94,46 @@ def test_engines_share_and_compute_what_the_pool_fails_to_give(
     with kit.run_daemon(tmp_path, socket=cluster[1].socket):
         kit.until(used, "the engine uses the new daemon")
     assert second.log.read_text().count("is used again") == 1
+
+
+def test_other_weights_under_the_same_path_are_not_mistaken_for_the_old_ones(
+    kit: ModuleType, tmp_path: Path
+) -> None:
+    """An engine is started anew after the files of its model were replaced, by others of the same shapes."""
+    model = kit.TINY.make("llama", tmp_path / "model")
+    asked = kit.TINY.prompt(1, LENGTHS[0])
+    with kit.run_daemon(tmp_path / "pool") as daemon:
+
+        def started(name: str) -> Any:
+            config = kit.backend_config(daemon.socket)
+            with kit.run_engine(model, tmp_path / name, config) as engine:
+                engine.ready()
+                before = daemon.counters().committed
+                answer = engine.generate(asked)
+                if not answer.storage:
+                    pages = before + LENGTHS[0] // kit.PAGE
+                    kit.until(lambda: daemon.counters().committed >= pages, "it is stored")
+                return answer
+
+        old = started("old")
+        reweighed(model / "model.safetensors")
+        new = started("new")
+        assert new.storage == 0 and new.tokens != old.tokens
+        assert started("again") == kit.Answer(
+            new.tokens, cached=kit.hit(LENGTHS[0]), storage=kit.hit(LENGTHS[0])
+        )
+
+
+def reweighed(file: Path) -> None:
+    """Replace a file's tables by others of as large numbers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    tensors = {
+        name: (torch.randn(each.shape) * each.float().std()).to(each.dtype)
+        if each.dim() == 2
+        else each
+        for name, each in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})

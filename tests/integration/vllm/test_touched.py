@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import KVEventsConfig, MultiModalConfig, SpeculativeConfig
+from vllm.config import KVEventsConfig, LoRAConfig, MultiModalConfig, SpeculativeConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorTransferResults,
@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from kvpool.engine_plugins.vllm.callers import models_with
 from kvpool.errors import ConfigError
 
 TOUCHED = {
@@ -48,14 +49,15 @@ TOUCHED = {
     "VllmConfig": "max_concurrent_batches use_v2_model_runner compilation_config model_config cache_config load_config "
     "parallel_config scheduler_config speculative_config kv_events_config kv_transfer_config attention_config lora_config",
     "CompilationConfig": "static_forward_context",
-    "ModelConfig": "model revision dtype quantization seed hf_config served_model_name max_model_len "
-    "get_total_num_kv_heads multimodal_config",
-    "CacheConfig": "block_size cache_dtype prefix_caching_hash_algo",
+    "ModelConfig": "model revision code_revision dtype quantization quantization_config seed hf_config served_model_name "
+    "max_model_len model_class_overrides get_total_num_kv_heads multimodal_config",
+    "CacheConfig": "block_size cache_dtype prefix_caching_hash_algo kv_cache_dtype_skip_layers mamba_cache_dtype "
+    "mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len use_kda_recoverssm",
     "LoadConfig": "load_format",
     "ParallelConfig": "rank world_size tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
     "prefill_context_parallel_size cp_kv_cache_interleave_size data_parallel_index",
     "SchedulerConfig": "max_num_batched_tokens",
-    "SpeculativeConfig": "method model num_speculative_tokens draft_model_config use_eagle_block_drop",
+    "SpeculativeConfig": "method model num_speculative_tokens kv_cache_dtype draft_model_config use_eagle_block_drop",
     "MultiModalConfig": "mm_processor_kwargs media_io_kwargs video_pruning_rate video_pruning_method "
     "mm_encoder_attn_dtype mm_encoder_fp8_scale_path",
     "KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint topic",
@@ -70,7 +72,7 @@ TOUCHED = {
     "SlidingWindowSpec": "sliding_window extra_retained_tokens",
     "MambaSpec": "mamba_cache_mode",
     "CacheHitSource": "HOST EXTERNAL_UNSPECIFIED",
-    "AttentionConfig": "backend backend_per_kind",
+    "AttentionConfig": "backend backend_per_kind indexer_kv_dtype use_non_causal",
     "OffloadingConfig": "groups worker_kv_bytes_per_block engine_id model cache parallel replicated_layout canonical_layout "
     "kv_cache_layout",
     "OffloadingGroupConfig": "group_id tokens_per_block layer_names",
@@ -79,7 +81,8 @@ TOUCHED = {
     "OffloadingParallelConfig": "world_size tp_size pp_size pcp_size dcp_size",
     "ReqContext": "req_id get_state set_state get_offload_key_position _offload_key_positions",
     "AsyncLookupManager": "lookup flush cleanup mark_miss shutdown batch_lookup",
-    "Platform": "device_type get_device_name",
+    "LoRAConfig": "enable_tower_connector_lora",
+    "Platform": "device_type get_device_name fp8_dtype",
 }
 
 
@@ -93,6 +96,7 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         "KVConnectorTransferResults": KVConnectorTransferResults(),
         "SpeculativeConfig": SpeculativeConfig,
         "MultiModalConfig": MultiModalConfig,
+        "LoRAConfig": LoRAConfig,
         "KVEventsConfig": KVEventsConfig(),
         "kv_cache_utils": kv_cache_utils,
         "kv_cache_interface": kv_cache_interface,
@@ -122,7 +126,8 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         layers = list(config.compilation_config.static_forward_context.values())
         cache = connector._kv_cache_config
         (group,) = cache.kv_cache_groups
-        (model,) = connector_models(layers)
+        runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        (model,) = runner_models(runner, layers)
         linear = next(one for one in model.modules() if isinstance(one, LinearBase))
         projection = next(one for one in model.modules() if isinstance(one, QKVParallelLinear))
         seen |= {
@@ -146,6 +151,19 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         yield seen
 
 
+def runner_models(runner: Any, layers: list[Any]) -> list[Any]:
+    """Return the models that the connector finds, called by this runner as it is when the engine starts."""
+
+    class Caller:
+        def __init__(self) -> None:
+            self.__dict__ = vars(runner)
+
+        def register_kv_caches(self) -> list[Any]:
+            return models_with(layers)
+
+    return Caller().register_kv_caches()
+
+
 def spy(seen: dict[str, Any], name: str, hook: Any) -> Any:
     """The hook, which keeps the first that it is given."""
 
@@ -154,12 +172,6 @@ def spy(seen: dict[str, Any], name: str, hook: Any) -> Any:
         return hook(given)
 
     return call
-
-
-def connector_models(layers: list[Any]) -> list[Any]:
-    from kvpool.engine_plugins.vllm.weights import models_with
-
-    return models_with(layers)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
+from tests.support.vllm_configs import engine_config, rank_report
 
 LOSSY = [Codec.FP8, Codec.INT8]
 
@@ -98,39 +99,13 @@ def test_groups_that_are_not_stored_do_not_matter() -> None:
 
 
 def made(codec: Codec) -> NamespaceRecord:
-    sections: dict[str, dict[str, Any]] = {
-        "model_config": {
-            "model": "tiny",
-            "revision": None,
-            "dtype": "bfloat16",
-            "quantization": None,
-            "multimodal_config": None,
-            "hf_config": SimpleNamespace(to_dict=dict),
-        },
-        "cache_config": {
-            "cache_dtype": "auto",
-            "block_size": 32,
-            "prefix_caching_hash_algo": "sha256",
-        },
-        "parallel_config": {
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-        },
-        "load_config": {"load_format": "auto"},
-    }
-    engine = SimpleNamespace(
-        **{name: SimpleNamespace(**values) for name, values in sections.items()},
-        speculative_config=None,
-    )
     return record(
-        engine,
+        engine_config(),
         cache(FullAttentionSpec()),
         PluginConfig(codec=codec),
         [GroupRule(0)],
         # The same sizes, so that nothing but the codec makes a difference.
-        [RankReport(0, "cpu", "LBHNC", "", [[("l0", 100)]], {"l0": "CPU_ATTN"})],
+        [rank_report()],
         seed="none",
         versions={},
         hash_tokens=32,
@@ -149,7 +124,7 @@ def test_the_record_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made(Codec.INT8).digest() != before
 
 
-def test_without_a_codec_the_record_is_as_it_was_before_there_were_any() -> None:
+def test_without_a_codec_the_record_names_none() -> None:
     assert "codec" not in made(Codec.NONE).fields
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from kvpool.engine_plugins.vllm import weights
+from kvpool.engine_plugins.vllm.callers import models_with
 from kvpool.engine_plugins.vllm.weights import Loaded
 
 pytestmark = pytest.mark.torch
@@ -28,13 +30,36 @@ def model_of(seed: int = 0) -> Any:
     )
 
 
-def test_the_whole_model_is_found_from_a_layer() -> None:
-    model, other = model_of(), model_of()
-    assert weights.models_with([model[1][0]]) == [model]
-    assert weights.models_with([model[1][0], model[2], other[0]]) in (
-        [model, other],
-        [other, model],
-    )
+class Runner:
+    """As vLLM's: it has the model, the draft's and parts of them in attributes, behind wrappers or not."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def register(self, *layers: Any) -> list[Any]:
+        return models_with(layers)
+
+
+def test_the_whole_models_are_found_from_their_layers() -> None:
+    model, other, draft = model_of(), model_of(), model_of()
+    wrapped = Runner(runnable=draft)
+    runner = Runner(part=model[1], model=model, other=other, drafter=Runner(model=wrapped))
+    gc.freeze()  # as vLLM does, to spare the collector what is there for good
+    try:
+        assert runner.register(model[1][0]) == [model]
+        found = runner.register(model[1][0], model[2], draft[0])
+    finally:
+        gc.unfreeze()
+    assert {id(each) for each in found} == {id(model), id(draft)}
+
+
+def test_a_layer_that_is_in_no_model_stands_for_itself() -> None:
+    model, lone = model_of(), torch.nn.Linear(2, 2)
+    assert Runner(model=model).register(lone, model[0]) == [model, lone]
+
+
+def test_without_a_runner_no_model_is_found() -> None:
+    assert Runner(device=torch.device("cpu")).register(model_of()[0]) == []
 
 
 def test_the_heads_of_all_ranks_are_those_of_the_projection() -> None:
@@ -82,11 +107,11 @@ def test_vllms_projection_says_its_heads(
 
 def test_every_single_element_counts() -> None:
     model = model_of()
-    loaded = Loaded([model[0]])
+    loaded = Loaded([model])
     before = loaded.digest()
     assert before == loaded.digest()
     same = model_of()
-    assert before == Loaded([same[0]]).digest()
+    assert before == Loaded([same]).digest()
     seen = {before}
     tensors = list(model.parameters())
     for tensor in tensors:
@@ -102,7 +127,7 @@ def test_every_single_element_counts() -> None:
 
 def test_an_exchange_counts() -> None:
     model = model_of()
-    loaded = Loaded([model[0]])
+    loaded = Loaded([model])
     before = loaded.digest()
     rows = model[1][0].weight.data
     rows[[3, 500]] = rows[[500, 3]]
@@ -114,7 +139,7 @@ def test_strides_and_odd_sizes_are_read_right() -> None:
     model.layer = torch.nn.Module()
     wide = torch.arange(5 * 7 * 3, dtype=torch.uint8).view(5, 7, 3)
     model.layer.register_buffer("odd", wide.permute(2, 0, 1)[1:, ::2])
-    loaded = Loaded([model.layer])
+    loaded = Loaded([model])
     before = loaded.digest()
     for at in range(wide.numel()):
         flat = wide.view(-1)
@@ -128,7 +153,7 @@ def test_only_what_is_saved_with_a_model_counts() -> None:
     model = model_of()
     model[1].register_buffer("scale", torch.ones(()))
     model[1].register_buffer("work", torch.ones(4), persistent=False)
-    loaded = Loaded([model[0]])
+    loaded = Loaded([model])
     before = loaded.digest()
     model[1].work += 1
     assert loaded.digest() == before
@@ -157,7 +182,7 @@ def packed() -> Any:
 
 def test_a_layer_that_hides_its_weights_is_known_by_what_it_computes() -> None:
     model = torch.nn.Sequential(packed(), torch.nn.Linear(4, 4))
-    loaded = Loaded([model[1]])
+    loaded = Loaded([model])
     before = loaded.digest()
     assert before == loaded.digest()
     for at in (0, 50, 95):
@@ -171,7 +196,7 @@ def test_a_hidden_layer_that_all_ranks_have_whole_is_known_too() -> None:
     del type(layer).input_size_per_partition
     type(layer).input_size = 96
     model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4))
-    loaded = Loaded([model[1]])
+    loaded = Loaded([model])
     before = loaded.digest()
     assert before
     layer.hidden[0][7, 95] += 1e-3
@@ -181,7 +206,7 @@ def test_a_hidden_layer_that_all_ranks_have_whole_is_known_too() -> None:
 def test_weights_that_cannot_be_seen_have_no_digest() -> None:
     model = model_of()
     model[1][0].weight = torch.nn.Parameter(torch.empty(0))
-    assert Loaded([model[0]]).digest() == ""
+    assert Loaded([model]).digest() == ""
     assert Loaded([]).digest() == ""
 
 

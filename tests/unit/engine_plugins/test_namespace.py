@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.config import Form, PluginConfig
+from kvpool.engine_plugins.facts import plain
+from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.namespace import (
+    DRAFTS_WITHOUT_KV,
     check_hashes,
     draft_blocks,
     first_parts,
     group_rules,
     part_rules,
     part_specs,
-    plain,
     rank_bytes,
     record,
     with_earlier_windows,
@@ -27,6 +29,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind, PartSpec
+from tests.support.vllm_configs import drafts, engine_config, hf_config, rank_report
 
 
 @dataclass
@@ -34,6 +37,7 @@ class FullAttentionSpec:
     block_size: int = 32
     dcp_sharded: bool = True
     num_kv_heads: int = 2
+    dtype: str = "torch.bfloat16"
 
 
 @dataclass
@@ -109,15 +113,15 @@ def test_unknown_hashes_are_refused() -> None:
 # --- groups
 
 
-def drafts(*, drop: bool = True) -> Any:
+def dropping(*, drop: bool = True) -> Any:
     return SimpleNamespace(use_eagle_block_drop=lambda: drop)
 
 
 def test_a_drafts_last_block_is_computed_again() -> None:
     rules = [GroupRule(0), GroupRule(1, 2), GroupRule(2, 2, PartKind.WINDOW, 3)]
-    assert draft_blocks(rules[:1], drafts()) == 1
-    assert draft_blocks(rules, drafts()) == 2
-    assert draft_blocks(rules, drafts(drop=False)) == draft_blocks(rules, None) == 0
+    assert draft_blocks(rules[:1], dropping()) == 1
+    assert draft_blocks(rules, dropping()) == 2
+    assert draft_blocks(rules, dropping(drop=False)) == draft_blocks(rules, None) == 0
     # A window has to be there at the end of what is left, too.
     assert with_earlier_windows(rules, 2) == [*rules[:2], replace(rules[2], window_blocks=4)]
     assert with_earlier_windows(rules, 0) == rules
@@ -125,7 +129,7 @@ def test_a_drafts_last_block_is_computed_again() -> None:
 
 def test_a_hit_ends_at_a_state_with_drafts_too() -> None:
     state = GroupRule(1, kind=PartKind.WINDOW, window_blocks=1, state=True)
-    assert draft_blocks([GroupRule(0), state], drafts()) == 0
+    assert draft_blocks([GroupRule(0), state], dropping()) == 0
 
 
 @pytest.mark.parametrize(
@@ -177,42 +181,7 @@ def test_what_cannot_be_stored_is_refused(config: Any, says: str) -> None:
 # --- the record
 
 
-def engine(**changes: Any) -> Any:
-    """A vLLM configuration; `changes` as section__name."""
-    sections: dict[str, dict[str, Any]] = {
-        "model_config": {
-            "model": "tiny",
-            "revision": None,
-            "seed": 0,
-            "dtype": "bfloat16",
-            "quantization": None,
-            "multimodal_config": None,
-            "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2, "_name_or_path": "/x"}),
-        },
-        "cache_config": {
-            "cache_dtype": "auto",
-            "block_size": 32,
-            "prefix_caching_hash_algo": "sha256",
-        },
-        "parallel_config": {
-            "tensor_parallel_size": 1,
-            "pipeline_parallel_size": 1,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-        },
-        "load_config": {"load_format": "auto"},
-    }
-    top: dict[str, Any] = {"speculative_config": None}
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        if key:
-            sections[section][key] = value
-        else:
-            top[section] = value
-    return SimpleNamespace(**{key: SimpleNamespace(**it) for key, it in sections.items()}, **top)
-
-
-REPORT = RankReport(0, "cpu", "LBHNC", "x86 vec", [[("l0", 100), ("l1", 28)]], {"l0": "CPU"})
+REPORT = rank_report()
 
 
 MEDIA: dict[str, Any] = {
@@ -235,7 +204,7 @@ def digest(
     **changes: Any,
 ) -> bytes:
     return record(
-        engine(**changes),
+        engine_config(**changes),
         cache(spec or FullAttentionSpec()),
         config or PluginConfig(),
         [GroupRule(0)],
@@ -258,7 +227,10 @@ def test_equal_facts_are_one_namespace() -> None:
         {"model_config__revision": "abc"},
         {"model_config__dtype": "float16"},
         {"model_config__quantization": "fp8"},
-        {"model_config__hf_config": SimpleNamespace(to_dict=lambda: {"layers": 3})},
+        {"model_config__quantization_config": {"ignore": ["*qkv_proj*"]}},
+        {"model_config__code_revision": "abc"},
+        {"model_config__model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
+        {"model_config__hf_config": hf_config(layers=3)},
         {"cache_config__cache_dtype": "fp8"},
         {"cache_config__block_size": 64},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
@@ -267,24 +239,27 @@ def test_equal_facts_are_one_namespace() -> None:
         {"parallel_config__decode_context_parallel_size": 2},
         {"parallel_config__prefill_context_parallel_size": 2},
         {"load_config__load_format": "dummy"},
-        {
-            "speculative_config": SimpleNamespace(
-                method="eagle", model="d", num_speculative_tokens=2, draft_model_config=None
-            )
-        },
+        {"speculative_config": drafts("eagle")},
+        {"speculative_config": drafts("custom_class")},
         {"model_config__multimodal_config": SimpleNamespace(**MEDIA)},
         {"report": replace(REPORT, config="as loading changed it")},
+        {"report": replace(REPORT, rotations=["by 500000"])},
+        {"report": replace(REPORT, rotations=[*REPORT.rotations, "by 500000"])},
+        {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        {"cache_config__mamba_ssm_cache_dtype": "float16"},
+        {"attention_config__indexer_kv_dtype": "fp8"},
+        {"attention_config__use_non_causal": True},
         {"seed": "1"},
         {"config": PluginConfig(epoch="1")},
         {"weights": "other"},
         {"versions": {"python": "3.12"}},
-        {"spec": FullAttentionSpec(num_kv_heads=4)},
+        {"spec": SlidingWindowSpec(64)},
         {"config": PluginConfig(tenant="t")},
-        {"report": RankReport(0, "cuda", "LBHNC", "x86 vec", REPORT.groups, REPORT.backends)},
-        {"report": RankReport(0, "cpu", "LBNHC", "x86 vec", REPORT.groups, REPORT.backends)},
-        {"report": RankReport(0, "cpu", "LBHNC", "x86 AMX", REPORT.groups, REPORT.backends)},
-        {"report": RankReport(0, "cpu", "LBHNC", "x86 vec", [[("l0", 128)]], REPORT.backends)},
-        {"report": RankReport(0, "cpu", "LBHNC", "x86 vec", REPORT.groups, {"l0": "OTHER"})},
+        {"report": rank_report(device="cuda")},
+        {"report": rank_report(layout="LBNHC")},
+        {"report": rank_report(isa="x86 AMX")},
+        {"report": rank_report(groups=[[("l0", 128)]])},
+        {"report": rank_report(backends={"l0": "OTHER"})},
     ],
     ids=lambda other: next(iter(other)),
 )
@@ -292,15 +267,98 @@ def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
     assert digest(**other) != digest()
 
 
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"model_config__max_model_len": 131072},
+        {"model_config__hf_config": hf_config(layers=2, _name_or_path="/y", max_model_len=4096)},
+        {"report": replace(REPORT, fp8="torch.float8_e4m3fnuz")},
+        *({"speculative_config": drafts(each)} for each in sorted(DRAFTS_WITHOUT_KV)),
+    ],
+    ids=str,
+)
+def test_what_makes_no_other_kv_is_the_same_namespace(same: dict[str, Any]) -> None:
+    assert digest(**same) == digest()
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {"cache_config__cache_dtype": "fp8"},
+        {"cache_config__cache_dtype": "fp8_e4m3"},
+        {"spec": FullAttentionSpec(dtype="torch.uint8")},
+    ],
+    ids=str,
+)
+def test_8_bit_floats_are_told_apart_as_the_platform_reads_them(kv: dict[str, Any]) -> None:
+    """NVIDIA's and AMD's devices are both `cuda`."""
+    other = replace(REPORT, fp8="torch.float8_e4m3fnuz")
+    assert digest(**kv) != digest(**kv, report=other)
+
+
+def test_stages_have_the_rotations_of_their_own_layers() -> None:
+    def shared(*ranks: Sequence[str]) -> bytes:
+        reports = held(2)
+        pairs = zip(reports, ranks, strict=True)
+        return bytes(
+            canonical([replace(one, rotations=list(each)) for one, each in pairs]).digest()
+        )
+
+    assert shared(["a"], ["b"]) == shared(["b", "a"], ["a"]) != shared(["a"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("config", "matters"),
+    [
+        ({}, False),
+        ({"rope_parameters": None}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, False),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, False),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "llama3"}}}, False),
+        ({"text_config": {"rope_parameters": {"rope_type": "proportional"}}}, False),
+        ({"rope_parameters": {"rope_type": "longrope"}}, True),
+        ({"rope_scaling": {"type": "su"}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, True),
+        ({"text_config": {"rope_parameters": {"rope_type": "longrope"}}}, True),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, True),
+        ({"rope_parameters": {"rope_type": "of a later version"}}, True),
+        ({"dual_chunk_attention_config": {"chunk_size": 8192}}, True),
+        ({"model_type": "llama4"}, True),
+        ({"text_config": {"attn_temperature_tuning": True}}, True),
+    ],
+    ids=str,
+)
+def test_without_the_model_the_longest_prompt_counts_where_positions_may_depend_on_it(
+    config: dict[str, Any], matters: bool
+) -> None:
+    unseen = replace(REPORT, rotations=[])
+    short, long = (
+        digest(
+            report=unseen,
+            model_config__hf_config=hf_config(**config),
+            model_config__max_model_len=length,
+        )
+        for length in (1024, 4096)
+    )
+    assert (short != long) is matters
+
+
+@pytest.mark.parametrize(
+    "variable", ["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT"]
+)
+def test_layouts_that_a_variable_changes_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    before = digest()
+    monkeypatch.setenv(variable, "1")
+    assert digest() != before
+
+
 def with_draft(folder: Path, **changes: Any) -> bytes:
     """Of an engine that drafts by what is in a folder."""
-    draft = SimpleNamespace(
-        model=str(folder), revision=None, hf_config=SimpleNamespace(), **changes
-    )
-    speculative = SimpleNamespace(
-        method="eagle", model="d", num_speculative_tokens=2, draft_model_config=draft
-    )
-    return digest(speculative_config=speculative)
+    draft = engine_config(model_config__model=str(folder), **changes).model_config
+    return digest(speculative_config=drafts("eagle", draft))
 
 
 def test_another_draft_at_the_same_place_is_another_namespace(tmp_path: Path) -> None:
@@ -317,11 +375,9 @@ def test_another_draft_at_the_same_place_is_another_namespace(tmp_path: Path) ->
 def test_a_draft_in_the_targets_checkpoint_is_known_by_that(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     model = SimpleNamespace(model=str(tmp_path))
-    speculative = SimpleNamespace(
-        method="mtp", model="d", num_speculative_tokens=1, draft_model_config=model
-    )
+    speculative = drafts("mtp", model)
     fields = record(
-        engine(model_config__model=str(tmp_path), speculative_config=speculative),
+        engine_config(model_config__model=str(tmp_path), speculative_config=speculative),
         cache(FullAttentionSpec()),
         PluginConfig(),
         [GroupRule(0)],
@@ -331,7 +387,12 @@ def test_a_draft_in_the_targets_checkpoint_is_known_by_that(tmp_path: Path) -> N
         hash_tokens=32,
         weights="",
     ).fields
-    assert fields["speculative"] == {"method": "mtp", "model": "d", "tokens": 1}
+    assert fields["speculative"] == {
+        "method": "mtp",
+        "model": "d",
+        "tokens": 2,
+        "kv_cache_dtype": None,
+    }
 
 
 def seeing(folder: Path, **changes: Any) -> bytes:
@@ -357,7 +418,7 @@ def test_pictures_are_prepared_alike_in_a_namespace(tmp_path: Path, setting: str
 def test_the_configuration_is_that_of_the_ranks() -> None:
     """Loading a model changes it in their processes, and so in the engine's own where the only rank is in it."""
     report = replace(REPORT, config="changed")
-    before = SimpleNamespace(to_dict=lambda: {"layers": 2, "rope": "yarn"})
+    before = hf_config(layers=2, rope="yarn")
     assert digest(report=report, model_config__hf_config=before) == digest(report=report)
 
 
@@ -365,7 +426,7 @@ def test_a_hubs_revision_is_the_commit_that_was_loaded() -> None:
     """Not the branch, which may be another commit tomorrow, nor its absence."""
 
     def loaded(commit: str, revision: str | None) -> bytes:
-        config = SimpleNamespace(to_dict=lambda: {"layers": 2}, _commit_hash=commit)
+        config = hf_config(layers=2, _commit_hash=commit)
         return digest(model_config__hf_config=config, model_config__revision=revision)
 
     assert loaded("c1", None) == loaded("c1", "main") == loaded("c1", "c1") != loaded("c2", None)
@@ -383,34 +444,6 @@ def test_changed_weights_are_named_by_themselves() -> None:
 def test_a_model_may_be_named() -> None:
     one = digest(PluginConfig(model="m"), model_config__model="/here")
     assert one == digest(PluginConfig(model="m"), model_config__model="/there")
-
-
-@pytest.mark.parametrize(
-    ("files", "digest"),
-    [(None, "939a57ea6bcc2844abfd4f12f9716992"), (b"12345", "0479f2b77ee4ae7b115455720f1674c8")],
-)
-def test_the_form_by_rank_is_that_of_before(
-    tmp_path: Path, files: bytes | None, digest: str
-) -> None:
-    """The name that engines of the version before give it: they share it while both are there."""
-    reports = [replace(REPORT, rank=rank, device="cuda", isa="") for rank in range(2)]
-    path = "tiny"
-    if files is not None:
-        (tmp_path / "model.safetensors").write_bytes(files)
-        path = str(tmp_path)
-    found = record(
-        engine(parallel_config__tensor_parallel_size=2, model_config__model=path),
-        cache(FullAttentionSpec()),
-        PluginConfig(form=Form.RANKS, model="tiny"),
-        [GroupRule(0)],
-        [replace(report, backends={"l0": "FLASH_ATTN"}) for report in reports],
-        seed="none",
-        versions={},
-        hash_tokens=32,
-        weights="",
-    )
-    assert found.digest().hex() == digest
-    assert found.parts == (PartSpec(128),) * 2
 
 
 FOUR = Cut(shards=4)
@@ -443,7 +476,7 @@ def held(ranks: int, kind: Kind = Kind.CONTENT, cut: Cut = FOUR, **facts: Any) -
 
 def canonical(reports: list[RankReport], spec: Any = None, **changes: Any) -> Any:
     return record(
-        engine(**changes),
+        engine_config(**changes),
         cache(spec or FullAttentionSpec()),
         PluginConfig(),
         [GroupRule(0)],
@@ -510,26 +543,6 @@ def test_parts_of_groups_follow_one_another() -> None:
         part_specs(rules, reports) == (PartSpec(32),) * 4 + (PartSpec(32, PartKind.WINDOW, 2),) * 4
     )
     assert rank_bytes(rules, reports) == 256
-
-
-def test_parts_are_ranks_times_groups() -> None:
-    rules = [GroupRule(0), GroupRule(1, kind=PartKind.WINDOW, window_blocks=2)]
-    reports = [
-        RankReport(rank, "cpu", "L", "", [[("a", 10)], [("b", 5), ("c", 6)]], {})
-        for rank in range(2)
-    ]
-    made = record(
-        engine(),
-        cache(FullAttentionSpec(), SlidingWindowSpec(64)),
-        PluginConfig(),
-        rules,
-        reports,
-        seed="",
-        versions={},
-        hash_tokens=32,
-        weights="",
-    )
-    assert made.parts == (PartSpec(10), PartSpec(11, PartKind.WINDOW, 2)) * 2
 
 
 def test_plain_values_hold_no_addresses() -> None:

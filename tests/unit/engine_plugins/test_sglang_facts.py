@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,16 @@ import pytest
 
 from kvpool.engine_plugins import sglang
 from kvpool.engine_plugins.sglang.config import BackendConfig
-from kvpool.engine_plugins.sglang.facts import is_writer, key_of, packed_keys, record_of
+from kvpool.engine_plugins.sglang.facts import (
+    engine_facts,
+    is_writer,
+    key_of,
+    packed_keys,
+    record_of,
+)
 from kvpool.errors import ConfigError
+from kvpool.types import NamespaceRecord
+from tests.support.vllm_configs import hf_config
 
 
 class MHATokenToKVPoolHost(SimpleNamespace):
@@ -55,25 +64,33 @@ POOL: dict[str, Any] = {
 }
 
 
-def digest(
+MODEL: dict[str, Any] = {"dtype": "bfloat16", "context_len": 4096, "hf_config": hf_config(layers=2)}
+
+
+def record(
     *,
     config: dict[str, Any] | None = None,
     storage: dict[str, Any] | None = None,
     arguments: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     pool: dict[str, Any] | None = None,
     name: str = "kv",
     kind: type = MHATokenToKVPoolHost,
+    version: str = "0.5.23",
     **more: Any,
-) -> bytes:
-    given: dict[str, Any] = {"pages": True, "pieces": [64, 64], "version": "0.5.23"}
-    return record_of(
-        BackendConfig.from_extra(config or {}),
-        SimpleNamespace(**(STORAGE | (storage or {}))),
-        SimpleNamespace(**(ARGUMENTS | (arguments or {}))),
-        kind(**(POOL | (pool or {}))),
-        name,
-        **(given | more),
-    ).digest()
+) -> NamespaceRecord:
+    given: dict[str, Any] = {"pages": True, "pieces": [64, 64], **more}
+    settings = BackendConfig.from_extra(config or {})
+    of_storage = SimpleNamespace(**(STORAGE | (storage or {})))
+    of_server = SimpleNamespace(**(ARGUMENTS | (arguments or {})))
+    of_model = SimpleNamespace(**(MODEL | (model or {})))
+    facts = engine_facts(settings, of_storage, of_server, of_model, version)
+    host_pool = kind(**(POOL | (pool or {})))
+    return record_of(facts, settings, of_storage, of_server, host_pool, name, **given)
+
+
+def digest(**given: Any) -> bytes:
+    return record(**given).digest()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +110,18 @@ def digest(
         {"arguments": {"quantization": "fp8"}},
         {"arguments": {"kv_cache_dtype": "fp8_e5m2"}},
         {"arguments": {"weight_version": "2"}},
+        {"arguments": {"load_format": "dummy"}},
+        {"arguments": {"modelopt_quant": {"algorithm": "fp8"}}},
+        {"arguments": {"quantize_and_serve": True}},
+        {"arguments": {"quantization_param_path": "scales.json"}},
+        {"arguments": {"kt_method": "AMXINT4"}},
+        {"arguments": {"mm_process_config": {"image": {"max_pixels": 1}}}},
+        {"arguments": {"mamba_ssm_dtype": "float16"}},
+        {"arguments": {"device": "xpu"}},
+        {"config": {"tenant": "t"}},
+        {"model": {"dtype": "float16"}},
+        {"model": {"hf_config": hf_config(layers=2, rope_parameters={"rope_theta": 1e6})}},
+        {"pool": {"device_pool": SimpleNamespace(dtype="torch.float8_e4m3fn")}},
         {"pool": {"layout": "page_first_direct"}},
         {"pool": {"dtype": "torch.int8"}},
         {"pool": {"page_size": 32}},
@@ -104,6 +133,7 @@ def digest(
         {"pages": False},
         {"pieces": [32, 96]},
         {"version": "0.5.24"},
+        {"version": "0.6.23"},
     ],
     ids=str,
 )
@@ -115,7 +145,9 @@ def test_what_makes_no_other_bytes_is_the_same_namespace() -> None:
     same: list[dict[str, Any]] = [
         {"storage": {"dp_rank": 1}},
         {"arguments": {"speculative_draft_model_path": "a-draft"}},
-        {"arguments": {"port": 1}},
+        {"arguments": {"port": 1, "speculative_algorithm": "NGRAM", "context_length": 8192}},
+        {"model": {"context_len": 8192}},
+        {"version": "0.5.23.post1"},
         {"pool": {"size": 5, "kv_buffer": object()}},
         {"config": {"socket": "/x", "timeout_s": 2}},
     ]
@@ -126,6 +158,48 @@ def test_what_makes_no_other_bytes_is_the_same_namespace() -> None:
     assert digest(**named, arguments={"model_path": "/b"}, storage={"model_name": "b"}) == digest(
         **named
     )
+
+
+def test_8_bit_floats_are_told_apart_as_the_engine_reads_them() -> None:
+    """Host pools have both as uint8."""
+    read = [
+        digest(pool={"device_pool": SimpleNamespace(dtype=f"torch.float8_{each}")})
+        for each in ("e4m3fn", "e4m3fnuz", "e5m2")
+    ]
+    assert len(set(read)) == 3
+
+
+def test_positions_that_may_depend_on_the_longest_prompt_are_told_by_it() -> None:
+    long = {"hf_config": hf_config(rope_parameters={"rope_type": "longrope"})}
+    assert digest(model=long) != digest(model=long | {"context_len": 8192})
+
+
+def test_versions_are_shared_if_the_user_says_so() -> None:
+    shared = {"any_version": True}
+    assert digest(config=shared) == digest(config=shared, version="0.6.0") != digest()
+
+
+def test_other_weights_at_the_same_place_are_another_namespace(tmp_path: Path) -> None:
+    at: dict[str, Any] = {"arguments": {"model_path": str(tmp_path)}}
+    draft: dict[str, Any] = {
+        "arguments": {"speculative_draft_model_path": str(tmp_path)},
+        "name": "draft",
+    }
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before, drafted = digest(**at), digest(**draft)
+    assert (digest(**at), digest(**draft)) == (before, drafted)
+    (tmp_path / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert digest(**at) != before
+    assert digest(**draft) != drafted
+
+
+def test_a_copy_of_the_weights_may_be_anywhere_under_one_name(tmp_path: Path) -> None:
+    def copy(name: str) -> bytes:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+        return digest(config={"model": "m"}, arguments={"model_path": str(tmp_path / name)})
+
+    assert copy("here") == copy("there")
 
 
 def test_a_draft_is_told_where_its_kv_is_stored() -> None:
@@ -148,14 +222,15 @@ def test_latent_attention_is_the_same_on_all_ranks() -> None:
     assert of(0, 2, "draft") == of(1, 2, "draft")
 
 
-def test_versions_without_newer_facts_are_read() -> None:
+def test_settings_that_a_version_lacks_are_not_set() -> None:
     storage = SimpleNamespace(tp_rank=1, tp_size=2, model_name=None)
-    record = record_of(
-        BackendConfig(), storage, None, MHATokenToKVPoolHost(), "kv",
-        pages=True, pieces=[8], version="0.5.4",
+    facts = engine_facts(BackendConfig(), storage, None, None, "0.5.23")
+    made = record_of(
+        facts, BackendConfig(), storage, None, MHATokenToKVPoolHost(), "kv",
+        pages=True, pieces=[8],
     )  # fmt: skip
-    assert record.parts[0].nbytes == 8
-    assert record.fields["ranks"]["pp_size"] == 1 and record.fields["ranks"]["tp_rank"] == 1
+    assert made.parts[0].nbytes == 8
+    assert made.fields["ranks"]["pp_size"] == 1 and made.fields["ranks"]["tp_rank"] == 1
     assert not is_writer(storage) and is_writer(SimpleNamespace(tp_rank=0))
     assert is_writer(SimpleNamespace(tp_rank=1, is_storage_writer=True))
 

@@ -15,7 +15,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from kvpool.engine_plugins.vllm import namespace
-from kvpool.engine_plugins.vllm.config import Codec, Form
+from kvpool.engine_plugins.vllm.config import Codec
 from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.errors import ConfigError
 from tests.support.paged_ranks import ORDERS, Engine, PagedRanks
@@ -214,26 +214,6 @@ def test_heads_that_may_be_on_all_ranks_are_not_taken_for_it(pool: Any) -> None:
     assert "model.layers.0.attn" in wrote.groups[0][0].why
     assert len(wrote.record.parts) == 8
     wrote.close()
-
-
-def test_the_form_of_before_is_as_it_was(pool: Any) -> None:
-    """Part `rank * groups + group`, of all the rank's layers by name, as they are in memory."""
-    kv = model_kv(4)
-    wrote = running(pool, Engine(tp=2, layout="LBNHC", form=Form.RANKS), kv)
-    wrote.save(KEYS, WRITTEN)
-    wrote.close()
-    memory = kv.permute(0, 1, 3, 2, 4)
-    expected = {
-        (rank, key): memory[:, block, :, 2 * rank : 2 * rank + 2]
-        .contiguous()
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-        for rank in range(2)
-        for key, block in zip(KEYS, WRITTEN, strict=True)
-    }
-    assert stored_parts(pool, len(expected[0, KEYS[0]])) == expected
-    assert_read(pool, Engine(tp=2, layout="LBNHC", form=Form.RANKS), kv)
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.FP8])

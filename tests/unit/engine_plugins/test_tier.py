@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.engine_plugins.vllm.tier_jobs import Jobs
-from kvpool.engine_plugins.vllm.tier_namespace import check, engine_config, record
+from kvpool.engine_plugins.vllm.tier_namespace import check, record
+from kvpool.engine_plugins.vllm.tier_namespace import engine_config as engine_config_of
 from kvpool.errors import ConfigError
+from tests.support.vllm_configs import drafts, engine_config, hf_config
 
 
 def test_settings() -> None:
@@ -91,36 +94,6 @@ def test_draining_gives_up_what_has_not_begun() -> None:
 # --- the namespace
 
 
-def engine(**changes: Any) -> Any:
-    sections: dict[str, dict[str, Any]] = {
-        "model_config": {
-            "model": "m",
-            "revision": None,
-            "dtype": "bfloat16",
-            "quantization": None,
-            "seed": 0,
-            "multimodal_config": None,
-            "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 2}),
-        },
-        "cache_config": {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"},
-        "parallel_config": {"cp_kv_cache_interleave_size": 1},
-        "attention_config": {"backend": None, "backend_per_kind": {}},
-        "load_config": {"load_format": "auto"},
-    }
-    top: dict[str, Any] = {
-        "speculative_config": None,
-        "lora_config": None,
-        "use_v2_model_runner": False,
-    }
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        if key:
-            sections[section][key] = value
-        else:
-            top[section] = value
-    return SimpleNamespace(**{key: SimpleNamespace(**it) for key, it in sections.items()}, **top)
-
-
 def offloading(**changes: Any) -> Any:
     facts: dict[str, Any] = {
         "groups": (SimpleNamespace(group_id=0, tokens_per_block=32, layer_names=("a", "b")),),
@@ -155,10 +128,14 @@ def name(
         "versions": {"vllm": "0.32.0"},
         "device": ["cuda", "H200"],
         "weights": "",
+        "fp8": "torch.float8_e4m3fn",
         **others,
     }
     return record(
-        engine(**(vllm or {})), offloading(**(given or {})), TierConfig(**(config or {})), **facts
+        engine_config(**(vllm or {})),
+        offloading(**(given or {})),
+        TierConfig(**(config or {})),
+        **facts,
     ).digest()
 
 
@@ -174,8 +151,10 @@ def test_equal_facts_are_one_namespace() -> None:
         {"vllm": {"model_config__revision": "main"}},
         {"vllm": {"model_config__dtype": "float16"}},
         {"vllm": {"model_config__quantization": "fp8"}},
+        {"vllm": {"model_config__quantization_config": {"ignore": ["*qkv_proj*"]}}},
+        {"vllm": {"model_config__code_revision": "abc"}},
         {"vllm": {"cache_config__cache_dtype": "fp8"}},
-        {"vllm": {"cache_config__prefix_caching_hash_algo": "sha256"}},
+        {"vllm": {"cache_config__prefix_caching_hash_algo": "sha256_cbor"}},
         {"vllm": {"parallel_config__cp_kv_cache_interleave_size": 8}},
         {"vllm": {"attention_config__backend": "FLASHINFER"}},
         {"vllm": {"attention_config__backend_per_kind": {"mla": "FLASHMLA"}}},
@@ -213,10 +192,37 @@ def test_each_fact_is_another_namespace(facts: dict[str, Any]) -> None:
     assert name(**facts) != name()
 
 
+@pytest.mark.parametrize(
+    "setting", [{"rope_type": "longrope"}, {"rope_type": "of a later version"}]
+)
+def test_the_longest_prompt_counts_where_positions_may_depend_on_it(
+    setting: dict[str, Any],
+) -> None:
+    """A tier does not see the model."""
+
+    def named(length: int, **config: Any) -> bytes:
+        model = hf_config(layers=2, **config)
+        return name({"model_config__hf_config": model, "model_config__max_model_len": length})
+
+    assert named(1024) == named(4096)
+    assert named(1024, rope_parameters=setting) != named(4096, rope_parameters=setting)
+
+
+def test_8_bit_floats_are_told_apart_as_the_platform_reads_them() -> None:
+    fp8 = {"cache_config__cache_dtype": "fp8"}
+    assert name(fp8) != name(fp8, fp8="torch.float8_e4m3fnuz")
+    assert name() == name(fp8="torch.float8_e4m3fnuz")
+
+
+def test_drafts_without_kv_are_no_fact() -> None:
+    assert name({"speculative_config": drafts("ngram")}) == name()
+    assert name({"speculative_config": drafts("eagle")}) != name()
+
+
 def test_the_connector_shares_nothing_with_it() -> None:
     """Chunks are not the connector's blocks, though their hashes are the same."""
     made = record(
-        engine(),
+        engine_config(),
         offloading(),
         TierConfig(),
         row_bytes=8192,
@@ -224,29 +230,44 @@ def test_the_connector_shares_nothing_with_it() -> None:
         versions={},
         device=["cuda"],
         weights="",
+        fp8="",
     )
     assert made.fields["form"] == "chunk 1"
     assert [part.nbytes for part in made.parts] == [8192]
 
 
 def test_what_is_refused() -> None:
-    check(engine(), TierConfig(), None)
+    assert check(engine_config(), TierConfig(), None), "hashes of pickles depend on versions"
+    stable = engine_config(cache_config__prefix_caching_hash_algo="sha256_cbor")
+    assert not check(stable, TierConfig(), None)
     with pytest.raises(ConfigError, match="same_adapters"):
-        check(engine(lora_config=object()), TierConfig(), None)
-    check(engine(lora_config=object()), TierConfig(same_adapters=True), None)
-    weak = engine(cache_config__prefix_caching_hash_algo="xxhash")
+        check(engine_config(lora_config=object()), TierConfig(), None)
+    check(engine_config(lora_config=object()), TierConfig(same_adapters=True), None)
+    weak = engine_config(cache_config__prefix_caching_hash_algo="xxhash")
     with pytest.raises(ConfigError, match="accept_weak_hashes in the tier's entry"):
         check(weak, TierConfig(), "0")
     check(weak, TierConfig(accept_weak_hashes=True), "0")
 
 
 def test_the_engine_that_a_tier_belongs_to() -> None:
+    """It is found with the functions that are making the tier, though the collector of garbage does not see it."""
+
     class VllmConfig:
         def __init__(self, extra: dict[str, Any] | None) -> None:
             self.kv_transfer_config = extra and SimpleNamespace(kv_connector_extra_config=extra)
 
+    def made(config: Any, extra: Any) -> Any:
+        return inner(VllmConfig(None), VllmConfig(dict(extra)), extra)
+
+    def inner(drafts: Any, other: Any, extra: Any) -> Any:
+        return engine_config_of(SimpleNamespace(extra_config=extra))
+
     extra = {"cpu_bytes_to_use": 1}
-    engines = [VllmConfig(None), VllmConfig(dict(extra)), VllmConfig(extra)]
-    assert engine_config(SimpleNamespace(extra_config=extra)) is engines[2]
+    config = VllmConfig(extra)
+    gc.freeze()
+    try:
+        assert made(config, extra) is config
+    finally:
+        gc.unfreeze()
     with pytest.raises(ConfigError, match="does not find the configuration"):
-        engine_config(SimpleNamespace(extra_config={}))
+        made(config, {"cpu_bytes_to_use": 1})

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.engine_plugins.vllm import weights
-from kvpool.engine_plugins.vllm.weights import stored
+from kvpool.engine_plugins import checkpoint
+from kvpool.engine_plugins.checkpoint import stored
 
 
 def safetensors(path: Path, tensors: Mapping[str, bytes | bytearray]) -> None:
@@ -35,7 +35,7 @@ def test_a_copy_is_the_same_and_other_bytes_are_not(tmp_path: Path) -> None:
 
 
 def test_of_a_large_file_each_tensor_is_looked_at(tmp_path: Path) -> None:
-    size = 2 * weights.PIECES_MAX * weights.PIECE_BYTES // 4
+    size = 2 * checkpoint.PIECES_MAX * checkpoint.PIECE_BYTES // 4
     tensors = {str(i): bytes([i]) * size for i in range(4)}
     path = tmp_path / "m.safetensors"
     safetensors(path, tensors)
@@ -50,9 +50,9 @@ def test_few_tensors_of_each_of_many_files_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: int
 ) -> None:
     """As a fine-tune of some layers changes them. There are more tensors than places, or fewer."""
-    monkeypatch.setattr(weights, "PIECES_MAX", 64)
-    monkeypatch.setattr(weights, "SPOTS_MAX", 2400)
-    size, changed = 2 * weights.PIECE_BYTES, 5
+    monkeypatch.setattr(checkpoint, "PIECES_MAX", 64)
+    monkeypatch.setattr(checkpoint, "SPOTS_MAX", 2400)
+    size, changed = 2 * checkpoint.PIECE_BYTES, 5
     was = {str(i): bytes(size) for i in range(tensors)}
 
     def write(tensors: dict[str, bytes]) -> None:
@@ -68,7 +68,7 @@ def test_few_tensors_of_each_of_many_files_count(
 
 @pytest.mark.parametrize("at", ["beginning", "middle", "end"])
 def test_a_tensor_is_looked_at_in_several_places(tmp_path: Path, at: str) -> None:
-    size = 2 * weights.PIECES_MAX * weights.PIECE_BYTES
+    size = 2 * checkpoint.PIECES_MAX * checkpoint.PIECE_BYTES
     path = tmp_path / "m.safetensors"
     content = bytearray(size)
     safetensors(path, {"x": content})
@@ -81,8 +81,8 @@ def test_a_tensor_is_looked_at_in_several_places(tmp_path: Path, at: str) -> Non
 def test_of_very_many_tensors_little_is_read_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "PIECES_MAX", 1)
-    monkeypatch.setattr(weights, "SPOT_BYTES_MAX", 4 * 100 * weights.SPOT_BYTES_MIN)
+    monkeypatch.setattr(checkpoint, "PIECES_MAX", 1)
+    monkeypatch.setattr(checkpoint, "SPOT_BYTES_MAX", 4 * 100 * checkpoint.SPOT_BYTES_MIN)
     path = tmp_path / "m.safetensors"
     tensors = {str(i): bytes(2000) for i in range(100)}
     safetensors(path, tensors)
