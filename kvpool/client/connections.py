@@ -31,6 +31,7 @@ from kvpool.errors import (
 from kvpool.memory.owner_liveness import LifeView
 from kvpool.memory.peer_process import check_owner
 from kvpool.retry import Backoff
+from kvpool.types import PARTS_MAX
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
@@ -357,12 +358,12 @@ class Connections:
         """Report to the daemon slots that nobody will commit. A second report of the same changes nothing."""
         orphans = dict(self._orphans)
         its = [ticket for ticket, of in orphans.items() if of == connection.daemon.incarnation]
-        if its:
-            try:
-                connection.tell(client_wire.Abort(its))
-            except Unavailable:
-                self.drop(connection)
-                raise
+        try:
+            for begin in range(0, len(its), PARTS_MAX):  # one request takes no more
+                connection.tell(client_wire.Abort(its[begin : begin + PARTS_MAX]))
+        except Unavailable:
+            self.drop(connection)
+            raise
         for ticket in orphans:
             self._orphans.pop(ticket, None)
 
