@@ -21,9 +21,9 @@ import numpy as np
 from harness import Report, in_turns, median, parse_arguments
 
 from kvpool.security.credentials import TlsFiles
-from kvpool.testing.transport import DIGEST, SEGMENT, key_of
 from kvpool.transfer.base import Stop
 from kvpool.wire.worker import PartRows, PullBlocks
+from tests.contract.suites.transport import DIGEST, SEGMENT, key_of
 from tests.support.pki import Pki
 from tests.support.transfer_worker import WORKER, MoverSide
 

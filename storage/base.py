@@ -1,6 +1,6 @@
 """The port of a tier: a place that keeps replicas of blocks beside the memory that engines read and write.
 
-`kvpool.testing.tier` is its suite; `kvpool.testing.memory_tier` the smallest implementation.
+`tests.contract.suites.tier` is its suite; `tests.contract.suites.memory_tier` the smallest implementation.
 
 Memory itself is not behind the port. Blocks are *stored* from slots of memory and
 *loaded* into slots of memory, and memory's own rules choose the slots.

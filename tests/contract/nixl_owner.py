@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from kvpool.errors import Unavailable
 from kvpool.security.cluster_secrets import ClusterSecrets
-from kvpool.testing.transport import SECRET
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit
 from kvpool.transfer.memory import Memory
@@ -21,6 +20,7 @@ from kvpool.transfer.nixl_agent import Agent
 from kvpool.transfer.stream import Stream
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
+from tests.contract.suites.transport import SECRET
 
 NBYTES = 1 << 20
 

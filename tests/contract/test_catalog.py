@@ -12,7 +12,7 @@ from kvpool.placement.catalog.base import Catalog
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
 from kvpool.placement.catalog.redis import RedisCatalog
 from kvpool.placement.redis.settings import parse_url
-from kvpool.testing.catalog import KEYS, NAMESPACE, CatalogContract, key_of, location_of
+from tests.contract.suites.catalog import KEYS, NAMESPACE, CatalogContract, key_of, location_of
 from tests.support.servers.redis import Redis, RedisCluster
 from tests.support.waiting import PATIENCE_S
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from kvpool.placement.directory.base import Directory
 from kvpool.placement.directory.embedded import EmbeddedDirectory
-from kvpool.testing.directory import DirectoryContract
+from tests.contract.suites.directory import DirectoryContract
 
 
 class TestEmbedded(DirectoryContract):

@@ -10,7 +10,7 @@ import pytest
 from kvpool.placement.directory.base import Directory
 from kvpool.placement.directory.redis import open_directory
 from kvpool.placement.redis.settings import parse_url
-from kvpool.testing.directory import DirectoryContract
+from tests.contract.suites.directory import DirectoryContract
 from tests.support.servers.redis import Redis, RedisCluster, RedisSentinel
 from tests.support.waiting import PATIENCE_S
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
-from kvpool.testing.membership import Backend, MembershipContract, Secrets
+from tests.contract.suites.membership import Backend, MembershipContract, Secrets
 
 
 class StaticBackend:

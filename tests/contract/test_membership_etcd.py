@@ -13,7 +13,7 @@ from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership import etcd as membership
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.membership.etcd import EtcdMembership
-from kvpool.testing.membership import Backend, MembershipContract, Secrets
+from tests.contract.suites.membership import Backend, MembershipContract, Secrets
 from tests.support.servers.etcd import Etcd
 from tests.support.waiting import PATIENCE_S
 

@@ -17,9 +17,9 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.tiers.tier_state import ObjectTierState, TierState
 from kvpool.placement.catalog.embedded import EmbeddedCatalog
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
-from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
-from kvpool.testing.tier import CAPACITY_BYTES, Memory, TierContract, make_node, until
 from kvpool.wire.frame import PROTOCOL_VERSION
+from tests.contract.suites.memory_tier import MemoryTier, SharedMemoryTier
+from tests.contract.suites.tier import CAPACITY_BYTES, Memory, TierContract, make_node, until
 from tests.support.numpy_device import NumpyDevice
 
 needs_torch = pytest.mark.skipif(

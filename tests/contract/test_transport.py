@@ -8,8 +8,8 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.net import scheme_of
-from kvpool.testing.transport import TransportContract
 from kvpool.transfer import GROUP, TRANSPORTS, transport_for
+from tests.contract.suites.transport import TransportContract
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -11,7 +11,6 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvpool.security.credentials import Credentials
-from kvpool.testing.transport import DIGEST, Side, key_of, order
 from kvpool.transfer import nixl_agent
 from kvpool.transfer.base import Stop, TransferLimits
 from kvpool.transfer.sealing import TAG_BYTES
@@ -20,6 +19,7 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from kvpool.wire.peer import GROUP_BYTES
+from tests.contract.suites.transport import DIGEST, Side, key_of, order
 from tests.support.pki import Pki
 from tests.support.proxy import Ending, Fault, Proxy, Way
 from tests.support.transfer_worker import MoverSide

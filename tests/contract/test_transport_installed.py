@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.testing.transport import Side, TransportContract, key_of, order
 from kvpool.transfer import transport_for
 from kvpool.transfer.base import Stop
 from kvpool.types import BlockStatus
+from tests.contract.suites.transport import Side, TransportContract, key_of, order
 from tests.support.transfer_worker import MoverSide
 
 MODULE = """

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpool.testing.transport import Side, TransportContract
 from kvpool.transfer import nixl_agent
+from tests.contract.suites.transport import Side, TransportContract
 from tests.support.transfer_worker import MoverSide
 from tests.support.waiting import PATIENCE_S
 

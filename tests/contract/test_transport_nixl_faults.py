@@ -16,7 +16,6 @@ from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.security.cluster_secrets import ClusterSecrets
-from kvpool.testing.transport import SECRET, SEGMENT, Side, key_of, order
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
@@ -27,6 +26,7 @@ from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from tests.contract.suites.transport import SECRET, SEGMENT, Side, key_of, order
 from tests.support.servers.etcd import free_port
 from tests.support.transfer_worker import MoverSide
 from tests.support.waiting import PATIENCE_S

@@ -16,7 +16,6 @@ from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, Declined, InternalError, KvpoolError
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
-from kvpool.testing.transport import SECRET, PartsPair, Side, asking, awaiting, key_of, order
 from kvpool.transfer import listener, tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
@@ -28,6 +27,7 @@ from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from tests.contract.suites.transport import SECRET, PartsPair, Side, asking, awaiting, key_of, order
 from tests.support.waiting import PATIENCE_S
 
 URL = "tcp://127.0.0.1:0"

@@ -11,11 +11,11 @@ import pytest
 
 from kvpool.security.credentials import Contexts, Credentials
 from kvpool.security.file_watch import LOOK_S
-from kvpool.testing.transport import Side, TransportContract, key_of, order
 from kvpool.transfer import listener
 from kvpool.transfer.base import Stop, TransferLimits
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import BlockStatus
+from tests.contract.suites.transport import Side, TransportContract, key_of, order
 from tests.support.pki import Pki
 from tests.support.waiting import PATIENCE_S
 

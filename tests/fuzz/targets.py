@@ -35,8 +35,6 @@ from kvpool.router import api, bodies, sse
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.storage.object import packs
 from kvpool.telemetry import node_stats, spans
-from kvpool.testing.membership import entry, record
-from kvpool.testing.transport import DIGEST, SEGMENT
 from kvpool.transfer import handshake
 from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits, cut
 from kvpool.transfer.handshake import admit, greet
@@ -48,6 +46,8 @@ from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import CHECKSUM_BYTES
 from kvpool.wire import client, frame, jobs, operator, peer, storage, worker
+from tests.contract.suites.membership import entry, record
+from tests.contract.suites.transport import DIGEST, SEGMENT
 from tests.fuzz.mutation import mutate, mutate_frames
 
 EXPECTED = (KvpoolError, Refused, bodies.BadRequest, PeerRefused)

@@ -13,7 +13,7 @@ import uvloop
 
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership.etcd import EtcdMembership
-from kvpool.testing.membership import record, standing
+from tests.contract.suites.membership import record, standing
 
 
 async def main() -> None:

@@ -16,7 +16,7 @@ from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.client import EtcdClient, LeaseGone, found, put, read
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.etcd.watch import Follower
-from kvpool.testing.membership import until
+from tests.contract.suites.membership import until
 from tests.support.servers.certificates import Certificates, have_openssl, make_certificates
 from tests.support.servers.etcd import Etcd
 from tests.support.waiting import PATIENCE_S

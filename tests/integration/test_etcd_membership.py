@@ -26,7 +26,7 @@ from kvpool.placement.membership.admission import GENERATIONS_APART
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd import EtcdMembership
 from kvpool.placement.records import ClusterConfig, NamespaceClock, TierRecord, encode_record
-from kvpool.testing.membership import entry, record, standing, until
+from tests.contract.suites.membership import entry, record, standing, until
 from tests.support import waiting
 from tests.support.servers.etcd import Etcd
 from tests.support.signals import send

@@ -17,7 +17,7 @@ from kvpool.placement.directory.redis import RedisDirectory, open_directory
 from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.placement.redis.settings import RedisSettings, parse_url
 from kvpool.placement.redis.shards import READING
-from kvpool.testing.directory import NAMESPACE, key_of, keys_of, node, sweep_all
+from tests.contract.suites.directory import NAMESPACE, key_of, keys_of, node, sweep_all
 from tests.support.proxy import BOTH, Fault, Proxy
 from tests.support.servers.certificates import have_openssl, make_certificates
 from tests.support.servers.redis import Redis, RedisCluster, RedisSentinel

@@ -15,7 +15,7 @@ from kvpool.placement.directory.base import TIERS
 from kvpool.placement.directory.redis import RedisDirectory, open_directory
 from kvpool.placement.redis.connection import UNANSWERED_MAX
 from kvpool.placement.redis.settings import parse_url
-from kvpool.testing.directory import NAMESPACE, keys_of, node
+from tests.contract.suites.directory import NAMESPACE, keys_of, node
 from tests.support.waiting import PATIENCE_S
 
 KEYS = keys_of(range(100))

@@ -14,7 +14,7 @@ import uvloop
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Entry
 from kvpool.placement.directory.redis import open_directory
 from kvpool.placement.redis.settings import parse_url
-from kvpool.testing.directory import NAMESPACE, node, sweep_all
+from tests.contract.suites.directory import NAMESPACE, node, sweep_all
 from tests.support.servers.redis import Redis, RedisCluster
 
 BLOCKS = 100_000

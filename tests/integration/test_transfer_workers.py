@@ -34,7 +34,6 @@ from kvpool.errors import (
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.security.failed_logins import Failures
 from kvpool.storage.dram import DramSegment
-from kvpool.testing.transport import key_of
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import admit
 from kvpool.transfer.stream import Stream
@@ -43,6 +42,7 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from kvpool.wire.faults import Faults
+from tests.contract.suites.transport import key_of
 from tests.support.signals import send
 from tests.support.waiting import PATIENCE_S, until_async
 

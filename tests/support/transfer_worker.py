@@ -20,13 +20,13 @@ from kvpool.errors import KvpoolError, Unavailable, from_code
 from kvpool.security.cluster_secrets import UNTIL
 from kvpool.security.credentials import TlsFiles
 from kvpool.storage.dram import DramSegment
-from kvpool.testing.transport import SECRET, SEGMENT, ScriptedSource, Side
 from kvpool.transfer.base import Identity, Stop, TransferLimits
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from kvpool.wire.frame import Bytes, Done, Message
 from kvpool.wire.worker import AskPeer, PullBlocks, Pulled
+from tests.contract.suites.transport import SECRET, SEGMENT, ScriptedSource, Side
 from tests.support.waiting import PATIENCE_S
 
 WORKER = "kvpool.daemon.workers.transfer_worker"

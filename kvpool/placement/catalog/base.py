@@ -1,6 +1,6 @@
 """The catalog port: where in object storage blocks are. A hint; the object is the truth.
 
-Contract, for every backend (`kvpool.testing.catalog` tests it):
+Contract, for every backend (`tests.contract.suites.catalog` tests it):
 
 - An entry says: this part of this block of this namespace (its digest in its epoch) is at this location.
   `add` sets it, `drop` removes it if it still points into the named object; both are idempotent.

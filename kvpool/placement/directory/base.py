@@ -1,6 +1,6 @@
 """The directory port: which nodes hold which blocks. A hint; the owner is the truth.
 
-Contract, for every backend (`kvpool.testing.directory` tests it):
+Contract, for every backend (`tests.contract.suites.directory` tests it):
 
 - An entry says: in this namespace (its digest in its epoch), this incarnation holds these parts of this
   block in this tier. `publish` replaces entries as a whole, and a mask of 0 removes them; repeating a call

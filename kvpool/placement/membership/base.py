@@ -1,6 +1,6 @@
 """The membership port: which nodes live, and the namespaces with their epochs.
 
-Contract, for every backend (`kvpool.testing.membership` tests it):
+Contract, for every backend (`tests.contract.suites.membership` tests it):
 
 - `view` is the last known state of the cluster, and never goes back: while the backend is
   unreachable, it stays as it was, and no node expires.

@@ -4,8 +4,8 @@ import msgspec
 
 from kvpool.daemon.cluster.engine_registry import describe
 from kvpool.placement.records import LinkRecord, NodeRecord
-from kvpool.testing.membership import record
 from kvpool.types import EngineRecord
+from tests.contract.suites.membership import record
 
 
 def test_links_are_told_once_a_node() -> None:

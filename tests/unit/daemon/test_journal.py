@@ -12,8 +12,8 @@ from kvpool.daemon.ops.event_log import (
     membership_news,
 )
 from kvpool.placement.records import NodeRecord, NodeState, View, changed_nodes
-from kvpool.testing.membership import entry
 from kvpool.types import EngineRecord
+from tests.contract.suites.membership import entry
 
 
 def test_events_are_numbered_and_the_last_ones_kept():

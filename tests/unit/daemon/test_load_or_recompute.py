@@ -19,9 +19,9 @@ from kvpool.daemon.fetch.ports import DISKS, LivingNode
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import TRIAL_S, Peers
 from kvpool.storage.eviction import policy_maker
-from kvpool.testing.memory_tier import SharedMemoryTier
 from kvpool.types import BlockStatus, PartKind, PartSpec, Recompute, split_keys
 from kvpool.wire import worker as worker_wire
+from tests.contract.suites.memory_tier import SharedMemoryTier
 from tests.support.virtual_time import virtually
 
 MIB = 1 << 20

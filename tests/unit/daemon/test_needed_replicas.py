@@ -16,7 +16,7 @@ from kvpool.daemon.core.blocks import NamespaceState, Origin
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import NamespaceSettings, NodeState
-from kvpool.testing.membership import until
+from tests.contract.suites.membership import until
 from tests.support.tiers import without_disks
 
 SECOND = Origin(secondary=True)

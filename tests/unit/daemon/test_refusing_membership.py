@@ -35,8 +35,8 @@ from kvpool.placement.records import (
     new_incarnation,
 )
 from kvpool.storage.eviction import policy_maker
-from kvpool.testing.membership import until
 from kvpool.types import PartSpec
+from tests.contract.suites.membership import until
 from tests.support.local_node import MemoryOnly
 
 REFUSALS = [NotAuthenticated, InvalidRequest, LimitExceeded, ConfigError, Unavailable]

@@ -19,7 +19,7 @@ from kvpool.errors import Unavailable
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import NamespaceSettings
-from kvpool.testing.membership import until
+from tests.contract.suites.membership import until
 from tests.support.tiers import without_disks
 
 PAGES = 4

@@ -24,11 +24,11 @@ from kvpool.errors import LimitExceeded, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
 from kvpool.storage.eviction import policy_maker
-from kvpool.testing.memory_tier import SharedMemoryTier
 from kvpool.types import BlockStatus, PartKind, PartSpec
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from tests.contract.suites.memory_tier import SharedMemoryTier
 from tests.sim.simulation.loop import run_alone
 
 NBYTES = 4096

@@ -25,7 +25,7 @@ from kvpool.placement.directory.checks import DEAD_MAX
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.directory_memory import DeadIncarnations
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
-from kvpool.testing.membership import record
+from tests.contract.suites.membership import record
 
 DIGEST = b"D" * 16
 DRAM = 1

@@ -20,9 +20,9 @@ from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
 from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.histogram import RATIOS
-from kvpool.testing.memory_tier import MemoryTier, SharedMemoryTier
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import worker as worker_wire
+from tests.contract.suites.memory_tier import MemoryTier, SharedMemoryTier
 
 NBYTES = 4096
 OWNER = b"owner..."

@@ -38,9 +38,9 @@ from kvpool.placement.records import (
     new_incarnation,
 )
 from kvpool.storage.eviction import policy_maker
-from kvpool.testing.membership import entry
 from kvpool.types import PartSpec
 from kvpool.wire import frame
+from tests.contract.suites.membership import entry
 from tests.support.local_node import MemoryOnly
 
 DAYS = 2

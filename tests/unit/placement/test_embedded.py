@@ -12,7 +12,7 @@ from kvpool.errors import InvalidRequest
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.key_groups import TAGS, tag_of
-from kvpool.testing.directory import NAMESPACE, key_of, keys_of, node
+from tests.contract.suites.directory import NAMESPACE, key_of, keys_of, node
 
 DRAM = TIERS["dram"]
 

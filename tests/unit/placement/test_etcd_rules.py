@@ -39,7 +39,7 @@ from kvpool.placement.records import (
     changed_nodes,
     encode_record,
 )
-from kvpool.testing.membership import entry, record
+from tests.contract.suites.membership import entry, record
 
 PATHS = Paths("c")
 NAMES = "ab"

@@ -14,7 +14,7 @@ from kvpool.errors import ConfigError, Unavailable
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.records import SettingsChange
-from kvpool.testing.membership import entry, record
+from tests.contract.suites.membership import entry, record
 
 DIGEST = entry().digest
 

@@ -19,7 +19,6 @@ from xxhash import xxh3_128_digest
 
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.security.cluster_secrets import ClusterSecrets
-from kvpool.testing.transport import DIGEST, SEGMENT, ScriptedSource, key_of, order
 from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimits, cut
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
@@ -32,6 +31,7 @@ from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from tests.contract.suites.transport import DIGEST, SEGMENT, ScriptedSource, key_of, order
 from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64

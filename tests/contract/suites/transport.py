@@ -53,7 +53,7 @@ from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pu
 
 SEGMENT = 3
 DIGEST = b"namespace-digest"
-SECRET = "the secret of these tests"  # noqa: S105
+SECRET = "the secret of these tests"
 
 
 def asking(url: str, keys: bytes) -> AskPeer:

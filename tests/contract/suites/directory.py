@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from kvpool.errors import InvalidRequest, Unavailable
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory, Entry
 from kvpool.placement.key_groups import TAGS
-from kvpool.testing.views import TwoViews
+from tests.contract.suites.views import TwoViews
 
 NAMESPACE = b"namespace-digest"
 OTHER = b"digest-of-another"[:16]

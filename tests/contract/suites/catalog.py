@@ -1,4 +1,4 @@
-"""Requirements of every catalog, as tests: see `kvpool.testing.directory` for how to use a suite.
+"""Requirements of every catalog, as tests: see `tests.contract.suites.directory` for how to use a suite.
 
 Answers are compared with a plain dict that the test fills itself.
 """
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvpool.errors import InvalidRequest
 from kvpool.placement.catalog.base import LOCATION_BYTES, PACK, Catalog
 from kvpool.placement.directory.base import BATCH_MAX
-from kvpool.testing.views import TwoViews
+from tests.contract.suites.views import TwoViews
 
 NAMESPACE = b"namespace-digest"
 OTHER = b"digest-of-another"[:16]

@@ -1,1 +1,0 @@
-"""Contract suites and test doubles, public: for authors of tiers, transports and policies."""
