@@ -58,7 +58,7 @@ class PluginConfig:
     layer_pieces: into how many pieces the layers of blocks are cut; 0: as many as there are pipeline stages.
     lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
     lookup_timeout_s: the longest that a lookup may hold the scheduler.
-    request_timeout_s: deadline of the workers' requests (join, reserve, commit).
+    request_timeout_s: deadline of the workers' requests (join, reserve, commit), and of saves whose blocks a step overwrites.
     pull_wait_s: the longest that a request waits for blocks of other nodes; 0: none are asked for.
     pulls_max: how many requests ask for them at a time.
     follows_max: how many wait at a time for a prompt that is being computed elsewhere (`following.py`).
