@@ -33,6 +33,10 @@ def finite(number: float, name: str) -> float:
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
+class WrongValue(ProtocolError):
+    """Well-formed bytes with a value that its field cannot have: what was sent after them can still be read."""
+
+
 class _Decoder(Generic[T]):
     """Decodes values of one type. Thread-safe.
 
@@ -46,11 +50,12 @@ class _Decoder(Generic[T]):
         self._what = what
 
     def __call__(self, data: bytes | bytearray | memoryview | str | msgspec.Raw) -> T:
-        """Raises `ProtocolError`."""
+        """Raises `ProtocolError`, of the kind `WrongValue` if only a value is wrong."""
         try:
             return cast(T, self._decode(data))
         except _BAD as error:
-            raise ProtocolError(f"not {self._what}: {str(error)[:500]}") from None
+            kind = WrongValue if isinstance(error, msgspec.ValidationError) else ProtocolError
+            raise kind(f"not {self._what}: {str(error)[:500]}") from None
 
 
 class MsgpackDecoder(_Decoder[T]):

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 from kvpool.client.connection import Connection, DaemonState, DroppableSocket, timeval
 from kvpool.client.daemon_watch import DaemonWatch
 from kvpool.errors import (
+    InternalError,
     InvalidRequest,
     KvpoolError,
     LimitExceeded,
@@ -330,8 +331,8 @@ class Connections:
             self._back_off(f"the daemon at {self.socket_path} failed")
         self._ring()
 
-    def interrupted(self, connection: Connection) -> None:
-        """The caller has given up in the middle of an exchange, which says nothing about the daemon."""
+    def end(self, connection: Connection) -> None:
+        """Close a connection whose exchange was interrupted, or that the daemon closes. Others are as good as before."""
         connection.close()
         self._ring()
 
@@ -555,11 +556,11 @@ class Request:
         return self.connection
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is None or (
-            issubclass(kind, KvpoolError) and not issubclass(kind, (Unavailable, ProtocolError))
+        if kind is not None and issubclass(kind, (Unavailable, ProtocolError)):
+            self.connections.drop(self.connection)
+        elif kind is None or (
+            issubclass(kind, KvpoolError) and not issubclass(kind, InternalError)
         ):
             self.connections.give_back(self.connection)
-        elif issubclass(kind, KvpoolError):
-            self.connections.drop(self.connection)
         else:
-            self.connections.interrupted(self.connection)
+            self.connections.end(self.connection)

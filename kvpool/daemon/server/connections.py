@@ -27,6 +27,7 @@ from kvpool.daemon.server.client_processes import ClientHandle, ClientProcess, C
 from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
+from kvpool.decoding import WrongValue
 from kvpool.errors import (
     InternalError,
     InvalidRequest,
@@ -488,6 +489,8 @@ class ClientConnection(asyncio.Protocol):
                     raise
                 except KvpoolError as error:
                     answer = frame.error_message(error)
+            except WrongValue as error:
+                answer = frame.error_message(InvalidRequest(str(error)))
             except InternalError as error:
                 self._refuse(error, answers, request)
                 return

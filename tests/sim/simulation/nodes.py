@@ -99,6 +99,7 @@ class SimulatedServer:
         await self._tasks.end()
         await close(self.daemon)
         await self.life.carrier.stop()
+        assert not self.daemon.requests.faults.counts, "a request met a bug"
 
 
 class Life:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.client import Client
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.server.composition import Clocks, compose, make_memory_rules
@@ -161,6 +162,19 @@ def test_a_fault_in_a_request_that_changes_nothing_ends_its_connection_alone(
         name = b"Stats" if isinstance(message, client_wire.Stats) else b"Inspect"
         assert b'"internal_errors":{"%s":1}' % name in told
         assert not there.crashes
+
+    run(tmp_path, ask)
+
+
+def test_a_client_goes_on_at_once_over_another_connection(tmp_path: Path) -> None:
+    async def ask(there: Served) -> None:
+        with Client(str(there.path / "clients")) as client:
+            await asyncio.to_thread(client.stats)
+            there.clock.fails = True
+            with pytest.raises(InternalError):
+                await asyncio.to_thread(client.stats)
+            stats = await asyncio.to_thread(client.stats)
+            assert stats.internal_errors == {"Stats": 1}
 
     run(tmp_path, ask)
 
