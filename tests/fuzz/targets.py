@@ -110,7 +110,9 @@ def sample(kind: inspect.Type, rng: random.Random) -> Any:
             least = kind.min_length or 0
             return rng.choice([each for each in texts if len(each) >= least and fits(each)])
         case inspect.BytesType():
-            return rng.choice((b"", DIGEST, bytes(16), bytes(32)))
+            least, most = kind.min_length or 0, 64 if kind.max_length is None else kind.max_length
+            some = (b"", DIGEST, bytes(16), bytes(32))
+            return rng.choice([each for each in some if least <= len(each) <= most])
         case _:
             return None
 

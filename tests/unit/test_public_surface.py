@@ -22,6 +22,7 @@ PUBLIC = {
         "ClusterUnavailable",
         "ConfigError",
         "Declined",
+        "InternalError",
         "InvalidRequest",
         "KvpoolError",
         "LeaseLost",
