@@ -102,7 +102,6 @@ class ActiveRequest:
         self.request = request
         self.body = body
         self.account = account
-        self.retries = 0
         self.ordered = False
         self.ttft_s: float | None = None
         self.cached_tokens: int | None = None
@@ -145,7 +144,7 @@ class ActiveRequest:
     async def run(self, reply: Reply, direct: EngineSpec | None = None) -> None:
         """Until the answer is with the client. direct: ask only this engine.
 
-        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineRefused`; no calls are left then.
+        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineFailed`, `EngineRefused`; no calls are left then.
         """
         self._reply = reply
         if direct is not None:
@@ -383,12 +382,9 @@ class ActiveRequest:
             return
         begun = self._reply.begun and call.answers
         self._blame(self._evidence.failed(error, begun=begun))
-        if begun:
+        if begun or self._direct:
             self._roster.failed(error)
             raise error
-        if self._direct:
-            self._roster.failed(error)
-            raise GivenUp(str(error)) from None
         self._failed(call, error)
 
     def _failed(self, call: Call, error: EngineFailed | EngineRefused) -> None:
@@ -428,7 +424,6 @@ class ActiveRequest:
         self._roster.failed(error)
         self.account.note(self._clock(), "failed", why=str(error))
         self._why = str(error)
-        self.retries += 1
 
     def _blame(self, engines: Collection[str]) -> None:
         if engines:

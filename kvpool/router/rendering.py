@@ -17,6 +17,7 @@ import msgspec
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import ProtocolError, Unavailable
 from kvpool.router.engine_calls import bearer, post_json
+from kvpool.router.evidence import another_may_differ
 from kvpool.router.hashing import Item
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ ANSWER_BYTES_MAX = 32 << 20
 ASK_AGAIN_S = 60.0
 """An engine that does not render may be started anew, so that it does."""
 _NOT_OFFERED = frozenset((403, 404, 405, 501))
-_FAULTS = frozenset((401, 408, 429))
 
 
 class _Place(msgspec.Struct):
@@ -93,9 +93,9 @@ class Renderer:
         if answer.status in _NOT_OFFERED:
             self._not_before[url] = self._clock() + ASK_AGAIN_S
             return None
-        if answer.status >= 500 or answer.status in _FAULTS:
-            raise Unavailable(f"{url} cannot render: {answer.status}")
         if answer.status != 200:
+            if another_may_differ(answer.status):
+                raise Unavailable(f"{url} cannot render: {answer.status}")
             return None  # the engine that serves it says what is wrong
         self.renders += 1
         try:

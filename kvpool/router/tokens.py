@@ -20,6 +20,7 @@ from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.router.chat_form import of_messages, of_responses
 from kvpool.router.engine_calls import bearer, post_json
+from kvpool.router.evidence import another_may_differ
 from kvpool.router.own_tokenizers import CHAT, OwnTokenizers
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ CACHE_TOKENS_MAX = 1 << 21
 """Tokens of cached prompts, some 36 bytes each; a prompt costs `PROMPT_TOKENS` more."""
 PROMPT_TOKENS = 8
 ANSWER_BYTES_MAX = 32 << 20
-_FAULTS = frozenset((401, 403, 408, 429))
-"""Statuses below 500 that are not about the prompt."""
 CHAT_FORMS = {"messages": of_messages, "responses": of_responses}
 """Of the kinds of prompts that an engine makes a chat of."""
 _CHAT_FIELDS = (
@@ -249,7 +248,7 @@ class Tokenizer:
         )
         if answer.status == 200:
             return tokens_of(url, body)
-        if answer.status >= 500 or answer.status in _FAULTS:
+        if another_may_differ(answer.status):
             raise Unavailable(f"{url} cannot tokenise: {answer.status}")
         if not _is_refusal(body):
             return None
