@@ -46,7 +46,6 @@ LOST_SAVE_S = 2.0
 """Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
 blocks that will not come. If the engine was only busy, the request loses its turn there.
 """
-ERROR_EVENT = "its answer has an error event"
 FOLLOW_MORE_S = 5.0
 """A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
 
@@ -314,9 +313,8 @@ class ActiveRequest:
 
         An answer to a part of the prompt is none to the client's own body, which goes to the engine that answers.
         """
-        self._refused = (
-            None  # an error that is raised must not be held: its frames hold this request
-        )
+        # The frames of an error that is raised hold this request, which must not hold the error.
+        self._refused = None
         if call.answers:
             raise error if for_client(error.status) else GivenUp(str(error))
         assert call.order is not None, "what only computes has an order"
@@ -494,7 +492,7 @@ class ActiveRequest:
         self._presumably_computed(call)
         self._complete = True
         if call.failed:
-            self.account.note(self._clock(), "failed", engine=call.spec.name, why=ERROR_EVENT)
+            self.account.note(self._clock(), "failed", engine=call.spec.name, why="an error event")
             self.account.outcome = "broken_off"
             return
         self.account.note(self._clock(), "answered", engine=call.spec.name, **call.tokens)

@@ -91,10 +91,9 @@ class Call:
 
     expected_s: until it begins to answer. began_at: when it did. usage: the engine's token counts. saves: what it says
     of the prompt's blocks, None: nothing. events: parts of a streamed answer. failed: whether an error is one of them.
-    at_client: whether it waits for the client.
-    follows: whether it waits for a prompt that another engine computes. finish: how the answer ended, if it is one of a
-    session's. timer: for what is done if it does not begin. span: if the request is traced; its end is that of the
-    task. task: its result is an error or None; None once that was read.
+    at_client: whether it waits for the client. follows: whether it waits for a prompt that another engine computes.
+    finish: how the answer ended, if it is one of a session's. timer: for what is done if it does not begin. span: if
+    the request is traced; its end is that of the task. task: its result is an error or None; None once that was read.
     """
 
     spec: EngineSpec

@@ -313,6 +313,28 @@ def test_a_leader_orders_what_the_other_router_reaches() -> None:
     virtually(main)
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_an_engines_error_is_asked_of_another_one_if_a_leader_has_one(
+    names: str, decodes: bool
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            upstream = ScriptedUpstream()
+            shape = [engine(name, DECODE if decodes else Role.BOTH) for name in names]
+            routers = await three(stack, upstream, *shape, *[engine("p", PREFILL)] * decodes)
+            upstream.faults = {name: deque(["error"] * 9) for name in names}
+            member, client = routers.members[1], Client()
+            await member.serving.serve(member.incoming({"prompt": "x" * 90}), client)
+            assert (client.status, client.data) == (500, ERROR)
+            assert sorted(s.engine for s in upstream.seen if s.engine != "p") == list(names)
+            upstream.faults["a"].clear()
+            await one(member, {"prompt": "x" * 90, "stream": True})
+            assert all(row["state"] == "serving" for row in routers.members[0].roster.engines())
+
+    virtually(main)
+
+
 def test_what_serves_other_routers_is_not_blamed_for_single_failures() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
