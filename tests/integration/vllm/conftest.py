@@ -262,15 +262,17 @@ def run_engine(
 ) -> Iterator[Engine]:
     """An engine in this process, with `engine_options`."""
     with imports_are_no_garbage():
-        llm = LLM(model=str(model), **engine_options(daemon, extra, **options))
         try:
-            engine = Engine(llm)
-            if daemon is not None:
-                wait_until_settled(engine)
-            yield engine
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
+            llm = LLM(model=str(model), **engine_options(daemon, extra, **options))
+            try:
+                engine = Engine(llm)
+                if daemon is not None:
+                    wait_until_settled(engine)
+                yield engine
+            finally:
+                llm.llm_engine.engine_core.shutdown()
+                del llm
+        finally:  # the next engine would take over the groups of one that could not start
             cleanup_dist_env_and_memory()
 
 

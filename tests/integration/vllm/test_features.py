@@ -17,7 +17,10 @@ NEW = 40
 def test_fp8_kv(kit: Any, llama: Path, tmp_path: Path, oracle: Oracle, dtype: str) -> None:
     options = {"kv_cache_dtype": dtype, "dtype": "bfloat16"}
     asked = kit.prompts(43, (500, 210))
-    expected = oracle("llama", asked, **options)
+    try:
+        expected = oracle("llama", asked, **options)
+    except NotImplementedError as error:  # this processor lacks AVX-512
+        pytest.skip(str(error))
     with kit.run_daemon(tmp_path) as daemon:
         with kit.run_engine(llama, daemon, **options) as engine:
             for _ in range(2):

@@ -17,7 +17,6 @@ from kvpool.types import PartKind
 Oracle = Callable[..., list[list[int]]]
 
 LENGTHS = (700, 390, 256, 129)
-BLOCKS = {"qwen-next": 128, "nemotron-h": 64}  # vLLM makes blocks as large as a state
 # The kernels of gated delta nets for CPUs know this type only.
 OPTIONS = {"qwen-next": {"dtype": "bfloat16"}, "nemotron-h": {}}
 STATE_GROUPS = {"qwen-next": 3, "nemotron-h": 2}
@@ -27,17 +26,15 @@ SHARDS = {"qwen-next": 4, "nemotron-h": 2}
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models, the pool that its engines share, and the prompts. block: tokens of a block."""
+    """One of the models, the pool that its engines share, and the prompts."""
 
     kit: Any
     kind: str
     path: Path
     daemon: Any
     asked: list[list[int]]
-
-    @property
-    def block(self) -> int:
-        return BLOCKS[self.kind]
+    block: int
+    """Tokens of a block: vLLM makes blocks as large as a state, in steps that depend on the processor."""
 
     @property
     def hits(self) -> list[int]:
@@ -64,7 +61,9 @@ def model(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MambaMixer2, "get_kv_cache_spec", plain_spec)
         kind = request.param
-        yield Model(kit, kind, models(kind), daemon, kit.prompts(3, LENGTHS))
+        with kit.run_engine(models(kind), **OPTIONS[kind]) as engine:
+            block = engine.llm.llm_engine.vllm_config.cache_config.block_size
+        yield Model(kit, kind, models(kind), daemon, kit.prompts(3, LENGTHS), block)
 
 
 @pytest.fixture(scope="module")
