@@ -15,13 +15,14 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvpool.errors import ConfigError, Declined, InternalError, KvpoolError
+from kvpool.net import host_and_port
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.transfer import listener, tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.sealing import TAG_BYTES
-from kvpool.transfer.stream import Stream
+from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import BlockStatus
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -737,3 +738,20 @@ def test_a_bug_met_in_a_read_ends_its_connection_and_no_other(reader: Side) -> N
         owner.source.error = None
         assert other.transport.ask(asking(url, KEYS[0]), Stop()) == frame.Done(1)
         assert pull(reader, url).status[0] == BlockStatus.PRESENT
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), InternalError("told by the rules")])
+def test_the_connection_that_met_a_bug_is_told_and_ended(error: Exception) -> None:
+    owner = Side(URL, node="owner")
+    with closing(owner.transport):
+        address = host_and_port(owner.transport.listen(URL))
+        owner.source.error = error
+        with closing(Stream(socket.create_connection(address), Deadline(PATIENCE_S))) as stream:
+            greet(stream, PEER)
+            stream.deadline = Deadline(PATIENCE_S)
+            stream.send(peer_wire.Ask("default", bytes(16), [], KEYS[0]), 5)
+            number, payload = stream.receive(1 << 20)
+            told = peer_wire.decode_peer(payload)
+            assert (number, told.code) == (5, "internal")
+            with pytest.raises(Closed):
+                stream.receive(1 << 20)
