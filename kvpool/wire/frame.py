@@ -71,7 +71,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGES
 AnyDigest = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 """The same, or empty: the message says for what."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+"""A shorter one is a wrong one, and counted as a failed login."""
 Parent = Annotated[bytes, msgspec.Meta(max_length=4 * KEY_BYTES)]
 """A block's key, or empty: its receiver says what is wrong with any other."""
 
