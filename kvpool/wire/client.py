@@ -188,7 +188,7 @@ class ReserveParts(Message, tag=130):
     tickets: Tickets
     keys: bytes
     parents: bytes
-    requests: list[tuple[str, Count]] = msgspec.field(default_factory=list)
+    requests: list[tuple[str, Integer]] = msgspec.field(default_factory=list)
 
 
 class ReservedParts(Message, tag=131):
