@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from kvpool.engine_plugins.settings import typed_settings
 from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 
 WORKERS_MAX = 16
 TASKS_MAX = 65_536
+WHERE = "adapter_params"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +57,8 @@ class Settings:
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Settings:
         """Those that LMCache was given. Raises `ConfigError` naming what is wrong."""
-        known = {field.name: field for field in fields(cls)}
-        unknown = sorted(set(params) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"adapter_params has no setting {', '.join(map(repr, unknown))}; known settings are "
-                f"{', '.join(sorted(known))}"
-            )
-        return cls(
-            **{name: _typed(name, value, known[name].default) for name, value in params.items()}
-        )
+        return cls(**typed_settings(cls, params, WHERE))
 
 
 def _where(name: str) -> str:
-    return f"adapter_params[{name!r}]"
-
-
-def _typed(name: str, value: object, default: object) -> Any:
-    """`value` in the type of the setting's default; None only where None is the default."""
-    if default is None or isinstance(default, str):
-        if isinstance(value, str) or (value is None and default is None):
-            return value
-        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{_where(name)} must be a number, not {value!r}")
-    if isinstance(default, int):
-        if value != int(value):
-            raise ConfigError(f"{_where(name)} must be a whole number, not {value!r}")
-        return int(value)
-    return float(value)
+    return f"{WHERE}[{name!r}]"

@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 TRAILING_PAGES = "trailing_pages"
 ALL_PAGES = "all_pages"
-KNOWS_LENGTHS = "restorable_prefix_pages" in {
-    field.name for field in dataclasses.fields(PoolTransferResult)
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,9 +150,10 @@ class KvpoolHiCache(HiCacheStorage):
                 found[name] = usable[-1]
             lengths.intersection_update(usable)
         restorable = sorted(lengths)
-        more = {"restorable_prefix_pages": restorable} if KNOWS_LENGTHS else {}
         return PoolTransferResult(
-            kv_hit_pages=restorable[-1] if restorable else 0, extra_pool_hit_pages=found, **more
+            kv_hit_pages=restorable[-1] if restorable else 0,
+            extra_pool_hit_pages=found,
+            restorable_prefix_pages=restorable,
         )
 
     def exists(self, key: str) -> bool:

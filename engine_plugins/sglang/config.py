@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from kvpool.engine_plugins.settings import typed_settings
 from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 
@@ -25,6 +26,7 @@ OF_SGLANG = frozenset(
     }
 )
 TIMEOUT_S_MAX = 60.0
+WHERE = "hicache-storage-backend-extra-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,7 @@ class BackendConfig:
     def from_extra(cls, extra: Mapping[str, Any] | None) -> BackendConfig:
         """The configuration that an engine was given. Raises `ConfigError` naming what is wrong."""
         given = {name: value for name, value in (extra or {}).items() if name not in OF_SGLANG}
-        known = {field.name: field.default for field in fields(cls) if field.name != "pages"}
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"hicache-storage-backend-extra-config has no setting {', '.join(map(repr, unknown))}; kvpool's are "
-                f"{', '.join(sorted(known))}"
-            )
-        values: dict[str, Any] = {
-            name: _typed(name, value, known[name]) for name, value in given.items()
-        }
+        values = typed_settings(cls, given, WHERE, without=("pages",))
         return cls(**values, pages=bool((extra or {}).get("interface_v1", 0)))
 
     def limit_s(self, tokens: int) -> float:
@@ -89,23 +82,4 @@ class BackendConfig:
 
 
 def _where(name: str) -> str:
-    return f"hicache-storage-backend-extra-config[{name!r}]"
-
-
-def _typed(name: str, value: object, default: object) -> object:
-    """`value` in the type of the setting's default; None only where None is the default."""
-    if default is None:
-        if value is None or isinstance(value, str):
-            return value
-        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
-    if isinstance(default, bool):
-        if isinstance(value, bool):
-            return value
-        raise ConfigError(f"{_where(name)} must be true or false, not {value!r}")
-    if isinstance(default, str):
-        if isinstance(value, (str, int)) and not isinstance(value, bool):
-            return str(value)
-        raise ConfigError(f"{_where(name)} must be a string, not {value!r}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{_where(name)} must be a number, not {value!r}")
-    return float(value)
+    return f"{WHERE}[{name!r}]"

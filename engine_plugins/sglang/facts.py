@@ -136,14 +136,17 @@ def engine_facts(
     path = str(getattr(arguments, "model_path", None) or getattr(storage, "model_name", None))
     revision = getattr(arguments, "revision", None)
     folder = _folder(path, revision)
+    weights = _weights(arguments, folder)
     hf_config = getattr(model_config, "hf_config", None)
+    # Samples say more than a commit, and are the same for a copy elsewhere.
+    commit = None if weights else getattr(hf_config, "_commit_hash", None) or revision
     return Facts(
         engine="sglang",
         versions=versions("sglang", version, pickled=False, any_version=config.any_version),
         model=config.model or path,
-        revision=config.revision or getattr(hf_config, "_commit_hash", None) or revision,
+        revision=config.revision or commit,
         code_revision=None,  # SGLang takes a model's code from the revision of its weights
-        weights=_weights(arguments, folder),
+        weights=weights,
         config=str(file_digests(folder, ["config.json"]))
         if hf_config is None
         else config_digest(hf_config),

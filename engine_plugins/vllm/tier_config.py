@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvpool.engine_plugins.vllm.config import typed_settings
+from kvpool.engine_plugins.settings import typed_settings
 from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
 

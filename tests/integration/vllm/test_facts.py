@@ -175,7 +175,8 @@ def namespaces_of(
         with kit.run_engine(model, daemon, extra, **options) as engine:
             answers.append(engine.generate(asked, NEW))
             engine.drain()
-            names.append(engine.connector and engine.connector._scheduler._namespace.digest)
+            space = engine.connector and engine.connector._scheduler._namespace
+            names.append(space and space.record.digest())
     return names, answers
 
 
