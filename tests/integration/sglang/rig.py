@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,9 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from transformers import PretrainedConfig
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -40,6 +42,12 @@ def publish_arguments(**more: Any) -> None:
     """What an engine's start makes known to the whole process."""
     set_global_server_args_for_scheduler(
         ServerArgs(model_path="dummy", page_size=PAGE, device="cpu", **more)
+    )
+    # The configuration of a model, of which there are no files: an engine reads it from these.
+    get_server_args()._model_config = SimpleNamespace(
+        hf_config=PretrainedConfig(num_hidden_layers=LAYERS),
+        dtype=torch.bfloat16,
+        context_len=TOKENS,
     )
 
 

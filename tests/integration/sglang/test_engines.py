@@ -96,6 +96,7 @@ def test_engines_share_and_compute_what_the_pool_fails_to_give(
     assert second.log.read_text().count("is used again") == 1
 
 
+@pytest.mark.timeout(1000)  # two engines, one after the other
 def test_other_weights_under_the_same_path_are_not_mistaken_for_the_old_ones(
     kit: ModuleType, tmp_path: Path
 ) -> None:
@@ -110,18 +111,14 @@ def test_other_weights_under_the_same_path_are_not_mistaken_for_the_old_ones(
                 engine.ready()
                 before = daemon.counters().committed
                 answer = engine.generate(asked)
-                if not answer.storage:
-                    pages = before + LENGTHS[0] // kit.PAGE
-                    kit.until(lambda: daemon.counters().committed >= pages, "it is stored")
+                pages = before + LENGTHS[0] // kit.PAGE
+                kit.until(lambda: daemon.counters().committed >= pages, "it is stored")
                 return answer
 
         old = started("old")
         reweighed(model / "model.safetensors")
         new = started("new")
-        assert new.storage == 0 and new.tokens != old.tokens
-        assert started("again") == kit.Answer(
-            new.tokens, cached=kit.hit(LENGTHS[0]), storage=kit.hit(LENGTHS[0])
-        )
+    assert new.storage == 0 and new.tokens != old.tokens
 
 
 def reweighed(file: Path) -> None:
