@@ -9,9 +9,11 @@ from kvpool.engine_plugins.vllm.plan import RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 
 
-def hf_config(**values: Any) -> Any:
-    """Return a model's configuration, as transformers has it."""
-    return SimpleNamespace(to_dict=lambda: dict(values), **values)
+class HfConfig(SimpleNamespace):
+    """A model's configuration, as transformers has it. Its repr is the same in every process, so it may name a test."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
 
 
 def engine_config(**changes: Any) -> Any:
@@ -28,7 +30,7 @@ def engine_config(**changes: Any) -> Any:
             "max_model_len": 1024,
             "model_class_overrides": {},
             "multimodal_config": None,
-            "hf_config": hf_config(layers=2, _name_or_path="/x"),
+            "hf_config": HfConfig(layers=2, _name_or_path="/x"),
         },
         "cache_config": {
             "cache_dtype": "auto",

@@ -29,7 +29,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind, PartSpec
-from tests.support.vllm_configs import drafts, engine_config, hf_config, rank_report
+from tests.support.vllm_configs import HfConfig, drafts, engine_config, rank_report
 
 
 @dataclass
@@ -230,7 +230,7 @@ def test_equal_facts_are_one_namespace() -> None:
         {"model_config__quantization_config": {"ignore": ["*qkv_proj*"]}},
         {"model_config__code_revision": "abc"},
         {"model_config__model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
-        {"model_config__hf_config": hf_config(layers=3)},
+        {"model_config__hf_config": HfConfig(layers=3)},
         {"cache_config__cache_dtype": "fp8"},
         {"cache_config__block_size": 64},
         {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
@@ -271,7 +271,7 @@ def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
     "same",
     [
         {"model_config__max_model_len": 131072},
-        {"model_config__hf_config": hf_config(layers=2, _name_or_path="/y", max_model_len=4096)},
+        {"model_config__hf_config": HfConfig(layers=2, _name_or_path="/y", max_model_len=4096)},
         {"report": replace(REPORT, fp8="torch.float8_e4m3fnuz")},
         *({"speculative_config": drafts(each)} for each in sorted(DRAFTS_WITHOUT_KV)),
     ],
@@ -336,7 +336,7 @@ def test_without_the_model_the_longest_prompt_counts_where_positions_may_depend_
     short, long = (
         digest(
             report=unseen,
-            model_config__hf_config=hf_config(**config),
+            model_config__hf_config=HfConfig(**config),
             model_config__max_model_len=length,
         )
         for length in (1024, 4096)
@@ -418,7 +418,7 @@ def test_pictures_are_prepared_alike_in_a_namespace(tmp_path: Path, setting: str
 def test_the_configuration_is_that_of_the_ranks() -> None:
     """Loading a model changes it in their processes, and so in the engine's own where the only rank is in it."""
     report = replace(REPORT, config="changed")
-    before = hf_config(layers=2, rope="yarn")
+    before = HfConfig(layers=2, rope="yarn")
     assert digest(report=report, model_config__hf_config=before) == digest(report=report)
 
 
@@ -426,7 +426,7 @@ def test_a_hubs_revision_is_the_commit_that_was_loaded() -> None:
     """Not the branch, which may be another commit tomorrow, nor its absence."""
 
     def loaded(commit: str, revision: str | None) -> bytes:
-        config = hf_config(layers=2, _commit_hash=commit)
+        config = HfConfig(layers=2, _commit_hash=commit)
         return digest(model_config__hf_config=config, model_config__revision=revision)
 
     assert loaded("c1", None) == loaded("c1", "main") == loaded("c1", "c1") != loaded("c2", None)

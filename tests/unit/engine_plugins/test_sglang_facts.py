@@ -20,7 +20,7 @@ from kvpool.engine_plugins.sglang.facts import (
 )
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
-from tests.support.vllm_configs import hf_config
+from tests.support.vllm_configs import HfConfig
 
 
 class MHATokenToKVPoolHost(SimpleNamespace):
@@ -64,7 +64,7 @@ POOL: dict[str, Any] = {
 }
 
 
-MODEL: dict[str, Any] = {"dtype": "bfloat16", "context_len": 4096, "hf_config": hf_config(layers=2)}
+MODEL: dict[str, Any] = {"dtype": "bfloat16", "context_len": 4096, "hf_config": HfConfig(layers=2)}
 
 
 def record(
@@ -120,7 +120,7 @@ def digest(**given: Any) -> bytes:
         {"arguments": {"device": "xpu"}},
         {"config": {"tenant": "t"}},
         {"model": {"dtype": "float16"}},
-        {"model": {"hf_config": hf_config(layers=2, rope_parameters={"rope_theta": 1e6})}},
+        {"model": {"hf_config": HfConfig(layers=2, rope_parameters={"rope_theta": 1e6})}},
         {"pool": {"device_pool": SimpleNamespace(dtype="torch.float8_e4m3fn")}},
         {"pool": {"layout": "page_first_direct"}},
         {"pool": {"dtype": "torch.int8"}},
@@ -170,7 +170,7 @@ def test_8_bit_floats_are_told_apart_as_the_engine_reads_them() -> None:
 
 
 def test_positions_that_may_depend_on_the_longest_prompt_are_told_by_it() -> None:
-    long = {"hf_config": hf_config(rope_parameters={"rope_type": "longrope"})}
+    long = {"hf_config": HfConfig(rope_parameters={"rope_type": "longrope"})}
     assert digest(model=long) != digest(model=long | {"context_len": 8192})
 
 

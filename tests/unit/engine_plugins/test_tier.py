@@ -14,7 +14,7 @@ from kvpool.engine_plugins.vllm.tier_jobs import Jobs
 from kvpool.engine_plugins.vllm.tier_namespace import check, record
 from kvpool.engine_plugins.vllm.tier_namespace import engine_config as engine_config_of
 from kvpool.errors import ConfigError
-from tests.support.vllm_configs import drafts, engine_config, hf_config
+from tests.support.vllm_configs import HfConfig, drafts, engine_config
 
 
 def test_settings() -> None:
@@ -201,7 +201,7 @@ def test_the_longest_prompt_counts_where_positions_may_depend_on_it(
     """A tier does not see the model."""
 
     def named(length: int, **config: Any) -> bytes:
-        model = hf_config(layers=2, **config)
+        model = HfConfig(layers=2, **config)
         return name({"model_config__hf_config": model, "model_config__max_model_len": length})
 
     assert named(1024) == named(4096)
