@@ -38,16 +38,18 @@ class DroppedPack:
 
 @dataclass(frozen=True, slots=True)
 class UsageStats:
-    """Bytes of this node's packs. `bytes` is all of it; `bytes_dead`, `bytes_doomed`, `bytes_reserved`
-    are those without live blocks, those waiting to be deleted, and those being written.
-    """
+    """Packs of this node."""
 
     packs: int
     blocks: int
     bytes: int
+    """Of all packs that exist: never above `bytes_max`, unless a scan found more."""
     bytes_dead: int
+    """Of these, without live blocks."""
     bytes_doomed: int
+    """Of these, waiting to be deleted."""
     bytes_reserved: int
+    """Of packs that are being written, or wait until there is room."""
     bytes_max: int
 
 
@@ -99,7 +101,7 @@ class ObjectUsage:
         return UsageStats(
             packs=len(self._packs),
             blocks=self._blocks,
-            bytes=self._bytes + self._reserved_bytes + self._doomed_bytes,
+            bytes=self._bytes + self._doomed_bytes,
             bytes_dead=self._dead,
             bytes_doomed=self._doomed_bytes,
             bytes_reserved=self._reserved_bytes,
