@@ -103,8 +103,9 @@ class Connections:
         """Reservations to abort: their daemon's incarnation, by ticket."""
         self._tickets = itertools.count(1)
         # Of reservations whose slots nobody has been given, with their daemon's incarnation.
-        self._unseen: dict[int, tuple[weakref.ref[Ticket], str]] = {}
-        self._dropped: deque[weakref.ref[Ticket]] = deque()  # of these, in the order of their end
+        self._unseen: dict[int, weakref.KeyedRef[tuple[int, str], Ticket]] = {}
+        self._dropped: deque[weakref.KeyedRef[tuple[int, str], Ticket]] = deque()
+        """Those of them whose ticket is gone, in the order of their end."""
         self._failure = ""
         self._backoff = Backoff(*BACKOFF_S)
         self._probing = False
@@ -168,7 +169,8 @@ class Connections:
     def ticket(self, incarnation: str) -> Ticket:
         """Number a reservation of that daemon. It is aborted if the ticket is dropped before it is `seen`."""
         ticket = Ticket(next(self._tickets), incarnation)
-        self._unseen[ticket.number] = weakref.ref(ticket, self._dropped.append), incarnation
+        key = ticket.number, incarnation
+        self._unseen[ticket.number] = weakref.KeyedRef(ticket, self._dropped.append, key)
         return ticket
 
     def seen(self, ticket: Ticket) -> None:
@@ -235,7 +237,6 @@ class Connections:
     def _another(self, timeout_s: float) -> Connection:
         """A new connection, or, at the limit, the next one that is free."""
         deadline = time.monotonic() + timeout_s
-        bell: SimpleQueue[None] = SimpleQueue()
         while True:
             if self._count() < self._connections_max:
                 self._apart(self._make)
@@ -243,21 +244,27 @@ class Connections:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise Unavailable(f"all connections were busy for {timeout_s:g} s")
-                self._waiting.append(bell)
-                if not self._idle:
-                    self._listen(bell, min(left, LOOK_S))
+                self._listen(min(left, LOOK_S))
             try:
                 return self._idle.pop()
             except IndexError:  # another thread was faster
                 if self.closed:
                     raise Unavailable("this client is closed") from None
 
-    @staticmethod
-    def _listen(bell: SimpleQueue[None], seconds: float) -> None:
+    def _listen(self, seconds: float) -> None:
+        """Wait until a connection is free, or may be."""
+        bell: SimpleQueue[None] = SimpleQueue()
+        self._waiting.append(bell)
         try:
-            bell.get(timeout=seconds)
+            if not self._idle:
+                bell.get(timeout=seconds)
         except Empty:
             pass
+        finally:
+            try:
+                self._waiting.remove(bell)
+            except ValueError:
+                pass  # it has rung
 
     def _count(self) -> int:
         """Connections that are open, or about to be."""
@@ -345,15 +352,14 @@ class Connections:
 
     def _find_dropped(self) -> None:
         """Abandon reservations whose slots nobody was given, and nobody will be."""
-        while self._dropped:
-            for number, (ticket, incarnation) in list(self._unseen.items()):
-                if ticket() is None:
-                    self._orphans[number] = incarnation
-                    self._unseen.pop(number, None)
+        for ref in list(self._dropped):
+            number, incarnation = ref.key
+            self._orphans[number] = incarnation
+            self._unseen.pop(number, None)
             try:
-                self._dropped.popleft()
-            except IndexError:
-                return  # another thread was faster
+                self._dropped.remove(ref)  # the first, unless another thread was faster
+            except ValueError:
+                pass
 
     def _tell_orphans(self, connection: Connection) -> None:
         """Report to the daemon slots that nobody will commit. A second report of the same changes nothing."""

@@ -156,9 +156,12 @@ class ListBlocks(ReadOnly, tag=102):
 
 
 class ShowBlocks(ReadOnly, tag=103):
-    """This node's replicas of these blocks, tier by tier. JSON: one object for each block that is here."""
+    """This node's replicas of these blocks, tier by tier. JSON: one object for each block that is here.
 
-    digest: Digest
+    digest: empty for all namespaces of the tenant.
+    """
+
+    digest: AnyDigest
     keys: bytes
 
 

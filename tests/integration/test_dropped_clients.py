@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -43,6 +45,35 @@ def test_clients_without_a_connection_do_not_count(start):
         client._connections._close_idle()
     assert all(lease is not None for lease in leases)
     assert daemon.stats().leases == 20
+
+
+NEW_PIDS = ("unshare", "--pid", "--fork", "--kill-child")
+new_pids = pytest.mark.skipif(
+    subprocess.run([*NEW_PIDS, "true"], check=False, capture_output=True).returncode != 0,
+    reason="this user may not make pid namespaces",
+)
+
+
+def interrupt_two(client: Client) -> None:
+    """Leave two exchanges at a time, as Ctrl-C does."""
+    connections = client._connections
+    with connections.request() as one, connections.request() as other:
+        assert one is not other
+        raise KeyboardInterrupt
+
+
+@new_pids
+def test_a_client_of_another_pid_namespace_has_several_connections_and_comes_back(start):
+    """As an engine in a container of its own: the daemon sees no number of its process."""
+    daemon = start(program=(*NEW_PIDS, sys.executable, "-m"))
+    client = Client(daemon.socket, timeout_s=PATIENCE_S)
+    namespace = client.open(RECORD)
+    assert client.put(namespace, [key(1)], b"x" * 4096) == 1
+    with client.acquire(namespace, [key(1)]) as lease:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_two(client)
+        assert client.match(namespace, [key(1)]) == 1, "it may come back"
+        lease.check()
 
 
 def test_a_refusal_names_the_process_that_has_the_connections(start):

@@ -139,7 +139,7 @@ LENGTHS = {"digest": 16, "digests": 16, "nonce": 32, "proof": 32, "more": 32}
 # Where an empty digest stands for all namespaces, or for one that is named otherwise.
 OF_ALL = {client_wire.Intend, operator_wire.Evict, operator_wire.IntendBlocks}
 OF_ALL |= {operator_wire.ListAccounts, operator_wire.ListBlocks, operator_wire.ListReceipts}
-OF_ALL |= {operator_wire.Locate, operator_wire.PinBlocks}
+OF_ALL |= {operator_wire.Locate, operator_wire.PinBlocks, operator_wire.ShowBlocks}
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -379,9 +379,9 @@ class Operators:
         self, tenant: Tenant, _by: str, m: operator_wire.ShowBlocks
     ) -> frame.Bytes:
         keys = _keys(m.keys, SHOW_KEYS_MAX)
-        namespace = _named(tenant, m.digest)
+        namespaces = _chosen(tenant, m.digest)
         shown: dict[Block, dict[str, Any]] = {}
-        answer = show_blocks(self._rules.by_tier(), [namespace], keys, self._clock(), shown)
+        answer = show_blocks(self._rules.by_tier(), namespaces, keys, self._clock(), shown)
         await self._show_parents(shown)
         return _json(answer)
 

@@ -51,6 +51,11 @@ class ClientProcess:
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    def may_be(self, other: ClientProcess) -> bool:
+        """Whether both are one process, as far as can be told: in a foreign pid namespace it has no number here."""
+        unknown = not self.pid and not other.pid
+        return self is other or (unknown and self.uid == other.uid)
+
     def __str__(self) -> str:
         holders = [handle.holder for handle in self.handles]
         nbytes = sum(holder.granted_bytes + holder.reserved_bytes for holder in holders)

@@ -253,7 +253,8 @@ class ClientConnections:
             self._check_share(hello.tenant, process)
         handle = self._clients.get((hello.tenant, hello.client, operator))
         if handle is not None:
-            if handle.process is not process or handle.holder.instance != hello.instance:
+            known = handle.process.may_be(process) and handle.holder.instance == hello.instance
+            if not known:
                 raise NotAuthenticated("this client id belongs to another process or instance")
             return handle
         holder = self._node.holders.add(hello.tenant, hello.instance, hello.client)

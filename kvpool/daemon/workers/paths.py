@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvpool.errors import Declined, KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import ConfigError, Declined, KvpoolError, LimitExceeded, Unavailable
 from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route, Way
 from kvpool.retry import backoff_s
@@ -33,6 +33,8 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
+NO_WAY = (ConfigError, Unavailable)
+"""Errors of one address: its transport is not installed here, or the peer is not reached there."""
 DEADLINE_SHARE = 0.5  # of a pull's time: the rest is for the next way, should it be needed
 ATTEMPT_S, ATTEMPT_BYTES_S = 5.0, 100e6  # a path that is slower than this is not worth waiting for
 REST_S, REST_S_MAX = 1.0, 60.0  # after a failure; doubling
@@ -413,7 +415,7 @@ class Paths:
             except Declined:
                 peer.well(url)
                 raise
-            except Unavailable as error:
+            except NO_WAY as error:
                 if not order.background:
                     peer.failed(url, str(error), self._clock())
                 out_of_time = self._clock() - started >= order.deadline_s
@@ -481,9 +483,9 @@ class Paths:
             )
         except KvpoolError as error:
             # What is too much for our own transfer worker for NIXL may not be for the others.
-            if isinstance(error, Unavailable) or (nixl and not isinstance(error, LimitExceeded)):
+            if isinstance(error, NO_WAY) or (nixl and not isinstance(error, LimitExceeded)):
                 failed(str(error))
-            if last or not (nixl or isinstance(error, Unavailable)):
+            if last or not (nixl or isinstance(error, NO_WAY)):
                 raise
             nothing = bytes([BlockStatus.LATE]) * count, bytes(CHECKSUM_BYTES * count)
             return worker_wire.Pulled(*nothing, self._clock() - started, str(error))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.errors import LimitExceeded, PoolFull, Unavailable
+from kvpool.errors import InvalidRequest, PoolFull, Unavailable
 from kvpool.placement.records import NodeState
 
 
@@ -49,7 +49,7 @@ def test_a_draining_node_takes_nothing_new_and_reads_go_on(start_cluster, number
     new = [n.to_bytes(16, "big") for n in numbers(2)]
     with pytest.raises(PoolFull, match="--cancel"):
         a.client.reserve_parts(a.ns, new, [0, 0], new, requests=[("a", 1), ("b", 1)])
-    with pytest.raises(LimitExceeded, match="the limit is 65536 together"):
+    with pytest.raises(InvalidRequest, match="length <= 4096"):
         a.client.reserve_parts(a.ns, new, [0] * 1_000_000, new)
     refused = a.client.stats().tenants["default"].traffic.account.refused
     assert {why: (each.requests, each.parts) for why, each in refused.items()} == {

@@ -527,6 +527,15 @@ def test_what_another_way_cannot_mend_is_raised_at_once_and_blames_no_way() -> N
         assert host.went_by() == [A]
 
 
+def test_an_address_of_a_transport_that_is_not_installed_rests_and_others_are_used() -> None:
+    host = Host(Way(A, 0), Way(B, 0))
+    host.errors[A] = ConfigError("there is no transport 'quic'")
+    host.pull()
+    assert host.went_by() == [A, B]
+    host.ask()
+    assert [order.url for order in host.asked] == [B]
+
+
 def test_a_new_life_of_the_peer_has_failed_at_nothing() -> None:
     host = Host(Way(A, 0), Way(B, 1))
     host.errors[A] = Unavailable("refused")
