@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -35,6 +36,7 @@ from kvpool.router.upstream import (
     GARBAGE,
     GONE,
     REFUSAL_BYTES_MAX,
+    REFUSAL_S,
     TOO_LARGE,
     Answer,
     EngineFailed,
@@ -278,7 +280,7 @@ class Caller:
                 if not call.began_at:
                     if events.failed:
                         status = _status_in(data)
-                        data += events.rest + await answer.whole(REFUSAL_BYTES_MAX, held)
+                        data = await _refusal(data, answer, events, held)
                         raise EngineRefused(call.spec.name, status, data, answer.headers, 200)
                     passing.listener.answer_begun(call)
                     await reply.begin(answer.headers)
@@ -352,6 +354,18 @@ class _Passing:
     limit: MovingLimit
 
 
+async def _refusal(data: bytes, answer: Answer, events: EventStream, held: Held) -> bytes:
+    """Return these events with the rest of their stream, as far as it comes within `REFUSAL_S`."""
+    with suppress(TimeoutError, EngineFailed, EventTooLong, NoEvent):
+        async with asyncio.timeout(REFUSAL_S):
+            while not events.done and len(data) + events.waiting < REFUSAL_BYTES_MAX:
+                if not (piece := await answer.piece()):
+                    break
+                data += events.feed(piece)
+                held.resize(len(data) + events.waiting)
+    return data
+
+
 async def _mended(data: bytes, passing: _Passing) -> bytes:
     """The same, with the tokens that were not computed in its usage.
 
@@ -419,7 +433,7 @@ class _Reported(msgspec.Struct):
 _decode_reported = JsonDecoder[_Reported](_Reported, "an engine's report of its saves")
 
 
-_ERROR_DATA = re.compile(rb'^data: (\{"error".*)$', re.MULTILINE)
+_ERROR_DATA = re.compile(rb'^data:(\s*\{\s*"error"\s*:.*)$', re.MULTILINE)
 
 
 class _Error(msgspec.Struct):

@@ -2,7 +2,7 @@
 
 Only whole events are forwarded, byte for byte: if an engine is cut off in the middle of one, the
 client has complete events, and an error can follow. Only the end of a stream is parsed; of the others it is seen that
-they are events. Comments and empty lines are no events: those before the first event wait for it.
+they are events. What has no data, such as a comment, is no event: it is dropped before the first event.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ LAST_EVENTS = tuple(
 )
 """Of streams whose events have names, and that do not end with `DONE`: `/v1/messages`, `/v1/responses`."""
 DATA = b"data:"
-ERROR = b'data: {"error"'
-_ERROR = re.compile(rb'^(?:data: \{"error"|event: (?:error|response\.failed)\b)', re.MULTILINE)
+_DATA = re.compile(rb"^data:", re.MULTILINE)
+ERROR = b'"error"'
+_ERROR = re.compile(
+    rb'^(?:data:\s*\{\s*"error"\s*:\s*[{"]|event: (?:error|response\.failed)\b)', re.MULTILINE
+)
 """The beginning of a line of an event that is an error. In JSON it is never part of a text."""
 _COMMENT = re.compile(rb"^:[^\n]*\n\s*", re.MULTILINE)
 USAGE = b'"usage":'
@@ -63,19 +66,13 @@ class EventStream:
         self.events = 0
         self.done = False
         self.failed = False
-        self._ahead = b""
         self._rest = bytearray()
         self._last = b""
 
     @property
     def waiting(self) -> int:
         """Bytes that are not forwarded yet."""
-        return len(self._ahead) + len(self._rest)
-
-    @property
-    def rest(self) -> bytes:
-        """What came of an event whose end has not come."""
-        return bytes(self._rest)
+        return len(self._rest)
 
     def feed(self, data: bytes) -> bytes:
         """Bytes that can be forwarded now: whole events, maybe none, and what comes with events.
@@ -99,12 +96,9 @@ class EventStream:
             return data
         if (wrong := _no_event(data)) is not None:
             raise NoEvent(f"its stream has what is no event: {data[wrong : wrong + SHOWN_BYTES]!r}")
-        self.events += data.count(b"\n" + DATA) + data.startswith(DATA)
         if not self.events:
-            self._ahead += data
-            return b""
-        if self._ahead:
-            self._ahead, data = b"", self._ahead + data
+            data = _from_first_event(data)
+        self.events += data.count(b"\n" + DATA) + data.startswith(DATA)
         if ERROR in data or NAMED in data:
             self.failed = self.failed or _ERROR.search(data) is not None
         self.done = self.done or _is_last(data)
@@ -123,6 +117,12 @@ class EventStream:
 def _end(data: bytes | bytearray, start: int) -> int:
     """Behind the last whole event; 0: there is none. It ends at this place or later."""
     return max(at + len(mark) if (at := data.rfind(mark, start)) >= 0 else 0 for mark in ENDS)
+
+
+def _from_first_event(data: bytes) -> bytes:
+    """Return these whole events from the first one with data on, or nothing."""
+    found = _DATA.search(data)
+    return b"" if found is None else data[_end(data[: found.start()], 0) :].lstrip(b"\r\n")
 
 
 def _no_event(data: bytes) -> int | None:

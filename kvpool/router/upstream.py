@@ -11,7 +11,7 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from kvpool.router.memory import Held
 IDLE_S = 3.0
 """How long an idle connection is kept: less than the 5 s after which vLLM closes it."""
 REFUSAL_BYTES_MAX = 1 << 20
+REFUSAL_S = 1.0
+"""The longest wait for the rest of a refusal: an engine may leave it open."""
 SHOWN_CHARACTERS = 500
 SAID_CHARACTERS = 100
 PIECE_BYTES = 1 << 16
@@ -309,10 +311,12 @@ _decode_refusal = JsonDecoder[_Refusal](_Refusal, "an error")
 
 
 async def _beginning(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
-    """Up to so many bytes: a read has no more than what has come."""
+    """Return up to so many bytes, as far as they come within `REFUSAL_S`: a read has no more than what has come."""
     found = bytearray()
-    while len(found) < bytes_max and (piece := await content.read(bytes_max - len(found))):
-        found += piece
+    with suppress(TimeoutError):
+        async with asyncio.timeout(REFUSAL_S):
+            while len(found) < bytes_max and (piece := await content.read(bytes_max - len(found))):
+                found += piece
     return bytes(found)
 
 

@@ -70,11 +70,11 @@ ERROR = b'{"error":"dead"}'
 ERROR_EVENTS = b'data: {"error":{"message":"dead","code":500}}\n\ndata: [DONE]\n\n'
 FAULTS = (
     *("refuse", "error", "unreachable", "lost", "hang", "cut", "stall", "error_event"),
-    *("unfinished", "late_error_event", "comments"),
+    *("unfinished", "late_error_event", "comments", "open_error_event"),
 )
 """HTTP 400; HTTP 500; no connection; the connection is lost before the answer; no answer; broken off in the middle;
 silent in the middle; an error as the first event; ended without its end; an error as the second event; broken off after
-comments. Besides, "error_event_400": the refusal of a request as the first event; "401" and "307"."""
+comments; an error as the first event, and its end in pieces of a stream that stays open. Besides, "error_event_400": the refusal of a request as the first event; "401" and "307"."""
 
 
 NAMED_ENDS = {
@@ -130,6 +130,8 @@ class ScriptedAnswer:
             self._pieces = deque([data[: 2 * third]])
         elif fault == "error_event" and streams:
             self._pieces = deque([ERROR_EVENTS])
+        elif fault == "open_error_event" and streams:
+            self._pieces = deque([ERROR_EVENTS[:-14], ERROR_EVENTS[-14:-7]])
         elif fault == "late_error_event" and streams:
             self._pieces = deque([data[: data.index(b"\n\n") + 2], ERROR_EVENTS])
         elif fault == "comments" and streams:
@@ -151,7 +153,7 @@ class ScriptedAnswer:
             return self._pieces.popleft()
         if self._fault in {"cut", "comments"} or (self._fault == "unfinished" and not self.streams):
             raise EngineFailed(self.engine, CUT, "it broke off")
-        if self._fault == "stall":
+        if self._fault in {"stall", "open_error_event"}:
             await asyncio.Event().wait()
         return b""
 

@@ -98,6 +98,28 @@ def test_no_more_of_a_refusal_is_kept_than_there_is_room_for() -> None:
     assert len(caught.value.body) == REFUSAL_BYTES_MAX
 
 
+def test_a_refusal_that_does_not_end_is_what_has_come_of_it() -> None:
+    async def go() -> None:
+        async def refuse(asked: Asked) -> None:
+            head = b"HTTP/1.1 503 Busy\r\nRetry-After: 7\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await asked.send(head + chunk(b"busy"))
+            await asyncio.Event().wait()
+
+        async with RawEngine(refuse) as engine, open_session() as session:
+            upstream = Upstream(session, lambda _: "", PATIENCE_S)
+            spec = EngineSpec(engine.url, name="a")
+            with pytest.raises(EngineRefused) as caught:
+                async with (
+                    asyncio.timeout(PATIENCE_S),
+                    upstream.ask(spec, "/v1/completions", b"{}", {}),
+                ):
+                    pass
+        assert (caught.value.status, caught.value.body) == (503, b"busy")
+        assert caught.value.headers["Retry-After"] == "7"
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("rank", [None, 0, 3])
 def test_a_request_is_for_the_rank_of_its_engine(rank: int | None) -> None:
     async def tell(request: web.Request) -> web.StreamResponse:
