@@ -31,11 +31,12 @@ from kvpool.router.engine_roster import EngineRoster
 from kvpool.router.engines import EngineSpec
 from kvpool.router.evidence import Evidence, another_may_differ, for_client
 from kvpool.router.explain import Account
+from kvpool.router.memory import NoRoom
 from kvpool.router.metrics import Metrics
 from kvpool.router.observations import EVENTS_MIN, Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
 from kvpool.router.session_hints import NO_HINT, SessionHint
-from kvpool.router.upstream import GONE, TOO_LARGE, EngineFailed, EngineRefused
+from kvpool.router.upstream import GONE, TOO_LARGE, EngineFailed, EngineRefused, Exhausted
 from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
 from kvpool.telemetry.spans import QUEUE, Span
@@ -48,6 +49,8 @@ blocks that will not come. If the engine was only busy, the request loses its tu
 """
 FOLLOW_MORE_S = 5.0
 """A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
+ELSEWHERE_S = 30.0
+"""The longest wait for an engine with room for a request that another engine has refused."""
 
 
 class DeadlinePassed(KvpoolError):
@@ -143,7 +146,8 @@ class ActiveRequest:
     async def run(self, reply: Reply, direct: EngineSpec | None = None) -> None:
         """Until the answer is with the client. direct: ask only this engine.
 
-        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineFailed`, `EngineRefused`; no calls are left then.
+        Raises `GivenUp`, `DeadlinePassed`, `ClientGone`, `EngineFailed`, `EngineRefused`, `NoRoom`, `Exhausted`; no calls
+        are left then.
         """
         self._reply = reply
         if direct is not None:
@@ -157,19 +161,29 @@ class ActiveRequest:
                         self._handle(self._news.popleft())
                     else:
                         self._bell.clear()
-                        await self._bell.wait()
+                        waits_elsewhere = self._refused is not None and not self._calls
+                        async with asyncio.timeout(ELSEWHERE_S if waits_elsewhere else None):
+                            await self._bell.wait()
         except TimeoutError:
-            # No other wait here has a limit.
             if self._complete:
                 return  # at the same time
-            raise DeadlinePassed("the request's deadline has passed") from None
+            raise self._ending(DeadlinePassed("the request's deadline has passed")) from None
         except KvpoolError as error:
             # The frames of its traceback hold it.
-            raise error.with_traceback(None) from None
+            raise self._ending(error).with_traceback(None) from None
         finally:
             if self._queue is not None:
                 self._queue.end("no order was given")
             await self._abort(list(self._calls))
+
+    def _ending(self, error: KvpoolError) -> KvpoolError:
+        """Return the error that ends the request: a kept refusal rather than one that says less."""
+        # A raised error holds this request by its frames, so the request must not hold the error.
+        kept, self._refused = self._refused, None
+        if kept is None or self._reply.begun or not for_client(kept[1].status):
+            return error
+        says_less = isinstance(error, GivenUp | DeadlinePassed | NoRoom | Exhausted)
+        return kept[1] if says_less else error
 
     def _handle(self, news: News | Ended) -> None:
         if self._direct and not isinstance(news, Ended):
@@ -292,7 +306,7 @@ class ActiveRequest:
             raise error
 
     def _call_refused(self, call: Call, error: EngineRefused) -> None:
-        """Another engine is asked, once, unless none can answer otherwise; then it is the client's answer."""
+        """Request the work from another engine, once, if that may answer otherwise; else give the client this answer."""
         self.account.note(self._clock(), "refused", engine=call.spec.name, status=error.status)
         if not call.answers and self._reply.begun:
             self._skip(call)
@@ -300,31 +314,29 @@ class ActiveRequest:
         before = self._refused
         asked_elsewhere = before is not None and before[0].answers == call.answers
         if not another_may_differ(error.status):
-            self._end_refused(call, error)
+            self._request_refused(call, error)
         elif self._direct or asked_elsewhere:
             self._roster.failed(error)
-            self._end_refused(call, error)
+            raise error if for_client(error.status) else GivenUp(str(error))
         else:
             self._refused = call, error
             self._failed(call, error)
 
-    def _end_refused(self, call: Call, error: EngineRefused) -> None:
-        """Give the client this answer. Raises it, or `GivenUp`.
+    def _request_refused(self, call: Call, error: EngineRefused) -> None:
+        """Raise this answer, which is about the request.
 
-        An answer to a part of the prompt is none to the client's own body, which goes to the engine that answers.
+        An answer about a part of the prompt does not fit the client's own body: the decode engine gets that body.
         """
-        # The frames of an error that is raised hold this request, which must not hold the error.
+        decode = None if call.answers or call.order is None else call.order.decode
+        spec = None if decode is None else self._roster.spec(decode.name)
+        if spec is None:
+            raise error
         self._refused = None
-        if call.answers:
-            raise error if for_client(error.status) else GivenUp(str(error))
-        assert call.order is not None, "what only computes has an order"
         self._orders.abandoned(self.request)
         self._outstanding = []
         for other in self._calls:
             self._cancel(other)
-        decode = call.order.decode
-        spec = None if decode is None else self._roster.spec(decode.name)
-        self._answer_directly(spec or call.spec)
+        self._answer_directly(spec)
 
     def _skip(self, call: Call) -> None:
         """It did not compute its part of the prompt, while the answer is under way."""
@@ -340,6 +352,8 @@ class ActiveRequest:
         stored = {} if saves is None else {"stored_tokens": saves.stored}
         self.account.note(call.ended_at, "computed", engine=call.spec.name, **call.tokens, **stored)
         if not call.answers:
+            if self._refused is not None and not self._refused[0].answers:
+                self._refused = None  # this engine has done what another one refused
             self._note_cached(call)
             self._roster.succeeded(call.spec.name)
             self._blame(self._evidence.answered(call.spec.name))
@@ -395,13 +409,7 @@ class ActiveRequest:
 
     def _forgotten(self) -> None:
         if not self._reply.begun:
-            self._give_up(self._why)
-
-    def _give_up(self, why: str) -> None:
-        """No engine is left to ask: what one has answered is the client's, if any has."""
-        if self._refused is None:
-            raise GivenUp(why) from None
-        self._end_refused(*self._refused)
+            raise GivenUp(self._why)
 
     def _failed_order(self, order: Order, error: EngineFailed | EngineRefused) -> None:
         """Its other orders on that engine are void, too."""
@@ -439,8 +447,8 @@ class ActiveRequest:
         self._outstanding = [c for c in self._outstanding if c.spec.name != name]
         self.account.note(self._clock(), "engine gone", engine=name)
         if not again and not self._reply.begun:
-            self._give_up(str(error))
-        elif answering:
+            raise GivenUp(str(error))
+        if answering:
             self._failed_decode(error)
 
     def _answer(self, call: Call, params: Mapping[str, object] | None = None) -> None:

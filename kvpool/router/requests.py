@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from kvpool.decoding import decode_json
+from kvpool.errors import KvpoolError
 from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
 from kvpool.router.bodies import BadRequest, Kind, error_body, parse, parsed_bytes
 from kvpool.router.calls import Caller, ClientGone, Limits, Reply, while_alive
@@ -323,6 +324,7 @@ class Serving:
         model = parse(Kind.COMPLETIONS, raw, models).model if raw else models[0]
         found = self._roster.passing(model)
         said = f"no engine is available for {model}"
+        ended: KvpoolError | None = None
         self._in_flight += 1
         evidence = Evidence()
         refusal: EngineRefused | None = None
@@ -331,26 +333,25 @@ class Serving:
         try:
             for spec in found[: self._config.retries_max + 1]:
                 try:
-                    async with asyncio.timeout_at(deadline):
-                        answer = await self._forwarded(spec, path, raw, ident, held)
+                    answer = await self._forwarded(spec, path, raw, ident, held, deadline)
                     self._roster.blame(evidence.answered(spec.name), digest)
                     return answer
                 except EngineRefused as refused:
                     last = refusal is not None or not another_may_differ(refused.status)
-                    refusal, said = refused, str(refused)
+                    said = str(refused)
+                    if refusal is None or for_client(refused.status):
+                        refusal = refused
                     if last:
                         break
                     self._roster.failed(refused)
-                except NoRoom as full:
-                    raise self.no_room(full) from None
-                except Exhausted as exhausted:
-                    raise Rejected(503, str(exhausted), "exhausted", 1.0) from None
-                except TimeoutError:
-                    raise Rejected(504, f"{path}: no answer in time", "deadline", None) from None
+                except (NoRoom, Exhausted, DeadlinePassed) as error:
+                    ended = error.with_traceback(None)
+                    break
                 except EngineFailed as error:
                     said = str(error)
                     if error.reason == TOO_LARGE:
-                        raise Rejected(502, said, "engine_failed", None) from None
+                        ended = error.with_traceback(None)
+                        break
                     self._roster.failed(error)
                     self._roster.blame(evidence.failed(error, begun=False), digest)
         finally:
@@ -358,20 +359,26 @@ class Serving:
             self._left()
         if refusal is not None and for_client(refusal.status):
             return refusal.status, refusal.body, refusal.headers
+        if ended is not None:
+            raise self._failure_of(ended)
         raise Rejected(502 if found else 503, said, "no_engine", self._config.probe_s)
 
     async def _forwarded(
-        self, spec: EngineSpec, path: str, raw: bytes, ident: str, held: Held
+        self, spec: EngineSpec, path: str, raw: bytes, ident: str, held: Held, deadline: float
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        """An engine's answer to a small request. Raises `EngineFailed` if the engine is found dead meanwhile."""
+        """An engine's answer to a small request. Raises `DeadlinePassed`, and `EngineFailed` if the engine is found dead."""
+        limit = asyncio.timeout_at(deadline)
         try:
             async with (
+                limit,
                 while_alive(self._alive, spec.name, self._config.stall_s),
                 self._upstream.ask(spec, path, raw, {"X-Request-Id": ident}) as answer,
             ):
                 body = await answer.whole(self._config.answer_bytes_max, held)
                 return 200, body, answer.headers
         except TimeoutError:
+            if limit.expired():
+                raise DeadlinePassed(f"{path}: no answer in time") from None
             why = f"{path}: it did not answer, and its probes fail"
             raise EngineFailed(spec.name, GONE, why) from None
 
@@ -389,25 +396,30 @@ class Serving:
         reply: Reply,
         incoming: Incoming,
     ) -> str:
-        late = isinstance(error, DeadlinePassed)
-        status, kind = (504, "deadline") if late else (502, "engine_failed")
-        retry_after_s = None
-        if isinstance(error, NoRoom | Exhausted):
-            full = isinstance(error, NoRoom)
-            status, kind, retry_after_s = (429, "memory", 1.0) if full else (503, "exhausted", 1.0)
-            self._metrics.rejections.labels(kind).inc()
+        ended = self._failure_of(error)
         log.warning("request %s: %s", incoming.ident, error, extra={"request": incoming.ident})
         if not reply.begun:
-            raise Rejected(status, str(error), kind, retry_after_s)
+            raise ended
         try:
             async with asyncio.timeout(self._config.client_stall_s):
-                said = error_body(status, str(error), kind, kind=incoming.kind)
+                said = error_body(ended.status, str(error), ended.why, kind=incoming.kind)
                 named = "error" if not incoming.kind.has_tokens else ""
                 await reply.write(error_event(said, named))
                 await reply.end()
         except (TimeoutError, ClientGone):
             return "client_left"
-        return "deadline" if late else "broken_off"
+        return "deadline" if isinstance(error, DeadlinePassed) else "broken_off"
+
+    def _failure_of(self, error: KvpoolError) -> Rejected:
+        """Return the router's own answer to a request that ended with this error."""
+        if isinstance(error, NoRoom):
+            return self.no_room(error)
+        if isinstance(error, Exhausted):
+            self._metrics.rejections.labels("exhausted").inc()
+            return Rejected(503, str(error), "exhausted", 1.0)
+        late = isinstance(error, DeadlinePassed)
+        status, why = (504, "deadline") if late else (502, "engine_failed")
+        return Rejected(status, str(error), why, None)
 
     def _rejected(self, rejection: Rejection, account: Account) -> Rejected:
         account.note(self._clock(), "rejected", **rejection_of(rejection))

@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -249,6 +250,18 @@ def test_nor_does_one_whose_client_leaves() -> None:
         del task
         await asyncio.sleep(0)
         assert left() is None
+
+    virtually(main)
+
+
+def test_a_refused_part_is_the_answer_while_no_engine_is_to_decode() -> None:
+    async def main() -> None:
+        upstream = Upstream(p="refuse")
+        active = active_of(Orders(), upstream)
+        active.tell(replace(order("p", whole=False), decode=None))
+        with pytest.raises(EngineRefused):
+            await active.run(Client())
+        assert upstream.asked == ["p"]
 
     virtually(main)
 

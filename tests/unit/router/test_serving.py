@@ -283,18 +283,92 @@ def test_without_another_engine_an_error_is_the_answer_at_once() -> None:
     run(work, engine("a"))
 
 
-def test_an_error_of_a_prefill_is_no_answer_to_the_clients_body() -> None:
-    """Another one computes the prompt; if that fails as well the engine that answers has the word."""
+PREFILLERS = engine("p1", PREFILL), engine("p2", PREFILL), engine("d", DECODE)
+
+
+def test_what_two_prefill_engines_answer_is_the_clients() -> None:
+    """The decode engine does not compute what those are too busy for."""
 
     async def work(bench: Bench) -> None:
         bench.upstream.faults = {"p1": deque(["error"]), "p2": deque(["error"])}
         client = await ask(bench, STREAM)
-        assert client.data == right(STREAM)
-        assert sorted(engines_of(bench)[:2]) == ["p1", "p2"]
-        assert engines_of(bench)[2:] == ["d"]
-        assert bench.upstream.seen[2].raw == bench.incoming(STREAM).raw
+        assert (client.status, client.data, client.headers["Retry-After"]) == (500, ERROR, "7")
+        assert sorted(engines_of(bench)) == ["p1", "p2"]
 
-    run(work, engine("p1", PREFILL), engine("p2", PREFILL), engine("d", DECODE), failures_max=1)
+    run(work, *PREFILLERS, failures_max=1)
+
+
+def test_a_refused_part_of_a_prompt_is_no_answer_to_the_clients_body() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {"p1": deque(["refuse"]), "p2": deque(["refuse"])}
+        client = await ask(bench, STREAM)
+        assert client.data == right(STREAM)
+        assert engines_of(bench)[1:] == ["d"]
+        assert bench.upstream.seen[1].raw == bench.incoming(STREAM).raw
+
+    run(work, *PREFILLERS, failures_max=1)
+
+
+def test_what_another_engine_has_done_was_not_refused() -> None:
+    async def work(bench: Bench) -> None:
+        prefill = deque(["error"])
+        bench.upstream.faults = {"p1": prefill, "p2": prefill}
+        bench.upstream.faults |= {"d1": deque(["lost"] * 9), "d2": deque(["lost"] * 9)}
+        with pytest.raises(Rejected) as caught:
+            await ask(bench, STREAM)
+        assert caught.value.status == 502
+        assert sorted(engines_of(bench)) == ["d1", "d2", "p1", "p2"]
+
+    run(work, *PREFILLERS[:2], engine("d1", DECODE), engine("d2", DECODE))
+
+
+@pytest.mark.parametrize("shape", [BOTH, DECODERS])
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+@pytest.mark.parametrize("fault", ["hang", "exhausted", "lost", "401"])
+def test_what_an_engine_has_answered_is_the_clients_however_another_one_fails(
+    shape: tuple[EngineSpec, ...], body: dict[str, Any], fault: str
+) -> None:
+    async def work(bench: Bench) -> None:
+        faults = deque(["error", *[fault] * 9])
+        bench.upstream.faults = {"a": faults, "b": faults}
+        client = await ask(bench, body)
+        assert (client.status, client.data, client.headers["Retry-After"]) == (500, ERROR, "7")
+        assert {"a", "b"} <= set(engines_of(bench))
+
+    run(work, *shape)
+
+
+@pytest.mark.parametrize("body", [STREAM, WHOLE])
+def test_an_engines_answer_does_not_wait_for_another_that_is_busy(body: dict[str, Any]) -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.hold = {"a": asyncio.Event(), "b": asyncio.Event()}
+        tasks = [asyncio.create_task(ask(bench, {**body, "seed": seed})) for seed in range(2)]
+        await until_async(lambda: len(bench.upstream.open) == 2)
+        free, busy = (seen.engine for seen in bench.upstream.open)
+        bench.upstream.faults[free] = deque(["error"])
+        bench.upstream.hold.pop(free).set()
+        assert (await tasks[0]).data == right({**body, "seed": 0})
+        before = asyncio.get_running_loop().time()
+        client = await ask(bench, body)
+        assert (client.status, client.data, client.headers["Retry-After"]) == (500, ERROR, "7")
+        assert asyncio.get_running_loop().time() - before < 40.0
+        assert engines_of(bench).count(busy) == 1
+        bench.upstream.hold[busy].set()
+        assert (await tasks[1]).data == right({**body, "seed": 1})
+
+    small = {"capacity_tokens": 60}
+    run(work, engine("a", **small), engine("b", **small), deadline_s=1000.0)
+
+
+def test_an_error_event_is_an_answer_though_its_stream_stays_open() -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {name: deque(["open_error_event"]) for name in "ab"}
+        client = await ask(bench, STREAM)
+        first = ERROR_EVENTS[: ERROR_EVENTS.index(b"\n\n") + 2]
+        assert (client.status, client.data) == (200, first)
+        assert asyncio.get_running_loop().time() < 10.0
+
+    run(work, *BOTH, deadline_s=1000.0)
 
 
 @pytest.mark.parametrize("fault", ["401", "307"])
@@ -1337,6 +1411,18 @@ def test_an_error_that_is_passed_through_is_the_engines_answer_and_blames_nobody
         assert len(bench.health.passing()) == 3
 
     run(work, *map(engine, "abc"), failures_max=1)
+
+
+@pytest.mark.parametrize("fault", ["hang", "exhausted", "lost", "401"])
+def test_an_error_that_is_passed_through_outlives_what_another_engine_does(fault: str) -> None:
+    async def work(bench: Bench) -> None:
+        bench.upstream.faults = {"a": deque(["error"]), "b": deque([fault])}
+        raw, held = bench.incoming(WHOLE).raw, bench.serving.memory.hold()
+        status, body, headers = await bench.serving.pass_through("/tokenize", raw, "me", held)
+        assert (status, body, headers["Retry-After"]) == (500, ERROR, "7")
+        assert engines_of(bench) == ["a", "b"]
+
+    run(work, *BOTH)
 
 
 def test_what_is_passed_through_waits_for_an_engine_while_it_is_alive() -> None:
