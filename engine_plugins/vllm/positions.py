@@ -1,7 +1,8 @@
 """How a model in memory turns positions into rotations, as a fact of its KV.
 
 An engine may choose rotations by more than the model's configuration: vLLM takes the long or the short factors of LongRoPE
-by the longest prompt that it allows. So the modules are asked for the rotations themselves. Positions without rotations
+by the longest prompt that it allows. So the modules are asked for the rotations themselves, and whether they scale queries by
+their positions, which vLLM decides for Llama 4 by that prompt or by the generation config. Positions without either
 are covered by other facts: learned ones are weights, slopes (ALiBi) and windows follow from the configuration.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,16 +18,34 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-POSITIONS = (1, 2, 3, 4, 8, 16, 32, 64, 100, 128, 256, 512, 1024)
-"""Those that are looked at, where a table has them: few enough that tables of all lengths do."""
+POSITIONS = (1, 2, 3, 4, 8, 16, 32, 64)
+"""Positions that are looked at: small enough that a table has all of them, whatever its length."""
+TEMPERATURE = "attn_temperature_tuning"
 _ROTARY = re.compile(r"rotary|rope|cos_sin|inv_freq|freqs", re.IGNORECASE)
 
 
 def rotations(models: Iterable[Module], dtype: torch.dtype) -> list[str]:
-    """Return a digest for each different rotation in the models, sorted. dtype: in which they compute."""
-    modules = {id(each): each for model in models for each in model.modules()}
+    """Return a digest for each different rotation in the models, and `TEMPERATURE` if they scale queries; sorted.
+
+    dtype: in which the models compute.
+    """
+    modules = {id(each): each for model in models for each in _with_kv(model)}
     found = {_digest(each, tables, dtype) for each in modules.values() if (tables := _tables(each))}
+    if any(getattr(each, TEMPERATURE, False) for each in modules.values()):
+        found.add(TEMPERATURE)
     return sorted(found)
+
+
+def _with_kv(module: Module) -> Iterator[Module]:
+    """Yield modules without those of towers for media, which vLLM leaves out if it is told to serve text only."""
+    yield module
+    language = getattr(module, "_language_model_names", None)
+    towers = getattr(module, "_tower_model_names", ())
+    # vLLM may mark modules that are no direct children.
+    inside = module.named_modules(remove_duplicate=False) if language else module.named_children()
+    for name, each in inside:
+        if each is not module and (name in language if language else name not in towers):
+            yield from _with_kv(each)
 
 
 def _tables(module: Any) -> list[Tensor]:
@@ -35,11 +54,18 @@ def _tables(module: Any) -> list[Tensor]:
     names = [name for name in module._non_persistent_buffers_set if name in buffers]
     if not _ROTARY.search(" ".join([type(module).__name__, *names])):
         return []
-    return [
+    tables = [
         buffers[name]
         for name in sorted(names)
         if (buffers[name].is_floating_point() or buffers[name].is_complex()) and buffers[name].dim()
     ]
+    frequencies = [each for each in tables if each.dim() == 1]
+    return frequencies if frequencies and _is_trained(module) else tables
+
+
+def _is_trained(module: Module) -> bool:
+    """Return whether tables may come from the module's own weights, of which each rank has some heads (FoPE)."""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _digest(module: Any, tables: list[Tensor], dtype: torch.dtype) -> str:
@@ -48,7 +74,7 @@ def _digest(module: Any, tables: list[Tensor], dtype: torch.dtype) -> str:
     total = hashlib.sha256()
     with torch.no_grad():
         try:
-            values = _rotated(module, tables)
+            values = tables if _is_trained(module) else _rotated(module, tables)
         except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, IndexError):
             # It takes other arguments, as those of vision towers do.
             values = [_rows(table) for table in tables]

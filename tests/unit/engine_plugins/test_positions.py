@@ -62,6 +62,7 @@ def test_the_same_rotation_is_one_fact_however_long_its_table() -> None:
     assert len(first) == 1
     assert of(Rotary()) == first
     assert of(Rotary(length=131072)) == first, "another --max-model-len"
+    assert of(Rotary(length=130)) == first, "some tables are no longer than that"
     assert of(Rotary(), Rotary(length=8192)) == first, "each layer may have a module of its own"
     assert of(Rotary(dtype=torch.float32)) == first, "kernels may want tables of more precision"
 
@@ -69,7 +70,7 @@ def test_the_same_rotation_is_one_fact_however_long_its_table() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Rotary(base=10001.0),
+        Rotary(base=10100.0),
         Rotary(offset=7),
         Rotary(neighbours=True),
     ],
@@ -85,6 +86,49 @@ def test_models_without_rotations_have_none() -> None:
     masked = torch.nn.Linear(2, 2)
     masked.register_buffer("mask", torch.ones(4, 4), persistent=False)
     assert of(learned, masked) == []
+
+
+def test_queries_that_are_scaled_by_their_positions_are_another_fact() -> None:
+    """vLLM does it for Llama 4 by the longest prompt that it allows, or as the generation config says."""
+
+    def tuned(tuning: bool) -> list[str]:
+        attention = torch.nn.Module()
+        attention.attn_temperature_tuning = tuning
+        return of(Rotary(), attention)
+
+    assert tuned(False) == of(Rotary()) != tuned(True)
+
+
+@pytest.mark.parametrize("marks", [("language",), ("tower",), ("language", "tower")], ids=str)
+def test_towers_say_nothing_of_the_kv(marks: tuple[str, ...]) -> None:
+    """vLLM leaves them out if no media are served."""
+
+    def seeing(*, tower: Any) -> list[str]:
+        whole = torch.nn.Module()
+        whole.inner = torch.nn.Module()
+        whole.inner.language_model = model(Rotary())
+        whole.inner.vision_tower = tower
+        if "language" in marks:
+            whole._language_model_names = ["inner.language_model"]
+        if "tower" in marks:
+            whole.inner._tower_model_names = ["vision_tower"]
+        return rotations([whole], DTYPE)
+
+    assert seeing(tower=model(Rotary(base=100.0))) == seeing(tower=torch.nn.Identity())
+    assert seeing(tower=torch.nn.Identity()) == of(Rotary())
+
+
+def test_trained_coefficients_are_weights_and_no_fact_of_positions() -> None:
+    """Each tensor-parallel rank has those of its heads."""
+
+    def trained(heads: int, base: float = 1e4) -> Any:
+        module = frequencies(base)
+        module.cos_coef = torch.nn.Parameter(torch.rand(heads, 4, 4))
+        table = torch.rand(4096, heads, 8)
+        module.register_buffer("cos_sin_cache", table, persistent=False)
+        return module
+
+    assert of(trained(2)) == of(trained(4)) != of(trained(4, 1e6))
 
 
 def frequencies(base: float) -> Any:
@@ -183,6 +227,19 @@ def test_vllm_takes_the_factors_of_longrope_by_the_longest_prompt(get_rope: Any)
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_trained_coefficients_of_vllm_are_no_fact(get_rope: Any) -> None:
+    def trained(heads: int, base: float = 1e4) -> list[str]:
+        parameters = {**KINDS["plain"], "rope_theta": base, "use_fope": True}
+        parameters |= {"fope_sep_head": True, "fope_init_factor": 0.1}
+        module = get_rope(parameters | {"num_key_value_heads": heads, "num_inv_freq": None})
+        for each in module.parameters():
+            torch.nn.init.normal_(each)
+        return of(module)
+
+    assert trained(2) == trained(4) != trained(4, 1e6)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_plain_table_may_be_as_long_as_the_longest_prompt(get_rope: Any) -> None:
     plain = KINDS["plain"]
-    assert of(get_rope(plain, table=131072)) == of(get_rope(plain, table=4096))
+    assert of(get_rope(plain, table=131072)) == of(get_rope(plain, table=512))
