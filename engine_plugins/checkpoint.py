@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpool.engine_plugins.facts import plain
+
 PIECES_MAX = 2048
 """The most places at which files are read whose tensors are not known."""
 PIECE_BYTES = 4096
@@ -20,6 +22,19 @@ SPOT_BYTES_MAX, SPOT_BYTES_MIN = 64 << 20, 64
 """Bytes read of all tensors together, and at one place."""
 HEADER_BYTES_MAX = 100_000_000
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+USUAL_FORMATS = frozenset(
+    {
+        "None",
+        "auto",
+        "hf",
+        "safetensors",
+        "fastsafetensors",
+        "instanttensor",
+        "runai_streamer",
+        "layered",
+    }
+)
+"""Formats, as vLLM and SGLang call them, in which both load the same files of a model's folder."""
 
 
 def folder_of(path: str, revision: str | None = None) -> Path:
@@ -33,6 +48,15 @@ def folder_of(path: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, revision=revision, local_files_only=True))
+
+
+def source(load_format: Any, *given: Any) -> Any:
+    """Return what says where weights come from, if other files than usual, or no files, are loaded; else None.
+
+    given: what else the engine was told of it.
+    """
+    name = str(getattr(load_format, "value", load_format))
+    return None if name in USUAL_FORMATS else [name, *map(plain, given)]
 
 
 @dataclass

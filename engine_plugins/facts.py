@@ -40,6 +40,17 @@ FIXED_POSITIONS = frozenset(
 LENGTH_SETTINGS = frozenset({"dual_chunk_attention_config", "attn_temperature_tuning"})
 """Settings of a model whose effect may depend on that length, whatever the type of its positions."""
 
+WRITTEN = (
+    "_name_or_path",
+    "transformers_version",
+    "max_model_len",
+    "context_len",
+    "encoder_only",
+    "language_only",
+    "language_model_only",
+)
+"""Items that engines write into a model's configuration, and that change no KV."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -145,10 +156,10 @@ def length_matters(config: Any, length: int) -> int | None:
 def config_digest(config: Any) -> str:
     """Return the digest of a model's configuration, of transformers.
 
-    Without what names a place or a version, and without the longest prompt that an engine allows, which some models write
-    into it: `Facts.positions` says what depends on it.
+    Without what engines write into it: places, versions, whether media are served, and the longest prompt that they
+    allow. `Facts.positions` says what depends on that prompt.
     """
-    return digest(config.to_dict(), drop=("_name_or_path", "transformers_version", "max_model_len"))
+    return digest(config.to_dict(), drop=WRITTEN)
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -39,6 +39,15 @@ SETTINGS = (
     "custom_weight_loader",
     "kt_method",
     "kt_weight_path",
+    "kt_num_gpu_experts",
+    "kt_max_deferred_experts_per_token",
+    "flashinfer_mxfp4_moe_precision",
+    "enable_w4a4_mxfp4_megamoe",
+    "deepep_dispatcher_output_dtype",
+    "flashinfer_a2a_dispatch_type",
+    "enable_quant_communications",
+    "enable_tf32_matmul",
+    "prefill_kv_cache_dequant_dtype",
     "qsa_indexer_dtype",
     "enable_deepseek_v4_fp4_indexer",
     "enable_page_major_kv_layout",
@@ -46,6 +55,14 @@ SETTINGS = (
     "enable_int8_mamba_checkpoint",
 )
 """Arguments of SGLang that make other KV of the same model and tokens, or other bytes of the same KV."""
+SOURCES = (
+    "model_loader_extra_config",
+    "remote_instance_weight_loader_seed_instance_ip",
+    "remote_instance_weight_loader_seed_instance_service_port",
+    "modelexpress_config",
+    "weight_cache_socket",
+)
+"""Where weights come from if not from the model's path."""
 QUANTIZATION = (
     "modelopt_quant",
     "modelopt_checkpoint_restore_path",
@@ -63,6 +80,8 @@ OF_DRAFTS = (
     "speculative_draft_model_revision",
     "speculative_draft_model_quantization",
     "speculative_draft_kv_cache_dtype",
+    "speculative_draft_load_format",
+    "speculative_enable_w4a4_mxfp4_megamoe",
 )
 OF_POOLS = (
     "layout",
@@ -164,6 +183,9 @@ def engine_facts(
         multimodal=_attributes(arguments, MEDIA),
         settings={
             **_attributes(arguments, SETTINGS),
+            "source": checkpoint.source(
+                getattr(arguments, "load_format", None), _attributes(arguments, SOURCES)
+            ),
             "served_as": None if config.model else getattr(storage, "model_name", None),
         },
         tenant=config.tenant,

@@ -117,6 +117,11 @@ def digest(**given: Any) -> bytes:
         {"arguments": {"kt_method": "AMXINT4"}},
         {"arguments": {"mm_process_config": {"image": {"max_pixels": 1}}}},
         {"arguments": {"mamba_ssm_dtype": "float16"}},
+        {"arguments": {"kt_num_gpu_experts": 8}},
+        {"arguments": {"kt_max_deferred_experts_per_token": 2}},
+        {"arguments": {"flashinfer_mxfp4_moe_precision": "bf16"}},
+        {"arguments": {"enable_w4a4_mxfp4_megamoe": True}},
+        {"arguments": {"load_format": "remote"}},
         {"arguments": {"device": "xpu"}},
         {"config": {"tenant": "t"}},
         {"model": {"dtype": "float16"}},
@@ -147,6 +152,9 @@ def test_what_makes_no_other_bytes_is_the_same_namespace() -> None:
         {"arguments": {"speculative_draft_model_path": "a-draft"}},
         {"arguments": {"port": 1, "speculative_algorithm": "NGRAM", "context_length": 8192}},
         {"model": {"context_len": 8192}},
+        {"model": {"hf_config": HfConfig(layers=2, context_len=8192, language_only=True)}},
+        {"model": {"hf_config": HfConfig(layers=2, encoder_only=False, language_model_only=True)}},
+        {"arguments": {"load_format": "safetensors", "model_loader_extra_config": "{}"}},
         {"version": "0.5.23.post1"},
         {"pool": {"size": 5, "kv_buffer": object()}},
         {"config": {"socket": "/x", "timeout_s": 2}},
@@ -191,6 +199,15 @@ def test_other_weights_at_the_same_place_are_another_namespace(tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes(b"WEIGHTS")
     assert digest(**at) != before
     assert digest(**draft) != drafted
+
+
+def test_weights_from_elsewhere_are_told_apart_by_where() -> None:
+    def loaded(load_format: str, seed: str) -> bytes:
+        name = "remote_instance_weight_loader_seed_instance_ip"
+        return digest(arguments={"load_format": load_format, name: seed})
+
+    assert loaded("remote_instance", "::1") != loaded("remote_instance", "::2")
+    assert loaded("auto", "::1") == loaded("auto", "::2")
 
 
 def test_a_copy_of_the_weights_may_be_anywhere_under_one_name(tmp_path: Path) -> None:
