@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -84,7 +85,7 @@ from kvpool.engine_plugins.vllm.stored import stored_groups
 from kvpool.engine_plugins.vllm.weights import Loaded, projected_heads
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
-from kvpool.types import NamespaceRecord, PartKind
+from kvpool.types import PartKind
 
 logger = init_logger(__name__)
 
@@ -143,15 +144,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         draft_blocks = namespace.draft_blocks(rules, vllm_config.speculative_config)
         self._rules: list[GroupRule] = namespace.with_earlier_windows(rules, draft_blocks)
         namespace.check_codec(kv_cache_config, self._rules, self._config.codec)
-        self._versions = facts.versions(
-            "vllm",
-            vllm_version,
-            pickled=namespace.check_hashes(
-                vllm_config.cache_config.prefix_caching_hash_algo,
-                os.environ.get("PYTHONHASHSEED"),
-                accept_weak=self._config.accept_weak_hashes,
-            ),
-            any_version=self._config.any_version,
+        pickled = namespace.check_hashes(
+            vllm_config.cache_config.prefix_caching_hash_algo,
+            os.environ.get("PYTHONHASHSEED"),
+            accept_weak=self._config.accept_weak_hashes,
         )
         # With a window, the blocks before the first failed one may never have been there.
         full = [rule.kind is PartKind.FULL for rule in self._rules]
@@ -190,6 +186,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._event_group = (0, "")  # its number and kind, of the group that events are of
         self._reports: dict[int, RankReport] = {}
         if role == KVConnectorRole.SCHEDULER:
+            self._facts = namespace.engine_facts(
+                vllm_config,
+                self._config,
+                seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
+                versions=facts.versions(
+                    "vllm",
+                    vllm_version,
+                    pickled=pickled,
+                    any_version=self._config.any_version,
+                ),
+                hash_tokens=_hash_tokens(kv_cache_config),
+            )
             if transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
                     'kv_load_failure_policy is "%s": a request fails if one of its blocks cannot be loaded from the '
@@ -450,8 +458,16 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.use_memory(pinned=all(report.pinned for report in self._reports.values()))
         everyone = self._sorted_reports()
         if not scheduler.ready:
+            record = namespace.record(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._config,
+                self._rules,
+                everyone,
+                self._facts,
+            )
             scheduler.set_namespace(
-                self._record,
+                partial(namespace.with_weights, record),
                 common_weights(everyone, 0) or "",
                 groups=[rule.group for rule in namespace.part_rules(self._rules, everyone)],
                 rank_bytes=namespace.rank_bytes(self._rules, everyone),
@@ -461,19 +477,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _sorted_reports(self) -> list[RankReport]:
         return [self._reports[rank] for rank in sorted(self._reports)]
-
-    def _record(self, weights: str) -> NamespaceRecord:
-        return namespace.record(
-            self._vllm_config,
-            self._kv_cache_config,
-            self._config,
-            self._rules,
-            self._sorted_reports(),
-            seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
-            versions=self._versions,
-            hash_tokens=_hash_tokens(self._kv_cache_config),
-            weights=weights,
-        )
 
     # --- scheduler --------------------------------------------------------------------------------
 

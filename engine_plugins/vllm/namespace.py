@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpool.engine_plugins.checkpoint import stored
+from kvpool.engine_plugins.checkpoint import source, stored
 from kvpool.engine_plugins.facts import (
     Facts,
     config_digest,
@@ -86,6 +86,26 @@ ATTENTION_SETTINGS = ("indexer_kv_dtype", "use_non_causal")
 """What these settings change is not always seen in the specs of cache groups."""
 LAYOUT_VARIABLES = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT")
 """Variables of vLLM's environment that change where the bytes of a block lie, under the same backend's name."""
+PRECISION_VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_XPU_INC_WNA16_BACKEND",
+)
+"""Those that quantise weights or activations, or lower the precision of what is computed with them."""
 HEAD_SPECS = ("FullAttentionSpec", "ChunkedLocalAttentionSpec", "SlidingWindowSpec")
 HEAD_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -316,44 +336,31 @@ def record(
     config: PluginConfig,
     rules: Sequence[GroupRule],
     reports: Sequence[RankReport],
-    *,
-    seed: str,
-    versions: Mapping[str, str],
-    hash_tokens: int,
-    weights: str,
+    start: Mapping[str, Any],
 ) -> NamespaceRecord:
-    """Return the namespace of an engine.
-
-    weights: name of the weights that have replaced those of the start; empty: none have.
-    seed: what the engine's hash chain starts from.
-    versions: see `facts.versions`.
-    """
+    """Return the namespace of an engine, with the weights of its start. start: see `engine_facts`."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     specs = [kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec for rule in rules]
-    fields = engine_facts(
-        vllm_config,
-        config,
-        seed=seed,
-        versions=versions,
-        hash_tokens=hash_tokens,
-        device=sorted({report.device for report in reports}),
-        weights=weights,
-        fp8=fp8_type(
+    # Ranks of other pipeline stages have other layers, so that together they have all rotations.
+    rotations = sorted({each for report in reports for each in report.rotations})
+    fields = {
+        **start,
+        "device": sorted({report.device for report in reports}),
+        "fp8": fp8_type(
             str(cache.cache_dtype),
             [str(getattr(one, "dtype", "")) for spec in specs for one in layer_specs(spec)],
             reports[0].fp8,
         ),
-        # Ranks of other pipeline stages have other layers, so that together they have all rotations.
-        rotations=sorted({each for report in reports for each in report.rotations}),
-    )
-    # The engine's own process has it as it was before the model was loaded, unless the only rank is in it.
-    fields["config"] = reports[0].config or fields["config"]
+        "positions": rotations or start["positions"],
+        # The engine's own process has it as it was before the model was loaded, unless the only rank is in it.
+        "config": reports[0].config or start["config"],
+    }
     if config.codec is not Codec.NONE:
         fields["codec"] = {"name": str(config.codec), "version": CODEC_VERSION}
     groups = [_together(ranks) for ranks in _by_group(reports)]
     fields["form"] = FORM_VERSION
     fields["groups"] = [
-        {**_group_facts(plain(spec), group), "tokens": rule.stride * hash_tokens}
+        {**_group_facts(plain(spec), group), "tokens": rule.stride * fields["hash_tokens"]}
         for rule, spec, group in zip(rules, specs, groups, strict=True)
     ]
     if any(group.kind is Kind.HALVES for group in groups):
@@ -361,6 +368,15 @@ def record(
     if any(group.kind is Kind.RANKS for group in groups):
         fields |= _rank_facts(parallel, cache, reports)
     return NamespaceRecord(fields=fields, parts=part_specs(rules, reports))
+
+
+def with_weights(first: NamespaceRecord, weights: str) -> NamespaceRecord:
+    """Return the namespace of an engine whose weights were replaced by those of that name; empty: they were not.
+
+    first: its namespace with the weights of its start. Files that are there now say nothing of those that were loaded.
+    """
+    fields = {**first.fields, "revision": None, "weights": weights}
+    return replace(first, fields=fields) if weights else first
 
 
 class Naming(Protocol):
@@ -381,14 +397,13 @@ def engine_facts(
     seed: str,
     versions: Mapping[str, str],
     hash_tokens: int,
-    device: Sequence[str],
-    weights: str,
+    device: Sequence[str] = (),
     fp8: str | None = None,
-    rotations: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what must agree whatever the form in which KV is stored; for the arguments see `record`.
+    """Return what must agree whatever the form in which KV is stored, as it is at the engine's start.
 
-    device: the ranks'. fp8: see `Facts`. rotations: of the ranks' models; empty: not seen, or there are none.
+    Reads samples of the weights from their files: call this once, when these are loaded. seed: what the engine's hash
+    chain starts from. versions: see `facts.versions`. device: the ranks'. fp8: see `Facts`.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     attention = vllm_config.attention_config
@@ -396,19 +411,19 @@ def engine_facts(
         engine="vllm",
         versions=versions,
         model=naming.model or model.model,
-        **_loaded(model, vllm_config.load_config, weights),
+        **_loaded(model, vllm_config.load_config),
         config=config_digest(model.hf_config),
         classes=model.model_class_overrides,
         kv_cache_dtype=str(cache.cache_dtype),
         fp8=fp8,
-        positions=rotations or length_matters(model.hf_config, model.max_model_len),
+        positions=length_matters(model.hf_config, model.max_model_len),
         device=device,
-        speculative=_speculative(model, vllm_config.speculative_config),
+        speculative=_speculative(vllm_config),
         multimodal=_media(vllm_config),
         settings={
             **{name: plain(getattr(cache, name)) for name in CACHE_SETTINGS},
             **{name: plain(getattr(attention, name)) for name in ATTENTION_SETTINGS},
-            **{name: os.environ.get(name) for name in LAYOUT_VARIABLES},
+            **{name: _variable(name) for name in (*LAYOUT_VARIABLES, *PRECISION_VARIABLES)},
         },
         tenant=naming.tenant,
         epoch=naming.epoch,
@@ -464,27 +479,36 @@ def isa(device: str) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * tiles}"
 
 
-def _loaded(model: Any, load: Any, weights: str = "") -> dict[str, Any]:
-    """Return those of `Facts` that say what was loaded, of a target or a draft model.
+def _variable(name: str) -> str | None:
+    """Return what a variable says, with the digest of the file if it names one."""
+    said = os.environ.get(name)
+    if said is None or not os.path.isfile(said):  # `Path.is_file` raises for a long value
+        return said
+    return hashlib.sha256(Path(said).read_bytes()).hexdigest()
 
-    load: how; None: from a checkpoint. weights: see `record`.
-    """
-    load_format = getattr(load, "load_format", "auto")
-    dummy = str(getattr(load_format, "value", load_format)) == "dummy"
-    # A branch, or none, may be another commit tomorrow.
-    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
+
+def _loaded(model: Any, load: Any) -> dict[str, Any]:
+    """Return those of `Facts` that say what was loaded, of a target or a draft model. load: its `LoadConfig`."""
+    if str(load.load_format) == "dummy":
+        weights: Any = {"dummy": model.seed}
+    else:
+        weights = stored(model.model)
+        if elsewhere := source(load.load_format, load.model_loader_extra_config):
+            weights = [elsewhere, weights]
     return {
-        "revision": None if weights else commit,
+        # A branch, or none, may be another commit tomorrow.
+        "revision": getattr(model.hf_config, "_commit_hash", None) or model.revision,
         "code_revision": model.code_revision,
-        "weights": weights or ({"dummy": model.seed} if dummy else stored(model.model)),
+        "weights": weights,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "quantization_config": plain(model.quantization_config),
     }
 
 
-def _speculative(model: Any, speculative: Any) -> Any:
+def _speculative(vllm_config: Any) -> Any:
     """Return what drafts are made with, if they have layers in the KV cache: their method may shift what a hash covers."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
     if speculative is None or speculative.method in DRAFTS_WITHOUT_KV:
         return None
     draft = speculative.draft_model_config
@@ -498,7 +522,7 @@ def _speculative(model: Any, speculative: Any) -> Any:
         return facts  # the target's checkpoint has it
     return {
         **facts,
-        **_loaded(draft, None),
+        **_loaded(draft, speculative.draft_load_config or vllm_config.load_config),
         "config": file_digests(Path(draft.model), ["config.json"]),
     }
 

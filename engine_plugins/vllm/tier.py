@@ -40,14 +40,14 @@ from vllm.version import __version__ as vllm_version
 from kvpool.client import Client, Presence
 from kvpool.engine_plugins import facts
 from kvpool.engine_plugins.vllm import tier_namespace
-from kvpool.engine_plugins.vllm.namespace import isa
+from kvpool.engine_plugins.vllm.namespace import isa, with_weights
 from kvpool.engine_plugins.vllm.plan import block_key
 from kvpool.engine_plugins.vllm.pool_watch import PoolWatch
 from kvpool.engine_plugins.vllm.scheduler import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.engine_plugins.vllm.tier_jobs import Jobs
 from kvpool.engine_plugins.vllm.tier_store import TierStore
-from kvpool.types import NO_PARENT
+from kvpool.types import NO_PARENT, NamespaceRecord
 
 logger = init_logger(__name__)
 
@@ -129,6 +129,7 @@ class KvpoolTier(SecondaryTierManager):
             verify=config.verify_loads,
         )
         self._watch = self._make_watch()
+        self._record = self._make_record()
         self._enter("")
         self._lookups = _Lookups(self, tier_type)
 
@@ -156,11 +157,10 @@ class KvpoolTier(SecondaryTierManager):
             connections_max=connections_max,
         )
 
-    def _enter(self, weights: str) -> None:
-        """weights: a name for those that the engine has instead of those of its start; empty: these."""
+    def _make_record(self) -> NamespaceRecord:
         device = current_platform.device_type
         name = "" if device == "cpu" else current_platform.get_device_name()
-        record = tier_namespace.record(
+        return tier_namespace.record(
             self._vllm_config,
             self._offloading_spec.config,
             self._config,
@@ -168,9 +168,12 @@ class KvpoolTier(SecondaryTierManager):
             seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
             versions=self._versions,
             device=[device, name or isa(device)],
-            weights=weights,
             fp8=str(current_platform.fp8_dtype()),
         )
+
+    def _enter(self, weights: str) -> None:
+        """weights: a name for those that the engine has instead of those of its start; empty: these."""
+        record = with_weights(self._record, weights)
         self._store.enter(record, CHANGED_TTL_S if weights else 0.0)
         if self._watch is not None:
             self._watch.enter(record)

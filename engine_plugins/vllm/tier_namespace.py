@@ -68,15 +68,13 @@ def record(
     seed: str,
     versions: Mapping[str, str],
     device: Sequence[str],
-    weights: str,
     fp8: str,
 ) -> NamespaceRecord:
-    """Return the namespace of an engine's chunks.
+    """Return the namespace of an engine's chunks, with the weights of its start.
 
     offloading: vLLM's `OffloadingConfig`. row_bytes: of a chunk in memory, padding included. seed: what the chain of
-    hashes starts from. versions: see `facts.versions`. device: its kind, name, and what else its kernels go by. weights: name
-    of the weights that have replaced those of the start; empty: none have. fp8: the type in which the platform reads
-    8-bit floats.
+    hashes starts from. versions: see `facts.versions`. device: its kind, name, and what else its kernels go by. fp8: the type
+    in which the platform reads 8-bit floats.
     """
     cache, parallel = offloading.cache, offloading.parallel
     attention = vllm_config.attention_config
@@ -87,7 +85,6 @@ def record(
         versions=versions,
         hash_tokens=cache.tokens_per_hash,
         device=device,
-        weights=weights,
         fp8=fp8_type(str(vllm_config.cache_config.cache_dtype), [str(offloading.model.dtype)], fp8),
     )
     fields |= {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from kvpool.engine_plugins.vllm.config import PluginConfig
+from kvpool.engine_plugins.vllm.namespace import engine_facts
 from kvpool.engine_plugins.vllm.plan import RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 
@@ -56,7 +58,7 @@ def engine_config(**changes: Any) -> Any:
             "indexer_kv_dtype": "auto",
             "use_non_causal": False,
         },
-        "load_config": {"load_format": "auto"},
+        "load_config": {"load_format": "auto", "model_loader_extra_config": {}},
     }
     top: dict[str, Any] = {
         "speculative_config": None,
@@ -73,6 +75,12 @@ def engine_config(**changes: Any) -> Any:
     return SimpleNamespace(**{key: SimpleNamespace(**it) for key, it in sections.items()}, **top)
 
 
+def start(config: Any, plugin: PluginConfig | None = None, **given: Any) -> dict[str, Any]:
+    """Return the facts of an engine's start."""
+    defaults: dict[str, Any] = {"seed": "none", "versions": {}, "hash_tokens": 32}
+    return engine_facts(config, plugin or PluginConfig(), **(defaults | given))
+
+
 def drafts(method: str, draft: Any = None, **changes: Any) -> Any:
     """Return a `SpeculativeConfig`. draft: the draft model's `ModelConfig`."""
     given: dict[str, Any] = {
@@ -81,6 +89,7 @@ def drafts(method: str, draft: Any = None, **changes: Any) -> Any:
         "num_speculative_tokens": 2,
         "kv_cache_dtype": None,
         "draft_model_config": draft,
+        "draft_load_config": None,
     }
     return SimpleNamespace(**(given | changes))
 

@@ -22,10 +22,12 @@ NEW = 16
 FACTS = {
     "ModelConfig": "model dtype seed hf_config hf_config_path hf_overrides revision code_revision quantization "
     "quantization_config model_class_overrides multimodal_config "
-    # by the model's rotations, or by the types of its positions
+    # by the model's rotations and temperatures, or by the types of its positions
     "max_model_len "
     # by its configuration, and by the specs of its groups
-    "hf_text_config disable_sliding_window override_generation_config generation_config",
+    "hf_text_config disable_sliding_window "
+    # by the temperatures of the loaded model
+    "override_generation_config generation_config",
     "CacheConfig": "cache_dtype prefix_caching_hash_algo hash_block_size kv_cache_dtype_skip_layers mamba_cache_dtype "
     "mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len use_kda_recoverssm "
     # by the specs of the groups, and by what ranks report
@@ -36,7 +38,7 @@ FACTS = {
     "AttentionConfig": "indexer_kv_dtype use_non_causal "
     # by the backends that ranks report, and by the specs of the groups
     "backend backend_per_kind hisparse_config",
-    "LoadConfig": "load_format",
+    "LoadConfig": "load_format model_loader_extra_config",
     "MultiModalConfig": "media_io_kwargs mm_processor_kwargs mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
     "video_pruning_rate video_pruning_method",
     "LoRAConfig": "enable_tower_connector_lora",
@@ -69,7 +71,7 @@ NO_FACTS = {
     "sparse_mla_prefill_workspace_factor flex_attn_block_m flex_attn_block_n flex_attn_q_block_size "
     "flex_attn_kv_block_size",
     "LoadConfig": "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
-    "safetensors_prefetch_block_size model_loader_extra_config device ignore_patterns use_tqdm_on_load "
+    "safetensors_prefetch_block_size device ignore_patterns use_tqdm_on_load "
     "pt_load_map_location",
     "MultiModalConfig": "language_model_only limit_per_prompt enable_mm_embeds mm_device_do_normalize "
     "mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only "
@@ -105,7 +107,6 @@ def facts_of(model: Path, **options: Any) -> dict[str, Any]:
         versions={},
         hash_tokens=32,
         device=["cpu"],
-        weights="",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.llama4 import Llama4Attention
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -53,11 +56,14 @@ TOUCHED = {
     "max_model_len model_class_overrides get_total_num_kv_heads multimodal_config",
     "CacheConfig": "block_size cache_dtype prefix_caching_hash_algo kv_cache_dtype_skip_layers mamba_cache_dtype "
     "mamba_ssm_cache_dtype use_replayssm replayssm_buffer_len use_kda_recoverssm",
-    "LoadConfig": "load_format",
+    "LoadConfig": "load_format model_loader_extra_config",
     "ParallelConfig": "rank world_size tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
     "prefill_context_parallel_size cp_kv_cache_interleave_size data_parallel_index",
     "SchedulerConfig": "max_num_batched_tokens",
-    "SpeculativeConfig": "method model num_speculative_tokens kv_cache_dtype draft_model_config use_eagle_block_drop",
+    "SpeculativeConfig": "method model num_speculative_tokens kv_cache_dtype draft_model_config draft_load_config "
+    "use_eagle_block_drop",
+    "Llama4Attention": "attn_temperature_tuning",
+    "SupportsMultiModal": "_language_model_names _tower_model_names",
     "MultiModalConfig": "mm_processor_kwargs media_io_kwargs video_pruning_rate video_pruning_method "
     "mm_encoder_attn_dtype mm_encoder_fp8_scale_path",
     "KVEventsConfig": "enable_kv_cache_events publisher endpoint replay_endpoint topic",
@@ -96,6 +102,10 @@ def living(kit: Any, llama: Path, daemon: Any) -> Any:
         "KVConnectorTransferResults": KVConnectorTransferResults(),
         "SpeculativeConfig": SpeculativeConfig,
         "MultiModalConfig": MultiModalConfig,
+        "Llama4Attention": SimpleNamespace(
+            **dict.fromkeys(Llama4Attention.__init__.__code__.co_names)
+        ),
+        "SupportsMultiModal": SupportsMultiModal,
         "LoRAConfig": LoRAConfig,
         "KVEventsConfig": KVEventsConfig(),
         "kv_cache_utils": kv_cache_utils,

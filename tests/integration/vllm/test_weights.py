@@ -151,6 +151,25 @@ def test_an_adapter_is_known_by_what_is_in_it(
     assert other != said
 
 
+def test_files_that_changed_since_name_no_weights_that_are_in_memory(
+    kit: Any, weights: Weights, daemon: Any, tmp_path: Path
+) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(weights.first, place)
+    with kit.run_engine(place, daemon) as engine:
+        engine.generate(weights.asked)
+        engine.drain()
+        (place / "model.safetensors").unlink()
+        shutil.copy(weights.other / "model.safetensors", place)
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        again = engine.generate(weights.asked)
+        assert [each.cached for each in again] == [kit.hit(length) for length in PROMPTS]
+    with kit.run_engine(place, daemon) as other:
+        computed = other.generate(weights.asked)
+    assert [each.cached for each in computed] == [0] * len(PROMPTS)
+    assert [each.tokens for each in computed] == weights.expected[weights.other]
+
+
 class Process:
     """An engine under load; see `weights_engine.py`."""
 

@@ -16,7 +16,7 @@ from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.worker import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
-from tests.support.vllm_configs import engine_config, rank_report
+from tests.support.vllm_configs import engine_config, rank_report, start
 
 LOSSY = [Codec.FP8, Codec.INT8]
 
@@ -99,18 +99,10 @@ def test_groups_that_are_not_stored_do_not_matter() -> None:
 
 
 def made(codec: Codec) -> NamespaceRecord:
-    return record(
-        engine_config(),
-        cache(FullAttentionSpec()),
-        PluginConfig(codec=codec),
-        [GroupRule(0)],
-        # The same sizes, so that nothing but the codec makes a difference.
-        [rank_report()],
-        seed="none",
-        versions={},
-        hash_tokens=32,
-        weights="",
-    )
+    engine, groups = engine_config(), cache(FullAttentionSpec())
+    # The same sizes, so that nothing but the codec makes a difference.
+    reports = [rank_report()]
+    return record(engine, groups, PluginConfig(codec=codec), [GroupRule(0)], reports, start(engine))
 
 
 def test_every_codec_is_another_namespace() -> None:

@@ -24,12 +24,13 @@ from kvpool.engine_plugins.vllm.namespace import (
     rank_bytes,
     record,
     with_earlier_windows,
+    with_weights,
 )
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
 from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind, PartSpec
-from tests.support.vllm_configs import HfConfig, drafts, engine_config, rank_report
+from tests.support.vllm_configs import HfConfig, drafts, engine_config, rank_report, start
 
 
 @dataclass
@@ -203,17 +204,11 @@ def digest(
     spec: Any = None,
     **changes: Any,
 ) -> bytes:
-    return record(
-        engine_config(**changes),
-        cache(spec or FullAttentionSpec()),
-        config or PluginConfig(),
-        [GroupRule(0)],
-        [report],
-        seed=seed,
-        versions=versions or {},
-        hash_tokens=32,
-        weights=weights,
-    ).digest()
+    engine, plugin = engine_config(**changes), config or PluginConfig()
+    facts = start(engine, plugin, seed=seed, versions=versions or {})
+    groups = cache(spec or FullAttentionSpec())
+    first = record(engine, groups, plugin, [GroupRule(0)], [report], facts)
+    return with_weights(first, weights).digest()
 
 
 def test_equal_facts_are_one_namespace() -> None:
@@ -239,6 +234,7 @@ def test_equal_facts_are_one_namespace() -> None:
         {"parallel_config__decode_context_parallel_size": 2},
         {"parallel_config__prefill_context_parallel_size": 2},
         {"load_config__load_format": "dummy"},
+        {"load_config__load_format": "tensorizer"},
         {"speculative_config": drafts("eagle")},
         {"speculative_config": drafts("custom_class")},
         {"model_config__multimodal_config": SimpleNamespace(**MEDIA)},
@@ -273,6 +269,8 @@ def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
         {"model_config__max_model_len": 131072},
         {"model_config__hf_config": HfConfig(layers=2, _name_or_path="/y", max_model_len=4096)},
         {"report": replace(REPORT, fp8="torch.float8_e4m3fnuz")},
+        {"load_config__load_format": "safetensors"},
+        {"load_config__model_loader_extra_config": {"enable_multithread_load": True}},
         *({"speculative_config": drafts(each)} for each in sorted(DRAFTS_WITHOUT_KV)),
     ],
     ids=str,
@@ -345,14 +343,65 @@ def test_without_the_model_the_longest_prompt_counts_where_positions_may_depend_
 
 
 @pytest.mark.parametrize(
-    "variable", ["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT"]
+    "variable",
+    [
+        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+        "VLLM_SSM_CONV_STATE_LAYOUT",
+        "VLLM_MARLIN_INPUT_DTYPE",
+        "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+        "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    ],
 )
-def test_layouts_that_a_variable_changes_are_told_apart(
+def test_what_a_variable_changes_is_told_apart(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     before = digest()
     monkeypatch.setenv(variable, "1")
     assert digest() != before
+    monkeypatch.setenv(variable, '{"dtype": "int8"}' * 1000)
+    assert digest() != before
+
+
+def test_a_variable_may_name_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def named(folder: str, text: str) -> bytes:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "quant.json").write_text(text)
+        monkeypatch.setenv(
+            "VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(tmp_path / folder / "quant.json")
+        )
+        return digest()
+
+    first = named("a", '{"dtype": "int4"}')
+    assert named("b", '{"dtype": "int4"}') == first != named("c", '{"dtype": "int8"}')
+
+
+def test_weights_from_elsewhere_are_told_apart_by_where() -> None:
+    def loaded(load_format: str, uri: str) -> bytes:
+        return digest(
+            load_config__load_format=load_format,
+            load_config__model_loader_extra_config={"tensorizer_config": {"tensorizer_uri": uri}},
+        )
+
+    assert loaded("tensorizer", "s3://a") == loaded("tensorizer", "s3://a")
+    assert loaded("tensorizer", "s3://a") != loaded("tensorizer", "s3://b")
+    assert loaded("auto", "s3://a") == loaded("safetensors", "s3://b")
+
+
+def test_files_that_replace_those_of_the_start_name_no_weights(tmp_path: Path) -> None:
+    """An engine's reset does not load them."""
+    engine = engine_config(model_config__model=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    facts = start(engine)
+
+    def named(weights: str) -> bytes:
+        groups = cache(FullAttentionSpec())
+        first = record(engine, groups, PluginConfig(), [GroupRule(0)], [REPORT], facts)
+        return bytes(with_weights(first, weights).digest())
+
+    before, changed = named(""), named("w")
+    (tmp_path / "model.safetensors").write_bytes(b"WEIGHTS")
+    assert (named(""), named("w")) == (before, changed)
+    assert before != changed
 
 
 def with_draft(folder: Path, **changes: Any) -> bytes:
@@ -376,17 +425,7 @@ def test_a_draft_in_the_targets_checkpoint_is_known_by_that(tmp_path: Path) -> N
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     model = SimpleNamespace(model=str(tmp_path))
     speculative = drafts("mtp", model)
-    fields = record(
-        engine_config(model_config__model=str(tmp_path), speculative_config=speculative),
-        cache(FullAttentionSpec()),
-        PluginConfig(),
-        [GroupRule(0)],
-        [REPORT],
-        seed="none",
-        versions={},
-        hash_tokens=32,
-        weights="",
-    ).fields
+    fields = start(engine_config(model_config__model=str(tmp_path), speculative_config=speculative))
     assert fields["speculative"] == {
         "method": "mtp",
         "model": "d",
@@ -475,17 +514,8 @@ def held(ranks: int, kind: Kind = Kind.CONTENT, cut: Cut = FOUR, **facts: Any) -
 
 
 def canonical(reports: list[RankReport], spec: Any = None, **changes: Any) -> Any:
-    return record(
-        engine_config(**changes),
-        cache(spec or FullAttentionSpec()),
-        PluginConfig(),
-        [GroupRule(0)],
-        reports,
-        seed="none",
-        versions={},
-        hash_tokens=32,
-        weights="",
-    )
+    engine, groups = engine_config(**changes), cache(spec or FullAttentionSpec())
+    return record(engine, groups, PluginConfig(), [GroupRule(0)], reports, start(engine))
 
 
 def test_engines_of_any_ranks_are_of_one_namespace() -> None:

@@ -127,7 +127,6 @@ def name(
         "seed": "none",
         "versions": {"vllm": "0.32.0"},
         "device": ["cuda", "H200"],
-        "weights": "",
         "fp8": "torch.float8_e4m3fn",
         **others,
     }
@@ -184,7 +183,6 @@ def test_equal_facts_are_one_namespace() -> None:
         {"seed": "1"},
         {"versions": {"vllm": "0.33.0"}},
         {"device": ["cuda", "H100"]},
-        {"weights": "of a training step"},
     ],
     ids=str,
 )
@@ -229,7 +227,6 @@ def test_the_connector_shares_nothing_with_it() -> None:
         seed="none",
         versions={},
         device=["cuda"],
-        weights="",
         fp8="",
     )
     assert made.fields["form"] == "chunk 1"
