@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -46,6 +47,11 @@ class CopyIn:
         """ways: by default what this client's puts find out."""
         self._ways = CopyWays() if ways is None else ways
         self._clock = clock
+        # Its `put` and `get` are atomic: no exception leaves a lock of it taken.
+        self._orders: SimpleQueue[_Copy | None] = SimpleQueue()
+        self._has_helper = False
+        last = weakref.finalize(self, self._orders.put, None)
+        last.atexit = False
 
     def __call__(
         self, source: Source, indices: Indices, table: Rows2D, rows: Indices, fd: int
@@ -69,26 +75,35 @@ class CopyIn:
         self._ways.learn(source.nbytes, nbytes, way, self._clock() - start)
         return b"".join(copy.checksums)
 
-    @staticmethod
-    def _run_with_helper(copy: _Copy) -> None:
-        """Run it on this thread and a new one.
+    def _run_with_helper(self, copy: _Copy) -> None:
+        """Run it on this thread and on the helper's.
 
-        Starting a thread takes no longer than handing work to a waiting one, and no exception can leave locks of a
-        thread pool taken. An exception between any two steps of this thread must not return the slots while the
-        helper writes to them: whichever `stop` it cuts short, another one follows.
+        An exception between any two steps of this thread must not return the slots while the helper writes to them:
+        whichever `stop` it cuts short, another one follows.
         """
         try:
             try:
-                try:
-                    _thread.start_new_thread(copy.help, ())
-                except RuntimeError:
-                    pass  # no thread is left
+                if not self._has_helper:
+                    _thread.start_new_thread(_help, (self._orders,))
+                    self._has_helper = True
+                self._orders.put(copy)
+            except RuntimeError:
+                pass  # no thread is left
+            try:
                 copy.run()
             finally:
                 copy.stop()
         finally:
             copy.stop()
         copy.check()
+
+
+def _help(orders: SimpleQueue[_Copy | None]) -> None:
+    """Take part in copies until None comes. Two helpers do no harm: an exception may have started a second one."""
+    while (copy := orders.get()) is not None:
+        copy.help()
+        del copy
+    orders.put(None)  # for the other one
 
 
 class _Copy:
