@@ -74,6 +74,7 @@ def test_a_client_of_another_pid_namespace_has_several_connections_and_comes_bac
             interrupt_two(client)
         assert client.match(namespace, [key(1)]) == 1, "it may come back"
         lease.check()
+    daemon.process.kill()  # `unshare` takes no other signal; the daemon ends with it
 
 
 def test_a_refusal_names_the_process_that_has_the_connections(start):
