@@ -304,6 +304,7 @@ class Reservation:
 
     @property
     def slots(self) -> Slots:
+        """One for each block to write; from now on a dropped reservation is not aborted by itself."""
         self._connections.seen(self.ticket)
         return self._slots
 

@@ -63,6 +63,7 @@ PUBLIC = {
         "pack_keys",
         "plain_parts",
         "split_keys",
+        "api_path_of",
     },
 }
 METHODS = {
@@ -129,7 +130,7 @@ METHODS = {
         "scrub",
     },
     "Lease": {"check", "release", "release_later", "report", "valid"},
-    "Reservation": {"abort"},
+    "Reservation": {"abandon", "abort", "settled", "slots"},
     "Slots": {"device_table", "expected", "fd", "offsets", "table", "view", "wrong"},
 }
 """Methods and properties of the client's classes; what a class inherits stands with the one that it is from."""
