@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -147,6 +148,7 @@ class FakePool:
         self.lives: list[int] = []  # of the device, that were acquired and pulled with
         self.clock: Callable[[], float] = time.monotonic
         self._tokens = itertools.count()
+        self._lock = threading.Lock()
 
     def open(
         self, record: NamespaceRecord, *, generation: int = -1, ttl_s: float = 0.0
@@ -349,13 +351,13 @@ class FakePool:
         if self.outdated:
             raise StaleEpoch("the fake namespace was reset")
         split = _split(keys)
-        missing = [index for index, key in enumerate(split) if not self._has(ns, part, key)]
-        names = [(ns.digest, part, split[index]) for index in missing]
         self.parents.update(zip([(part, key) for key in split], [parent, *split], strict=False))
-        rows = range(len(self.rows), len(self.rows) + len(missing))
+        with self._lock:  # ranks save on threads of their own
+            missing = [index for index, key in enumerate(split) if not self._has(ns, part, key)]
+            names = [(ns.digest, part, split[index]) for index in missing]
+            rows = range(len(self.rows), len(self.rows) + len(missing))
+            self.rows.update(zip(names, rows, strict=True))
         slots = FakeSlots(self.table, list(rows), ns.parts[part].nbytes, 0)
-        for name, row in zip(names, rows, strict=True):
-            self.rows[name] = row
         return FakeReservation(self, slots, missing, names)
 
     def reserve_parts(
