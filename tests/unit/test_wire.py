@@ -1,7 +1,9 @@
 """Frames and messages: what goes in comes out, and garbage is a ProtocolError and nothing else."""
 
+import asyncio
 import dataclasses
 import re
+import secrets
 import struct
 import types
 import typing
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from msgspec import inspect
 
+from kvpool.daemon.workers.device_proxy import DeviceWorkerProxy
 from kvpool.errors import KvpoolError, PoolFull, ProtocolError
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -456,3 +459,14 @@ def test_an_error_of_a_newer_peer_is_still_one_of_ours():
 
 def test_rows_are_little_endian():
     assert frame.pack_rows([1, frame.NO_ROW]) == b"\1\0\0\0\xff\xff\xff\xff"
+
+
+def test_every_life_of_a_device_process_can_be_sent(monkeypatch):
+    monkeypatch.setattr(secrets, "randbits", lambda bits: (1 << bits) - 1)
+
+    async def life() -> int:
+        start = worker_wire.DeviceStart("cpu", [])
+        return DeviceWorkerProxy(start, {}).life
+
+    welcome = client_wire.Welcome(1, "node", "incarnation", 1, 1, b"handle", asyncio.run(life()))
+    assert client_wire.decode_daemon(frame.encode(welcome, 1)[frame.HEADER.size :]) == welcome

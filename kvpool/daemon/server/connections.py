@@ -52,7 +52,7 @@ RECEIVED_BYTES_MAX = 64 << 20  # of incomplete frames, all connections together
 WAITING_MAX = 64  # requests of one connection that wait for other nodes
 ABSENT_MAX = 1 << 14  # clients without a connection that still hold something
 IDLE_S = 5.0  # between two looks whether the leases of absent clients have ended
-LOOK_S = 60.0  # between two looks at the processes of absent clients
+LOOK_S = 10.0  # between two looks at the processes of absent clients, each of which reads /proc
 
 
 TIMER_S = 0.001  # uvloop's timers count in milliseconds

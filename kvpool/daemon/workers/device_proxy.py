@@ -53,7 +53,7 @@ class DeviceWorkerProxy(Worker):
         super().__init__()
         self._begin = start
         self._segments = segments
-        self.life = secrets.randbits(63) | 1
+        self.life = secrets.randbits(62) | 1  # not 0, and a `Count` of the wire
         self._page: OwnerLiveness | None = None
 
     async def _prepare(self) -> None:
