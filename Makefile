@@ -33,7 +33,7 @@ chaos: venv ## ten minutes of faults in a real cluster, whose history is checked
 fuzz: venv ## a million inputs for everything that decodes foreign bytes (ARGS="--count 10000000 --target peer")
 	@.venv/bin/python -m tests.fuzz $(ARGS)
 
-check: venv ## ruff, mypy and the direction of imports
+check: venv ## ruff, mypy, the direction of imports, the ceiling of code lines
 	@scripts/check
 
 bench: venv vllm-venv ## the quick form of the main benches, into .bench/

@@ -24,7 +24,6 @@ COMMANDS = (
         "doctor",
         "version",
         "config",
-        "bench",
         "completion",
         "certs",
         "secret",

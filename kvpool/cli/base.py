@@ -106,7 +106,7 @@ def _print_version(wanted: bool) -> None:
 HERE_ONLY = frozenset(
     (
         *("serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
-        *("bench", "completion", "certs", "secret", "token", "audit"),
+        *("completion", "certs", "secret", "token", "audit"),
     )
 )
 """Commands that concern this machine, or a server that they name themselves. The others follow a context."""

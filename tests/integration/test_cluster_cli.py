@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,11 +45,16 @@ def put(client: OperatorClient, numbers: range) -> None:
 
 
 class Commands:
-    """Runs `kvpool` as an operator would, with nothing of ours in the environment but what is given."""
+    """Runs `kvpool` as an operator would, with nothing of ours in the environment but what is given.
 
-    def __init__(self, environ: dict[str, str]) -> None:
+    script: what Python runs, if not the command.
+    """
+
+    def __init__(
+        self, environ: dict[str, str], script: Sequence[str] = ("-m", "kvpool.cli")
+    ) -> None:
         self._environ = environ
-        self._command = [sys.executable, "-Walways::ResourceWarning", "-m", "kvpool.cli"]
+        self._command = [sys.executable, "-Walways::ResourceWarning", *script]
 
     def begin(self, node: LocalNode, *words: str, **environ: str) -> "subprocess.Popen[str]":
         # As from a terminal: what a shell runs in the background ignores it, and so do its children.

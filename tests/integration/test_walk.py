@@ -176,7 +176,7 @@ SAYS = {
     ),
     (OPERATIONS, "Is the network as fast as it should be?"): (
         Says(
-            "kvpool bench transfer b",
+            "python bench/node.py transfer b",
             "pulls blocks from node b into the node on which it is typed",
             (r"^pulled from b into a", r"^1 MiB .* tcp *$", r"^checksum failures: 0"),
         ),
@@ -388,7 +388,10 @@ def a_prompt_that_is_half_there(folder: Path, servers: Servers) -> Iterator[Scen
 def two_nodes(folder: Path, servers: Servers) -> Iterator[Scene]:
     with a_cluster(folder, servers, name="transfer") as cluster:
         cluster.wait_acquainted()
-        yield Scene(environ={"KVPOOL_SOCKET": cluster.nodes[0].socket})
+        yield Scene(
+            {"python bench": f"{sys.executable} bench"},
+            environ={"KVPOOL_SOCKET": cluster.nodes[0].socket},
+        )
 
 
 @contextmanager
@@ -457,7 +460,7 @@ SCENES: dict[tuple[Path, str], Callable[[Path, Servers], Making]] = {
 
 # ---- the walk ------------------------------------------------------------------------------------
 
-CHECKOUT = ("Makefile", "README.md", "engine_plugins", "kvpool", "storage", "tests")
+CHECKOUT = ("Makefile", "README.md", "bench", "engine_plugins", "kvpool", "storage", "tests")
 MEMORY = {"KVPOOL_MEMORY": "32MiB"}  # the default is a share of this machine's
 
 

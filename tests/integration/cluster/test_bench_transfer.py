@@ -1,4 +1,4 @@
-"""`kvpool bench transfer` against two real nodes: what it measures, which way it names, and that nothing of it stays."""
+"""`bench/node.py transfer` against two real nodes: what it measures, which way it names, and that nothing of it stays."""
 
 import re
 import signal
@@ -15,10 +15,10 @@ NIXL = ["--listen", "nixl://127.0.0.1:0"]
 
 
 @pytest.fixture
-def kvpool(clean_environ, tmp_path: Path) -> Commands:
+def node(clean_environ, repo_root: Path, tmp_path: Path) -> Commands:
     environ = clean_environ(tmp_path)
     environ["COLUMNS"] = "80"
-    return Commands(environ)
+    return Commands(environ, [str(repo_root / "bench/node.py")])
 
 
 def blocks(seat: Seat) -> int:
@@ -33,13 +33,13 @@ def moved(found: dict) -> int:
     )
 
 
-def test_blocks_come_from_the_other_node_and_none_stays(start_cluster, numbers, kvpool):
+def test_blocks_come_from_the_other_node_and_none_stays(start_cluster, numbers, node):
     a, b = start_cluster(nodes=2).seats()
     mine, theirs = numbers(5), numbers(7)
     a.put(mine)
     b.put(theirs)
     before, lent = a.stats.counters.pulled_bytes, b.stats.counters.lent_bytes
-    found = kvpool.json(a.node, "bench", "transfer", "b", "--seed", "7")
+    found = node.json(a.node, "transfer", "b", "--seed", "7")
     assert [(one["block_bytes"], one["blocks"]) for one in found["sizes"]] == [
         (4 << 10, 1024),
         (64 << 10, 64),
@@ -64,26 +64,26 @@ def test_blocks_come_from_the_other_node_and_none_stays(start_cluster, numbers, 
     kept = [
         entry["settings"]["ttl_s"]
         for entry in a.client.cluster()["namespaces"]
-        if "bench transfer" in entry["fields"]
+        if "node.py transfer" in entry["fields"]
     ]
     assert kept == [600.0] * 4, "what a killed measurement leaves does not stay either"
 
-    done = kvpool(a.node, "bench", "transfer", "b", "--block-size", "8KiB", "--size", "1MiB")
+    done = node(a.node, "transfer", "b", "--block-size", "8KiB", "--size", "1MiB")
     assert (done.status, done.err) == (0, "")
     assert max(map(len, done.out.splitlines())) <= 80
     assert re.search(r"^8 KiB +128 +\d+\.\d\d .* tcp *$", done.out, re.MULTILINE)
     assert (blocks(a), blocks(b)) == (5, 7)
 
 
-def test_what_cannot_be_measured_says_what_to_do(start_cluster, kvpool, until):
+def test_what_cannot_be_measured_says_what_to_do(start_cluster, node, until):
     a, b = start_cluster(nodes=2).seats()
 
     def said(*words: str) -> str:
-        done = kvpool(a.node, "bench", "transfer", *words)
+        done = node(a.node, "transfer", *words)
         assert (done.status, done.out) == (1, "")
         return done.err
 
-    assert "`kvpool bench` measures this one" in said("a")
+    assert "`bench/node.py local` measures this one" in said("a")
     assert "a knows of b" in said("c")
     assert "--block-size" in said("b", "--block-size", "8MiB")
     assert "give more" in said("b", "--size", "1MiB")
@@ -94,12 +94,12 @@ def test_what_cannot_be_measured_says_what_to_do(start_cluster, kvpool, until):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_nothing_behind(start_cluster, kvpool, until, number):
+def test_a_signal_leaves_nothing_behind(start_cluster, node, until, number):
     a, b = start_cluster(nodes=2, memory="256MiB").seats()
 
     def interrupted(seat: Seat, *words: str) -> tuple[int, str] | None:
         """How it ended while a node had its blocks; None: it ended before the interrupt came."""
-        with kvpool.begin(a.node, "bench", *words) as process:
+        with node.begin(a.node, *words) as process:
             until(lambda: blocks(seat) > 0 or process.poll() is not None)
             process.send_signal(number)
             _, err = process.communicate(timeout=PATIENCE_S)
@@ -107,16 +107,16 @@ def test_a_signal_leaves_nothing_behind(start_cluster, kvpool, until, number):
 
     assert until(lambda: interrupted(b, "transfer", "b")) == (128 + number, "")
     assert (blocks(a), blocks(b)) == (0, 0)
-    assert until(lambda: interrupted(a, "--block-size", "1KiB")) == (128 + number, "")
+    assert until(lambda: interrupted(a, "local", "--block-size", "1KiB")) == (128 + number, "")
     assert blocks(a) == 0
 
 
-def test_a_third_node_that_does_not_answer_is_a_note(start_cluster, kvpool):
+def test_a_third_node_that_does_not_answer_is_a_note(start_cluster, node):
     environ = {"KVPOOL_MEMBER_TTL_S": "60"}  # it is a member throughout
     a, b, c = start_cluster(nodes=3, environ=environ).seats()
     c.node.signal(signal.SIGSTOP)
     try:
-        found = kvpool.json(a.node, "bench", "transfer", "b", "--block-size", "64KiB")
+        found = node.json(a.node, "transfer", "b", "--block-size", "64KiB")
     finally:
         c.node.signal(signal.SIGCONT)
     assert moved(found) > 0
@@ -130,12 +130,12 @@ def test_a_third_node_that_does_not_answer_is_a_note(start_cluster, kvpool):
     ("pull_over", "remark"),
     [("nixl", "all came by NIXL"), ("tcp", "NIXL is there and was not used: pull_over is tcp")],
 )
-def test_which_way_was_taken_and_why(start_cluster, kvpool, pull_over, remark):
+def test_which_way_was_taken_and_why(start_cluster, node, pull_over, remark):
     pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
     world = start_cluster(nodes=2, flags=NIXL, environ={"KVPOOL_PULL_OVER": pull_over})
     a, b = world.seats()
-    words = ("bench", "transfer", "b", "--block-size", "64KiB", "--block-size", "1MiB")
-    found = kvpool.json(a.node, *words)
+    words = ("transfer", "b", "--block-size", "64KiB", "--block-size", "1MiB")
+    found = node.json(a.node, *words)
     assert [set(one["by"]) for one in found["sizes"]] == [{pull_over}] * 2
     carried = {way["transport"]: way["bytes"] for way in found["ways"]["ways"]}
     other = {"nixl": "tcp", "tcp": "nixl"}[pull_over]
@@ -145,7 +145,7 @@ def test_which_way_was_taken_and_why(start_cluster, kvpool, pull_over, remark):
     assert (blocks(a), blocks(b)) == (0, 0)
 
 
-def test_a_node_that_is_alone_is_told_so(daemon, kvpool):
-    done = kvpool(daemon, "bench", "transfer", "b")
+def test_a_node_that_is_alone_is_told_so(daemon, node):
+    done = node(daemon, "transfer", "b")
     assert (done.status, done.out) == (1, "")
     assert "is in no cluster: start its daemon with --join" in done.err

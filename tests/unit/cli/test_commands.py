@@ -59,8 +59,6 @@ COMMANDS = (
     "move",
     "scrub",
     "tiers",
-    "bench local",
-    "bench transfer",
     "put",
     "get",
     "ls",

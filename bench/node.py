@@ -1,35 +1,35 @@
-"""`kvpool bench`: measures this node's daemon, and how fast blocks travel from another node into it."""
+"""How fast does this node's daemon take, find and give blocks, and how fast do they travel from another node?
+
+    python bench/node.py local [--block-size 256KiB]
+    python bench/node.py transfer NODE [--block-size 1MiB --size 1GiB]
+
+Needs a daemon on this machine, and for `transfer` another one in its cluster.
+"""
 
 from __future__ import annotations
 
+import secrets
+import sys
 from typing import Annotated
 
+import node_local
+import node_report
+import node_transfer
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, TenantHere, app
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, AsJson, Socket, TenantHere
+from kvpool.cli.render.naming import size as size_of
+from kvpool.errors import KvpoolError
+from kvpool.signals import unwind_on_ending
 
-LOCAL = "local"
 Seed = Annotated[int, typer.Option(help="Seed for keys and bytes; 0: a new one each time.")]
 
-
-class _BenchGroup(base.CommandsWithUsual):
-    """`kvpool bench --size 1GiB` is `kvpool bench local --size 1GiB`."""
-
-    usual = LOCAL
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 
 
-bench_app = typer.Typer(cls=_BenchGroup, pretty_exceptions_enable=False)
-app.add_typer(
-    bench_app,
-    name="bench",
-    help="Measure this node's daemon (`local`, which may be left out), or pulls from another node (`transfer`).",
-    rich_help_panel=OPERATORS,
-)
-
-
-@bench_app.command(LOCAL)
-def bench(
+@app.command()
+def local(
     block_size: Annotated[str, typer.Option(help="Size of one block.", metavar="SIZE")] = "64KiB",
     size: Annotated[
         str,
@@ -43,33 +43,26 @@ def bench(
     tenant: TenantHere = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Measure put, match and get of this node's daemon, compared with copying in memory. `local` may be left out.
+    """Measure put, match and get of this node's daemon, compared with copying in memory.
 
     Uses a namespace of its own and removes its blocks at the end. If the pool is full, other blocks are evicted,
     as for any put.
-
-    Example: kvpool bench local --block-size 256KiB
     """
-    import secrets
-
-    from kvpool.cli.render.bench import Bench, measure, show
-    from kvpool.cli.render.bench import plain as plain_rows
-    from kvpool.cli.render.naming import size as size_of
-
     nbytes = size_of(block_size)
-    base.only_here("bench", socket)
     with (
         base.daemon_client(socket, tenant) as client,
-        Bench(client, nbytes, size_of(size), seed=seed or secrets.randbits(63)) as bench,
+        node_local.Bench(client, nbytes, size_of(size), seed=seed or secrets.randbits(63)) as bench,
     ):
-        found = measure(bench)
+        found = node_local.measure(bench)
     if as_json:
-        base.print_json({"block_bytes": nbytes, "cut": bench.cut, "measured": plain_rows(found)})
+        base.print_json(
+            {"block_bytes": nbytes, "cut": bench.cut, "measured": node_local.plain(found)}
+        )
     else:
-        show(found, nbytes, cut=bench.cut)
+        node_local.show(found, nbytes, cut=bench.cut)
 
 
-@bench_app.command()
+@app.command()
 def transfer(
     node: Annotated[str, typer.Argument(help="The node to pull from.", metavar="NODE")],
     block_size: Annotated[
@@ -99,25 +92,27 @@ def transfer(
     what is left of a measurement that was killed goes after ten minutes. If a pool is full, other blocks are evicted,
     as for any put. For the other direction run it on the other node. Exit status 1 if blocks did not match their
     checksums.
-
-    Example: kvpool bench transfer host-7
-
-    Example: kvpool bench transfer host-7 --block-size 1MiB --size 1GiB
     """
-    import secrets
-
-    from kvpool.cli.render.bench_transfer import measure
-    from kvpool.cli.render.naming import size as size_of
-    from kvpool.cli.render.transfer_report import BLOCK_SIZES, show, trouble
-
-    wanted = [size_of(each) for each in block_size] if block_size else list(BLOCK_SIZES)
-    base.only_here("bench transfer", socket)
+    wanted = [size_of(each) for each in block_size] if block_size else list(node_report.BLOCK_SIZES)
     with base.daemon_client(socket, tenant) as client:
-        found = measure(client, node, wanted, size_of(size), seed=seed or secrets.randbits(63))
+        found = node_transfer.measure(
+            client, node, wanted, size_of(size), seed=seed or secrets.randbits(63)
+        )
     if as_json:
         base.print_json(found)
     else:
-        show(found)
-    if why := trouble(found):
+        node_report.show(found)
+    if why := node_report.trouble(found):
         base.complain(why)
         raise typer.Exit(EXIT_ERROR)
+
+
+if __name__ == "__main__":
+    try:
+        unwind_on_ending()
+        app()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except KvpoolError as error:
+        base.complain(str(error))
+        sys.exit(base.exit_status(error))

@@ -1,40 +1,44 @@
-"""What `kvpool bench transfer` measures, what it says of that, and how it prints it. No daemon."""
+"""What `bench/node.py transfer` measures, what it says of that, and how it prints it. No daemon."""
 
 import dataclasses
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvpool.cli import verbs
-from kvpool.cli.render.bench import AVAILABLE_LOOKS, wait_available
-from kvpool.cli.render.transfer_report import (
-    BLOCK_SIZES,
-    BLOCKS_MAX,
-    Cpu,
-    Latency,
-    Machine,
-    Measured,
-    Report,
-    Size,
-    Ways,
-    about_nixl,
-    about_others,
-    by_transport,
-    choose,
-    find_node,
-    quantile,
-    remarks,
-    show,
-    since,
-    trouble,
-    why_lacking,
-)
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.node_stats import PeerWays, WayStats
 from tests.support.stats import node_stats
+
+with pytest.MonkeyPatch.context() as path:
+    path.syspath_prepend(Path(__file__).parents[2] / "bench")
+    import node
+    from node_local import AVAILABLE_LOOKS, wait_available
+    from node_report import (
+        BLOCK_SIZES,
+        BLOCKS_MAX,
+        Cpu,
+        Latency,
+        Machine,
+        Measured,
+        Report,
+        Size,
+        Ways,
+        about_nixl,
+        about_others,
+        by_transport,
+        choose,
+        find_node,
+        quantile,
+        remarks,
+        show,
+        since,
+        trouble,
+        why_lacking,
+    )
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BY_NIXL = WayStats("nixl://10.0.0.8:7071", "nixl", 5, 900 * MIB)
@@ -271,15 +275,10 @@ def test_damaged_blocks_are_trouble():
 # ---- the command -------------------------------------------------------------------------------------
 
 
-def test_the_usual_command_may_be_left_out():
-    """A wrong size is told before any daemon is asked."""
-    for words in (["bench"], ["bench", "local"]):
-        done = CliRunner().invoke(verbs.app, [*words, "--block-size", "much"])
-        assert isinstance(done.exception, InvalidRequest)
-        assert "'much' is no size" in str(done.exception)
-    text = CliRunner().invoke(verbs.app, ["bench", "--help"]).output
-    assert " local " in text
-    assert " transfer " in text
+def test_a_wrong_size_is_refused_before_any_daemon_is_asked():
+    done = CliRunner().invoke(node.app, ["local", "--block-size", "much"])
+    assert isinstance(done.exception, InvalidRequest)
+    assert "'much' is no size" in str(done.exception)
 
 
 @pytest.mark.parametrize(("failures", "looks"), [(0, 0), (3, 3), (10**9, AVAILABLE_LOOKS)])

@@ -1,4 +1,4 @@
-"""`kvpool bench transfer`: brings blocks to another node, pulls them back, and sees how fast they come and by which way.
+"""`bench/node.py transfer`: brings blocks to another node, pulls them back, and sees how fast they come and by which way.
 
 Its only means are those of any client and operator: blocks are put here, a job on the other node warms them, they are
 removed here, and pulled.
@@ -13,12 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.progress import BarColumn, TextColumn
-
-from kvpool.cli.render.bench import wait_available
-from kvpool.cli.render.jobs import Job, follow
-from kvpool.cli.render.text import make_bar, size_text
-from kvpool.cli.render.transfer_report import (
+from node_local import wait_available
+from node_report import (
     NIXL,
     ROUNDS,
     SINGLES,
@@ -38,6 +34,10 @@ from kvpool.cli.render.transfer_report import (
     since,
     why_lacking,
 )
+from rich.progress import BarColumn, TextColumn
+
+from kvpool.cli.render.jobs import Job, follow
+from kvpool.cli.render.text import make_bar, size_text
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.memory.buffers import row_checksums
 from kvpool.telemetry.node_stats import NixlStats, NodeStats, PeerWays
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from kvpool.client import OperatorClient
 
-NAME = "kvpool bench transfer"
+NAME = "bench/node.py transfer"
 BLOCK_TOKENS = 16
 TTL_S = 600.0  # then a node drops blocks of a measurement that could not remove them
 TOGETHER_BYTES = 8 << 20  # in one put

@@ -1,4 +1,4 @@
-"""What `kvpool bench transfer` has measured, what there is to say about it, and how it is printed. No daemon."""
+"""What `bench/node.py transfer` has measured, what there is to say about it, and how it is printed. No daemon."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def find_node(cluster: Mapping[str, Any], node: str) -> Mapping[str, Any]:
     own = cluster["node"]
     if node == own:
         raise InvalidRequest(
-            f"{node} is this node: name another one. `kvpool bench` measures this one alone"
+            f"{node} is this node: name another one. `bench/node.py local` measures this one alone"
         )
     if not cluster["joined"]:
         raise InvalidRequest(

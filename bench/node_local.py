@@ -1,4 +1,4 @@
-"""`kvpool bench`: how fast this node's daemon takes, finds and gives blocks, beside the copying of plain memory."""
+"""`bench/node.py local`: how fast this node's daemon takes, finds and gives blocks, beside the copying of plain memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpool.wire.frame import KEYS_MAX
 if TYPE_CHECKING:
     from rich.console import Console
 
-NAME = "kvpool bench"
+NAME = "bench/node.py local"
 BLOCK_TOKENS = 16
 SHARE_MAX = 0.25  # of the tenant's memory that it takes for a moment
 TOGETHER_BYTES = 8 << 20  # in one call, as an engine has it
