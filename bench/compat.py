@@ -321,7 +321,7 @@ def peer_client(master: str, segment_bytes: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def pool_clients(socket_path: str) -> Iterator[Callable[[str], Any]]:
-    from kvpool.compat.mooncake.store import MooncakeDistributedStore
+    from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 
     os.environ["KVPOOL_SOCKET"] = socket_path
     with contextlib.ExitStack() as stack:

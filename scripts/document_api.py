@@ -19,7 +19,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BEHIND = {"kvpool.client": "kvpool.client.client"}
 """Modules whose texts say more of those that others import."""
-MODULES = ("kvpool.client", "kvpool.types", "kvpool.errors", "kvpool.compat.mooncake")
+MODULES = ("kvpool.client", "kvpool.types", "kvpool.errors", "kvpool.engine_plugins.mooncake")
 PARAMETERS = re.compile(r"((?:[a-z_][a-z0-9_]*(?:, )?)+): (.*)")
 WIDTH = 100
 

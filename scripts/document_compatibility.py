@@ -32,7 +32,7 @@ def document(text: str, table: dict[str, Any]) -> str:
                 state = "there is none" if cell["state"] == "none" else cell["state"]
                 lines.append(f"- {shown}: {state}{said}{by}")
     lines += ["", "## Programs written for Mooncake Store", ""]
-    lines += ["Run unchanged over [`kvpool.compat.mooncake`](mooncake.md).", ""]
+    lines += ["Run unchanged over [`kvpool.engine_plugins.mooncake`](mooncake.md).", ""]
     for one in table["program"]:
         lines.append(
             f"- {one['name']} {one['versions']}: {one['state']} ({one['note']}): `{one['by']}`"

@@ -309,7 +309,8 @@ def project() -> dict[str, Any]:
 @cache
 def known_variables() -> frozenset[str]:
     """Those of settings, those of secrets in files, and those that stand in what reads them."""
-    sources = [*(REPO_ROOT / "kvpool").rglob("*.py"), REPO_ROOT / "tests" / "conftest.py"]
+    sources = [*(REPO_ROOT / "kvpool").rglob("*.py"), *(REPO_ROOT / "engine_plugins").rglob("*.py")]
+    sources.append(REPO_ROOT / "tests" / "conftest.py")
     sources += (REPO_ROOT / "deploy").glob("*.yaml")
     text = "\n".join(path.read_text() for path in sources)
     found = {f"KVPOOL_{name.upper()}" for name in SETTINGS}

@@ -25,7 +25,7 @@ torch; vLLM imports `connector` when a configuration names `KvpoolConnector`.
 
 from __future__ import annotations
 
-from kvpool.compat.mooncake import install_if_asked
+from kvpool.engine_plugins.mooncake import install_if_asked
 
 NAME = "KvpoolConnector"
 MODULE = "kvpool.engine_plugins.vllm.connector"

@@ -16,7 +16,7 @@ from kvpool.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
     from kvpool.client import OperatorClient
-    from kvpool.compat.mooncake.objects import Objects
+    from kvpool.engine_plugins.mooncake.objects import Objects
 
 OBJECTS = "Objects by name"
 STDIO = "-"
@@ -173,7 +173,7 @@ def rm(
 def _objects(
     command: str, socket: str | None, tenant: str, tenant_id: str, *, verify: bool = True
 ) -> Iterator[tuple[OperatorClient, Objects]]:
-    from kvpool.compat.mooncake.objects import Objects
+    from kvpool.engine_plugins.mooncake.objects import Objects
 
     base.only_here(command, socket)
     with base.daemon_client(socket, tenant) as client:

@@ -15,9 +15,9 @@ from rich.markup import escape
 
 from kvpool.cli.render.blocks import PAGE
 from kvpool.cli.render.text import duration, make_console, make_table, size_text
-from kvpool.compat.mooncake import codes
-from kvpool.compat.mooncake.objects import How, Objects
-from kvpool.compat.mooncake.pieces import Made, View
+from kvpool.engine_plugins.mooncake import codes
+from kvpool.engine_plugins.mooncake.objects import How, Objects
+from kvpool.engine_plugins.mooncake.pieces import Made, View
 from kvpool.errors import (
     ClusterUnavailable,
     InvalidRequest,
@@ -71,7 +71,7 @@ def read_source(path: Path | None) -> bytes:
     if len(data) > BYTES_MAX:
         raise InvalidRequest(
             f"{what} has more than {size_text(BYTES_MAX)}: put larger objects with "
-            "kvpool.compat.mooncake, or in pieces"
+            "kvpool.engine_plugins.mooncake, or in pieces"
         )
     return data
 
@@ -133,7 +133,7 @@ def _error(code: int, what: str, key: bytes) -> KvpoolError:
             )
         case codes.INVALID:
             return InvalidRequest(
-                f"{name}: {what}: it has more than {size_text(BYTES_MAX)}; read it with kvpool.compat.mooncake"
+                f"{name}: {what}: it has more than {size_text(BYTES_MAX)}; read it with kvpool.engine_plugins.mooncake"
             )
         case codes.LEASE_LOST:
             return LeaseLost(f"{name}: {what}: the copy took too long; try again")

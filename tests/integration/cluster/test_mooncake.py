@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvpool.compat.mooncake.objects import Limits
-from kvpool.compat.mooncake.store import MooncakeDistributedStore
+from kvpool.engine_plugins.mooncake.objects import Limits
+from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from tests.support.waiting import PATIENCE_S, until
 
 SIZES = 10, 5000, 300_000, (2 << 20) + 77

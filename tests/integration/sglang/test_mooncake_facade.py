@@ -10,7 +10,7 @@ from typing import Any
 
 PROGRAM = """
 import runpy, sys
-from kvpool.compat.mooncake import install_if_asked
+from kvpool.engine_plugins.mooncake import install_if_asked
 install_if_asked()
 module = "sglang.srt.mem_cache.storage.mooncake_store.test_mooncake_store"
 sys.argv = [module]

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpool.compat.mooncake import install
+from kvpool.engine_plugins.mooncake import install
 
 install()
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
-from kvpool.compat.mooncake.objects import Objects, _chunk_keys
-from kvpool.compat.mooncake.spaces import rung_for
-from kvpool.compat.mooncake.store import MooncakeDistributedStore
+from kvpool.engine_plugins.mooncake.objects import Objects, _chunk_keys
+from kvpool.engine_plugins.mooncake.spaces import rung_for
+from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from tests.support.waiting import PATIENCE_S
 
 KIB, MIB = 1 << 10, 1 << 20

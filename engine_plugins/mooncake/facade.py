@@ -1,7 +1,7 @@
 """What `import mooncake.store` gives when the facade is installed."""
 
-from kvpool.compat.mooncake.store import MooncakeDistributedStore
-from kvpool.compat.mooncake.values import (
+from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
+from kvpool.engine_plugins.mooncake.values import (
     BufferDescriptor,
     BufferHandle,
     DiskDescriptor,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SHOW = "from mooncake import store; import mooncake.store; print(store.__name__, mooncake.store is store)"
-FACADE = "kvpool.compat.mooncake.facade True"
+FACADE = "kvpool.engine_plugins.mooncake.facade True"
 
 
 def said(code: str, folder: Path, **variables: str) -> str:
@@ -35,25 +35,27 @@ def wheel(tmp_path: Path) -> Path:
 
 
 def test_without_the_wheel_the_store_is_all_there_is(tmp_path):
-    install = "from kvpool.compat.mooncake import install; install(); install(); "
+    install = "from kvpool.engine_plugins.mooncake import install; install(); install(); "
     assert said(install + SHOW, tmp_path) == FACADE
     assert "ModuleNotFoundError" in said(install + "import mooncake.engine", tmp_path)
 
 
 def test_the_rest_of_the_wheel_goes_on_working(wheel):
-    install = "from kvpool.compat.mooncake import install; install(); "
+    install = "from kvpool.engine_plugins.mooncake import install; install(); "
     assert said(install + SHOW, wheel) == FACADE
     engine = "from mooncake import engine; print(engine.NAME)"
     assert said(install + engine, wheel) == "the real engine"
 
 
 def test_a_store_that_is_in_use_is_not_replaced(wheel):
-    code = "import mooncake.store; from kvpool.compat.mooncake import install; install()"
+    code = "import mooncake.store; from kvpool.engine_plugins.mooncake import install; install()"
     assert said(code, wheel).startswith("RuntimeError: mooncake.store was imported before")
 
 
 def test_plugins_install_it_only_where_that_was_asked_for(wheel):
-    code = "from kvpool.compat.mooncake import install_if_asked; install_if_asked(); " + SHOW
+    code = (
+        "from kvpool.engine_plugins.mooncake import install_if_asked; install_if_asked(); " + SHOW
+    )
     assert said(code, wheel) == "mooncake.store True"
     assert said(code, wheel, KVPOOL_MOONCAKE="0") == "mooncake.store True"
     assert said(code, wheel, KVPOOL_MOONCAKE="1") == FACADE

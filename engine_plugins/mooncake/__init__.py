@@ -30,7 +30,7 @@ def install() -> ModuleType:
     The rest of an installed `mooncake` package, such as `mooncake.engine`, stays as it is. Raises `RuntimeError` if
     another `mooncake.store` has been imported already: its users hold on to it.
     """
-    from kvpool.compat.mooncake import facade
+    from kvpool.engine_plugins.mooncake import facade
 
     present = sys.modules.get(_MODULE)
     if present is facade:

@@ -32,8 +32,8 @@ import numpy as np
 import xxhash
 
 from kvpool.client import NO_ROW, Client, Lease, Presence
-from kvpool.compat.mooncake import codes
-from kvpool.compat.mooncake.pieces import (
+from kvpool.engine_plugins.mooncake import codes
+from kvpool.engine_plugins.mooncake.pieces import (
     Addresses,
     BadAddressError,
     Bytes1D,
@@ -41,7 +41,7 @@ from kvpool.compat.mooncake.pieces import (
     Pieces,
     View,
 )
-from kvpool.compat.mooncake.spaces import (
+from kvpool.engine_plugins.mooncake.spaces import (
     CHUNK_BYTES,
     EXACT_BYTES_MAX,
     HEAD_BYTES,

@@ -27,10 +27,10 @@ import numpy as np
 import xxhash
 
 from kvpool.client import Client, Presence
-from kvpool.compat.mooncake import codes
-from kvpool.compat.mooncake.objects import OBJECT_BYTES_MAX, How, Limits, Objects
-from kvpool.compat.mooncake.pieces import BadAddressError, Made, Memory, Pieces, View
-from kvpool.compat.mooncake.values import (
+from kvpool.engine_plugins.mooncake import codes
+from kvpool.engine_plugins.mooncake.objects import OBJECT_BYTES_MAX, How, Limits, Objects
+from kvpool.engine_plugins.mooncake.pieces import BadAddressError, Made, Memory, Pieces, View
+from kvpool.engine_plugins.mooncake.values import (
     BufferHandle,
     ReplicaDescriptor,
     ReplicateConfig,

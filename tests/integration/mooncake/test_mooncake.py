@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvpool.client import connection, connections
 from kvpool.client.connection import DaemonState
-from kvpool.compat.mooncake import objects, spaces
-from kvpool.compat.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
-from kvpool.compat.mooncake.store import MooncakeDistributedStore
-from kvpool.compat.mooncake.values import ReplicateConfig, SoftPinAction
+from kvpool.engine_plugins.mooncake import objects, spaces
+from kvpool.engine_plugins.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
+from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
+from kvpool.engine_plugins.mooncake.values import ReplicateConfig, SoftPinAction
 from kvpool.types import KEY_BYTES
 from kvpool.wire.client import Welcome
 from kvpool.wire.frame import Message
@@ -218,7 +218,7 @@ def test_an_object_put_by_another_process_is_found_at_once(pool, store):
     """In a namespace that did not exist when this store was set up."""
     code = """
 import sys
-from kvpool.compat.mooncake import install
+from kvpool.engine_plugins.mooncake import install
 install()
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
