@@ -76,7 +76,6 @@ class PluginConfig:
     engine_role: what they use it for: `both`, `prefill` or `decode`.
     verify_loads: compare blocks with their checksums before they are loaded; wrong ones are computed.
     accept_weak_hashes: share blocks although they are hashed with xxhash (`namespace.check_hashes`).
-    pool_events: whether the engine's KV events, if vLLM publishes any, report the pool's blocks too.
     attach_device: whether blocks in the daemon's spare device memory are read there, if it is on the engine's
         own device; else they are brought into memory first.
     """
@@ -102,7 +101,6 @@ class PluginConfig:
     resave_s: float = 60.0
     save_generated: bool = True
     prefill_tokens_per_s: float = 0.0
-    pool_events: bool = False
     attach_device: bool = True
     url: str | None = None
     engine_role: EngineRole = EngineRole.BOTH

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from weakref import WeakSet
 
 import msgspec
 import torch
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -37,12 +36,6 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 from vllm.version import __version__ as vllm_version
@@ -67,14 +60,6 @@ from kvpool.engine_plugins.vllm.plan import (
     common_weights,
     several_nodes,
 )
-from kvpool.engine_plugins.vllm.pool_events import (
-    LOCALITIES,
-    Described,
-    PoolEvents,
-    Removed,
-    StoredRun,
-)
-from kvpool.engine_plugins.vllm.pool_watch import PoolWatch
 from kvpool.engine_plugins.vllm.positions import rotations
 from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
@@ -183,7 +168,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._segments: PinnedSegments | None = None
         self._failed_blocks: set[int] = set()
-        self._event_group = (0, "")  # its number and kind, of the group that events are of
         self._reports: dict[int, RankReport] = {}
         if role == KVConnectorRole.SCHEDULER:
             self._facts = namespace.engine_facts(
@@ -236,7 +220,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 ahead=Ahead(
                     self._make_client(self._config.request_timeout_s), self._config.lease_s
                 ),
-                pool_events=self._make_pool_events(),
                 new_weights=lambda: uuid.uuid4().hex,
             )
 
@@ -267,59 +250,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             follows_max=config.follows_max,
             wait_s=config.pull_wait_s,
             clock=time.monotonic,
-        )
-
-    def _make_pool_events(self) -> PoolEvents | None:
-        if not self._config.pool_events:
-            return None
-        events = self._vllm_config.kv_events_config
-        if events is None or not events.enable_kv_cache_events:
-            logger.warning(
-                "pool_events is set, but vLLM publishes no KV events: set enable_kv_cache_events in --kv-events-config"
-            )
-            return None
-        rule = next((rule for rule in self._rules if reported(rule)), None)
-        if rule is None:
-            logger.warning(
-                "pool_events is set, but the model has no cache group whose blocks are needed of all of a prompt: none are "
-                "reported"
-            )
-            return None
-        spec = self._kv_cache_config.kv_cache_groups[rule.group].kv_cache_spec
-        self._event_group = (rule.group, get_kv_cache_spec_kind(spec).value)
-        watch = PoolWatch[Described](self._make_client(self._config.request_timeout_s, 1))
-        watch.begin()
-        return PoolEvents(watch, _hash_tokens(self._kv_cache_config), _extra_keys)
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """The pool's blocks in the engine's KV events, beside those of its own cache."""
-        if self._scheduler is None:
-            return []
-        return [self._event(each) for each in self._scheduler.take_pool_events()]
-
-    def _event(self, told: StoredRun | Removed) -> KVCacheEvent:
-        group, kind = self._event_group
-        if isinstance(told, Removed):
-            return BlockRemoved(
-                block_hashes=[maybe_convert_block_hash(name) for name in told.names],
-                medium=told.medium,
-                group_idx=group,
-                locality=LOCALITIES.get(told.medium),
-            )
-        first = told.blocks[0]
-        extra = [block.extra for block in told.blocks]
-        return BlockStored(
-            block_hashes=[maybe_convert_block_hash(block.name) for block in told.blocks],
-            parent_block_hash=first.parent and maybe_convert_block_hash(first.parent),
-            token_ids=told.tokens,
-            block_size=_hash_tokens(self._kv_cache_config),
-            lora_id=first.lora_id,
-            medium=told.medium,
-            lora_name=first.lora_name,
-            extra_keys=to_event_extra_keys(extra) if any(extra) else None,
-            group_idx=group,
-            kv_cache_spec_kind=kind,
-            locality=LOCALITIES.get(told.medium),
         )
 
     @property
@@ -635,17 +565,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvpoolPromMetrics:
         return KvpoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def reported(rule: GroupRule) -> bool:
-    """Whether a block of this group counts where the pool is reported: all of a prefix are needed, each with its key."""
-    return rule.kind is PartKind.FULL and rule.stride == 1
-
-
-def _extra_keys(request: Any, begin: int, end: int) -> tuple[Any, ...] | None:
-    """What went into a block's hash beside its tokens."""
-    keys, _ = generate_block_hash_extra_keys(request, begin, end, 0)
-    return keys
 
 
 def _none_hash(algorithm: str) -> bytes:

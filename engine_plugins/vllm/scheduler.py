@@ -57,7 +57,6 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_states,
     state_name,
 )
-from kvpool.engine_plugins.vllm.pool_events import PoolEvents, Removed, StoredRun
 from kvpool.engine_plugins.vllm.presence import Presence
 from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
 from kvpool.engine_plugins.vllm.rank_lookups import Question, RankLease, RankLookups
@@ -82,8 +81,6 @@ STEPS_MAX = 64
 """How many steps may be under way whose forward pass is measured."""
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""
-WATCHED_AT_ONCE = 1024
-"""How many blocks of a request are described for KV events in a step: some milliseconds."""
 AHEAD_TIMES = 2
 """How many times the workers' deadline a lookup of very many blocks may take, with those before it in its thread."""
 CHANGED_TTL_S = 3600.0
@@ -150,7 +147,6 @@ class RequestState:
     asked: what its ranks are asked for, where each leases by itself.
     local: chain index up to which the engine itself had blocks at the last lookup.
     saved: chain index up to which blocks were offered to the pool, loaded from it, or dropped.
-    watched: chain index up to which blocks are watched in the pool.
     reports: whether its answer says what was saved.
     turn: what it says of its session.
     label: by which the pool knows it. served: the pool has given it blocks, or taken some.
@@ -168,7 +164,6 @@ class RequestState:
     asked: Question | None = None
     local: int = 0
     saved: int = 0
-    watched: int = 0
     reports: bool = False
     turn: SessionTurn | None = None
     trace: str = ""
@@ -270,7 +265,6 @@ class SchedulerHalf:
     client: its time-out is the longest that a lookup may take.
     pulls: None where blocks of other nodes are not asked for.
     ahead: asks for very many blocks; None: they are asked for as others are.
-    pool_events: None where the engine's KV events say nothing of the pool.
     new_weights: names weights that cannot be seen, as nobody else does.
     """
 
@@ -283,7 +277,6 @@ class SchedulerHalf:
         pulls: Pulls | None,
         new_weights: Callable[[], str],
         ahead: Ahead | None = None,
-        pool_events: PoolEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -292,7 +285,6 @@ class SchedulerHalf:
         self._pulls = pulls
         self._new_weights = new_weights
         self._ahead = ahead
-        self._pool_events = pool_events
         self._clock = clock
         self._make_record: Callable[[str], NamespaceRecord] | None = None
         self._first_weights = ""
@@ -416,19 +408,9 @@ class SchedulerHalf:
         self._block_bytes = sum(part.nbytes // part.stride for part in longer)
         if self._engine.events is not None:
             self._tell_events(namespace, self._engine.events)
-        self._watch(namespace)
         if self._engine.record is not None and self._presence is None:
             self._presence = Presence(self._announce)
             self._presence.begin()
-
-    def _watch(self, namespace: Namespace) -> None:
-        """Report the pool's blocks of this namespace in the engine's KV events from now on."""
-        if self._pool_events is None:
-            return
-        # Of windows and states only the end is needed. Larger blocks than the chain's have keys of their own.
-        parts = [at for at in self._whole_parts if namespace.parts[at].stride == 1]
-        self._pool_events.use_parts(parts)
-        self._pool_events.watch.enter(namespace.record, self._weights)
 
     def _announce(self) -> None:
         """Announce this engine to routers, in its current namespace. In the thread of `Presence`."""
@@ -908,11 +890,6 @@ class SchedulerHalf:
             if state is None or not self._usable or not self._shares(state):
                 continue
             whole = self._whole(state, state.request.num_computed_tokens + tokens)
-            if self._pool_events is not None and whole > state.watched:
-                end = min(whole, state.watched + WATCHED_AT_ONCE)
-                keys = [*map(block_key, state.hashes(end)[state.watched : end])]
-                self._pool_events.know(state.request, keys, state.watched)
-                state.watched = end
             if saving and whole > state.saved:
                 self._save(state, table_of(request_id), whole)
         self._release_ended()
@@ -1184,7 +1161,7 @@ class SchedulerHalf:
         return SaveReport(saved * tokens, (kept - saved) * tokens, saving_s)
 
     def has_work(self) -> bool:
-        """Whether steps are needed without requests, so that leases and pins are given back, and events published."""
+        """Whether steps are needed without requests, so that leases and pins are given back."""
         return bool(
             self._saves
             or self._loads
@@ -1192,7 +1169,6 @@ class SchedulerHalf:
             or self._plan.saves
             or self._plan.opening
             or (self._by_rank is not None and self._by_rank.has_work)
-            or (self._pool_events is not None and self._pool_events.watch.changed)
         )
 
     def reset(self) -> bool:
@@ -1202,12 +1178,9 @@ class SchedulerHalf:
         KV, so the pool is left alone until a reset finds none. Saves under way end in the namespace that they are for.
         """
         self._offered.clear()
-        if self._pool_events is not None:
-            self._pool_events.watch.leave()
         for state in self._requests.values():
             self._drop_lookup(state)
             self._drop_pull(state)
-            state.watched = 0
             state.pulled = -1
             state.limit = None
             state.saved = 0
@@ -1243,14 +1216,6 @@ class SchedulerHalf:
             self._pulls.close()
         if self._ahead is not None:
             self._ahead.close()
-        if self._pool_events is not None:
-            self._pool_events.watch.close()
-
-    def take_pool_events(self) -> list[StoredRun | Removed]:
-        """What the engine's KV events are to say of the pool."""
-        if self._pool_events is None or self._pool is None:
-            return []
-        return self._pool_events.take(self._pool.cached_block_hash_to_block)
 
     def _state(self, request: Any) -> RequestState:
         state = self._requests.get(request.request_id)

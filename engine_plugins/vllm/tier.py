@@ -24,7 +24,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingEvent,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -37,12 +36,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
-from kvpool.client import Client, Presence
+from kvpool.client import Client
 from kvpool.engine_plugins import facts
 from kvpool.engine_plugins.vllm import tier_namespace
 from kvpool.engine_plugins.vllm.namespace import isa, with_weights
 from kvpool.engine_plugins.vllm.plan import block_key
-from kvpool.engine_plugins.vllm.pool_watch import PoolWatch
 from kvpool.engine_plugins.vllm.scheduler import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.engine_plugins.vllm.tier_jobs import Jobs
@@ -128,23 +126,9 @@ class KvpoolTier(SecondaryTierManager):
             chunk_bytes=self.block_size_bytes,
             verify=config.verify_loads,
         )
-        self._watch = self._make_watch()
         self._record = self._make_record()
         self._enter("")
         self._lookups = _Lookups(self, tier_type)
-
-    def _make_watch(self) -> PoolWatch[OffloadKey] | None:
-        if not self._config.enable_kv_events:
-            return None
-        if not self._offloading_spec.kv_events_config.enable_kv_cache_events:
-            logger.warning(
-                "enable_kv_events is set for a tier, but vLLM publishes no KV events: set enable_kv_cache_events in "
-                "--kv-events-config"
-            )
-            return None
-        watch = PoolWatch[OffloadKey](self._client(self._config.request_timeout_s, 1))
-        watch.begin()
-        return watch
 
     def _client(self, timeout_s: float, connections_max: int) -> Client:
         config = self._config
@@ -175,8 +159,6 @@ class KvpoolTier(SecondaryTierManager):
         """weights: a name for those that the engine has instead of those of its start; empty: these."""
         record = with_weights(self._record, weights)
         self._store.enter(record, CHANGED_TTL_S if weights else 0.0)
-        if self._watch is not None:
-            self._watch.enter(record)
 
     # --- lookups ----------------------------------------------------------------------------------
 
@@ -247,10 +229,6 @@ class KvpoolTier(SecondaryTierManager):
             self._lookups.mark_miss(
                 [key for key, good in zip(keys, flags, strict=True) if not good]
             )
-        if self._watch is not None:
-            for key in done:
-                part = self._part_of[get_offload_group_idx(key)]
-                self._watch.know(key, pool_key(key), [part], partial(_itself, key))
         return JobResult(
             job.job_id,
             success=len(done) == len(keys),
@@ -265,27 +243,8 @@ class KvpoolTier(SecondaryTierManager):
         self._stores.drain()
         if not self._config.fixed_weights:
             self._enter(uuid.uuid4().hex)
-        elif self._watch is not None:
-            self._watch.forget_told()  # whoever hears vLLM's events hears that all is gone
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Which chunks are in the pool, and which are not any more."""
-        changes = [] if self._watch is None else self._watch.take()
-        for removed in (True, False):
-            keys = [
-                change.label
-                for change in changes
-                if (change.before if removed else change.now) is not Presence.NOWHERE
-                and (change.now if removed else change.before) is Presence.NOWHERE
-            ]
-            if keys:
-                yield OffloadingEvent(
-                    keys, self.medium, removed, locality=self.locality, removal_expected=True
-                )
 
     def shutdown(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
         self._lookups.shutdown()
         self._loads.close()
         self._stores.close()
@@ -331,10 +290,6 @@ class KvpoolTier(SecondaryTierManager):
     def _parent(self, chain: _Chain, key: OffloadKey, context: ReqContext) -> bytes:
         group, end = get_offload_group_idx(key), context.get_offload_key_position(key)
         return NO_PARENT if end is None else chain.parent(group, end - self._chunk_tokens[group])
-
-
-def _itself(key: OffloadKey) -> OffloadKey:
-    return key
 
 
 def pool_key(key: OffloadKey) -> bytes:

@@ -30,7 +30,7 @@ class TierConfig:
     accept_weak_hashes: share chunks although they are hashed with xxhash (`namespace.check_hashes`).
     same_adapters: an adapter's name means the same weights in all engines that share chunks.
     fixed_weights: no weights are changed while an engine runs: a reset of its caches changes nothing here.
-    enable_kv_events: report chunks in the engine's KV events. locality: of the pool, in these: `LOCAL` or `REMOTE`.
+    locality: of the pool, for vLLM's filters of tiers: `LOCAL` or `REMOTE`.
     """
 
     DEFAULT_THREADS: ClassVar[int] = 4
@@ -51,7 +51,6 @@ class TierConfig:
     accept_weak_hashes: bool = False
     same_adapters: bool = False
     fixed_weights: bool = False
-    enable_kv_events: bool = False
     locality: str | None = None
 
     def __post_init__(self) -> None:

@@ -357,7 +357,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[StreamConfig, ...],
         kind(parse=tables.streams),
         setting(
-            "Streams of [KV events](events.md#the-daemons-own) of what is in this node's memory and on its disks (file "
+            "Streams of [KV events](events.md#configuration) of what is in this node's memory and on its disks (file "
             "only).",
             file_only=True,
         ),

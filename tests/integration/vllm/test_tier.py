@@ -23,9 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
@@ -160,11 +158,10 @@ def start(llama: Path, request: pytest.FixtureRequest) -> Iterator[Start]:
             chunks: int = CHUNKS,
             chunk_blocks: int = 1,
             lora: bool = False,
-            events: bool = False,
             **settings: Any,
         ) -> Offloading:
             return stack.enter_context(
-                offloading(llama, socket, groups, chunks, chunk_blocks, lora, events, settings)
+                offloading(llama, socket, groups, chunks, chunk_blocks, lora, settings)
             )
 
         yield begin
@@ -178,7 +175,6 @@ def offloading(
     chunks: int,
     chunk_blocks: int,
     lora: bool,
-    events: bool,
     settings: dict[str, Any],
 ) -> Iterator[Offloading]:
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -202,7 +198,7 @@ def offloading(
         block_size=BLOCK,
         enforce_eager=True,
         dtype="float32",
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=False, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
@@ -434,37 +430,6 @@ def test_a_namespace_that_is_refused(
     told = [one.getMessage() for one in caplog.records if "tier in the pool" in one.msg]
     assert len(told) == 1
     assert "4096" in told[0]
-
-
-def test_events(start: Start, daemon: Any) -> None:
-    """Each change is told once: what is stored, what was found, and what has gone."""
-    keys = chain(141, 4)
-    start(daemon.socket).store(keys[:2])
-    engine = start(daemon.socket, events=True, enable_kv_events=True, locality="REMOTE")
-    known: set[OffloadKey] = set()
-
-    def take() -> set[OffloadKey]:
-        for event in engine.manager.take_events():
-            if event.medium is not Medium.STORAGE:
-                continue
-            assert event.locality is Locality.REMOTE
-            if event.removed:
-                assert known.issuperset(event.keys)
-                known.difference_update(event.keys)
-            else:
-                assert known.isdisjoint(event.keys)
-                known.update(event.keys)
-        return known
-
-    assert engine.load(keys) == 2
-    engine.store(keys[2:])
-    until(lambda: take() == set(keys), "all are told")
-    with Client(daemon.socket) as client:
-        opened = client.open(engine.tier._store._transfers._record)
-        assert client.remove(opened, [pool_key(keys[1])]) == 1
-    until(lambda: take() == {keys[0], *keys[2:]}, "the removal is told")
-    engine.manager.reset_cache()
-    until(lambda: not take(), "after a reset nothing can be found")
 
 
 def test_wrong_bytes_are_found_out(start: Start, daemon: Any) -> None:
