@@ -13,7 +13,8 @@ from rich.text import Text
 
 from kvpool.cli.render.text import count, fold, make_console, make_table, size_text
 from kvpool.errors import InvalidRequest
-from kvpool.telemetry.node_stats import NodeStats, PathsStats, PeerWays, WayStats
+from kvpool.telemetry.cluster_stats import PathsStats, PeerWays, WayStats
+from kvpool.telemetry.node_stats import NodeStats
 
 if TYPE_CHECKING:
     from rich.console import Console

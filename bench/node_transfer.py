@@ -40,7 +40,8 @@ from kvpool.cli.render.jobs import Job, follow
 from kvpool.cli.render.text import make_bar, size_text
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.memory.buffers import row_checksums
-from kvpool.telemetry.node_stats import NixlStats, NodeStats, PeerWays
+from kvpool.telemetry.cluster_stats import NixlStats, PeerWays
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import KEY_BYTES, NamespaceRecord, Presence, split_keys
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import job_name

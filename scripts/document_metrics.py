@@ -13,10 +13,16 @@ from pathlib import Path
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from kvpool.admin.metrics import rows
 from kvpool.router.metrics import Metrics
+from kvpool.telemetry.metrics import families
+from kvpool.telemetry.node_stats import NodeStats
 
 Row = tuple[str, str, tuple[str, ...], str]
+
+
+def daemon_rows() -> Iterable[Row]:
+    for metric in families(NodeStats).values():
+        yield metric.name, metric.kind.value, metric.labels, metric.help
 
 
 def router_rows() -> Iterable[Row]:
@@ -43,7 +49,7 @@ def _escaped(text: str) -> str:
 
 def document(text: str) -> str:
     """The document with regenerated tables."""
-    for mark, found in (("daemon", rows()), ("router", router_rows())):
+    for mark, found in (("daemon", daemon_rows()), ("router", router_rows())):
         part = re.compile(rf"(<!-- {mark} -->\n).*?(\n<!-- end -->)", re.DOTALL)
         text, count = part.subn(rf"\g<1>{_escaped(table(found))}\g<2>", text)
         assert count == 1, f"docs/metrics.md has no place for the table of the {mark}"

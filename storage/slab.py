@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.memory.private_pages import private_pages
-from kvpool.telemetry.node_stats import SlabClass, SpaceStats
+from kvpool.telemetry.memory_stats import SlabClass, SpaceStats
 
 PAGE = 4096
 SMALL_STEP = 64

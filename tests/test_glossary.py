@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from kvpool.admin import metrics
 from kvpool.cli import verbs
 from kvpool.router.metrics import Metrics
+from kvpool.telemetry.metrics import families
+from kvpool.telemetry.node_stats import NodeStats
 
 ROOT = Path(__file__).resolve().parent.parent
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
@@ -132,7 +133,7 @@ def wire_messages() -> set[str]:
 
 
 def metric_names() -> set[str]:
-    names = {name for name, *_ in metrics.rows()}
+    names = set(families(NodeStats))
     return names | {one._name for one in vars(Metrics()).values() if hasattr(one, "_labelnames")}
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from kvpool.admin.cluster_view import Answers, Cluster
 from kvpool.admin.types import History, HotList, Rates, Sample
 from kvpool.errors import KvpoolError
-from kvpool.telemetry.node_stats import HotPrefix, NodeStats, Traffic
+from kvpool.telemetry.memory_stats import Traffic
+from kvpool.telemetry.node_stats import HotPrefix, NodeStats
 
 EVERY_S = 5.0
 SAMPLES_MAX = 720  # an hour

@@ -18,7 +18,8 @@ from kvpool.admin.tokens import Principal
 from kvpool.admin.types import Role
 from kvpool.decoding import decode_json
 from kvpool.errors import ProtocolError
-from kvpool.telemetry.node_stats import ClusterStats, NodeStats
+from kvpool.telemetry.cluster_stats import ClusterStats
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpool.admin import metrics
 from kvpool.admin import types as t
 from kvpool.admin.handlers.blocks import Blocks
 from kvpool.admin.handlers.changes import Changing
@@ -14,6 +13,7 @@ from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.routing import Route
+from kvpool.telemetry.metrics import CONTENT_TYPE
 from kvpool.telemetry.receipts_export import MEDIA
 from kvpool.wire.operator_json import OperatorAnswer
 
@@ -54,7 +54,7 @@ def _gateway(looking: Looking, watching: Watching, pages: Pages) -> list[Route]:
         Route(
             *("GET", "/metrics", watching.get_metrics, "viewer", None),
             whole=True,
-            media=metrics.CONTENT_TYPE,
+            media=CONTENT_TYPE,
         ),
         Route("GET", "/v1/me", looking.get_me, "viewer", t.Me),
         Route("GET", "/", pages.redirect_root, None, None, media=html, hidden=True),

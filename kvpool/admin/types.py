@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvpool.placement.records import DrainProgress, NamespaceSettings, TransportRecord
+from kvpool.placement.records import NamespaceSettings, TransportRecord
+from kvpool.telemetry.cluster_stats import DrainProgress
 from kvpool.telemetry.hit_curve import Curve
-from kvpool.telemetry.node_stats import HotPrefix, Missed, SlabClass
+from kvpool.telemetry.memory_stats import Missed, SlabClass
+from kvpool.telemetry.node_stats import HotPrefix
 from kvpool.telemetry.receipts import Amount, Refused
 from kvpool.wire.jobs import JobName, JobSpec, JobState, JobView
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from kvpool.placement.distance import APART, OLD_S, Distance, Network, distance_between
 from kvpool.placement.peer_estimates import SMALL_BYTES, Link, PeerHealth
 from kvpool.placement.records import LinkRecord
-from kvpool.telemetry.node_stats import PeerStats
+from kvpool.telemetry.cluster_stats import PeerStats
 
 SUSPECT_S = 3.0
 PROBE_S = 5.0

@@ -19,6 +19,7 @@ import msgspec
 from kvpool.config import OBJECT_WRITE_MODES, WRITE_MODES
 from kvpool.decoding import decode_json
 from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.telemetry.cluster_stats import DrainProgress
 from kvpool.types import EngineRecord
 
 FORMAT_VERSION = 1  # of all keys in etcd and Redis
@@ -78,19 +79,6 @@ class LinkRecord(msgspec.Struct, frozen=True):
     age_s: float
     measured_bytes: int
     node: str = ""
-
-
-class DrainProgress(msgspec.Struct, frozen=True):
-    """The progress of a draining node. `phase`: copying, waiting (for leases), done."""
-
-    phase: str = "copying"
-    blocks: int = 0  # handled so far
-    blocks_total: int = 0
-    copied: int = 0
-    copied_bytes: int = 0
-    failed: int = 0  # sole replicas that no other node would accept
-    left: int = 0  # blocks that are only on its disks, and were not handled when the time was up
-    leases: int = 0
 
 
 class NodeRecord(msgspec.Struct, frozen=True):

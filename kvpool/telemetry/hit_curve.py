@@ -13,7 +13,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 
-from kvpool.telemetry.node_stats import Branch, Missed, NodeStats
+from kvpool.telemetry.memory_stats import Missed
+from kvpool.telemetry.node_stats import NodeStats
 
 PER_OCTAVE = 4
 TIMES = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, math.inf)
@@ -30,7 +31,7 @@ _Weight = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 _Bucket = Annotated[int, msgspec.Meta(ge=0, le=BUCKET_MAX)]
 
 
-class Reuse(Branch):
+class Reuse(msgspec.Struct):
     """What a node has measured for a tenant; reads of long ago count less.
 
     asked: blocks that clients asked for. missed: of these, those that they did not get, and would not have declined.

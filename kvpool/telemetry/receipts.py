@@ -6,15 +6,28 @@ JSON they are what the export gives. Parts of the daemon count in them; not thre
 
 from __future__ import annotations
 
-from typing import Any
+from operator import attrgetter
+from typing import Annotated, Any
 
 import msgspec
 
 from kvpool.decoding import JsonDecoder
+from kvpool.telemetry.metrics import counter, each
 
 PERIOD_S = 60.0
 BLOCK_TOKENS_MAX = (1 << 31) - 1
 MODEL_MAX = 128  # characters
+
+READ_TOKENS = counter(
+    "account_read_tokens",
+    help="Tokens whose blocks clients read, by the tier that these came from; leases that nobody read are not in it.",
+    read=attrgetter("tokens"),
+)
+READ_BYTES = counter(
+    "account_read_bytes",
+    help="Bytes of the blocks that clients read, by the tier that these came from.",
+    read=attrgetter("nbytes"),
+)
 
 
 class Amount(msgspec.Struct):
@@ -31,10 +44,11 @@ class Amount(msgspec.Struct):
 
 
 class Refused(msgspec.Struct):
-    """requests: that stored nothing of what they were to store. parts, nbytes: of blocks that were not taken."""
+    """requests: that stored nothing of what they were to store. nbytes: of blocks that were not taken."""
 
     requests: int = 0
-    parts: int = 0
+    parts: Annotated[int, counter("account_refused_parts")] = 0
+    """Parts of blocks that clients were to put and that were not taken, by reason."""
     nbytes: int = 0
 
     def add(self, other: Refused) -> None:
@@ -45,13 +59,17 @@ class Refused(msgspec.Struct):
 
 class Booked(msgspec.Struct):
     """What was counted. reads: by the tier that they came from: dram, device, ssd, object, or peer, another node's memory
-    or disks. refused: by reason. kept_byte_s: bytes times seconds, by tier of this node.
+    or disks.
     """
 
-    reads: dict[str, Amount] = {}
-    written: Amount = msgspec.field(default_factory=Amount)
-    refused: dict[str, Refused] = {}
-    kept_byte_s: dict[str, float] = {}
+    reads: Annotated[dict[str, Amount], each("tier", metrics=(READ_TOKENS, READ_BYTES))] = {}
+    written: Annotated[Amount, counter("account_written_tokens", read=attrgetter("tokens"))] = (
+        msgspec.field(default_factory=Amount)
+    )
+    """Tokens of the new blocks that clients committed."""
+    refused: Annotated[dict[str, Refused], each("reason")] = {}
+    kept_byte_s: Annotated[dict[str, float], counter("account_kept_byte_seconds", "tier")] = {}
+    """Bytes that blocks have taken, times the seconds for which they did, by tier."""
 
     def read(self, tier: str, amount: Amount) -> None:
         self.reads.setdefault(tier, Amount()).add(amount)

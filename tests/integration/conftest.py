@@ -20,7 +20,8 @@ from typing import Any, Self
 import pytest
 
 from kvpool.client import Client, OperatorClient
-from kvpool.telemetry.node_stats import NodeStats, TenantStats
+from kvpool.telemetry.memory_stats import TenantStats
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from tests.support.s3 import Proxy

@@ -14,7 +14,7 @@ import pytest
 from kvpool.cli.render.tiers import tier_rows
 from kvpool.client import OperatorClient
 from kvpool.errors import LeaseLost, SegmentError
-from kvpool.telemetry.node_stats import DeviceStats
+from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import NamespaceRecord
 from kvpool.wire.frame import NO_ROW
 from tests.support.signals import send

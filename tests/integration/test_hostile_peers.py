@@ -18,7 +18,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import KvpoolError
 from kvpool.security.cluster_secrets import ClusterSecrets, make_default
-from kvpool.telemetry.node_stats import WorkerStats
+from kvpool.telemetry.cluster_stats import WorkerStats
 from kvpool.transfer.base import Deadline, Identity
 from kvpool.transfer.handshake import greet
 from kvpool.transfer.stream import Closed, Stream

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.admin.metrics import METRICS, View, render
+from kvpool.admin.metrics import Shown, render
 from kvpool.client import OperatorClient
+from kvpool.telemetry.metrics import collect
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
@@ -192,14 +193,10 @@ def test_every_metric_is_told_by_a_node_with_disks_and_a_store(start, folder, un
     )
     # A node does not wait long for its disk before it is ready.
     until(lambda: daemon.stats().tiers.ssd[0].state == "serving", "the disk is open")
-    view = View(inspect(daemon), 200, 200)
-    for metric in METRICS:
-        metric.samples(view)  # raises what is missing
+    stats = inspect(daemon)
+    samples = collect(stats, Shown(stats, 200, 200))  # raises what is missing
     states = {
-        (labels[2], labels[1]): value
-        for metric in METRICS
-        if metric.name == "kvpool_tier_state"
-        for labels, value in metric.samples(view).items()
+        (tier, state): value for (tier, _, state), value in samples["kvpool_tier_state"].items()
     }
     assert states["ssd", "serving"] and not states["ssd", "failed"]
     assert sum(on for (tier, _), on in states.items() if tier == "object") == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import InvalidRequest
-from kvpool.telemetry.node_stats import Missed
+from kvpool.telemetry.memory_stats import Missed
 from kvpool.types import NamespaceRecord
 from tests.support.signals import send
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.errors import LimitExceeded
-from kvpool.telemetry.node_stats import NamespaceUsage
+from kvpool.telemetry.memory_stats import NamespaceUsage
 from kvpool.types import NamespaceRecord
 from tests.support import refusing
 from tests.support.signals import send

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpool.client import OperatorClient
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 
 ANSWER_S = 30.0  # engines that start beside it may take all cores for seconds
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpool.errors import InvalidRequest
-from kvpool.telemetry.node_stats import PeerWays, WayStats
+from kvpool.telemetry.cluster_stats import PeerWays, WayStats
 from tests.support.stats import node_stats
 
 with pytest.MonkeyPatch.context() as path:

@@ -21,7 +21,6 @@ import pytest
 import typer.main
 import yaml
 
-from kvpool.admin import metrics
 from kvpool.cli import verbs
 from kvpool.config import SECRETS, SETTINGS, load
 from kvpool.errors import ConfigError
@@ -29,7 +28,10 @@ from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import EngineTable
 from kvpool.router.config import load as load_router
 from kvpool.router.metrics import BREAKER_STATES, OUTCOMES, Metrics
+from kvpool.telemetry import cluster_stats, memory_stats, tier_stats
+from kvpool.telemetry.metrics import families
 from kvpool.telemetry.misses import Reason
+from kvpool.telemetry.node_stats import NodeStats
 from tests.support.servers.find import find_server
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -83,8 +85,8 @@ def known_metrics() -> dict[str, set[str]]:
         else:
             known[name] = labels | SCRAPED
 
-    for name, kind, labels, _ in metrics.rows():
-        add(name, kind, set(labels))
+    for metric in families(NodeStats).values():
+        add(metric.name, metric.kind, set(metric.labels))
     for value in vars(Metrics()).values():
         if hasattr(value, "_labelnames"):
             name = f"{value._name}_total" if value._type == "counter" else value._name
@@ -95,14 +97,14 @@ def known_metrics() -> dict[str, set[str]]:
 KNOWN = known_metrics()
 # Labels whose values are words of ours; None of a metric: of all that have the label.
 WORDS: dict[tuple[str | None, str], set[str]] = {
-    (None, "result"): set(metrics.RESULTS),
-    (None, "standing"): set(metrics.STANDINGS),
-    (None, "phase"): set(metrics.DRAIN_PHASES),
-    ("kvpool_load_parts_total", "outcome"): set(metrics.OUTCOMES),
-    ("kvpool_peer_pull_parts_total", "outcome"): set(metrics.OUTCOMES),
+    (None, "result"): set(memory_stats.RESULTS),
+    (None, "standing"): set(cluster_stats.STANDINGS),
+    (None, "phase"): set(cluster_stats.DRAIN_PHASES),
+    ("kvpool_load_parts_total", "outcome"): set(memory_stats.OUTCOMES),
+    ("kvpool_peer_pull_parts_total", "outcome"): set(memory_stats.OUTCOMES),
     ("kvpool_router_requests_total", "outcome"): set(OUTCOMES),
-    ("kvpool_node_state", "state"): set(metrics.NODE_STATES),
-    ("kvpool_tier_state", "state"): {*metrics.DISK_STATES, *metrics.STORE_STATES},
+    ("kvpool_node_state", "state"): set(cluster_stats.NODE_STATES),
+    ("kvpool_tier_state", "state"): set(tier_stats.PLACE_STATES),
     ("kvpool_engines", "state"): {"connected", "not_connected"},
     ("kvpool_router_engine_breaker", "state"): {state.value for state in BREAKER_STATES},
     (None, "tier"): {"dram", "ssd", "device", "remote", "peer", "gpu"},

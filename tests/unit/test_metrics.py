@@ -4,27 +4,15 @@ import random
 import re
 import runpy
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.admin.metrics import (
-    DISK_STATES,
-    DRAIN_PHASES,
-    METRICS,
-    NODE_STATES,
-    OUTCOMES,
-    STANDINGS,
-    STORE_STATES,
-    At,
-    Kind,
-    render,
-    rows,
-)
+from kvpool.admin.metrics import render
 from kvpool.config import DeviceConfig
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.sampling import Sampler
@@ -32,18 +20,22 @@ from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.tier_state import ObjectTierState, TierState
 from kvpool.daemon.workers.paths import Paths
 from kvpool.placement.membership.base import Standing
-from kvpool.placement.records import DrainProgress, NodeState, plain
+from kvpool.placement.records import NodeState
 from kvpool.storage.eviction import policy_maker
-from kvpool.telemetry.histogram import Histogram
-from kvpool.telemetry.node_stats import (
-    OTHERS,
+from kvpool.telemetry import metrics
+from kvpool.telemetry.cluster_stats import (
+    DRAIN_PHASES,
+    NODE_STATES,
     PEERS_MAX,
-    Asked,
+    STANDINGS,
     DeliveredStats,
-    Loads,
-    NodeStats,
-    Traffic,
+    DrainProgress,
 )
+from kvpool.telemetry.histogram import Histogram
+from kvpool.telemetry.memory_stats import OUTCOMES, Asked, Loads, Traffic
+from kvpool.telemetry.metrics import OTHERS, Kind, Label, counter, each, families, gauge
+from kvpool.telemetry.node_stats import NodeStats
+from kvpool.telemetry.tier_stats import PLACE_STATES
 from tests.support.stats import node_stats
 
 AWKWARD = 'a "quoted" back\\slash\nand a second line'
@@ -144,46 +136,88 @@ def stats(**values: Any) -> NodeStats:
 
 
 def test_every_metric_is_well_named_and_says_what_it_is() -> None:
-    names = [name for name, *_ in rows()]
-    assert len(set(names)) == len(names)
-    for metric in METRICS:
+    for metric in families(NodeStats).values():
         assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
         assert metric.name.replace("_", "").isalnum() and metric.name == metric.name.lower()
         assert not metric.name.endswith(("_bucket", "_sum", "_count", "_created", "_info_total"))
-        assert metric.help_text.endswith(".") and "|" not in metric.help_text
+        assert metric.help.endswith(".") and "|" not in metric.help
         assert "le" not in metric.labels and len(set(metric.labels)) == len(metric.labels)
 
 
-def test_every_path_leads_to_a_number_of_the_tree() -> None:
-    for metric in METRICS:
-        for source in metric.sources:
-            if isinstance(source, At):
-                kind = leads_to(NodeStats, source.path.split("."))
-                assert kind in (int, float, bool, str, Histogram), (metric.name, source.path, kind)
+class Shelf(msgspec.Struct):
+    place: Annotated[str, Label("place")] = ""
+    books: Annotated[int, gauge("books")] = 0
+    """Books on a
+    shelf."""
+    lent: Annotated[dict[str, int], counter("lent", "month")] = {}
+    """Loans."""
+    page: Annotated[int, gauge("page", single="room")] = 0
+    """The open page."""
+
+    @property
+    def full(self) -> Annotated[bool, gauge("full")]:
+        """1 while a shelf is full."""
+        return self.books > 8
 
 
-def leads_to(kind: Any, steps: list[str]) -> Any:
-    """The type that a path ends at; what is in plain values, as a drain's progress, is not known."""
-    for step in steps:
-        if get_origin(kind) in (Union, UnionType):
-            (kind,) = (one for one in get_args(kind) if one is not type(None))
-        if kind is Any or (get_origin(kind) is dict and get_args(kind)[1] is Any):
-            return int
-        if step == "*":
-            kind = get_args(kind)[1]
-        elif step.startswith("["):
-            (kind,) = get_args(kind)
-            assert step == "[]" or step[1:-1] in get_type_hints(kind)
-        else:
-            kind = get_type_hints(kind)[step]
-    return kind
+class Library(msgspec.Struct):
+    rooms: Annotated[dict[str, Shelf], gauge("rooms", read=len), each("room", floor="1")] = {}
+    """Rooms."""
+    hidden: list[Shelf] = []
+
+
+def test_labels_come_from_the_way_to_a_field() -> None:
+    declared = {name: (one.kind, one.labels, one.help) for name, one in families(Library).items()}
+    way = ("floor", "room", "place")
+    assert declared["kvpool_books"] == (Kind.GAUGE, way, "Books on a shelf.")
+    assert declared["kvpool_lent_total"] == (Kind.COUNTER, (*way, "month"), "Loans.")
+    assert declared["kvpool_full"] == (Kind.GAUGE, way, "1 while a shelf is full.")
+    assert declared["kvpool_rooms"] == (Kind.GAUGE, (), "Rooms.")
+
+
+def test_samples_of_equal_labels_are_added_and_single_ones_left_out() -> None:
+    library = Library(
+        {
+            "a": Shelf("x", 9, {"may": 1}, page=3),
+            "b": Shelf("x", 2, {"may": 2, "june": 3}, page=4),
+            "c": Shelf("x", 3, {"june": 4}, page=5),
+            "d": Shelf("x", 1),
+        },
+        hidden=[Shelf("y", 99)],
+    )
+
+    def narrow(labels: metrics.Labels) -> metrics.Labels | None:
+        room = labels.get("room")
+        if room == "d":
+            return None
+        return labels if room in (None, "a") else {**labels, "room": OTHERS}
+
+    samples = parsed(metrics.render(library, narrow))
+    a, others = ({"floor": "1", "room": room, "place": "x"} for room in ("a", OTHERS))
+    assert at(samples, "rooms") == 4
+    assert at(samples, "books", **a) == 9
+    assert at(samples, "books", **others) == 5
+    assert at(samples, "lent_total", **others, month="june") == 7
+    assert at(samples, "full", **a) == 1 and at(samples, "full", **others) == 0
+    assert [value for (name, _), value in samples.items() if name == "kvpool_page"] == [3]
+
+
+class Twice(msgspec.Struct):
+    one: Annotated[int, gauge("twice")] = 0
+    """A number."""
+    other: Annotated[int, gauge("twice")] = 0
+    """Another number."""
+
+
+def test_one_name_is_declared_in_one_way() -> None:
+    with pytest.raises(ValueError, match="kvpool_twice is declared in two ways"):
+        families(Twice)
 
 
 def test_the_states_are_those_that_there_are() -> None:
     assert {standing.value for standing in Standing} == set(STANDINGS)
     assert set(map(str, NodeState)) == set(NODE_STATES)
-    assert set(map(str, TierState)) == set(DISK_STATES)
-    assert set(map(str, ObjectTierState)) == set(STORE_STATES)
+    assert {*map(str, TierState), *map(str, ObjectTierState)} == set(PLACE_STATES)
     assert DRAIN_PHASES == ("copying", "waiting", "done")
     assert set(OUTCOMES) == set(Loads.__struct_fields__) - {"nbytes"}
 
@@ -339,7 +373,7 @@ def test_what_few_nodes_have_is_read_where_it_is_told() -> None:
     never: Any = None
     nixl = Paths({}, never, lambda _: None, lambda: 0.0, random.Random(1)).nixl_stats()
     progress = DrainProgress(blocks=3, blocks_total=9, copied=2, failed=1, left=4, copied_bytes=77)
-    told = stats(tiers={"device": [device.stats()]}, nixl=nixl, cluster={"drain": plain(progress)})
+    told = stats(tiers={"device": [device.stats()]}, nixl=nixl, cluster={"drain": progress})
     samples = parsed(render(told))
     assert at(samples, "device_write_queue_parts", location="cpu", tier="device") == 0
     assert at(samples, "tier_state", location="cpu", tier="device", state="opening") == 1
@@ -428,10 +462,9 @@ def test_the_document_is_made_of_the_tables(repo_root: Path) -> None:
 
 def test_alerts_and_dashboards_name_metrics_that_there_are(repo_root: Path) -> None:
     script = runpy.run_path(str(repo_root / "scripts" / "document_metrics.py"))
-    known = {name for name, *_ in (*rows(), *script["router_rows"]())}
-    histograms = {
-        name for name, kind, *_ in (*rows(), *script["router_rows"]()) if kind == "histogram"
-    }
+    rows = [*script["daemon_rows"](), *script["router_rows"]()]
+    known = {name for name, *_ in rows}
+    histograms = {name for name, kind, *_ in rows if kind == "histogram"}
     known |= {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")}
     files = [
         *(repo_root / "deploy" / "prometheus").rglob("*.y*ml"),

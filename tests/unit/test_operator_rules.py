@@ -11,7 +11,8 @@ from kvpool.admin.handlers.operator import is_change
 from kvpool.admin.operator_rules import NOT_FORWARDED, RULES, Scope, narrowed, rule_for, shown
 from kvpool.admin.problems import Refused
 from kvpool.admin.tokens import ROLES, Principal
-from kvpool.telemetry.node_stats import NodeStats, TenantStats
+from kvpool.telemetry.memory_stats import TenantStats
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as o
 from kvpool.wire.operator_json import CHANGES, message_of, shape_of, to_json

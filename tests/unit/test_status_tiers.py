@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from kvpool.cli.render.tiers import show_tiers, tier_rows
-from kvpool.telemetry.node_stats import NodeStats, ObjectStats
+from kvpool.telemetry.node_stats import NodeStats
+from kvpool.telemetry.tier_stats import ObjectStats
 from tests.support.stats import node_stats
 
 DISK: dict[str, Any] = {

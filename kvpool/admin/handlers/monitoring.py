@@ -27,6 +27,7 @@ from kvpool.admin.types import (
     Nothing,
     Page,
 )
+from kvpool.telemetry.metrics import CONTENT_TYPE
 from kvpool.telemetry.node_stats import HotPrefix, NodeStats
 
 AUDITED = {"change", "login failed"}
@@ -66,9 +67,7 @@ class Watching:
             why = answers.unreachable.get(view.node, "no answer")
             raise Refused(503, "unavailable", f"the daemon did not report its statistics: {why}")
         stats.http_dropped = self._dropped.count
-        return web.Response(
-            body=metrics.render(stats), headers={"Content-Type": metrics.CONTENT_TYPE}
-        )
+        return web.Response(body=metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
 
     async def get_history(self, _call: Call, wanted: HistoryWanted) -> History:
         """Samples of the nodes' activity, for charts."""

@@ -22,7 +22,8 @@ from kvpool.cli.render.text import (
     used_text,
 )
 from kvpool.errors import ClusterUnavailable, InvalidRequest, KvpoolError, Unavailable
-from kvpool.telemetry.node_stats import NamespaceStats, NodeStats, PlaceUsage
+from kvpool.telemetry.memory_stats import NamespaceStats, PlaceUsage
+from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from kvpool.cli.render.jobs import nodes_of
 from kvpool.cli.render.text import make_console, make_table, size_text
 from kvpool.errors import ClusterUnavailable, InvalidRequest, ProtocolError, Unavailable
 from kvpool.telemetry.hit_curve import Curve, Memory, curve, misses_of
+from kvpool.telemetry.memory_stats import Missed
 from kvpool.telemetry.misses import WORDS, Reason
-from kvpool.telemetry.node_stats import Missed
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:

@@ -22,17 +22,9 @@ from kvpool.cli.render.text import (
     make_table,
     size_text,
 )
-from kvpool.telemetry.node_stats import (
-    Branch,
-    NamespaceStats,
-    NixlStats,
-    NodeStats,
-    PathsStats,
-    PeerStats,
-    SlabClass,
-    TenantStats,
-    WorkerStats,
-)
+from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, PeerStats, WorkerStats
+from kvpool.telemetry.memory_stats import NamespaceStats, SlabClass, TenantStats
+from kvpool.telemetry.node_stats import NodeStats
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -301,11 +293,11 @@ def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Table | None:
     return table
 
 
-def _any(counters: Branch) -> bool:
+def _any(counters: msgspec.Struct) -> bool:
     return any(type(value) is int and value for value in msgspec.structs.astuple(counters))
 
 
-def _counters(title: str, counters: Branch, entries: Entries) -> Table:
+def _counters(title: str, counters: msgspec.Struct, entries: Entries) -> Table:
     table = make_table(title, "", "")
     for name, parts, trouble in entries:
         if trouble and not any(getattr(counters, key) for key, _ in parts):

@@ -20,15 +20,9 @@ from kvpool.cli.render.text import (
     size_text,
     used_text,
 )
-from kvpool.telemetry.node_stats import (
-    EnginesStats,
-    EngineStats,
-    NodeStats,
-    PlaceStats,
-    SsdStats,
-    TiersStats,
-    Usage,
-)
+from kvpool.telemetry.memory_stats import EnginesStats, EngineStats, Usage
+from kvpool.telemetry.node_stats import NodeStats
+from kvpool.telemetry.tier_stats import PlaceStats, SsdStats, TiersStats
 
 if TYPE_CHECKING:
     from rich.console import Console

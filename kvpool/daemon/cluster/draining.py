@@ -21,8 +21,9 @@ from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.ports import LivingNode
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import Unavailable
-from kvpool.placement.records import DrainProgress, NodeState
+from kvpool.placement.records import NodeState
 from kvpool.placement.replica_targets import choose_targets
+from kvpool.telemetry.cluster_stats import DrainProgress
 
 log = logging.getLogger("kvpool.daemon")
 

@@ -39,7 +39,6 @@ from kvpool.placement.peer_estimates import Link
 from kvpool.placement.peers import Peers
 from kvpool.placement.records import (
     NIXL,
-    DrainProgress,
     LinkRecord,
     NodeChange,
     NodeRecord,
@@ -51,7 +50,7 @@ from kvpool.placement.records import (
     new_incarnation,
     plain,
 )
-from kvpool.telemetry.node_stats import AnnouncerStats, ClusterStats
+from kvpool.telemetry.cluster_stats import AnnouncerStats, ClusterStats, DrainProgress
 from kvpool.wire import frame
 
 log = logging.getLogger("kvpool.daemon")
@@ -473,7 +472,7 @@ class ClusterMember:
             incarnation=self.incarnation,
             others=len(self._living),
             directory=self._announcing(),
-            drain=None if self.progress is None else plain(self.progress),
+            drain=self.progress,
             leases_lost=self.lost,
             swept=self._sweep.dropped,
             namespaces_deleted=self._unused.deleted,

@@ -37,7 +37,7 @@ from kvpool.placement.replica_targets import (
     is_needed,
     responsible,
 )
-from kvpool.telemetry.node_stats import ReplicationStats
+from kvpool.telemetry.cluster_stats import ReplicationStats
 from kvpool.types import plain_parts, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire

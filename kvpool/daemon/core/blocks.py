@@ -23,7 +23,7 @@ from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
 from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst, is_expendable
 from kvpool.storage.slab import SlabAllocator
-from kvpool.telemetry.node_stats import Asked, Missed, Traffic
+from kvpool.telemetry.memory_stats import Asked, Missed, Traffic
 from kvpool.types import PartSpec
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
-from kvpool.telemetry.node_stats import Counters
 
 RECLAIMED_PER_PUT = 1024  # blocks: about 4 ms
 GARBAGE_BLOCKS = 128  # freed in one go beside requests: about a millisecond

@@ -12,8 +12,8 @@ from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
-from kvpool.telemetry.node_stats import Counters
 
 EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
 VICTIMS_MAX = 4096  # batches of evicted blocks whose age was not requested yet

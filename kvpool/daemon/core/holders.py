@@ -9,7 +9,7 @@ from kvpool.daemon.core.grants import Grants
 from kvpool.daemon.core.leases import Leases
 from kvpool.daemon.core.puts import Puts
 from kvpool.errors import InvalidRequest
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 
 
 class Holders:

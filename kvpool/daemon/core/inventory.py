@@ -14,7 +14,7 @@ from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.namespaces import Namespaces
 from kvpool.daemon.core.slots import Slots
 from kvpool.decoding import decode_json
-from kvpool.telemetry.node_stats import (
+from kvpool.telemetry.memory_stats import (
     NamespaceStats,
     NamespaceUsage,
     PlaceUsage,

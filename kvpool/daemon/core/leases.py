@@ -12,7 +12,7 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.hit_rule import first_needed, needed, usable
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 
 _SWEEP_FROM = 64  # deadlines of leases, some of them already released
 

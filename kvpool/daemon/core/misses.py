@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.hit_rule import first_needed
+from kvpool.telemetry.memory_stats import Missed
 from kvpool.telemetry.misses import Reason
-from kvpool.telemetry.node_stats import Missed
 from kvpool.types import PartKind
 
 SETTLE_S = 10.0

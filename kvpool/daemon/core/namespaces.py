@@ -18,7 +18,7 @@ from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.errors import LimitExceeded, NamespaceMismatch, UnknownNamespace
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.types import PartSpec
 
 EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name

@@ -60,7 +60,7 @@ from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest
 from kvpool.storage.eviction import MakePolicy
 from kvpool.storage.slab import SlabAllocator
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 
 
 class Node:

@@ -24,7 +24,7 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.reclaimer import Reclaimer
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull, UnknownReservation
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
 from kvpool.wire.frame import NO_ROW
 

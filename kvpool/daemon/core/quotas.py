@@ -10,7 +10,7 @@ from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.slots import Slots
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 
 QUOTA_PER_PUT = 1024  # blocks evicted per put, while a namespace exceeds its quota
 

@@ -22,8 +22,8 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.daemon.core.slots import Slots
 from kvpool.storage.slab import SlabAllocator
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
-from kvpool.telemetry.node_stats import Counters
 
 
 class Reclaimer:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, Block, NamespaceState
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.slots import Slots
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
-from kvpool.telemetry.node_stats import Counters
 
 
 class Removal:

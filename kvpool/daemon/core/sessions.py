@@ -32,7 +32,7 @@ from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.idle_age import IdleAge
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 from kvpool.types import KEY_BYTES, PauseKind, split_keys
 
 SLICE = 16

@@ -54,7 +54,7 @@ from kvpool.hit_rule import AnyOf, needed, usable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import HEDGE_TIMES, TRIAL_S, Peers
-from kvpool.telemetry.node_stats import FetchStats
+from kvpool.telemetry.cluster_stats import FetchStats
 from kvpool.types import PartKind, Presence, Recompute
 
 ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong

@@ -26,7 +26,7 @@ from kvpool.placement.directory_memory import NegativeMemory, Remembered
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import Peers
 from kvpool.placement.prefix_lookup import somewhere
-from kvpool.telemetry.node_stats import FetchStats
+from kvpool.telemetry.cluster_stats import FetchStats
 from kvpool.telemetry.spans import LOOKUP, child, current, working_for
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire

@@ -23,7 +23,7 @@ from kvpool.daemon.fetch.ports import NOT_NODES, ClusterView, PeerTransport
 from kvpool.daemon.fetch.prefix_stream_rules import Chain, Course, Lacking
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
-from kvpool.telemetry.node_stats import PrefixStreamStats
+from kvpool.telemetry.cluster_stats import PrefixStreamStats
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire

@@ -37,7 +37,8 @@ from kvpool.daemon.fetch.ports import (
 from kvpool.daemon.workers.turns import COPIES, Turn, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
-from kvpool.telemetry.node_stats import FetchStats, Loads
+from kvpool.telemetry.cluster_stats import FetchStats
+from kvpool.telemetry.memory_stats import Loads
 from kvpool.telemetry.spans import CALLED_OFF, READ, TRANSFER, Span, child, working_for
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame

@@ -27,14 +27,9 @@ from kvpool.daemon.tiers.expiry import Expiry
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.workers.processes import family
-from kvpool.telemetry.node_stats import (
-    HotPrefix,
-    NixlStats,
-    NodeStats,
-    PathsStats,
-    TenantStats,
-    WorkerStats,
-)
+from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, WorkerStats
+from kvpool.telemetry.memory_stats import TenantStats
+from kvpool.telemetry.node_stats import HotPrefix, NodeStats
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from kvpool.errors import (
     LimitExceeded,
 )
 from kvpool.storage.base import Occupancy
-from kvpool.telemetry.node_stats import DeviceStats
+from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import PartSpec, split_keys
 
 log = logging.getLogger("kvpool.daemon")

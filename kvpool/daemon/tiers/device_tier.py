@@ -48,7 +48,7 @@ from kvpool.errors import (
 from kvpool.hit_rule import AnyOf, first_needed, needed, usable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
-from kvpool.telemetry.node_stats import DeviceStats
+from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire

@@ -32,7 +32,7 @@ from kvpool.extras import install
 from kvpool.placement.directory.announcement_queue import Held
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, SeenKeys, short_hash
-from kvpool.telemetry.node_stats import EnginesStats, EngineStats
+from kvpool.telemetry.memory_stats import EnginesStats, EngineStats
 from kvpool.types import KEY_BYTES
 from kvpool.wire import client as client_wire
 

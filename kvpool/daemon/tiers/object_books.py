@@ -27,7 +27,7 @@ from kvpool.placement.directory.base import BATCH_MAX
 from kvpool.placement.membership.base import Membership
 from kvpool.retry import Backoff
 from kvpool.storage.object.packs import LOCATION, is_encrypted
-from kvpool.telemetry.node_stats import ObjectStats
+from kvpool.telemetry.tier_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
 
 log = logging.getLogger("kvpool.daemon")

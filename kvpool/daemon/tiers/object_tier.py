@@ -25,7 +25,7 @@ from kvpool.memory.segment import Segment
 from kvpool.placement.catalog.base import Catalog
 from kvpool.placement.membership.base import Membership
 from kvpool.storage.base import Occupancy
-from kvpool.telemetry.node_stats import ObjectStats
+from kvpool.telemetry.tier_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
 
 log = logging.getLogger("kvpool.daemon")

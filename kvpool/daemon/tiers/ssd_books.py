@@ -37,7 +37,7 @@ from kvpool.errors import (
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_bytes
 from kvpool.storage.at_rest import place_name
 from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator
-from kvpool.telemetry.node_stats import SsdStats
+from kvpool.telemetry.tier_stats import SsdStats
 from kvpool.types import BlockStatus, PartSpec, plain_parts, split_keys
 from kvpool.wire import storage as storage_wire
 

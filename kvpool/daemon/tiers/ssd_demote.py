@@ -28,7 +28,7 @@ from kvpool.daemon.tiers.write_orders import (
     write_last_used,
 )
 from kvpool.storage.stack import Budget, Watermarks, WriteMode
-from kvpool.telemetry.node_stats import TiersStats
+from kvpool.telemetry.tier_stats import TiersStats
 from kvpool.types import BlockStatus
 
 log = logging.getLogger("kvpool.daemon")

@@ -15,7 +15,7 @@ from kvpool.daemon.tiers.ssd_read import SsdReader
 from kvpool.daemon.tiers.ssd_restore import SsdRestorer
 from kvpool.daemon.tiers.ssd_write import SsdWriter
 from kvpool.daemon.tiers.tier_state import TierState
-from kvpool.telemetry.node_stats import SsdStats
+from kvpool.telemetry.tier_stats import SsdStats
 
 log = logging.getLogger("kvpool.daemon")
 

@@ -31,7 +31,8 @@ from kvpool.errors import KvpoolError, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
 from kvpool.storage.base import Occupancy
-from kvpool.telemetry.node_stats import PlaceUsage, TiersStats
+from kvpool.telemetry.memory_stats import PlaceUsage
+from kvpool.telemetry.tier_stats import TiersStats
 from kvpool.types import split_keys
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire

@@ -23,8 +23,8 @@ from kvpool.errors import ConfigError, Declined, KvpoolError, LimitExceeded, Una
 from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route, Way
 from kvpool.retry import backoff_s
+from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, PeerWays, WayStats
 from kvpool.telemetry.histogram import Histogram
-from kvpool.telemetry.node_stats import NixlStats, PathsStats, PeerWays, WayStats
 from kvpool.telemetry.spans import current
 from kvpool.transfer.addresses import split_source
 from kvpool.transfer.base import arrived_bytes

@@ -21,7 +21,7 @@ from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.failed_logins import Failures
-from kvpool.telemetry.node_stats import NixlStats, PathsStats, WorkerStats
+from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, WorkerStats
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvpool.placement.key_groups import TAGS, tag_of
 from kvpool.retry import Backoff
-from kvpool.telemetry.node_stats import AnnouncerStats
+from kvpool.telemetry.cluster_stats import AnnouncerStats
 from kvpool.types import DIGEST_BYTES, KEY_BYTES
 
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 2.0

@@ -36,7 +36,7 @@ from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Bat
 from kvpool.placement.directory.announcer_state import AnnouncerState, Lane, wait_for
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory
 from kvpool.placement.directory.repairs import Repairs
-from kvpool.telemetry.node_stats import AnnouncerStats
+from kvpool.telemetry.cluster_stats import AnnouncerStats
 
 LANES = 4  # calls under way for groups that work
 TRIALS = 2  # and for blocked ones

@@ -56,7 +56,6 @@ from kvpool.placement.membership.etcd_records import SharedRecords
 from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     ClusterConfig,
-    DrainProgress,
     LinkRecord,
     NamespaceEntry,
     NodeRecord,
@@ -65,6 +64,7 @@ from kvpool.placement.records import (
     View,
     encode_record,
 )
+from kvpool.telemetry.cluster_stats import DrainProgress
 
 log = logging.getLogger("kvpool.placement")
 

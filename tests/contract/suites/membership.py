@@ -23,7 +23,6 @@ from kvpool.errors import ConfigError, InvalidRequest, NamespaceMismatch, Unavai
 from kvpool.placement.membership.admission import GENERATIONS_APART, NOTE_HOURS
 from kvpool.placement.membership.base import Membership, Standing
 from kvpool.placement.records import (
-    DrainProgress,
     NamespaceClock,
     NamespaceEntry,
     NamespaceSettings,
@@ -34,6 +33,7 @@ from kvpool.placement.records import (
     TransportRecord,
     new_incarnation,
 )
+from kvpool.telemetry.cluster_stats import DrainProgress
 
 PATIENCE_S = 60.0  # for what should happen within a few seconds; the machine may be busy
 

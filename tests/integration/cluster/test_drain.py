@@ -257,6 +257,6 @@ def test_a_drain_does_not_wait_for_disks_longer_than_it_may(start_cluster, numbe
     until(lambda: left(b, "a"))
     # Others have seen that for a second only.
     last = a.stats.cluster.drain
-    assert (last["phase"], last["copied"], last["failed"], last["left"]) == ("done", 1, 0, 50)
-    assert last["blocks"] + last["left"] == last["blocks_total"] == 52
+    assert (last.phase, last.copied, last.failed, last.left) == ("done", 1, 0, 50)
+    assert last.blocks + last.left == last.blocks_total == 52
     assert b.counter("taken_blocks") == 1

@@ -3,7 +3,8 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.admin.metrics import METRICS, View, render
+from kvpool.admin.metrics import Shown, render
+from kvpool.telemetry.metrics import collect
 
 NBYTES = 32 << 10
 # There is nothing to be told of these here: no RDMA, no spare device memory, nobody is drained.
@@ -110,6 +111,7 @@ def test_every_metric_is_told(world, numbers, until) -> None:
         return a.stats.tenants["default"].namespaces[a.ns.digest.hex()].misses
 
     until(misses, "a miss is counted, some seconds later")
-    view = View(inspect(a), 200, 200)
-    silent = {metric.name for metric in METRICS if not metric.samples(view)}
+    stats = inspect(a)
+    samples = collect(stats, Shown(stats, 200, 200))
+    silent = {name for name, found in samples.items() if not found}
     assert silent == NOT_HERE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.telemetry.node_stats import NixlStats, WorkerStats
+from kvpool.telemetry.cluster_stats import NixlStats, WorkerStats
 from tests.support.signals import send
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed: pip install --no-deps nixl-cu12")

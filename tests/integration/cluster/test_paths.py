@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvpool.placement.peer_estimates import Link
-from kvpool.telemetry.node_stats import WayStats
+from kvpool.telemetry.cluster_stats import WayStats
 from tests.support.proxy import BOTH, Fault, Proxy
 from tests.support.servers.etcd import free_port
 from tests.support.waiting import PATIENCE_S

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import OperatorClient
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 from tests.support import waiting
 from tests.support.own_daemon import Daemon, run_daemon
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.telemetry.node_stats import DeviceStats
+from kvpool.telemetry.tier_stats import DeviceStats
 
 Oracle = Callable[..., list[list[int]]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.prefill_cost import PrefillFit, StepWork
-from kvpool.telemetry.node_stats import FetchStats
+from kvpool.telemetry.cluster_stats import FetchStats
 
 Oracle = Callable[..., list[list[int]]]
 PATIENT = {"pull_wait_s": 30.0}

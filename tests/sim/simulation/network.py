@@ -18,7 +18,7 @@ from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.transfer_workers import Rules
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.membership.base import Standing
-from kvpool.telemetry.node_stats import PathsStats, WorkerStats
+from kvpool.telemetry.cluster_stats import PathsStats, WorkerStats
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire

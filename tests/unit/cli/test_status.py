@@ -9,7 +9,7 @@ from kvpool.cli.render.naming import period
 from kvpool.cli.render.node import _COUNTERS
 from kvpool.cli.render.text import duration, period_text, size_text, used_text
 from kvpool.errors import InvalidRequest
-from kvpool.telemetry.node_stats import Counters
+from kvpool.telemetry.memory_stats import Counters
 from tests.unit.cli.answers import CLUSTER, STATS, line_with, node, printed, shown
 
 

@@ -20,7 +20,7 @@ from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks
 from kvpool.storage.eviction import policy_maker
-from kvpool.telemetry.node_stats import EngineStats
+from kvpool.telemetry.memory_stats import EngineStats
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire import client as client_wire
 from tests.sim.simulation.loop import run_alone

@@ -27,7 +27,7 @@ from kvpool.errors import (
 )
 from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.storage.eviction import POLICIES, policy_maker
-from kvpool.telemetry.node_stats import NamespaceStats
+from kvpool.telemetry.memory_stats import NamespaceStats
 from kvpool.types import PartKind, PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
 

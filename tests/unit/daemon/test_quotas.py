@@ -19,7 +19,7 @@ from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.records import DEFAULT_SETTINGS, SettingsChange, quota_bytes
 from kvpool.storage.eviction import Lru, make_policy
 from kvpool.storage.expendable import expendable_first, is_expendable
-from kvpool.telemetry.node_stats import NamespaceUsage, PlaceUsage
+from kvpool.telemetry.memory_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
 QUARTER = (PartSpec(1024),)

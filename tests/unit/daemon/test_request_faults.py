@@ -22,7 +22,7 @@ from kvpool.daemon.server.server import close
 from kvpool.errors import InternalError, KvpoolError
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.storage.dram import DramSegment
-from kvpool.telemetry.node_stats import PathsStats
+from kvpool.telemetry.cluster_stats import PathsStats
 from kvpool.types import NamespaceRecord
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame

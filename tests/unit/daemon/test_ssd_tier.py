@@ -21,7 +21,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import PoolFull, Unavailable
 from kvpool.placement.records import NamespaceSettings
 from kvpool.storage.eviction import policy_maker
-from kvpool.telemetry.node_stats import NamespaceUsage
+from kvpool.telemetry.memory_stats import NamespaceUsage
 from kvpool.types import BlockStatus, PartSpec, split_keys
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire

@@ -29,7 +29,6 @@ from kvpool.placement.membership.etcd import (
 from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
-    DrainProgress,
     LinkRecord,
     NamespaceClock,
     NamespaceSettings,
@@ -39,6 +38,7 @@ from kvpool.placement.records import (
     changed_nodes,
     encode_record,
 )
+from kvpool.telemetry.cluster_stats import DrainProgress
 from tests.contract.suites.membership import entry, record
 
 PATHS = Paths("c")

@@ -12,7 +12,6 @@ from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.placement.records import (
     RECORD_BYTES_MAX,
     ClusterConfig,
-    DrainProgress,
     NamespaceEntry,
     NamespaceSettings,
     NodeRecord,
@@ -26,6 +25,7 @@ from kvpool.placement.records import (
     new_incarnation,
     plain,
 )
+from kvpool.telemetry.cluster_stats import DrainProgress
 
 text = st.text(max_size=20)
 count = st.integers(0, 1 << 50)
