@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.connection import TIMEOUT_S_MAX, Connection
+from kvpool.client.connection import TIMEOUT_S_MAX
 from kvpool.client.connections import Connections
 from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of, wrong_blocks
 from kvpool.client.namespaces import OpenNamespaces
@@ -70,10 +70,6 @@ if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
 RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
-PARTS_SINCE = (
-    9  # protocol of the first daemons that know `ReserveParts`, `Dropped` and `CloseNamespace`
-)
-EACH_SINCE = 10  # of the first that know `Present`, `RemoveEach`, `ClearNamespace`, and parents in `Store` and `Reserve`
 INTENT_S = 10.0  # for pins on disks, and the answers of others
 _PAGE = 4096
 
@@ -270,8 +266,7 @@ class Client:
         """For each key, where the nearest replica of a part of the block is: a `Presence`, u8 (n,).
 
         Anything above `Presence.NOWHERE` can be had with `wait_s` in `get_into` or `acquire_each`; what is elsewhere, or
-        on disk, may be gone by then. All 0 when the daemon is unreachable. Raises `InvalidRequest` where it is older than
-        this version.
+        on disk, may be gone by then. All 0 when the daemon is unreachable.
 
         wait_s: how long to wait for what others know of blocks that are not on this node; 0: they are not asked.
         """
@@ -511,13 +506,9 @@ class Client:
             copy_out(slots, targets, here, complete=lease.blocks == n)
             valid = lease.valid
             if ns.verify and valid:
-                try:
-                    wrong = wrong_blocks(slots, targets, here)
-                except Unavailable:  # an older daemon, whose blocks this client does not take
-                    valid = False
-                else:
-                    here[wrong] = False
-                    lease.report(part, wrong)
+                wrong = wrong_blocks(slots, targets, here)
+                here[wrong] = False
+                lease.report(part, wrong)
         finally:
             self._connections.release_later(lease.token)
         if not valid:
@@ -580,20 +571,6 @@ class Client:
         with self._connections.request() as connection:
             return self._reservations.commit(connection, reservation, checksums, replicas)
 
-    @property
-    def puts_parts(self) -> bool:
-        """Whether the daemon knows `reserve_parts`. False before the first exchange with it."""
-        daemon = self._connections.daemon
-        return daemon is not None and daemon.protocol >= PARTS_SINCE
-
-    @property
-    def serves_each(self) -> bool:
-        """Whether the daemon knows `present`, `clear_namespace` and `remove` from other nodes. False before the first
-        exchange with it.
-        """
-        daemon = self._connections.daemon
-        return daemon is not None and daemon.protocol >= EACH_SINCE
-
     def reserve_parts(
         self,
         ns: Namespace,
@@ -608,16 +585,13 @@ class Client:
         parents: of each key, the one before it in its prefix chain, or `NO_PARENT`. requests: as for `acquire`, each with
             how many of the keys, in their order, are on its behalf: at least one, and all together no more than there are.
         A part without space is refused as the last keys of a reservation are: its `refused` are all of them.
-        Raises `LimitExceeded` for more than 65,536 keys and parts, `Unavailable`; `InvalidRequest` where the daemon
-        is older than `puts_parts` requires.
+        Raises `LimitExceeded` for more than 65,536 keys and parts, and `Unavailable`.
         """
         packed, before = pack_keys(keys), pack_keys(parents)
         self._check_writes()
         if not packed or not parts:
             raise InvalidRequest("a reservation needs at least one key and one part")
         with self._connections.request() as connection:
-            if connection.daemon.protocol < PARTS_SINCE:
-                raise InvalidRequest("the daemon is too old to reserve several parts at once")
             return self._reservations.reserve_parts(connection, ns, parts, packed, before, requests)
 
     def commit_parts(self, reservations: Sequence[Reservation], *, replicas: int = 0) -> list[int]:
@@ -775,7 +749,7 @@ class Client:
         """As `remove`, in one exchange, from several namespaces: one byte a key, 1 where any of them had it.
 
         beside: keys that stay; a byte for each tells where its block of the first namespace is, as in `present_in`.
-        Raises `LimitExceeded` as that does, and `InvalidRequest` where the daemon is older than this version.
+        Raises `LimitExceeded` as that does.
         """
         packed, further = pack_keys(keys), pack_keys(beside)
         n = len(packed) // KEY_BYTES
@@ -793,7 +767,6 @@ class Client:
         Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then nothing has changed.
         """
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_number(
                 connection,
                 ns,
@@ -897,7 +870,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= PARTS_SINCE:
+                if number is not None:
                     connection.tell(client_wire.Dropped(number, packed))
         except Unavailable:
             pass  # and who follows has a limit
@@ -919,7 +892,7 @@ class Client:
         Blocks of the session's turn before that this one does not use, and all of a session that has ended, are evicted
         before others; blocks of sessions that will pause for longest go next, where there is too little room. A hint:
         it drops nothing, works in the client's own tenant only, and is skipped while all connections are busy; an
-        unreachable or older daemon is no error.
+        unreachable daemon is no error.
 
         session, agent: at most 256 characters; `agent` is a strand of the session whose turns follow one another. keys:
         of one chain; none: only what else is told is new. pause_s: until the next turn of the session; else `pause` says
@@ -931,7 +904,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= EACH_SINCE:
+                if number is not None:
                     connection.tell(
                         client_wire.SessionTurn(
                             *(number, session, packed, agent, seconds, str(pause or ""), ended),
@@ -958,13 +931,12 @@ class Client:
         seconds = None if pause_s is None else finite(pause_s, "pause_s")
         try:
             with self._connections.request(0.0) as connection:
-                if connection.daemon.protocol >= EACH_SINCE:
-                    connection.tell(
-                        client_wire.SessionTurn(
-                            *(0, session, b"", agent, seconds, str(pause or ""), ended),
-                            nodes=tuple(nodes),
-                        )
+                connection.tell(
+                    client_wire.SessionTurn(
+                        *(0, session, b"", agent, seconds, str(pause or ""), ended),
+                        nodes=tuple(nodes),
                     )
+                )
         except Unavailable:
             pass
 
@@ -972,12 +944,12 @@ class Client:
         """This request has ended: its receipt says so. What is still stored on its behalf is added.
 
         request: as in `acquire` and `put`. session: that it was a turn of. A hint: skipped while all connections are busy;
-        an unreachable or older daemon is no error.
+        an unreachable daemon is no error.
         """
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= EACH_SINCE:
+                if number is not None:
                     connection.tell(client_wire.EndRequest(number, request, session))
         except Unavailable:
             pass
@@ -1006,13 +978,12 @@ class Client:
         keys: of a prompt, from its first block on; or else session: see `session_turn`, all its agents in this namespace.
             What other sessions use too is neither expended nor dropped with it.
         dry_run: only answer.
-        Raises `InvalidRequest`, also where the daemon is older than this version, and `Unavailable`.
+        Raises `InvalidRequest` and `Unavailable`.
         """
         packed = pack_keys(keys)
         seconds = finite(for_s, "for_s")
         message = client_wire.Intend(0, str(intent), packed, session, hard, seconds, dry_run)
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_number(
                 connection,
                 ns,
@@ -1044,7 +1015,6 @@ class Client:
             *(0, str(intent), packed, "", hard, seconds, dry_run, check_digest(digest), node)
         )
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = connection.ask(message, self.timeout_s + INTENT_S)
         return decode_answer(answer.data)
 
@@ -1058,7 +1028,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.pop(ns.digest, None)
-                if number is not None and connection.daemon.protocol >= PARTS_SINCE:
+                if number is not None:
                     connection.tell(client_wire.CloseNamespace(number))
         except Unavailable:
             pass  # it does not count any more once this client has ended
@@ -1209,7 +1179,6 @@ class Client:
         """The answer to a message about several namespaces. rest: of its fields, after their numbers."""
         limit_s = self.timeout_s + wait_s
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_numbers(
                 connection,
                 namespaces,
@@ -1240,15 +1209,6 @@ class Client:
                 return lease_of(self._connections, connection, answer, sent, device, life)
         except Unavailable:
             return None
-
-
-def _check_protocol(connection: Connection, since: int) -> None:
-    """Raises `InvalidRequest` for a daemon of an older protocol."""
-    protocol = connection.daemon.protocol
-    if protocol < since:
-        raise InvalidRequest(
-            f"the daemon speaks protocol {protocol}, and this request is of protocol {since}: upgrade it"
-        )
 
 
 def decode_answer(raw: bytes) -> IntentAnswer:

@@ -13,7 +13,6 @@ from kvpool.errors import (
     InternalError,
     KvpoolError,
     LimitExceeded,
-    NotAuthenticated,
     ProtocolError,
     Unavailable,
 )
@@ -38,10 +37,8 @@ from kvpool.wire.peer import (
     FetchParts,
     LongQuestion,
     Offer,
-    Operate,
     PartKeys,
     Question,
-    SessionNews,
     decode_peer,
 )
 from kvpool.wire.worker import OpenLoan
@@ -148,8 +145,6 @@ class Conversation:
             self._check_name(question.node)
         if isinstance(question, (Offer, Discard)):
             stream.deadline = Deadline(question.deadline_s)
-        if isinstance(question, (Discard, SessionNews)) and not self._takes_orders(request):
-            return
         try:
             answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
@@ -161,8 +156,6 @@ class Conversation:
         """Answer when there is news. A peer that has gone meanwhile ends the request."""
         stream = self._stream
         self._check_name(question.node)
-        if isinstance(question, Operate) and not self._takes_orders(request):
-            return
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
             owed = self._source.answer_later(question)
@@ -185,17 +178,6 @@ class Conversation:
         self._stream.send(error_message(error), request)
         if isinstance(error, InternalError):
             raise error
-
-    def _takes_orders(self, request: int) -> bool:
-        """Whether nobody else can have written what comes on this connection; else the request is refused."""
-        if self._stream.authentic:
-            return True
-        unsafe = NotAuthenticated(
-            "requests that change a node are taken over TLS, or from daemons of protocol 8 or newer: upgrade the node "
-            "that was asked first"
-        )
-        self._decline(request, unsafe)
-        return False
 
     def _check_name(self, node: str) -> None:
         """Raises `ProtocolError` unless this is the node whose connection it is: others rely on the name."""

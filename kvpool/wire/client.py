@@ -28,7 +28,6 @@ type  message          direction             answer
 49    CorruptSlots     client → daemon       Done: blocks dropped; or none
 50    FollowEvents     client → daemon       Done: 1 if they are followed; or none
 51    Follow           client → daemon       Done: blocks now here
-52    Progress         client → daemon       Done, or none: clients of protocol 9 and older
 53    AnnounceEngine   client → daemon       Done: 1 if it is announced; or none
 54    Engines          client → daemon       Bytes: a JSON array
 58    Prefixes         client → daemon       Bytes: a JSON object
@@ -56,6 +55,7 @@ import msgspec
 from kvpool.decoding import Finite
 from kvpool.types import PARTS_MAX, EngineRecord
 from kvpool.wire.frame import (
+    PROTOCOL_OLDEST,
     AnyDigest,
     Bytes,
     Count,
@@ -91,7 +91,7 @@ class Hello(Message, tag=1):
     token: str | None = None
     operator: str = ""
     device: bool = False
-    oldest: Count = 0
+    oldest: Count = PROTOCOL_OLDEST
 
 
 class Welcome(Message, tag=2):
@@ -210,13 +210,6 @@ class CommittedParts(Message, tag=133):
     """`stored`: how many blocks of each are new; -1: this client had not reserved it."""
 
     stored: list[Integer]
-
-
-class Progress(Message, tag=52):
-    """A hint of clients of protocol 9 and older, about slots that are not committed. It is ignored."""
-
-    ticket: Count
-    nbytes: Count
 
 
 class Abort(Message, tag=14):
@@ -594,7 +587,6 @@ ClientMessage = (
     | Commit
     | ReserveParts
     | CommitParts
-    | Progress
     | Abort
     | Acquire
     | Join

@@ -29,6 +29,7 @@ import msgspec
 
 from kvpool.decoding import Finite
 from kvpool.wire.frame import (
+    PROTOCOL_OLDEST,
     Bytes,
     Count,
     Decoder,
@@ -59,7 +60,7 @@ class PeerHello(Message, tag=40):
     cluster: str
     node: str
     nonce: Nonce
-    oldest: Count = 0
+    oldest: Count = PROTOCOL_OLDEST
 
 
 class PeerChallenge(Message, tag=41):
@@ -70,7 +71,7 @@ class PeerChallenge(Message, tag=41):
     incarnation: str
     nonce: Nonce
     proof: Proof
-    oldest: Count = 0
+    oldest: Count = PROTOCOL_OLDEST
     more: tuple[Proof, ...] = ()
 
 
@@ -220,14 +221,10 @@ class Offer(Message, tag=47):
 class Await(ReadOnly, tag=48):
     """Which parts of these blocks are in memory here? Repeated while an engine here computes them.
 
-    Answered at once if any part is here that `known` lacks, else as soon as one is committed, or after
-    `wait_s`. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
-    `node`: the requester.
-
-    With `dropped` it is also answered when the writer of a block that lacks parts has given it up, and a
-    `FIRST_DROPPED` comes after the masks: the index of the first such key, or the count of keys.
-
-    `heard`: from daemons of protocol 9 and older, about blocks that are not committed. It is ignored.
+    Answered at once if any part is here that `known` lacks, else as soon as one is committed, when the writer of a
+    block that lacks parts has given it up, or after `wait_s`. `node`: the requester. `known`, and the answer: for each
+    key the parts, bit p of byte p // 8, all of one length. Behind the masks of the answer is a `FIRST_DROPPED`: the
+    index of the first key whose block was given up, or the count of keys.
     """
 
     node: str
@@ -236,8 +233,6 @@ class Await(ReadOnly, tag=48):
     keys: bytes
     known: bytes
     wait_s: Finite
-    heard: bytes | None = None
-    dropped: bool = False
 
 
 class Readable(Message, tag=55):

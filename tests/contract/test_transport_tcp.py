@@ -703,18 +703,15 @@ def test_both_sides_know_who_goes_first(
         owner.transport.close()
 
 
-@pytest.mark.parametrize(("protocol", "loans"), [(9, 3), (10, 1)])
-def test_daemons_before_protocol_10_are_asked_for_one_part_after_the_other(
-    protocol: int, loans: int
-) -> None:
+def test_parts_of_one_pull_are_one_loan() -> None:
     with ExitStack() as stack:
-        owner, reader = Side(URL, protocol=protocol), Side(URL)
+        owner, reader = Side(URL), Side(URL)
         stack.callback(owner.transport.close)
         stack.callback(reader.transport.close)
         pair = PartsPair(owner, reader, owner.transport.listen(URL))
         pulled, wanted = pair.pull({0: [1, 2], 1: [77, 3], 2: list(range(5))})
         pair.check(wanted, pulled, {(1, 77)})
-        assert owner.source.lent == loans
+        assert owner.source.lent == 1
         assert owner.source.wait_until_returned()
 
 

@@ -40,8 +40,8 @@ from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimi
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
-from kvpool.transfer.requester import PARTS_SINCE, fetch
 from kvpool.transfer.requester import Refused as PeerRefused
+from kvpool.transfer.requester import fetch
 from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import CHECKSUM_BYTES
@@ -200,10 +200,8 @@ def take_challenge(data: bytes) -> None:
 
 def handshakes() -> tuple[list[bytes], list[bytes]]:
     """What the two ends of a right handshake send, of which one is `US` with nonces that are known."""
-    hello = peer.PeerHello(US.protocol, US.cluster, "n", NONCE, frame.PROTOCOL_OLDEST)
-    bare = peer.PeerChallenge(
-        US.protocol, US.node, US.incarnation, NONCE, b"", frame.PROTOCOL_OLDEST
-    )
+    hello = peer.PeerHello(frame.PROTOCOL_VERSION, US.cluster, "n", NONCE)
+    bare = peer.PeerChallenge(frame.PROTOCOL_VERSION, US.node, US.incarnation, NONCE, b"")
     said, (secret,) = handshake._said(hello, bare, b""), US.secrets.current()
     digests = [
         handshake._digest(secret, role, said) for role in (handshake.LISTENS, handshake.CONNECTS)
@@ -298,7 +296,6 @@ def take_answer(data: bytes) -> None:
     parts = [worker.PartRows(part, NBYTES, NBYTES, keys, rows) for part in range(2)]
     order = worker.PullBlocks("tcp://h:1", "default", DIGEST, SEGMENT, parts, 60.0)
     stream = Scripted(data)
-    stream.protocol = PARTS_SINCE
     runs = next(cut(order, 1 << 30))
     fetch(stream, order, runs, memory(), Outcome(2 * COUNT), Stop(), Priority())
 

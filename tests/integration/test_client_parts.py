@@ -198,14 +198,6 @@ def test_one_that_was_settled_before_does_not_keep_the_others(
     assert client.match(ns, ONE) == 3
 
 
-def test_daemons_that_are_too_old_are_not_asked(client: Client, ns: Namespace) -> None:
-    assert client.puts_parts
-    with patch("kvpool.client.client.PARTS_SINCE", 1000):
-        assert not client.puts_parts
-        with pytest.raises(InvalidRequest, match="too old"):
-            client.reserve_parts(ns, KEYS, PARTS, PARENTS)
-
-
 def test_what_the_daemon_refuses_to_commit_can_be_given_back(
     client: OperatorClient, ns: Namespace
 ) -> None:

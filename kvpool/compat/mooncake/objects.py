@@ -225,10 +225,8 @@ class Objects:
 
     @property
     def _away(self) -> bool:
-        """Whether the daemon did not answer the last request, or is too old to be asked: then nothing was found because
-        nobody was asked.
-        """
-        return not (self._client.available and self._client.serves_each)
+        """Whether the daemon did not answer the last request: then nothing was found because nobody was asked."""
+        return not self._client.available
 
     # ---- presence ------------------------------------------------------------------------------------
 
@@ -819,7 +817,7 @@ class Objects:
         """Remove all objects of the tenant, from all nodes; how many this node had. Raises `KvpoolError`."""
         self.spaces.look()
         if self._away:
-            raise Unavailable("the daemon does not answer, or is too old")
+            raise Unavailable("the daemon does not answer")
         tenants = self._client.stats().tenants
         held = {
             digest: sum(stats.blocks)

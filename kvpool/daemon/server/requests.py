@@ -153,7 +153,6 @@ class ClientRequests:
             client_wire.Commit: self._commit,
             client_wire.ReserveParts: self._reserve_parts,
             client_wire.CommitParts: self._commit_parts,
-            client_wire.Progress: self._progress,
             client_wire.Abort: self._abort,
             client_wire.Acquire: self._acquire,
             client_wire.Join: self._join,
@@ -436,9 +435,6 @@ class ClientRequests:
         traffic.put_parts += new
         traffic.put_bytes += new * table.spec.nbytes
         self._accounts.written(table, new, requests)
-
-    def _progress(self, _holder: Holder, _: client_wire.Progress) -> frame.Done:
-        return frame.Done()
 
     def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Reserved:
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
