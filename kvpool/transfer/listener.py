@@ -30,7 +30,7 @@ from kvpool.transfer.responder import Budgets, Conversation, Converse
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.transfer.tls import open_stream
 from kvpool.wire.faults import Faults
-from kvpool.wire.peer import Fetch, FetchParts
+from kvpool.wire.peer import Fetch
 
 BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which fails a peer's pull
 RESOLVE_S = 10.0
@@ -236,7 +236,7 @@ class Server:
                     raise
                 except Exception as error:
                     internal = self._faults.answer(message, error)
-                    if not isinstance(message, Fetch | FetchParts):  # its bytes may be half sent
+                    if not isinstance(message, Fetch):  # its bytes may be half sent
                         refuse(stream, internal, request)
                     raise internal from error
                 with self._lock:

@@ -19,7 +19,6 @@ from kvpool.wire.peer import (
     Corrupt,
     Fetch,
     Fetched,
-    FetchParts,
     LongQuestion,
     PartKeys,
     Question,
@@ -95,21 +94,9 @@ def fetch(
         stream.send(Corrupt(order.tenant, order.digest, number, b"".join(some_keys)), 0)
 
 
-def fetch_message(order: PullBlocks, runs: Sequence[Run], deadline: Deadline) -> Fetch | FetchParts:
-    """The request to an owner for these blocks of an order."""
-    if len(runs) == 1:
-        (run,) = runs
-        return Fetch(
-            order.tenant,
-            order.digest,
-            run.part.part,
-            run.part.nbytes,
-            run.keys,
-            deadline.left(),
-            order.background,
-            trace=order.trace,
-        )
-    return FetchParts(
+def fetch_message(order: PullBlocks, runs: Sequence[Run], deadline: Deadline) -> Fetch:
+    """Return the request to an owner for these blocks of an order."""
+    return Fetch(
         order.tenant,
         order.digest,
         [PartKeys(run.part.part, run.part.nbytes, run.keys) for run in runs],

@@ -5,9 +5,8 @@ type  message          direction             answer
 40    PeerHello        daemon → daemon       PeerChallenge
 41    PeerChallenge    daemon → daemon       PeerProof
 42    PeerProof        daemon → daemon       Done
-43    Fetch            daemon → daemon       Fetched, then its bytes
+43    Fetch            daemon → daemon       Fetched, then its bytes, part by part
 44    Fetched          daemon → daemon
-152   FetchParts       daemon → daemon       Fetched, then its bytes, part by part
 45    Ask              daemon → daemon       Done: blocks of the prefix that are there
 46    Corrupt          daemon → daemon       none
 47    Offer            daemon → daemon       Bytes: one byte a key, 1 where the peer has it now
@@ -81,28 +80,6 @@ class PeerProof(Message, tag=42):
     proof: Proof
 
 
-class Fetch(ReadOnly, tag=43):
-    """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
-
-    background: nobody waits for them: they are served when nothing more urgent is.
-
-    Daemons of protocol 9 and older pulled beginnings of blocks before their commit. `start`: the first byte of
-    each that is wanted of committed blocks; 0 from newer ones. `stop`: wanted of blocks that are not committed;
-    must be 0, since an owner reports none.
-    """
-
-    tenant: str
-    digest: Digest
-    part: Part
-    nbytes: Count
-    keys: bytes
-    deadline_s: Finite
-    background: bool = False
-    start: Count = 0
-    stop: Count = 0
-    trace: str = ""
-
-
 class PartKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Blocks of one part. `nbytes` must be the part's at the owner."""
 
@@ -111,8 +88,11 @@ class PartKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
     keys: bytes
 
 
-class FetchParts(ReadOnly, tag=152):
-    """Blocks of several parts, each named once: a `Fetch` of each, in order, with one answer. Since protocol 10."""
+class Fetch(ReadOnly, tag=43):
+    """Blocks of one or more parts, each named once, wanted by `deadline_s` from now.
+
+    background: nobody waits for them: they are served when nothing more urgent is.
+    """
 
     tenant: str
     digest: Digest
@@ -286,7 +266,6 @@ PeerMessage = (
     | PeerChallenge
     | PeerProof
     | Fetch
-    | FetchParts
     | Fetched
     | Ask
     | Holds

@@ -29,6 +29,7 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from tests.contract.suites.transport import SECRET, PartsPair, Side, asking, awaiting, key_of, order
+from tests.support.fetches import fetch_of
 from tests.support.waiting import PATIENCE_S
 
 URL = "tcp://127.0.0.1:0"
@@ -320,7 +321,7 @@ def introduced(address: tuple[str, int]) -> tuple[socket.socket, Stream]:
 def fetch(
     deadline_s: float = 30.0, keys: bytes = b"".join(KEYS), nbytes: int = NBYTES
 ) -> peer_wire.Fetch:
-    return peer_wire.Fetch("default", b"d" * 16, 0, nbytes, keys, deadline_s)
+    return fetch_of(b"d" * 16, nbytes, keys, deadline_s)
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
@@ -636,7 +637,7 @@ def test_a_peers_word_alone_drops_nothing() -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, PEER)
-            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, b"".join(KEYS), 30.0), 1)
+            stream.send(fetch_of(b"d" * 16, NBYTES, b"".join(KEYS), 30.0), 1)
             _, payload = stream.receive(1 << 20)
             assert peer_wire.decode_peer(payload).present == b"\1" * 4
             left = 4 * NBYTES

@@ -49,6 +49,7 @@ from kvpool.wire import client, frame, jobs, operator, peer, storage, worker
 from tests.contract.suites.membership import entry, record
 from tests.contract.suites.transport import DIGEST, SEGMENT
 from tests.fuzz.mutation import mutate, mutate_frames
+from tests.support.fetches import fetch_of
 
 EXPECTED = (KvpoolError, Refused, bodies.BadRequest, PeerRefused)
 US = Identity("kvpool", "n", "0" * 16, ClusterSecrets.of("a secret for fuzzing only"))
@@ -253,11 +254,11 @@ def peer_requests() -> list[bytes]:
     made: list[Any] = [
         peer.Ask("default", DIGEST, [0], keys),
         *(
-            peer.Fetch("default", DIGEST, 0, NBYTES, keys, 5.0),
+            fetch_of(DIGEST, NBYTES, keys, 5.0),
             peer.Corrupt("default", DIGEST, 0, keys),
         )
         * 3,
-        peer.FetchParts(
+        peer.Fetch(
             "default", DIGEST, [peer.PartKeys(part, NBYTES, keys) for part in range(3)], 5.0
         ),
         peer.Corrupt("default", DIGEST, 2, keys),
