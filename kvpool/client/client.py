@@ -33,7 +33,7 @@ from kvpool.client.connection import TIMEOUT_S_MAX
 from kvpool.client.connections import Connections
 from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of, wrong_blocks
 from kvpool.client.namespaces import OpenNamespaces
-from kvpool.client.puts import GrantedPuts, Reservations
+from kvpool.client.puts import GrantedPuts, Reservations, chained
 from kvpool.client.slots import Lease, Reservation, lease_of
 from kvpool.config import default_socket_path
 from kvpool.decoding import decode_json, finite
@@ -43,7 +43,6 @@ from kvpool.errors import (
     SegmentError,
     StaleEpoch,
     Unavailable,
-    UnknownReservation,
 )
 from kvpool.memory.buffers import Source, row_checksums
 from kvpool.telemetry import node_stats
@@ -58,6 +57,7 @@ from kvpool.types import (
     Namespace,
     NamespaceRecord,
     PauseKind,
+    Presence,
     Recompute,
     check_digest,
     pack_keys,
@@ -249,16 +249,9 @@ class Client:
 
     def contains(self, ns: Namespace, keys: Keys, *, part: int = 0) -> npt.NDArray[np.bool_]:
         """For each key, whether the part of the block is on this node."""
-        packed = pack_keys(keys)
-        n = len(packed) // KEY_BYTES
-        if n:
-            try:
-                answer = self._ask_ns(ns, lambda number: client_wire.Contains(number, part, packed))
-            except Unavailable:
-                pass
-            else:
-                return np.frombuffer(answer.data, dtype=np.bool_)
-        return np.zeros(n, dtype=np.bool_)
+        found, _ = self._present((ns,), pack_keys(keys), b"", part, None)
+        here: npt.NDArray[np.bool_] = np.frombuffer(found, dtype=np.uint8) == Presence.MEMORY
+        return here
 
     def present(
         self, ns: Namespace, keys: Keys, *, part: int = 0, wait_s: float = 0.05
@@ -290,19 +283,34 @@ class Client:
         others are asked for these only if they are asked for one of `keys`.
         Raises `LimitExceeded` for more than 16 namespaces, or 65,536 keys in all of them together.
         """
-        packed, further = pack_keys(keys), pack_keys(beside)
-        n, asked = len(packed) // KEY_BYTES, len(namespaces)
-        data = b""
-        if asked and (packed or further):
-            seconds = finite(wait_s, "wait_s")
-            rest = part, packed, seconds, first, further
+        packed, asked = pack_keys(keys), len(namespaces)
+        seconds = finite(wait_s, "wait_s")
+        data, besides = self._present(
+            namespaces, packed, pack_keys(beside), part, seconds, first=first
+        )
+        n = len(packed) // KEY_BYTES
+        return [data[n * at : n * at + n] for at in range(asked)], besides
+
+    def _present(
+        self,
+        namespaces: Sequence[Namespace],
+        packed: bytes,
+        beside: bytes,
+        part: int,
+        wait_s: float | None,
+        *,
+        first: bool = False,
+    ) -> tuple[bytes, bytes]:
+        """Return a `Presence` for each namespace and key, and one for each key beside. wait_s: None: only in memory."""
+        n = len(packed) // KEY_BYTES * len(namespaces)
+        data = bytes(n + len(beside) // KEY_BYTES)
+        if namespaces and data:
+            rest = part, packed, wait_s, first, beside
             try:
-                data = self._ask_each(client_wire.Present, namespaces, rest, seconds)
+                data = self._ask_each(client_wire.Present, namespaces, rest, wait_s or 0.0)
             except Unavailable:
                 pass
-        data = data or bytes(n * asked + len(further) // KEY_BYTES)
-        rows = [data[n * at : n * at + n] for at in range(asked)]
-        return rows, data[n * asked :]
+        return data[:n], data[n:]
 
     def acquire_each(
         self,
@@ -548,11 +556,23 @@ class Client:
         Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
         """
         packed = pack_keys(keys)
+        requests = [(request, len(packed) // KEY_BYTES)] if request else []
+        (reservation,) = self._reserve(ns, packed, [part], chained(packed, parent), requests)
+        return reservation
+
+    def _reserve(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        parts: Sequence[int],
+        parents: bytes,
+        requests: Sequence[tuple[str, int]],
+    ) -> list[Reservation]:
         self._check_writes()
-        if not packed:
-            raise InvalidRequest("a reservation needs at least one key")
+        if not packed or not parts:
+            raise InvalidRequest("a reservation needs at least one key and one part")
         with self._connections.request() as connection:
-            return self._reservations.reserve(connection, ns, part, packed, parent, request=request)
+            return self._reservations.reserve(connection, ns, parts, packed, parents, requests)
 
     def commit(
         self, reservation: Reservation, checksums: bytes | None = None, *, replicas: int = 0
@@ -565,11 +585,10 @@ class Client:
         """
         if not len(reservation.missing):
             return 0
-        if checksums is None:
-            slots = reservation.slots
-            checksums = row_checksums(slots.table, slots.rows, slots.nbytes)
+        given = [_checksums(reservation) if checksums is None else checksums]
         with self._connections.request() as connection:
-            return self._reservations.commit(connection, reservation, checksums, replicas)
+            (stored,) = self._reservations.commit(connection, [reservation], given, replicas)
+        return stored
 
     def reserve_parts(
         self,
@@ -585,14 +604,10 @@ class Client:
         parents: of each key, the one before it in its prefix chain, or `NO_PARENT`. requests: as for `acquire`, each with
             how many of the keys, in their order, are on its behalf: at least one, and all together no more than there are.
         A part without space is refused as the last keys of a reservation are: its `refused` are all of them.
-        Raises `LimitExceeded` for more than 65,536 keys and parts, and `Unavailable`.
+        Raises `PoolFull` if there is no space for any of the parts, `LimitExceeded` also for more than 65,536 keys and
+        parts, and `Unavailable`.
         """
-        packed, before = pack_keys(keys), pack_keys(parents)
-        self._check_writes()
-        if not packed or not parts:
-            raise InvalidRequest("a reservation needs at least one key and one part")
-        with self._connections.request() as connection:
-            return self._reservations.reserve_parts(connection, ns, parts, packed, before, requests)
+        return self._reserve(ns, pack_keys(keys), parts, pack_keys(parents), requests)
 
     def commit_parts(self, reservations: Sequence[Reservation], *, replicas: int = 0) -> list[int]:
         """As `commit`, in one exchange, of what `reserve_parts` gave. How many blocks of each are new.
@@ -603,17 +618,9 @@ class Client:
         open_ = [reservation for reservation in reservations if len(reservation.missing)]
         if not open_:
             return [0] * len(reservations)
-        checksums = [
-            row_checksums(slots.table, slots.rows, slots.nbytes)
-            for slots in (reservation.slots for reservation in open_)
-        ]
+        checksums = [_checksums(reservation) for reservation in open_]
         with self._connections.request() as connection:
-            stored = self._reservations.commit_parts(connection, open_, checksums, replicas)
-        if -1 in stored:
-            raise UnknownReservation(
-                f"{stored.count(-1)} of {len(stored)} reservations are not open: put their blocks again"
-            )
-        counts = iter(stored)
+            counts = iter(self._reservations.commit(connection, open_, checksums, replicas))
         return [next(counts) if len(reservation.missing) else 0 for reservation in reservations]
 
     def abort(self, reservation: Reservation) -> None:
@@ -645,7 +652,8 @@ class Client:
         `Unavailable`, `InvalidRequest`.
         """
         packed = pack_keys(keys)
-        stored, refused = self._put(ns, packed, blocks, part, parent, replicas, request=request)
+        parents = chained(packed, parent)
+        stored, refused = self._put(ns, packed, blocks, part, parents, replicas, request)
         if refused:
             raise PoolFull(
                 f"{refused} of {len(packed) // KEY_BYTES} blocks found no space: leases, reservations or hard "
@@ -673,7 +681,7 @@ class Client:
         n = len(packed) // KEY_BYTES
         before = bytes(len(packed)) if parents is None else pack_keys(parents)
         try:
-            _, refused = self._put(ns, packed, blocks, part, None, replicas, before, request)
+            _, refused = self._put(ns, packed, blocks, part, before, replicas, request)
         except PoolFull:
             refused = n
         stored = np.ones(n, dtype=np.bool_)
@@ -688,10 +696,9 @@ class Client:
         packed: bytes,
         blocks: Any,
         part: int,
-        parent: bytes | None,
+        parents: bytes,
         replicas: int,
-        parents: bytes = b"",
-        request: str = "",
+        request: str,
     ) -> tuple[int, int]:
         """How many blocks are new, and how many of the last ones found no space. Raises `PoolFull` if none did."""
         self._check_writes()
@@ -700,14 +707,13 @@ class Client:
         if not n:
             return 0, 0
         if self._granted_puts.fits(ns, part, source):
-            found = self._granted_puts.put(
-                *(ns, packed, source, part, parent, replicas, parents, request)
-            )
+            found = self._granted_puts.put(ns, packed, source, part, parents, replicas, request)
             if found is not None:
                 return found, 0
         with self._connections.request() as connection:
-            reservation = self._reservations.reserve(
-                connection, ns, part, packed, parent, source.total, parents, request
+            requests = [(request, n)] if request else []
+            (reservation,) = self._reservations.reserve(
+                connection, ns, [part], packed, parents, requests, source.total
             )
             stored = 0
             if len(reservation.missing):
@@ -717,7 +723,9 @@ class Client:
                         source, reservation.missing, slots.table, slots.rows, slots.fd
                     )
                     connection.be_patient(source.total)
-                    stored = self._reservations.commit(connection, reservation, checksums, replicas)
+                    (stored,) = self._reservations.commit(
+                        connection, [reservation], [checksums], replicas
+                    )
             stash = connection.daemon.stashes.get((ns.digest, part))
             if stash is not None:
                 stash.ask_first = len(reservation.missing) < n
@@ -731,12 +739,8 @@ class Client:
         Raises `ClusterUnavailable` if some nodes did not remove them in time: repeat it.
         """
         packed = pack_keys(keys)
-        if finite(others_s, "others_s") > 0:
-            gone, _ = self.remove_each((ns,), packed, others_s=others_s)
-            return len(set(compress(split_keys(packed), gone)))
-        if not packed:
-            return 0
-        return int(self._ask_ns(ns, lambda number: client_wire.Remove(number, packed)).value)
+        gone, _ = self.remove_each((ns,), packed, others_s=others_s)
+        return len(set(compress(split_keys(packed), gone)))
 
     def remove_each(
         self,
@@ -757,7 +761,7 @@ class Client:
             return bytes(n), bytes(len(further) // KEY_BYTES)
         seconds = finite(others_s, "others_s")
         rest = packed, seconds, further
-        data = self._ask_each(client_wire.RemoveEach, namespaces, rest, max(seconds, 0.0))
+        data = self._ask_each(client_wire.Remove, namespaces, rest, max(seconds, 0.0))
         return data[:n], data[n:]
 
     def clear_namespace(self, ns: Namespace, *, wait_s: float = RESET_S) -> int:
@@ -1209,6 +1213,11 @@ class Client:
                 return lease_of(self._connections, connection, answer, sent, device, life)
         except Unavailable:
             return None
+
+
+def _checksums(reservation: Reservation) -> bytes:
+    slots = reservation.slots
+    return row_checksums(slots.table, slots.rows, slots.nbytes)
 
 
 def decode_answer(raw: bytes) -> IntentAnswer:

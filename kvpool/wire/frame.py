@@ -37,7 +37,7 @@ import msgspec
 
 from kvpool.decoding import MsgpackDecoder
 from kvpool.errors import KvpoolError, ProtocolError, from_code
-from kvpool.types import DIGEST_BYTES, KEY_BYTES, PARTS_MAX
+from kvpool.types import DIGEST_BYTES, PARTS_MAX
 
 PROTOCOL_VERSION = 1
 PROTOCOL_OLDEST = 1
@@ -71,8 +71,6 @@ AnyDigest = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 """A shorter one is a wrong one, and counted as a failed login."""
-Parent = Annotated[bytes, msgspec.Meta(max_length=4 * KEY_BYTES)]
-"""A block's key, or empty: its receiver says what is wrong with any other."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -134,7 +134,7 @@ class Holds(ReadOnly, tag=136):
 
 
 class Discard(Message, tag=137):
-    """A client wants these blocks of some namespaces removed from all nodes: see `RemoveEach`. `to`: the node that is
+    """A client wants these blocks of some namespaces removed from all nodes: see `Remove`. `to`: the node that is
     meant.
     """
 

@@ -52,7 +52,7 @@ from kvpool.compat.mooncake.spaces import (
     Spaces,
     rung_for,
 )
-from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import KvpoolError, LimitExceeded, PoolFull, Unavailable
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 
 logger = logging.getLogger(__name__)
@@ -714,7 +714,10 @@ class Objects:
     ) -> tuple[int, set[int]]:
         """How many of the first are stored then; or, none being stored, which ones hold a bad address."""
         chosen = packed if len(left) == len(blocks) else _packed_of(packed, left)
-        [reservation] = self._client.reserve_parts(ns, chosen, [0], NO_PARENT * len(left))
+        try:
+            [reservation] = self._client.reserve_parts(ns, chosen, [0], NO_PARENT * len(left))
+        except (PoolFull, LimitExceeded):
+            return 0, set()
         bad: set[int] = set()
         with reservation:
             slots = reservation.slots

@@ -230,7 +230,7 @@ def test_what_changes_nothing(message: frame.Message) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        client_wire.Reserve(0, 0, 1, KEY),
+        client_wire.Reserve(0, [0], [1], KEY, bytes(16)),
         client_wire.Acquire(0, KEY, [], 1.0),
         operator_wire.Evict(KEY),
         operator_wire.OnNode("", payload(operator_wire.Clear(bytes(16))), 0.0),
