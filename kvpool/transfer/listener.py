@@ -232,13 +232,13 @@ class Server:
                     self._places.busy(stream)
                 try:
                     conversation.answer(request, message)
-                except KvpoolError:
-                    raise
                 except Exception as error:
-                    internal = self._faults.answer(message, error)
+                    told = self._faults.answer(message, error)
+                    if told is error:
+                        raise
                     if not isinstance(message, Fetch):  # its bytes may be half sent
-                        refuse(stream, internal, request)
-                    raise internal from error
+                        refuse(stream, told, request)
+                    raise told from error
                 with self._lock:
                     self._places.idle(stream)
         except InternalError:  # the peer was told

@@ -115,7 +115,7 @@ class ClientRequests:
         clock: Callable[[], float],
     ) -> None:
         """may_free: whether nothing but memory and clients could need a namespace. loop_shares: as for
-        `ClientConnections`. faults: takes unexpected errors, those of coroutines from whoever awaits them.
+        `ClientConnections`. faults: takes the unexpected errors of requests from whoever calls `handle`.
         """
         self.faults = faults
         self._loop_shares = loop_shares
@@ -192,8 +192,8 @@ class ClientRequests:
             self._expiry.cancel()
 
     def handle(self, holder: Holder, message: frame.Message) -> Any:
-        """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`: an `InternalError` if a
-        request that changes nothing met an unexpected error.
+        """Return the answer to one request, or a coroutine that returns it. Raises `KvpoolError`, and unexpected errors,
+        which are for `faults`.
         """
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -202,12 +202,7 @@ class ClientRequests:
             )
         if self._released and type(message) not in _INDIFFERENT_TO_RELEASES:
             self._release_now()
-        try:
-            return handler(holder, message)
-        except KvpoolError:
-            raise
-        except Exception as error:
-            raise self.faults.answer(message, error) from error
+        return handler(holder, message)
 
     def _namespace(self, holder: Holder, number: int, keys: bytes) -> NamespaceState:
         if len(keys) > KEYS_BYTES_MAX:
