@@ -216,8 +216,8 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
         (b"", ""),
         (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
         (
-            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b"p" * 32), 1),
-            f"to {frame.PROTOCOL_VERSION}, the peer 99",
+            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b"p" * 32, 99), 1),
+            "the peer speaks protocol 99",
         ),
         (
             frame.encode(
@@ -341,7 +341,7 @@ def closed_by_peer(sock: socket.socket) -> bool:
         b"\x00",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         struct.pack("<II", frame.HELLO_BYTES_MAX + 1, 1),
-        frame.encode(peer_wire.PeerHello(2, "test", "n", b"n" * 32), 1),
+        frame.encode(peer_wire.PeerHello(2, "test", "n", b"n" * 32, 2), 1),
         frame.encode(peer_wire.PeerHello(1, "test", "n", b""), 1),
         frame.encode(peer_wire.PeerHello(1, "other", "n", b"n" * 32), 1),
         frame.encode(fetch(), 1),

@@ -14,7 +14,6 @@ from kvpool.client.slots import Reservation
 from kvpool.errors import (
     InvalidRequest,
     LimitExceeded,
-    PoolFull,
     StaleEpoch,
     UnknownReservation,
 )
@@ -89,13 +88,14 @@ def test_only_what_is_missing_is_reserved(client: Client, ns: Namespace) -> None
 
 
 def test_a_part_without_space_is_refused_whole(client: Client, ns: Namespace) -> None:
-    many = [key(1000 + n) for n in range(2100)]
+    many = [key(1000 + n) for n in range(2046)]
     with client.reserve(ns, many, part=0) as held:
-        assert held.refused
+        assert not held.refused
         reservations = client.reserve_parts(ns, KEYS, PARTS, PARENTS)
-        refused = [each.refused for each in reservations]
-        assert any(refused)
-        assert all(len(each.missing) + each.refused == len(KEYS) for each in reservations)
+        assert [each.refused for each in reservations] == [3, 5, 5]
+        assert [len(each.missing) for each in reservations] == [2, 0, 0]
+        with pytest.raises(LimitExceeded, match="commit or abort first"):
+            client.reserve_parts(ns, ONE, PARTS, PARENTS[: len(ONE)])
         for each in reservations:
             each.abort()
 
@@ -174,7 +174,7 @@ def test_what_is_refused_in_all_parts_counts_once_a_request(
             client.reserve_parts(ns, KEYS, [3, 3], PARENTS, requests=[("wrong", 5)])
         (invalid,) = booked(client, "wrong")["refused"].values()
         assert (invalid["requests"], invalid["parts"]) == (1, 10)
-        with pytest.raises(PoolFull):
+        with pytest.raises(LimitExceeded):
             client.reserve_parts(ns, KEYS, [0, 0], PARENTS, requests=[("A", 3), ("B", 2)])
         for request, count in ("A", 3), ("B", 2):
             (refused,) = booked(client, request)["refused"].values()

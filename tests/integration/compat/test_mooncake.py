@@ -488,9 +488,9 @@ def test_how_many_requests_a_call_takes(store, requests, monkeypatch, sizes):
         (lambda: store.batch_is_exist(["nobody", name + "2", "0/3"]), ["Present"], [0, 1, 1]),
         (lambda: store.get("nobody"), ["Present"], b""),
         (lambda: store.put("new", data[-1]), ["Present", "Store"], 0),
-        (lambda: store.remove(name + "4"), ["RemoveEach"], 0),
-        (lambda: store.batch_remove([name + "4", name + "5"]), ["RemoveEach"], [MISSING, 0]),
-        (lambda: store.upsert(name + "6", data[-1]), ["RemoveEach", "Store"], 0),
+        (lambda: store.remove(name + "4"), ["Remove"], 0),
+        (lambda: store.batch_remove([name + "4", name + "5"]), ["Remove"], [MISSING, 0]),
+        (lambda: store.upsert(name + "6", data[-1]), ["Remove", "Store"], 0),
     ):
         requests.clear()
         assert call() == answer

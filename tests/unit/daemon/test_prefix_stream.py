@@ -47,6 +47,11 @@ def packed(numbers: Iterable[int]) -> bytes:
     return b"".join(map(key, numbers))
 
 
+def told(masks: bytes) -> bytes:
+    """The answer with these masks, of one byte each, when no block was given up."""
+    return masks + peer_wire.FIRST_DROPPED.pack(len(masks))
+
+
 def mask_of(numbers: Iterable[int], question: peer_wire.Await) -> bytes:
     there = set(map(key, numbers))
     return bytes(key in there for key in wire_keys(question))
@@ -340,7 +345,7 @@ async def test_an_owner_that_tells_of_what_it_does_not_have_is_asked_now_and_the
     liar = world.owner("a")
 
     async def lie(question: peer_wire.Await) -> frame.Bytes:
-        return frame.Bytes(b"\1" * len(question.known))
+        return frame.Bytes(told(b"\1" * len(question.known)))
 
     liar.answer = lie
     began = world.clock()
@@ -362,8 +367,8 @@ def test_an_owner_that_does_not_wait_is_asked_now_and_then(kind: str) -> None:
             if kind == "limit" and question.wait_s:
                 raise LimitExceeded("too many")
             if kind == "limit":
-                return frame.Bytes(mask_of(owner.here(), question))
-            return frame.Bytes(bytes(len(question.known) + (kind == "wrong masks")))
+                return frame.Bytes(told(mask_of(owner.here(), question)))
+            return frame.Bytes(told(bytes(len(question.known) + (kind == "wrong masks"))))
 
         owner.answer = answer
         following = begin(world, 5, wait_s=4.0, source="a")
@@ -733,11 +738,6 @@ def test_an_answer_of_what_cannot_be_is_none(behind: bytes) -> None:
 
 
 # ---- the owner's half
-
-
-def told(masks: bytes) -> bytes:
-    """The answer with these masks, of one byte each, when no block was given up."""
-    return masks + peer_wire.FIRST_DROPPED.pack(len(masks))
 
 
 def question(numbers: Sequence[int], known: bytes = b"", wait_s: float = 2.0) -> peer_wire.Await:
