@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/tls.py
 
-`plain`: no tags, as daemons of protocol 7 talk. `keyed`: a tag behind each frame and each group of bytes, as without TLS.
+`plain`: no tags. `keyed`: a tag behind each frame and each group of bytes, as without TLS.
 Two daemons' worth of transports in processes of their own (transfer workers), so that neither shares an interpreter with the
 other. The limit beside them is AES-256-GCM in records of 16 KiB by `openssl speed`, one core, one way.
 """

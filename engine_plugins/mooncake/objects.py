@@ -52,7 +52,7 @@ from kvpool.engine_plugins.mooncake.spaces import (
     Spaces,
     rung_for,
 )
-from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import KvpoolError, LimitExceeded, PoolFull, Unavailable
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 
 logger = logging.getLogger(__name__)
@@ -225,10 +225,8 @@ class Objects:
 
     @property
     def _away(self) -> bool:
-        """Whether the daemon did not answer the last request, or is too old to be asked: then nothing was found because
-        nobody was asked.
-        """
-        return not (self._client.available and self._client.serves_each)
+        """Whether the daemon did not answer the last request: then nothing was found because nobody was asked."""
+        return not self._client.available
 
     # ---- presence ------------------------------------------------------------------------------------
 
@@ -716,7 +714,10 @@ class Objects:
     ) -> tuple[int, set[int]]:
         """How many of the first are stored then; or, none being stored, which ones hold a bad address."""
         chosen = packed if len(left) == len(blocks) else _packed_of(packed, left)
-        [reservation] = self._client.reserve_parts(ns, chosen, [0], NO_PARENT * len(left))
+        try:
+            [reservation] = self._client.reserve_parts(ns, chosen, [0], NO_PARENT * len(left))
+        except (PoolFull, LimitExceeded):
+            return 0, set()
         bad: set[int] = set()
         with reservation:
             slots = reservation.slots
@@ -819,7 +820,7 @@ class Objects:
         """Remove all objects of the tenant, from all nodes; how many this node had. Raises `KvpoolError`."""
         self.spaces.look()
         if self._away:
-            raise Unavailable("the daemon does not answer, or is too old")
+            raise Unavailable("the daemon does not answer")
         tenants = self._client.stats().tenants
         held = {
             digest: sum(stats.blocks)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvpool.client import Client
-from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
+from kvpool.errors import KvpoolError, LimitExceeded, PoolFull
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
 
 logger = logging.getLogger(__name__)
@@ -154,13 +154,8 @@ class Spaces:
     # ---- lookups -------------------------------------------------------------------------------------
 
     def present(self, ns: Namespace, packed: bytes) -> npt.NDArray[np.uint8]:
-        """`Client.present`; nothing, too, where the daemon is too old to be asked (`Client.serves_each`)."""
-        try:
-            return self._client.present(ns, packed, wait_s=LOOKUP_S)
-        except InvalidRequest:
-            if self._client.serves_each:
-                raise
-            return np.zeros(len(packed) // KEY_BYTES, np.uint8)
+        """Return what `Client.present` does."""
+        return self._client.present(ns, packed, wait_s=LOOKUP_S)
 
     def find(self, packed: bytes) -> tuple[list[Space | None], bytes]:
         """For each key the namespace that has it, and how near its nearest replica is (`Presence`)."""
@@ -211,16 +206,11 @@ class Spaces:
         return spaces
 
     def _present_in(self, spaces: Sequence[Space], packed: bytes) -> tuple[list[bytes], bytes]:
-        """Of the keys in each namespace, and of the marks. Nothing where the daemon is too old to be asked."""
+        """Of the keys in each namespace, and of the marks."""
         namespaces = [space.ns for space in spaces]
-        try:
-            return self._client.present_in(
-                namespaces, packed, first=True, beside=self._marks, wait_s=LOOKUP_S
-            )
-        except InvalidRequest:
-            if self._client.serves_each:
-                raise
-            return [bytes(len(packed) // KEY_BYTES)] * len(spaces), bytes(2)
+        return self._client.present_in(
+            namespaces, packed, first=True, beside=self._marks, wait_s=LOOKUP_S
+        )
 
     def _first(self, space: Space) -> None:
         """Something was found in this one."""
@@ -255,7 +245,7 @@ class Spaces:
         last, further = marks
         if not last or further:
             self.look()
-        if not last and self._client.available and self._client.serves_each:
+        if not last and self._client.available:
             try:
                 self.put_marks()
             except KvpoolError as error:
@@ -280,7 +270,7 @@ class Spaces:
         self._looked_at = self._now()
         listed = set(prefixes)
         lost = [space for space in self.all if space.size not in listed]
-        if not lost or not (self._client.available and self._client.serves_each):
+        if not lost or not self._client.available:
             return
         try:
             for space in lost:

@@ -37,7 +37,7 @@ from kvpool.engine_plugins.mooncake.values import (
     all_of,
     as_config,
 )
-from kvpool.errors import KvpoolError, Unavailable
+from kvpool.errors import KvpoolError
 from kvpool.types import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class MooncakeDistributedStore:
         enable_client_http_server: bool = False,
         client_http_port: int = 9300,
     ) -> int:
-        """Connect to this node's daemon: 0, or -900 when it does not answer, refuses or is too old. As often as wanted."""
+        """Connect to this node's daemon: 0, or -900 when it does not answer or refuses. As often as wanted."""
         found: Mapping[str, Any] = {}
         if isinstance(local_hostname, Mapping):
             found = local_hostname
@@ -127,10 +127,6 @@ class MooncakeDistributedStore:
                 timeout_s=TIMEOUT_S,
                 connect=True,
             )
-            if not client.serves_each:
-                raise Unavailable(
-                    "the daemon is older than this facade, and cannot say where objects are: upgrade it"
-                )
             objects = Objects(client, tenant_id, _limits())
             objects.spaces.look()
         except KvpoolError as error:
@@ -169,11 +165,11 @@ class MooncakeDistributedStore:
         return codes.OK
 
     def health_check(self) -> int:
-        """0: the daemon has answered last. 1: not set up. 2: the daemon does not answer, or is too old."""
+        """0: the daemon has answered last. 1: not set up. 2: the daemon does not answer."""
         client = self._client
         if client is None:
             return 1
-        return 0 if client.available and client.serves_each else 2
+        return 0 if client.available else 2
 
     def get_hostname(self) -> str:
         """Host and port as given to `setup`; a number stands for a missing port, and nobody listens there."""

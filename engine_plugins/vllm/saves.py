@@ -95,10 +95,7 @@ class Saves:
         return results
 
     def _batches(self, runs: Sequence[_Run], parts: int) -> Iterator[list[_Run]]:
-        """Runs that go together: with an older daemon, each by itself."""
-        if not self._client.puts_parts:
-            yield from ([run] for run in runs)
-            return
+        """Yield runs that are reserved together, some of them cut."""
         limit = max(1, TOGETHER // parts)
         batch: list[_Run] = []
         room = limit
@@ -145,7 +142,7 @@ class Saves:
                 if given_up():
                     return {run.job for run in batch}
                 # Checksums are computed here: soon, while the processor's caches have the bytes.
-                stored = sum(self._commit([reservation for _, reservation in missing]))
+                stored = sum(self._client.commit_parts([reservation for _, reservation in missing]))
                 self._counters.add(saved_blocks=stored, saved_bytes=stored * pages.nbytes)
         finally:
             for reservation in reservations:
@@ -162,31 +159,9 @@ class Saves:
         self, namespace: Namespace, held: GroupPages, batch: Sequence[_Run]
     ) -> list[Reservation]:
         keys, parts = b"".join([run.keys for run in batch]), [part.part for part in held.parts]
-        if self._client.puts_parts:
-            parents = b"".join([run.parents for run in batch])
-            requests = [(run.request, len(run.blocks)) for run in batch]
-            return self._client.reserve_parts(namespace, keys, parts, parents, requests=requests)
-        (run,) = batch
-        parent = run.parents[:KEY_BYTES]
-        reserved: list[Reservation] = []
-        try:
-            for part in parts:
-                before = None if parent == NO_PARENT else parent
-                reserved.append(
-                    self._client.reserve(
-                        namespace, keys, part=part, parent=before, request=run.request
-                    )
-                )
-        except KvpoolError:
-            for reservation in reserved:
-                reservation.abort()
-            raise
-        return reserved
-
-    def _commit(self, reservations: Sequence[Reservation]) -> list[int]:
-        if self._client.puts_parts:
-            return self._client.commit_parts(reservations)
-        return [self._client.commit(reservation) for reservation in reservations]
+        parents = b"".join([run.parents for run in batch])
+        requests = [(run.request, len(run.blocks)) for run in batch]
+        return self._client.reserve_parts(namespace, keys, parts, parents, requests=requests)
 
 
 def _mine(at: int, job: SaveJob, save: GroupSave, held: GroupPages) -> _Run | None:

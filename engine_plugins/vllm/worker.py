@@ -104,7 +104,6 @@ class WorkerHalf:
     ) -> None:
         self._verify = verify
         self._reuse_wait_s = reuse_wait_s
-        self._unverified = False  # that it cannot be was logged
         self._client = client
         self._attachment = attachment
         life = 0 if attachment is None else attachment.life
@@ -363,11 +362,6 @@ class WorkerHalf:
 
     def _check_bytes(self, lease: Lease) -> None:
         """Raises `LeaseLost` if any slot is not what was saved. The load is lost: its blocks are computed."""
-        if any(slots.checksums is None for slots in lease.slots.values()) and not self._unverified:
-            self._unverified = True
-            log.warning(
-                "verify_loads: the daemon gives no checksums, so nothing is loaded: upgrade it, or switch verify_loads off"
-            )
         wrong = {part: slots.wrong() for part, slots in lease.slots.items()}
         for part, indices in wrong.items():
             lease.report(part, indices)

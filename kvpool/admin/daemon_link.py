@@ -198,7 +198,6 @@ def _introduce(entrance: Entrance, client: str) -> socket.socket:
             client,
             entrance.token,
             entrance.operator_token,
-            oldest=frame.PROTOCOL_OLDEST,
         )
         try:
             sock.sendall(frame.encode(hello, 1))

@@ -90,9 +90,8 @@ def evict(
         "tiers": tier or [],
         "unused_s": period(unused_s) if unused_s else 0.0,
         "least_bytes": size(least) if least else 0,
+        "everything": everything,
     }
-    if everything:  # only then: daemons of earlier versions do not know it
-        spec["everything"] = True
     with base.client_of(socket, tenant) as client:
         digest = base.resolve(client, tenant, namespace).hex() if namespace else ""
         spec["namespace"] = digest

@@ -12,7 +12,7 @@ import typer
 
 from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, AsJson, Socket, TenantHere, app
-from kvpool.errors import InvalidRequest, Unavailable
+from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvpool.client import OperatorClient
@@ -177,8 +177,6 @@ def _objects(
 
     base.only_here(command, socket)
     with base.daemon_client(socket, tenant) as client:
-        if not client.serves_each:
-            raise Unavailable("the daemon is older than this command and has no objects: upgrade")
         objects = Objects(client, tenant_id, verify=verify)
         objects.spaces.look()
         yield client, objects

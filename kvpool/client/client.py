@@ -29,11 +29,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.client.connection import TIMEOUT_S_MAX, Connection
+from kvpool.client.connection import TIMEOUT_S_MAX
 from kvpool.client.connections import Connections
 from kvpool.client.copying import CopyIn, copy_out, part_bytes, targets_of, wrong_blocks
 from kvpool.client.namespaces import OpenNamespaces
-from kvpool.client.puts import GrantedPuts, Reservations
+from kvpool.client.puts import GrantedPuts, Reservations, chained
 from kvpool.client.slots import Lease, Reservation, lease_of
 from kvpool.config import default_socket_path
 from kvpool.decoding import decode_json, finite
@@ -43,7 +43,6 @@ from kvpool.errors import (
     SegmentError,
     StaleEpoch,
     Unavailable,
-    UnknownReservation,
 )
 from kvpool.memory.buffers import Source, row_checksums
 from kvpool.telemetry import node_stats
@@ -58,6 +57,7 @@ from kvpool.types import (
     Namespace,
     NamespaceRecord,
     PauseKind,
+    Presence,
     Recompute,
     check_digest,
     pack_keys,
@@ -70,10 +70,6 @@ if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
 
 RESET_S = 15.0  # longest wait for the cluster's answer, on top of the client's time-out
-PARTS_SINCE = (
-    9  # protocol of the first daemons that know `ReserveParts`, `Dropped` and `CloseNamespace`
-)
-EACH_SINCE = 10  # of the first that know `Present`, `RemoveEach`, `ClearNamespace`, and parents in `Store` and `Reserve`
 INTENT_S = 10.0  # for pins on disks, and the answers of others
 _PAGE = 4096
 
@@ -253,16 +249,9 @@ class Client:
 
     def contains(self, ns: Namespace, keys: Keys, *, part: int = 0) -> npt.NDArray[np.bool_]:
         """For each key, whether the part of the block is on this node."""
-        packed = pack_keys(keys)
-        n = len(packed) // KEY_BYTES
-        if n:
-            try:
-                answer = self._ask_ns(ns, lambda number: client_wire.Contains(number, part, packed))
-            except Unavailable:
-                pass
-            else:
-                return np.frombuffer(answer.data, dtype=np.bool_)
-        return np.zeros(n, dtype=np.bool_)
+        found, _ = self._present((ns,), pack_keys(keys), b"", part, None)
+        here: npt.NDArray[np.bool_] = np.frombuffer(found, dtype=np.uint8) == Presence.MEMORY
+        return here
 
     def present(
         self, ns: Namespace, keys: Keys, *, part: int = 0, wait_s: float = 0.05
@@ -270,8 +259,7 @@ class Client:
         """For each key, where the nearest replica of a part of the block is: a `Presence`, u8 (n,).
 
         Anything above `Presence.NOWHERE` can be had with `wait_s` in `get_into` or `acquire_each`; what is elsewhere, or
-        on disk, may be gone by then. All 0 when the daemon is unreachable. Raises `InvalidRequest` where it is older than
-        this version.
+        on disk, may be gone by then. All 0 when the daemon is unreachable.
 
         wait_s: how long to wait for what others know of blocks that are not on this node; 0: they are not asked.
         """
@@ -295,19 +283,34 @@ class Client:
         others are asked for these only if they are asked for one of `keys`.
         Raises `LimitExceeded` for more than 16 namespaces, or 65,536 keys in all of them together.
         """
-        packed, further = pack_keys(keys), pack_keys(beside)
-        n, asked = len(packed) // KEY_BYTES, len(namespaces)
-        data = b""
-        if asked and (packed or further):
-            seconds = finite(wait_s, "wait_s")
-            rest = part, packed, seconds, first, further
+        packed, asked = pack_keys(keys), len(namespaces)
+        seconds = finite(wait_s, "wait_s")
+        data, besides = self._present(
+            namespaces, packed, pack_keys(beside), part, seconds, first=first
+        )
+        n = len(packed) // KEY_BYTES
+        return [data[n * at : n * at + n] for at in range(asked)], besides
+
+    def _present(
+        self,
+        namespaces: Sequence[Namespace],
+        packed: bytes,
+        beside: bytes,
+        part: int,
+        wait_s: float | None,
+        *,
+        first: bool = False,
+    ) -> tuple[bytes, bytes]:
+        """Return a `Presence` for each namespace and key, and one for each key beside. wait_s: None: only in memory."""
+        n = len(packed) // KEY_BYTES * len(namespaces)
+        data = bytes(n + len(beside) // KEY_BYTES)
+        if namespaces and data:
+            rest = part, packed, wait_s, first, beside
             try:
-                data = self._ask_each(client_wire.Present, namespaces, rest, seconds)
+                data = self._ask_each(client_wire.Present, namespaces, rest, wait_s or 0.0)
             except Unavailable:
                 pass
-        data = data or bytes(n * asked + len(further) // KEY_BYTES)
-        rows = [data[n * at : n * at + n] for at in range(asked)]
-        return rows, data[n * asked :]
+        return data[:n], data[n:]
 
     def acquire_each(
         self,
@@ -511,13 +514,9 @@ class Client:
             copy_out(slots, targets, here, complete=lease.blocks == n)
             valid = lease.valid
             if ns.verify and valid:
-                try:
-                    wrong = wrong_blocks(slots, targets, here)
-                except Unavailable:  # an older daemon, whose blocks this client does not take
-                    valid = False
-                else:
-                    here[wrong] = False
-                    lease.report(part, wrong)
+                wrong = wrong_blocks(slots, targets, here)
+                here[wrong] = False
+                lease.report(part, wrong)
         finally:
             self._connections.release_later(lease.token)
         if not valid:
@@ -557,11 +556,23 @@ class Client:
         Raises `PoolFull`, `LimitExceeded`, `Unavailable`.
         """
         packed = pack_keys(keys)
+        requests = [(request, len(packed) // KEY_BYTES)] if request else []
+        (reservation,) = self._reserve(ns, packed, [part], chained(packed, parent), requests)
+        return reservation
+
+    def _reserve(
+        self,
+        ns: Namespace,
+        packed: bytes,
+        parts: Sequence[int],
+        parents: bytes,
+        requests: Sequence[tuple[str, int]],
+    ) -> list[Reservation]:
         self._check_writes()
-        if not packed:
-            raise InvalidRequest("a reservation needs at least one key")
+        if not packed or not parts:
+            raise InvalidRequest("a reservation needs at least one key and one part")
         with self._connections.request() as connection:
-            return self._reservations.reserve(connection, ns, part, packed, parent, request=request)
+            return self._reservations.reserve(connection, ns, parts, packed, parents, requests)
 
     def commit(
         self, reservation: Reservation, checksums: bytes | None = None, *, replicas: int = 0
@@ -574,25 +585,10 @@ class Client:
         """
         if not len(reservation.missing):
             return 0
-        if checksums is None:
-            slots = reservation.slots
-            checksums = row_checksums(slots.table, slots.rows, slots.nbytes)
+        given = [_checksums(reservation) if checksums is None else checksums]
         with self._connections.request() as connection:
-            return self._reservations.commit(connection, reservation, checksums, replicas)
-
-    @property
-    def puts_parts(self) -> bool:
-        """Whether the daemon knows `reserve_parts`. False before the first exchange with it."""
-        daemon = self._connections.daemon
-        return daemon is not None and daemon.protocol >= PARTS_SINCE
-
-    @property
-    def serves_each(self) -> bool:
-        """Whether the daemon knows `present`, `clear_namespace` and `remove` from other nodes. False before the first
-        exchange with it.
-        """
-        daemon = self._connections.daemon
-        return daemon is not None and daemon.protocol >= EACH_SINCE
+            (stored,) = self._reservations.commit(connection, [reservation], given, replicas)
+        return stored
 
     def reserve_parts(
         self,
@@ -608,17 +604,10 @@ class Client:
         parents: of each key, the one before it in its prefix chain, or `NO_PARENT`. requests: as for `acquire`, each with
             how many of the keys, in their order, are on its behalf: at least one, and all together no more than there are.
         A part without space is refused as the last keys of a reservation are: its `refused` are all of them.
-        Raises `LimitExceeded` for more than 65,536 keys and parts, `Unavailable`; `InvalidRequest` where the daemon
-        is older than `puts_parts` requires.
+        Raises `PoolFull` if there is no space for any of the parts, `LimitExceeded` also for more than 65,536 keys and
+        parts, and `Unavailable`.
         """
-        packed, before = pack_keys(keys), pack_keys(parents)
-        self._check_writes()
-        if not packed or not parts:
-            raise InvalidRequest("a reservation needs at least one key and one part")
-        with self._connections.request() as connection:
-            if connection.daemon.protocol < PARTS_SINCE:
-                raise InvalidRequest("the daemon is too old to reserve several parts at once")
-            return self._reservations.reserve_parts(connection, ns, parts, packed, before, requests)
+        return self._reserve(ns, pack_keys(keys), parts, pack_keys(parents), requests)
 
     def commit_parts(self, reservations: Sequence[Reservation], *, replicas: int = 0) -> list[int]:
         """As `commit`, in one exchange, of what `reserve_parts` gave. How many blocks of each are new.
@@ -629,17 +618,9 @@ class Client:
         open_ = [reservation for reservation in reservations if len(reservation.missing)]
         if not open_:
             return [0] * len(reservations)
-        checksums = [
-            row_checksums(slots.table, slots.rows, slots.nbytes)
-            for slots in (reservation.slots for reservation in open_)
-        ]
+        checksums = [_checksums(reservation) for reservation in open_]
         with self._connections.request() as connection:
-            stored = self._reservations.commit_parts(connection, open_, checksums, replicas)
-        if -1 in stored:
-            raise UnknownReservation(
-                f"{stored.count(-1)} of {len(stored)} reservations are not open: put their blocks again"
-            )
-        counts = iter(stored)
+            counts = iter(self._reservations.commit(connection, open_, checksums, replicas))
         return [next(counts) if len(reservation.missing) else 0 for reservation in reservations]
 
     def abort(self, reservation: Reservation) -> None:
@@ -671,7 +652,8 @@ class Client:
         `Unavailable`, `InvalidRequest`.
         """
         packed = pack_keys(keys)
-        stored, refused = self._put(ns, packed, blocks, part, parent, replicas, request=request)
+        parents = chained(packed, parent)
+        stored, refused = self._put(ns, packed, blocks, part, parents, replicas, request)
         if refused:
             raise PoolFull(
                 f"{refused} of {len(packed) // KEY_BYTES} blocks found no space: leases, reservations or hard "
@@ -699,7 +681,7 @@ class Client:
         n = len(packed) // KEY_BYTES
         before = bytes(len(packed)) if parents is None else pack_keys(parents)
         try:
-            _, refused = self._put(ns, packed, blocks, part, None, replicas, before, request)
+            _, refused = self._put(ns, packed, blocks, part, before, replicas, request)
         except PoolFull:
             refused = n
         stored = np.ones(n, dtype=np.bool_)
@@ -714,10 +696,9 @@ class Client:
         packed: bytes,
         blocks: Any,
         part: int,
-        parent: bytes | None,
+        parents: bytes,
         replicas: int,
-        parents: bytes = b"",
-        request: str = "",
+        request: str,
     ) -> tuple[int, int]:
         """How many blocks are new, and how many of the last ones found no space. Raises `PoolFull` if none did."""
         self._check_writes()
@@ -726,14 +707,13 @@ class Client:
         if not n:
             return 0, 0
         if self._granted_puts.fits(ns, part, source):
-            found = self._granted_puts.put(
-                *(ns, packed, source, part, parent, replicas, parents, request)
-            )
+            found = self._granted_puts.put(ns, packed, source, part, parents, replicas, request)
             if found is not None:
                 return found, 0
         with self._connections.request() as connection:
-            reservation = self._reservations.reserve(
-                connection, ns, part, packed, parent, source.total, parents, request
+            requests = [(request, n)] if request else []
+            (reservation,) = self._reservations.reserve(
+                connection, ns, [part], packed, parents, requests, source.total
             )
             stored = 0
             if len(reservation.missing):
@@ -743,7 +723,9 @@ class Client:
                         source, reservation.missing, slots.table, slots.rows, slots.fd
                     )
                     connection.be_patient(source.total)
-                    stored = self._reservations.commit(connection, reservation, checksums, replicas)
+                    (stored,) = self._reservations.commit(
+                        connection, [reservation], [checksums], replicas
+                    )
             stash = connection.daemon.stashes.get((ns.digest, part))
             if stash is not None:
                 stash.ask_first = len(reservation.missing) < n
@@ -757,12 +739,8 @@ class Client:
         Raises `ClusterUnavailable` if some nodes did not remove them in time: repeat it.
         """
         packed = pack_keys(keys)
-        if finite(others_s, "others_s") > 0:
-            gone, _ = self.remove_each((ns,), packed, others_s=others_s)
-            return len(set(compress(split_keys(packed), gone)))
-        if not packed:
-            return 0
-        return int(self._ask_ns(ns, lambda number: client_wire.Remove(number, packed)).value)
+        gone, _ = self.remove_each((ns,), packed, others_s=others_s)
+        return len(set(compress(split_keys(packed), gone)))
 
     def remove_each(
         self,
@@ -775,7 +753,7 @@ class Client:
         """As `remove`, in one exchange, from several namespaces: one byte a key, 1 where any of them had it.
 
         beside: keys that stay; a byte for each tells where its block of the first namespace is, as in `present_in`.
-        Raises `LimitExceeded` as that does, and `InvalidRequest` where the daemon is older than this version.
+        Raises `LimitExceeded` as that does.
         """
         packed, further = pack_keys(keys), pack_keys(beside)
         n = len(packed) // KEY_BYTES
@@ -783,7 +761,7 @@ class Client:
             return bytes(n), bytes(len(further) // KEY_BYTES)
         seconds = finite(others_s, "others_s")
         rest = packed, seconds, further
-        data = self._ask_each(client_wire.RemoveEach, namespaces, rest, max(seconds, 0.0))
+        data = self._ask_each(client_wire.Remove, namespaces, rest, max(seconds, 0.0))
         return data[:n], data[n:]
 
     def clear_namespace(self, ns: Namespace, *, wait_s: float = RESET_S) -> int:
@@ -793,7 +771,6 @@ class Client:
         Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then nothing has changed.
         """
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_number(
                 connection,
                 ns,
@@ -897,7 +874,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= PARTS_SINCE:
+                if number is not None:
                     connection.tell(client_wire.Dropped(number, packed))
         except Unavailable:
             pass  # and who follows has a limit
@@ -919,7 +896,7 @@ class Client:
         Blocks of the session's turn before that this one does not use, and all of a session that has ended, are evicted
         before others; blocks of sessions that will pause for longest go next, where there is too little room. A hint:
         it drops nothing, works in the client's own tenant only, and is skipped while all connections are busy; an
-        unreachable or older daemon is no error.
+        unreachable daemon is no error.
 
         session, agent: at most 256 characters; `agent` is a strand of the session whose turns follow one another. keys:
         of one chain; none: only what else is told is new. pause_s: until the next turn of the session; else `pause` says
@@ -931,7 +908,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= EACH_SINCE:
+                if number is not None:
                     connection.tell(
                         client_wire.SessionTurn(
                             *(number, session, packed, agent, seconds, str(pause or ""), ended),
@@ -958,13 +935,12 @@ class Client:
         seconds = None if pause_s is None else finite(pause_s, "pause_s")
         try:
             with self._connections.request(0.0) as connection:
-                if connection.daemon.protocol >= EACH_SINCE:
-                    connection.tell(
-                        client_wire.SessionTurn(
-                            *(0, session, b"", agent, seconds, str(pause or ""), ended),
-                            nodes=tuple(nodes),
-                        )
+                connection.tell(
+                    client_wire.SessionTurn(
+                        *(0, session, b"", agent, seconds, str(pause or ""), ended),
+                        nodes=tuple(nodes),
                     )
+                )
         except Unavailable:
             pass
 
@@ -972,12 +948,12 @@ class Client:
         """This request has ended: its receipt says so. What is still stored on its behalf is added.
 
         request: as in `acquire` and `put`. session: that it was a turn of. A hint: skipped while all connections are busy;
-        an unreachable or older daemon is no error.
+        an unreachable daemon is no error.
         """
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
-                if number is not None and connection.daemon.protocol >= EACH_SINCE:
+                if number is not None:
                     connection.tell(client_wire.EndRequest(number, request, session))
         except Unavailable:
             pass
@@ -1006,13 +982,12 @@ class Client:
         keys: of a prompt, from its first block on; or else session: see `session_turn`, all its agents in this namespace.
             What other sessions use too is neither expended nor dropped with it.
         dry_run: only answer.
-        Raises `InvalidRequest`, also where the daemon is older than this version, and `Unavailable`.
+        Raises `InvalidRequest` and `Unavailable`.
         """
         packed = pack_keys(keys)
         seconds = finite(for_s, "for_s")
         message = client_wire.Intend(0, str(intent), packed, session, hard, seconds, dry_run)
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_number(
                 connection,
                 ns,
@@ -1044,7 +1019,6 @@ class Client:
             *(0, str(intent), packed, "", hard, seconds, dry_run, check_digest(digest), node)
         )
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = connection.ask(message, self.timeout_s + INTENT_S)
         return decode_answer(answer.data)
 
@@ -1058,7 +1032,7 @@ class Client:
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.pop(ns.digest, None)
-                if number is not None and connection.daemon.protocol >= PARTS_SINCE:
+                if number is not None:
                     connection.tell(client_wire.CloseNamespace(number))
         except Unavailable:
             pass  # it does not count any more once this client has ended
@@ -1209,7 +1183,6 @@ class Client:
         """The answer to a message about several namespaces. rest: of its fields, after their numbers."""
         limit_s = self.timeout_s + wait_s
         with self._connections.request() as connection:
-            _check_protocol(connection, EACH_SINCE)
             answer = self._namespaces.with_numbers(
                 connection,
                 namespaces,
@@ -1242,13 +1215,9 @@ class Client:
             return None
 
 
-def _check_protocol(connection: Connection, since: int) -> None:
-    """Raises `InvalidRequest` for a daemon of an older protocol."""
-    protocol = connection.daemon.protocol
-    if protocol < since:
-        raise InvalidRequest(
-            f"the daemon speaks protocol {protocol}, and this request is of protocol {since}: upgrade it"
-        )
+def _checksums(reservation: Reservation) -> bytes:
+    slots = reservation.slots
+    return row_checksums(slots.table, slots.rows, slots.nbytes)
 
 
 def decode_answer(raw: bytes) -> IntentAnswer:

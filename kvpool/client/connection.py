@@ -55,7 +55,6 @@ class DaemonState:
         weakref.finalize(self, os.close, fd)
         self.incarnation = welcome.incarnation
         self.node = welcome.node
-        self.protocol = welcome.version
         self.segment = Segment.attach(fd, welcome.segment_bytes)
         self.numbers: dict[bytes, int] = {}
         self.stashes: dict[tuple[bytes, int], Stash] = {}

@@ -404,7 +404,7 @@ class Connections:
             try:
                 sock.connect(self._operator_socket)
             except (FileNotFoundError, ConnectionRefusedError, PermissionError):
-                pass  # an older daemon, or a caller who is no operator: the daemon says so when it matters
+                pass  # the caller may be no operator: the daemon says so when it matters
             else:
                 check_owner(sock, self._operator_socket)
                 return
@@ -427,7 +427,6 @@ class Connections:
             self._token,
             self._operator_token,
             device,
-            frame.PROTOCOL_OLDEST,
         )
         try:
             sock.sendall(frame.encode(hello, 1))
@@ -467,9 +466,10 @@ class Connections:
             welcome = client_wire.decode_daemon(frames[0][1])
             if type(welcome) is frame.Error:
                 frame.raise_error(welcome)
+            if type(welcome) is client_wire.Welcome:
+                frame.agree(welcome.version, welcome.version, "the daemon")
             if type(welcome) is not client_wire.Welcome or len(fds) != 1 + bool(welcome.device):
                 raise ProtocolError("the daemon's first answer is not a Welcome with a segment")
-            frame.agree(welcome.version, welcome.version, "the daemon")
             view = LifeView(fds.pop()) if welcome.device else None
             daemon = self._meet(welcome, fds.pop(), sock)
         except LimitExceeded as error:

@@ -14,11 +14,16 @@ from kvpool.client.namespaces import OpenNamespaces
 from kvpool.client.slots import Reservation, Slots
 from kvpool.errors import KvpoolError, UnknownReservation
 from kvpool.memory.buffers import Source
-from kvpool.types import KEY_BYTES, Namespace
+from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 
 ONE_EXCHANGE_BYTES = 32 << 20  # puts up to this size copy first and ask afterwards
+
+
+def chained(packed: bytes, parent: bytes | None) -> bytes:
+    """Return the key before each of these, which are one chain. parent: before the first one, or None if there is none."""
+    return (parent or NO_PARENT) + packed[:-KEY_BYTES]
 
 
 class Reservations:
@@ -32,20 +37,20 @@ class Reservations:
         self,
         connection: Connection,
         ns: Namespace,
-        part: int,
+        parts: Sequence[int],
         packed: bytes,
-        parent: bytes | None,
+        parents: bytes,
+        requests: Sequence[tuple[str, int]] = (),
         patience_bytes: int = 0,
-        parents: bytes = b"",
-        request: str = "",
-    ) -> Reservation:
-        """patience_bytes: of a concurrent copy. parents: of each key, if they are not a chain."""
+    ) -> list[Reservation]:
+        """Return one a part. parents: of each key. patience_bytes: of a concurrent copy."""
         daemon, timeout_s = connection.daemon, self._connections.timeout_s
-        ticket = self._connections.ticket(daemon.incarnation)
+        tickets = [self._connections.ticket(daemon.incarnation) for _ in parts]
 
         def ask(number: int) -> Any:
+            numbers = [ticket.number for ticket in tickets]
             message = client_wire.Reserve(
-                *(number, part, ticket.number, packed, parent or b"", parents, request)
+                *(number, list(parts), numbers, packed, parents, list(requests))
             )
             try:
                 sent = connection.send(message, timeout_s)
@@ -54,12 +59,18 @@ class Reservations:
                 return connection.receive(sent, timeout_s)
             except BaseException as error:
                 if not refused(error):  # the daemon may have reserved
-                    self._connections.abandon(ticket)
+                    for ticket in tickets:
+                        self._connections.abandon(ticket)
                 raise
 
         answer = self._namespaces.with_number(connection, ns, ask)
         count = len(packed) // KEY_BYTES
-        return self._reservation(daemon, ns, part, ticket, count, answer.stride, answer.rows)
+        return [
+            self._reservation(daemon, ns, part, ticket, count, stride, rows)
+            for part, ticket, stride, rows in zip(
+                parts, tickets, answer.strides, answer.rows, strict=True
+            )
+        ]
 
     def _reservation(
         self,
@@ -84,48 +95,16 @@ class Reservations:
             reservation.settled()
         return reservation
 
-    def reserve_parts(
-        self,
-        connection: Connection,
-        ns: Namespace,
-        parts: Sequence[int],
-        packed: bytes,
-        parents: bytes,
-        requests: Sequence[tuple[str, int]] = (),
-    ) -> list[Reservation]:
-        daemon, timeout_s = connection.daemon, self._connections.timeout_s
-        tickets = [self._connections.ticket(daemon.incarnation) for _ in parts]
-
-        def ask(number: int) -> Any:
-            numbers = [ticket.number for ticket in tickets]
-            message = client_wire.ReserveParts(
-                *(number, list(parts), numbers, packed, parents, list(requests))
-            )
-            try:
-                return connection.ask(message, timeout_s)
-            except BaseException as error:
-                if not refused(error):
-                    for ticket in tickets:
-                        self._connections.abandon(ticket)
-                raise
-
-        answer = self._namespaces.with_number(connection, ns, ask)
-        count = len(packed) // KEY_BYTES
-        return [
-            self._reservation(daemon, ns, part, ticket, count, stride, rows)
-            for part, ticket, stride, rows in zip(
-                parts, tickets, answer.strides, answer.rows, strict=True
-            )
-        ]
-
-    def commit_parts(
+    def commit(
         self,
         connection: Connection,
         reservations: Sequence[Reservation],
         checksums: list[bytes],
         replicas: int,
     ) -> list[int]:
-        """How many blocks of each are new; -1 for those that the daemon does not know."""
+        """Return how many blocks of each are new. Raises `UnknownReservation` if the daemon does not know one of them:
+        the others are committed.
+        """
         if any(connection.daemon is not reservation._daemon for reservation in reservations):
             for reservation in reservations:
                 reservation.settled()
@@ -133,7 +112,7 @@ class Reservations:
                 "the daemon that granted these slots has ended; put the blocks again"
             )
         tickets = [reservation.ticket.number for reservation in reservations]
-        message = client_wire.CommitParts(tickets, checksums, replicas)
+        message = client_wire.Commit(tickets, checksums, replicas)
         try:
             stored = list(connection.ask(message, self._connections.timeout_s).stored)
         except BaseException as error:
@@ -144,26 +123,11 @@ class Reservations:
             raise
         for reservation in reservations:
             reservation.settled()
-        return stored
-
-    def commit(
-        self, connection: Connection, reservation: Reservation, checksums: bytes, replicas: int
-    ) -> int:
-        message = client_wire.Commit(reservation.ticket.number, checksums, replicas=replicas)
-        if connection.daemon is not reservation._daemon:
-            reservation.settled()
+        if -1 in stored:
             raise UnknownReservation(
-                "the daemon that granted these slots has ended; put the blocks again"
+                f"{stored.count(-1)} of {len(stored)} reservations are not open: put their blocks again"
             )
-        try:
-            answer = connection.ask(message, self._connections.timeout_s)
-        except BaseException as error:
-            if not refused(error):
-                # It may have been committed or not: the abort that follows settles it.
-                reservation.abandon()
-            raise
-        reservation.settled()
-        return int(answer.value)
+        return stored
 
 
 class GrantedPuts:
@@ -194,10 +158,9 @@ class GrantedPuts:
         packed: bytes,
         source: Source,
         part: int,
-        parent: bytes | None,
+        parents: bytes,
         replicas: int,
-        parents: bytes = b"",
-        request: str = "",
+        request: str,
     ) -> int | None:
         """How many blocks are new; None if the daemon grants too few slots."""
         with self._connections.request() as connection:
@@ -215,8 +178,7 @@ class GrantedPuts:
                     connection,
                     ns,
                     lambda number: self._store(
-                        *(connection, number, ns, packed, source, part, parent, replicas),
-                        *(parents, request),
+                        *(connection, number, ns, packed, source, part, parents, replicas, request)
                     ),
                 )
             except BaseException as error:
@@ -233,9 +195,8 @@ class GrantedPuts:
         packed: bytes,
         source: Source,
         part: int,
-        parent: bytes | None,
-        replicas: int,
         parents: bytes,
+        replicas: int,
         request: str,
     ) -> int | None:
         n = source.n
@@ -267,8 +228,7 @@ class GrantedPuts:
             connection.be_patient(source.total)
             answer = connection.ask(
                 client_wire.Store(
-                    *(number, part, packed_rows, packed, checksums, n, parent or b"", replicas),
-                    *(parents, request),
+                    *(number, part, packed_rows, packed, checksums, n, parents, replicas, request)
                 ),
                 self._connections.timeout_s,
             )

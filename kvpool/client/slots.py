@@ -106,15 +106,14 @@ class Slots:
         """The checksums. Raises as `wrong`."""
         if self.checksums is None:
             raise Unavailable(
-                "the lease has no checksums: acquire it with a namespace opened with verify=True, from a daemon of "
-                "this version"
+                "the lease has no checksums: acquire it with a namespace opened with verify=True"
             )
         return self.checksums
 
     def wrong(self) -> Indices:
         """Which slots in the segment do not have the bytes that were committed.
 
-        Raises `Unavailable` if the lease has no checksums: it was not asked for them, or the daemon is older.
+        Raises `Unavailable` if the lease has no checksums: it was not asked for them.
         """
         table, nbytes = self.table, self.nbytes
         here = np.flatnonzero(self.rows != NO_ROW)

@@ -1,8 +1,7 @@
 """The records of a cluster: nodes, namespaces, settings, configuration. Frozen, JSON on the wire.
 
 Times are stored as durations, never as time stamps, so clocks may differ by any amount.
-Unknown fields of a record are ignored and absent ones have defaults: nodes of two versions share a
-cluster while it is upgraded.
+Unknown fields of a record are ignored and absent ones have defaults.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     """A node as seen by all others. Bound to a lease: it disappears with its node.
 
     incarnation: 16 hex digits, random for each life; a new one after the lease was lost.
-    protocol, protocol_oldest: the supported wire protocols (`kvpool.wire.PROTOCOL_VERSION`); 0 for the oldest: no
-    older one. version: of the package.
+    protocol, protocol_oldest: the newest and the oldest supported wire protocol. version: of the package.
     labels: its location, `zone` and `rack`, and others.
     host: common to all nodes on one machine; empty: not known. numa: the NUMA node of its memory;
     -1: not known, or several. engines: announced there. links: as measured by it; `Peers.links` says which.

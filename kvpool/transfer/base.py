@@ -40,7 +40,7 @@ from kvpool.security.credentials import Credentials
 from kvpool.security.failed_logins import Failures
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
-from kvpool.wire.frame import KEYS_MAX, PROTOCOL_VERSION, Bytes, Done
+from kvpool.wire.frame import KEYS_MAX, Bytes, Done
 from kvpool.wire.peer import (
     GROUP_BLOCKS_MAX,
     GROUP_BYTES,
@@ -66,7 +66,6 @@ class Identity:
     secrets: shared by all daemons of the cluster and known to nobody else; at least 128 random bits each,
         because anyone who talks to a daemon gets material to test guesses on. None: no peers.
     tls: its certificates; None: no TLS. plaintext: it may listen to other machines without TLS.
-    protocol: the newest version that it says it supports; an older one only to test what older daemons meet.
     """
 
     cluster: str
@@ -75,7 +74,6 @@ class Identity:
     secrets: ClusterSecrets = field(default_factory=ClusterSecrets.of, repr=False)
     tls: Credentials | None = field(default=None, repr=False)
     plaintext: bool = False
-    protocol: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ connecting side takes the first of its own that the listener has too.
 Over TLS (`tls`) proofs also cover the connection's binding, so a proof made for a man in the middle proves
 nothing at his other end; and each side must be the node in its certificate. Without TLS, all that follows `Done` is
 authenticated by tags (`sealing`), with keys that are made of the secret and of all that both have sent, both nonces
-included: who passed the handshake on, without the secret, can read everything and change nothing. Daemons of
-protocol 7 and older do not know of tags; with these, there are none.
+included: who passed the handshake on, without the secret, can read everything and change nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kvpool.transfer.stream import Stream
 from kvpool.wire.frame import (
     HELLO_BYTES_MAX,
     NONCE_BYTES,
-    PROTOCOL_OLDEST,
+    PROTOCOL_VERSION,
     Done,
     Message,
     agree,
@@ -46,7 +45,6 @@ from kvpool.wire.peer import PeerChallenge, PeerHello, PeerProof, decode_peer
 
 M = TypeVar("M", bound=Message)
 
-KEYED_SINCE = 8  # the protocol
 LISTENS, CONNECTS = b"listens", b"connects"  # whose proof it is
 LISTENS_KEY, CONNECTS_KEY = b"listener's key", b"connector's key"  # whose bytes it is for
 
@@ -57,10 +55,10 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
     Raises `NotAuthenticated`, `ProtocolError` for another version, and the errors of `Stream`.
     """
     secrets = _secrets(us)
-    hello = PeerHello(us.protocol, us.cluster, us.node, os.urandom(NONCE_BYTES), PROTOCOL_OLDEST)
+    hello = PeerHello(PROTOCOL_VERSION, us.cluster, us.node, os.urandom(NONCE_BYTES))
     stream.send(hello, 1)
     challenge = _answer(stream, PeerChallenge)
-    agreed = agree(challenge.version, challenge.oldest, "the peer")
+    agree(challenge.version, challenge.oldest, "the peer")
     _check_name(stream, challenge.node)
     said = _said(hello, challenge, stream.binding)
     secret = _proved((challenge.proof, *challenge.more), secrets, LISTENS, said)
@@ -70,7 +68,7 @@ def greet(stream: Stream, us: Identity) -> PeerChallenge:
         )
     stream.send(PeerProof(_digest(secret, CONNECTS, said)), 2)
     _answer(stream, Done)
-    _rely_on(secret, stream, us, agreed, said, (CONNECTS_KEY, LISTENS_KEY))
+    _rely_on(secret, stream, us, said, (CONNECTS_KEY, LISTENS_KEY))
     return challenge
 
 
@@ -84,7 +82,7 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     hello = decode_peer(payload)
     if not isinstance(hello, PeerHello):
         raise ProtocolError("the first frame between daemons must be a PeerHello")
-    agreed = agree(hello.version, hello.oldest, "the peer")
+    agree(hello.version, hello.oldest, "the peer")
     if hello.cluster != us.cluster:
         raise NotAuthenticated(
             f"this daemon does not belong to cluster {hello.cluster!r}: set the same name on all daemons of a "
@@ -92,7 +90,7 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
         )
     _check_name(stream, hello.node)
     nonce = os.urandom(NONCE_BYTES)
-    challenge = PeerChallenge(us.protocol, us.node, us.incarnation, nonce, b"", PROTOCOL_OLDEST)
+    challenge = PeerChallenge(PROTOCOL_VERSION, us.node, us.incarnation, nonce, b"")
     said = _said(hello, challenge, stream.binding)
     first, *more = (_digest(secret, LISTENS, said) for secret in secrets)
     stream.send(msgspec.structs.replace(challenge, proof=first, more=tuple(more)), request)
@@ -108,7 +106,7 @@ def admit(stream: Stream, us: Identity, known: Callable[[], None] = lambda: None
     stream.peer_node = hello.node
     known()
     stream.send(Done(), request)
-    _rely_on(secret, stream, us, agreed, said, (LISTENS_KEY, CONNECTS_KEY))
+    _rely_on(secret, stream, us, said, (LISTENS_KEY, CONNECTS_KEY))
     return hello
 
 
@@ -161,7 +159,6 @@ def _rely_on(
     secret: bytes,
     stream: Stream,
     us: Identity,
-    agreed: int,
     said: tuple[object, ...],
     keys: tuple[bytes, bytes],
 ) -> None:
@@ -170,8 +167,7 @@ def _rely_on(
     keys: the roles of ours and of theirs.
     """
     stream.trusted = lambda: secret in us.secrets.current()
-    stream.protocol = min(agreed, us.protocol)
-    if not stream.binding and stream.protocol >= KEYED_SINCE:
+    if not stream.binding:
         ours, theirs = (_digest(secret, role, said) for role in keys)
         stream.use_keys(ours, theirs)
 

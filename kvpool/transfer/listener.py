@@ -30,7 +30,7 @@ from kvpool.transfer.responder import Budgets, Conversation, Converse
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.transfer.tls import open_stream
 from kvpool.wire.faults import Faults
-from kvpool.wire.peer import Fetch, FetchParts
+from kvpool.wire.peer import Fetch
 
 BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which fails a peer's pull
 RESOLVE_S = 10.0
@@ -232,13 +232,13 @@ class Server:
                     self._places.busy(stream)
                 try:
                     conversation.answer(request, message)
-                except KvpoolError:
-                    raise
                 except Exception as error:
-                    internal = self._faults.answer(message, error)
-                    if not isinstance(message, Fetch | FetchParts):  # its bytes may be half sent
-                        refuse(stream, internal, request)
-                    raise internal from error
+                    told = self._faults.answer(message, error)
+                    if told is error:
+                        raise
+                    if not isinstance(message, Fetch):  # its bytes may be half sent
+                        refuse(stream, told, request)
+                    raise told from error
                 with self._lock:
                     self._places.idle(stream)
         except InternalError:  # the peer was told

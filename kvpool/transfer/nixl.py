@@ -54,12 +54,12 @@ from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent, Pieces, Read
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.requester import exchange, fetch_message
-from kvpool.transfer.responder import Budgets, Conversation, parts_of
+from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus, split_keys
 from kvpool.wire.frame import HELLO_BYTES_MAX, Bytes, Done
-from kvpool.wire.peer import Corrupt, Describe, Fetch, FetchParts, Readable, Taken, decode_peer
+from kvpool.wire.peer import Corrupt, Describe, Fetch, Readable, Taken, decode_peer
 from kvpool.wire.worker import AskPeer, OpenLoan, PullBlocks, Pulled
 
 GROUP_BYTES = 2 << 20  # read at once, then verified while the next ones are read
@@ -199,8 +199,8 @@ class _Conversation(Conversation):
         super().__init__(stream, memory, source, limits, budgets, precedence)
         self._agent = agent
 
-    def _lend_and_send(self, request: int, fetch: Fetch | FetchParts) -> None:
-        if isinstance(fetch, FetchParts):
+    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
+        if len(fetch.parts) != 1:
             raise ProtocolError("blocks of several parts are not read over NIXL at a time")
         stream, agent = self._stream, self._agent
         deadline = stream.deadline
@@ -210,7 +210,7 @@ class _Conversation(Conversation):
                 wanted = OpenLoan(
                     fetch.tenant,
                     fetch.digest,
-                    parts_of(fetch),
+                    fetch.parts,
                     deadline.left(),
                     fetch.trace,
                 )

@@ -19,7 +19,6 @@ from kvpool.wire.peer import (
     Corrupt,
     Fetch,
     Fetched,
-    FetchParts,
     LongQuestion,
     PartKeys,
     Question,
@@ -29,8 +28,6 @@ from kvpool.wire.peer import (
 from kvpool.wire.worker import PullBlocks
 
 M = TypeVar("M", bound=Message)
-
-PARTS_SINCE = 10  # the protocol of `FetchParts`
 
 # The longest possible answer: a flag, a checksum and a row (over NIXL) for each key, or metadata.
 ANSWER_BYTES_MAX = KEYS_MAX * (1 + CHECKSUM_BYTES + 4) + (64 << 10)
@@ -45,15 +42,11 @@ def fetch(
     stop: Stop,
     precedence: Priority,
 ) -> None:
-    """Bring these blocks of an order here over one connection: one request, or one a part with older peers.
+    """Bring these blocks of an order here over one connection, with one request.
 
     `outcome` is right for every block at any moment, so also when this raises: the errors of `Stream`,
     the peer's error, or `ProtocolError`. `Refused` leaves the stream usable, all others do not.
     """
-    if len(runs) > 1 and stream.protocol < PARTS_SINCE:
-        for run in runs:
-            fetch(stream, order, [run], memory, outcome, stop, precedence)
-        return
     first = runs[0].at
     answer = exchange(stream, fetch_message(order, runs, stream.deadline), first + 1, Fetched)
     _check_present(answer, sum(run.end - run.first for run in runs))
@@ -101,21 +94,9 @@ def fetch(
         stream.send(Corrupt(order.tenant, order.digest, number, b"".join(some_keys)), 0)
 
 
-def fetch_message(order: PullBlocks, runs: Sequence[Run], deadline: Deadline) -> Fetch | FetchParts:
-    """The request to an owner for these blocks of an order."""
-    if len(runs) == 1:
-        (run,) = runs
-        return Fetch(
-            order.tenant,
-            order.digest,
-            run.part.part,
-            run.part.nbytes,
-            run.keys,
-            deadline.left(),
-            order.background,
-            trace=order.trace,
-        )
-    return FetchParts(
+def fetch_message(order: PullBlocks, runs: Sequence[Run], deadline: Deadline) -> Fetch:
+    """Return the request to an owner for these blocks of an order."""
+    return Fetch(
         order.tenant,
         order.digest,
         [PartKeys(run.part.part, run.part.nbytes, run.keys) for run in runs],

@@ -13,7 +13,6 @@ from kvpool.errors import (
     InternalError,
     KvpoolError,
     LimitExceeded,
-    NotAuthenticated,
     ProtocolError,
     Unavailable,
 )
@@ -35,13 +34,10 @@ from kvpool.wire.peer import (
     Discard,
     Fetch,
     Fetched,
-    FetchParts,
     LongQuestion,
     Offer,
-    Operate,
     PartKeys,
     Question,
-    SessionNews,
     decode_peer,
 )
 from kvpool.wire.worker import OpenLoan
@@ -112,9 +108,7 @@ class Conversation:
         self._limits = limits
         self._budgets = budgets
         self._precedence = precedence
-        self._fetched: Fetch | FetchParts | None = (
-            None  # the last one, whose blocks it may report as corrupt
-        )
+        self._fetched: Fetch | None = None  # the last one, whose blocks it may report as corrupt
 
     def hear(self) -> tuple[int, Message]:
         """Wait for a request: its number, and what it is. Raises the errors of `Stream`, and `ProtocolError`."""
@@ -129,7 +123,7 @@ class Conversation:
     def answer(self, request: int, message: Message) -> None:
         """Answer it. Raises as `hear` does."""
         stream = self._stream
-        if isinstance(message, (Fetch, FetchParts)):
+        if isinstance(message, Fetch):
             self._fetched = message
             stream.deadline = Deadline(message.deadline_s)
             self._send_blocks(request, message)
@@ -148,8 +142,6 @@ class Conversation:
             self._check_name(question.node)
         if isinstance(question, (Offer, Discard)):
             stream.deadline = Deadline(question.deadline_s)
-        if isinstance(question, (Discard, SessionNews)) and not self._takes_orders(request):
-            return
         try:
             answer = encode(self._source.asked(question), request)
         except KvpoolError as error:
@@ -161,8 +153,6 @@ class Conversation:
         """Answer when there is news. A peer that has gone meanwhile ends the request."""
         stream = self._stream
         self._check_name(question.node)
-        if isinstance(question, Operate) and not self._takes_orders(request):
-            return
         stream.deadline = Deadline(min(question.wait_s, AWAIT_S_MAX) + AWAIT_LATE_S)
         try:
             owed = self._source.answer_later(question)
@@ -186,17 +176,6 @@ class Conversation:
         if isinstance(error, InternalError):
             raise error
 
-    def _takes_orders(self, request: int) -> bool:
-        """Whether nobody else can have written what comes on this connection; else the request is refused."""
-        if self._stream.authentic:
-            return True
-        unsafe = NotAuthenticated(
-            "requests that change a node are taken over TLS, or from daemons of protocol 8 or newer: upgrade the node "
-            "that was asked first"
-        )
-        self._decline(request, unsafe)
-        return False
-
     def _check_name(self, node: str) -> None:
         """Raises `ProtocolError` unless this is the node whose connection it is: others rely on the name."""
         if node != self._stream.peer_node:
@@ -210,7 +189,7 @@ class Conversation:
         sent = self._fetched
         if sent is None or (report.tenant, report.digest) != (sent.tenant, sent.digest):
             raise ProtocolError("a Corrupt does not match the connection's last Fetch")
-        found = [part for part in parts_of(sent) if part.part == report.part]
+        found = [part for part in sent.parts if part.part == report.part]
         if not found:
             raise ProtocolError("a Corrupt does not match the connection's last Fetch")
         if len(report.keys) % KEY_BYTES or not set(split_keys(report.keys)).issubset(
@@ -245,7 +224,7 @@ class Conversation:
                 Corrupt(report.tenant, report.digest, report.part, b"".join(broken))
             )
 
-    def _send_blocks(self, request: int, fetch: Fetch | FetchParts) -> None:
+    def _send_blocks(self, request: int, fetch: Fetch) -> None:
         """Send the wanted blocks that are present, or the reason why not."""
         try:
             size = self._size(fetch)
@@ -263,21 +242,16 @@ class Conversation:
         finally:
             budget.give(size)
 
-    def _size(self, fetch: Fetch | FetchParts) -> int:
-        parts = parts_of(fetch)
-        start, stop = (fetch.start, fetch.stop) if isinstance(fetch, Fetch) else (0, 0)
+    def _size(self, fetch: Fetch) -> int:
+        parts = fetch.parts
         if (
-            stop
-            or not 0 < len(parts) <= PARTS_MAX
+            not 0 < len(parts) <= PARTS_MAX
             or len({part.part for part in parts}) != len(parts)
-            or any(
-                len(part.keys) % KEY_BYTES or part.nbytes <= 0 or not 0 <= start <= part.nbytes
-                for part in parts
-            )
+            or any(len(part.keys) % KEY_BYTES or part.nbytes <= 0 for part in parts)
         ):
             raise ProtocolError("a Fetch has invalid parts, keys or sizes")
         count = sum(len(part.keys) for part in parts) // KEY_BYTES
-        size = sum(len(part.keys) // KEY_BYTES * (part.nbytes - start) for part in parts)
+        size = sum(len(part.keys) // KEY_BYTES * part.nbytes for part in parts)
         if count > KEYS_MAX or (count > 1 and size > self._limits.fetch_bytes_max):
             raise LimitExceeded(
                 f"a Fetch of {count} keys and {size} bytes; the limits are {KEYS_MAX} keys and "
@@ -285,12 +259,12 @@ class Conversation:
             )
         return size
 
-    def _lend_and_send(self, request: int, fetch: Fetch | FetchParts) -> None:
+    def _lend_and_send(self, request: int, fetch: Fetch) -> None:
         try:
             wanted = OpenLoan(
                 fetch.tenant,
                 fetch.digest,
-                parts_of(fetch),
+                fetch.parts,
                 self._stream.deadline.left(),
                 fetch.trace,
             )
@@ -303,8 +277,7 @@ class Conversation:
             header = encode(Fetched(present, lent.checksums), request)
             # The kernel has copied the bytes when this returns, so the slots are free again:
             # sent or not, nothing refers to them any more.
-            start = fetch.start if isinstance(fetch, Fetch) else 0
-            sendings = self._sendings(memoryview(header), lent.segment, found, start)
+            sendings = self._sendings(memoryview(header), lent.segment, found)
             if fetch.background:
                 sendings = _pieces(chain.from_iterable(sendings))
             for buffers in sendings:
@@ -316,7 +289,7 @@ class Conversation:
                 self._source.give_back(lent.token)
 
     def _sendings(
-        self, header: memoryview, segment: int, parts: Sequence[LoanRows], start: int
+        self, header: memoryview, segment: int, parts: Sequence[LoanRows]
     ) -> Iterator[list[memoryview]]:
         """The header and the blocks, in order: all at once, or with keys by groups, each with its tag behind it.
 
@@ -327,30 +300,18 @@ class Conversation:
         for part in parts:
             count = len(part.rows) // 4
             if not self._stream.keyed:
-                ahead += self._spans(segment, part, part.rows, start)
+                ahead += self._spans(segment, part, part.rows)
                 continue
             for low, high in groups_of(part.nbytes, count):
-                spans = self._spans(segment, part, part.rows[4 * low : 4 * high], start)
+                spans = self._spans(segment, part, part.rows[4 * low : 4 * high])
                 yield [*ahead, *spans]
                 ahead = self._stream.tag(spans)
         if ahead:
             yield ahead
 
-    def _spans(self, segment: int, part: LoanRows, rows: bytes, start: int) -> list[memoryview]:
-        """The wanted bytes of these rows. Peers of protocol 9 and older may have the beginning of each already."""
-        if not rows or start == part.nbytes:
-            return []
-        if not start:
-            return self._memory.spans(segment, part.stride, part.nbytes, rows)
-        blocks = self._memory.blocks(segment, part.stride, part.nbytes, rows)
-        return [block[start:] for block in blocks]
-
-
-def parts_of(fetch: Fetch | FetchParts) -> list[PartKeys]:
-    """The wanted blocks, by part."""
-    if isinstance(fetch, FetchParts):
-        return fetch.parts
-    return [PartKeys(fetch.part, fetch.nbytes, fetch.keys)]
+    def _spans(self, segment: int, part: LoanRows, rows: bytes) -> list[memoryview]:
+        """Return the bytes of these rows."""
+        return self._memory.spans(segment, part.stride, part.nbytes, rows) if rows else []
 
 
 Converse = Callable[[Stream, Memory, Source, TransferLimits, Budgets, Priority], Conversation]

@@ -46,12 +46,11 @@ class Stream:
     After any of these the stream can only be closed: its position in the conversation is unknown.
 
     peer_node: the peer's node, by its certificate, or by its own message once it has been admitted
-    to the cluster; None: not known. protocol: the version that both ends support, once they have met. binding: a value shared by only the two ends of this connection;
-    empty: there is none. trusted: whether what the peer has authenticated with is still accepted.
+    to the cluster; None: not known. binding: a value shared by only the two ends of this connection; empty: there is
+    none. trusted: whether what the peer has authenticated with is still accepted.
     """
 
     peer_node: str | None = None
-    protocol: int = 0
     binding: bytes = b""
     trusted: Callable[[], bool] = staticmethod(lambda: True)
     _seals: tuple[Sealer, Sealer] | None = None  # for sending and for receiving
@@ -94,11 +93,6 @@ class Stream:
     def keyed(self) -> bool:
         """Whether it has keys, by `use_keys`."""
         return self._seals is not None
-
-    @property
-    def authentic(self) -> bool:
-        """Whether nobody in between can have changed or added anything."""
-        return self._seals is not None or self.binding != b""
 
     def send(self, message: Message, request: int) -> None:
         self.send_frame(encode(message, request))

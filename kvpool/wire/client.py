@@ -7,19 +7,18 @@ type  message          direction             answer
 10    OpenNamespace    client → daemon       Opened
 11    Reserve          client → daemon       Reserved
 12    Reserved         daemon → client
-13    Commit           client → daemon       Done: blocks newly stored
+13    Commit           client → daemon       Committed
 14    Abort            client → daemon       Done, or none
 15    Acquire          client → daemon       Leased
 16    Leased           daemon → client
 17    Join             client → daemon       Leased
 18    Release          client → daemon       Done, or none
 19    Match            client → daemon       Done: blocks
-20    Contains         client → daemon       Bytes: one byte a key, 0 or 1
-22    Remove           client → daemon       Done: blocks removed
+22    Remove           client → daemon       Bytes: 0 or 1 a key, and a `Presence` of those beside
 23    Pin              client → daemon       Done: blocks pinned or unpinned
 24    Stats            client → daemon       Bytes: a JSON object
 25    Pull             client → daemon       Done: blocks now here
-26    Grant            client → daemon       Reserved
+26    Grant            client → daemon       Granted
 27    Store            client → daemon       Stored
 28    Stored           daemon → client
 29    GiveBack         client → daemon       Done, or none
@@ -28,7 +27,6 @@ type  message          direction             answer
 49    CorruptSlots     client → daemon       Done: blocks dropped; or none
 50    FollowEvents     client → daemon       Done: 1 if they are followed; or none
 51    Follow           client → daemon       Done: blocks now here
-52    Progress         client → daemon       Done, or none: clients of protocol 9 and older
 53    AnnounceEngine   client → daemon       Done: 1 if it is announced; or none
 54    Engines          client → daemon       Bytes: a JSON array
 58    Prefixes         client → daemon       Bytes: a JSON object
@@ -36,15 +34,12 @@ type  message          direction             answer
 88    CloseNamespace   client → daemon       Done, or none
 134   Present          client → daemon       Bytes: a `Presence` a key, for each namespace, and of those beside
 135   ClearNamespace   client → daemon       Done: the new epoch
-138   RemoveEach       client → daemon       Bytes: 0 or 1 a key, and a `Presence` of those beside
 140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
 149   EndRequest       client → daemon       Done: 1 if it is known; or none
 145   WhyMissing       client → daemon       Bytes: a JSON object
 148   Intend           client → daemon       Bytes: a JSON object
-130   ReserveParts     client → daemon       ReservedParts
-131   ReservedParts    daemon → client
-132   CommitParts      client → daemon       CommittedParts
-133   CommittedParts   daemon → client
+131   Granted          daemon → client
+133   Committed        daemon → client
 """
 
 from __future__ import annotations
@@ -56,6 +51,7 @@ import msgspec
 from kvpool.decoding import Finite
 from kvpool.types import PARTS_MAX, EngineRecord
 from kvpool.wire.frame import (
+    PROTOCOL_OLDEST,
     AnyDigest,
     Bytes,
     Count,
@@ -67,7 +63,6 @@ from kvpool.wire.frame import (
     Integer,
     Integers,
     Message,
-    Parent,
     ReadOnly,
     Tickets,
 )
@@ -91,7 +86,7 @@ class Hello(Message, tag=1):
     token: str | None = None
     operator: str = ""
     device: bool = False
-    oldest: Count = 0
+    oldest: Count = PROTOCOL_OLDEST
 
 
 class Welcome(Message, tag=2):
@@ -142,45 +137,12 @@ class Opened(Message, tag=36):
 
 
 class Reserve(Message, tag=11):
-    """`ticket` names the reservation; the client chooses it, so that it can abort without having seen the answer.
+    """Slots for the same keys in each of some parts.
 
-    `parent`: the key before the first one in the prefix chain, or empty. `parents`: see `Store`. `request`: see `Acquire`.
-    """
-
-    ns: Count
-    part: Integer
-    ticket: Count
-    keys: bytes
-    parent: Parent = b""
-    parents: bytes = b""
-    request: str = ""
-
-
-class Reserved(Message, tag=12):
-    """`rows`: one a key, `NO_ROW` where the block is present already."""
-
-    stride: Count
-    rows: bytes
-
-
-class Commit(Message, tag=13):
-    """`checksums`: 16 bytes for each row handed out, in order. `indices` (u32) commits only these keys.
-
-    `replicas`: wanted in the cluster; 0: the namespace's setting.
-    """
-
-    ticket: Count
-    checksums: bytes
-    indices: bytes = b""
-    replicas: Integer = 0
-
-
-class ReserveParts(Message, tag=130):
-    """`Reserve` of the same keys in several parts. `tickets`: one a part.
-
-    `parents`: 16 bytes a key, the one before it in its prefix chain, zeros if there is none: the keys may be of several
-    chains. `requests`: as in `Acquire`, each with how many of the keys, in their order, belong to it, at least one; what
-    is left is nobody's, as is what has an empty label. At most 4096 of them.
+    `tickets`: one a part; each names a reservation. The client chooses them, so that it can abort without having seen
+    the answer. `parents`: 16 bytes a key, the one before it in its prefix chain, zeros if there is none: the keys may
+    be of several chains. `requests`: as in `Acquire`, each with how many of the keys, in their order, belong to it, at
+    least one; what is left is nobody's, as is what has an empty label. At most 4096 of them.
     """
 
     ns: Count
@@ -191,32 +153,30 @@ class ReserveParts(Message, tag=130):
     requests: list[tuple[str, Integer]] = msgspec.field(default_factory=list)
 
 
-class ReservedParts(Message, tag=131):
-    """One a part. `rows`: as in `Reserved`; fewer than keys, or none at all, where there was no space."""
+class Reserved(Message, tag=12):
+    """One a part. `rows`: one a key, `NO_ROW` where the block is present already; fewer than keys, or none at all,
+    where there was no space. Without space for any part the answer is an error.
+    """
 
     strides: list[Count]
     rows: list[bytes]
 
 
-class CommitParts(Message, tag=132):
-    """`Commit` of several reservations. `checksums`: one a ticket."""
+class Commit(Message, tag=13):
+    """Make reserved slots readable. `checksums`: one a ticket, 16 bytes for each row handed out, in order.
+
+    `replicas`: wanted in the cluster; 0: the namespace's setting.
+    """
 
     tickets: Tickets
     checksums: Annotated[list[bytes], msgspec.Meta(max_length=PARTS_MAX)]
     replicas: Integer = 0
 
 
-class CommittedParts(Message, tag=133):
+class Committed(Message, tag=133):
     """`stored`: how many blocks of each are new; -1: this client had not reserved it."""
 
     stored: list[Integer]
-
-
-class Progress(Message, tag=52):
-    """A hint of clients of protocol 9 and older, about slots that are not committed. It is ignored."""
-
-    ticket: Count
-    nbytes: Count
 
 
 class Abort(Message, tag=14):
@@ -313,17 +273,9 @@ class Match(ReadOnly, tag=19):
     parts: Integers
 
 
-class Contains(ReadOnly, tag=20):
-    """Which of the blocks are present."""
-
-    ns: Count
-    part: Integer
-    keys: bytes
-
-
 class Present(ReadOnly, tag=134):
     """Where one part of each of the blocks is, if anywhere, in each of some namespaces. `wait_s`: for the answers of
-    others.
+    others; None: only this node's memory is looked at.
 
     `first`: a block that is in memory in one namespace is not looked for in those after it. `beside`: further keys,
     looked for in the first namespace only; others are asked for them only if they are asked for one of `keys`.
@@ -332,19 +284,12 @@ class Present(ReadOnly, tag=134):
     namespaces: list[Count]
     part: Integer
     keys: bytes
-    wait_s: Finite
+    wait_s: Finite | None
     first: bool = False
     beside: bytes = b""
 
 
 class Remove(Message, tag=22):
-    """Remove the blocks from all tiers of this node."""
-
-    ns: Count
-    keys: bytes
-
-
-class RemoveEach(Message, tag=138):
     """Remove the blocks of several namespaces from all tiers of this node. Which of the keys were in any of them?
 
     `others_s`: then also from all other nodes, within this time; 0: not. `beside`: further keys, which stay: where
@@ -450,11 +395,18 @@ class Grant(Message, tag=26):
     count: Count
 
 
+class Granted(Message, tag=131):
+    """`rows`: as many as there are, at most `count`."""
+
+    stride: Count
+    rows: bytes
+
+
 class Store(Message, tag=27):
     """Granted slots have been written; these are their keys and checksums. One exchange a put.
 
-    `count`: how many granted slots the client wants for the next one. `replicas`: see `Commit`. `parents`: as in
-    `ReserveParts`, where the keys are not a chain; else empty. `request`: see `Acquire`.
+    `count`: how many granted slots the client wants for the next one. `replicas`: see `Commit`. `parents`: see
+    `Reserve`. `request`: see `Acquire`.
     """
 
     ns: Count
@@ -463,9 +415,8 @@ class Store(Message, tag=27):
     keys: bytes
     checksums: bytes
     count: Count
-    parent: Parent = b""
+    parents: bytes
     replicas: Integer = 0
-    parents: bytes = b""
     request: str = ""
 
 
@@ -592,18 +543,13 @@ ClientMessage = (
     | OpenNamespace
     | Reserve
     | Commit
-    | ReserveParts
-    | CommitParts
-    | Progress
     | Abort
     | Acquire
     | Join
     | Release
     | CorruptSlots
     | Match
-    | Contains
     | Remove
-    | RemoveEach
     | Pin
     | Stats
     | Pull
@@ -627,16 +573,7 @@ ClientMessage = (
     | OperatorMessage
 )
 DaemonMessage = (
-    Welcome
-    | Error
-    | Done
-    | Reserved
-    | ReservedParts
-    | CommittedParts
-    | Leased
-    | Bytes
-    | Stored
-    | Opened
+    Welcome | Error | Done | Reserved | Committed | Granted | Leased | Bytes | Stored | Opened
 )
 decode_client = Decoder(ClientMessage)
 decode_daemon = Decoder(DaemonMessage)

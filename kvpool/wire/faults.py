@@ -2,7 +2,7 @@
 
 A request that may change state (any but a `ReadOnly`) ends the process on an unexpected error: the rules may be broken
 half-way. One that changes nothing gets an `InternalError`, and its connection ends. Dispatchers of requests call
-`Faults.answer` for every exception that is no `KvpoolError`.
+`Faults.answer` for every exception.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from kvpool.errors import InternalError
+from kvpool.errors import InternalError, KvpoolError
 from kvpool.wire.client import decode_client
 from kvpool.wire.frame import Message, ReadOnly
 from kvpool.wire.operator import OnNode
@@ -38,8 +38,12 @@ class Faults:
         self._lock = threading.Lock()
         self._logged: dict[str, float] = {}  # when, by request
 
-    def answer(self, message: Message, error: Exception) -> InternalError:
-        """Return what the sender of `message` is told. Raises `error` itself if the request may change state."""
+    def answer(self, message: Message, error: Exception) -> KvpoolError:
+        """Return what the sender of `message` is told: a `KvpoolError` itself, or an `InternalError` for an unexpected
+        error. Raises an unexpected one if the request may change state.
+        """
+        if isinstance(error, KvpoolError):
+            return error
         if isinstance(message, OnNode | Operate):
             message = decode_client(message.request)
         if not isinstance(message, ReadOnly):

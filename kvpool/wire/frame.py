@@ -24,9 +24,7 @@ Times are sent as durations in seconds, never as time stamps.
 `trace` is the W3C `traceparent` of the requester, or empty; invalid or unsampled ones count as empty.
 
 Versions: each side states in its first message the newest and the oldest version that it supports. The lower
-of the two newest is used; a side that does not support it refuses. A new version may append fields
-with defaults to a message: an older side ignores them, a newer side uses the
-defaults. Nothing else of a message changes, and new messages are not sent to older sides.
+of the two newest is used; a side that does not support it refuses.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ import msgspec
 
 from kvpool.decoding import MsgpackDecoder
 from kvpool.errors import KvpoolError, ProtocolError, from_code
-from kvpool.types import DIGEST_BYTES, KEY_BYTES, PARTS_MAX
+from kvpool.types import DIGEST_BYTES, PARTS_MAX
 
-PROTOCOL_VERSION = 10
-PROTOCOL_OLDEST = 6
+PROTOCOL_VERSION = 1
+PROTOCOL_OLDEST = 1
 HEADER = struct.Struct("<II")
 FRAME_BYTES_MAX = 16 << 20
 HELLO_BYTES_MAX = 64 << 10  # what a connection may send before its handshake ends
@@ -73,8 +71,6 @@ AnyDigest = Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 """A shorter one is a wrong one, and counted as a failed login."""
-Parent = Annotated[bytes, msgspec.Meta(max_length=4 * KEY_BYTES)]
-"""A block's key, or empty: its receiver says what is wrong with any other."""
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -89,24 +85,20 @@ class ReadOnly(Message):
 
 
 def spoken(version: int, oldest: int) -> int | None:
-    """The version to use with a side that supports these; None: there is none. oldest: 0 for `version`."""
+    """Return the version to use with a side that supports `oldest` to `version`, or None if there is none."""
     lower = min(version, PROTOCOL_VERSION)
-    return lower if lower >= max(oldest or version, PROTOCOL_OLDEST) else None
+    return lower if lower >= max(oldest, PROTOCOL_OLDEST) else None
 
 
 def agree(version: int, oldest: int, whose: str) -> int:
-    """As `spoken`. Raises `ProtocolError`. whose: "the client", "the peer"."""
+    """Return what `spoken` does. Raises `ProtocolError` if that is None. whose: "the client", "the peer"."""
     found = spoken(version, oldest)
     if found is None:
         raise ProtocolError(
-            f"this side supports protocol {_range(PROTOCOL_VERSION, PROTOCOL_OLDEST)}, {whose} "
-            f"{_range(version, oldest)}: install the same or adjacent versions of kvpool on both sides"
+            f"{whose} speaks protocol {version} and none below {oldest}, this side {PROTOCOL_VERSION} and none below "
+            f"{PROTOCOL_OLDEST}: install the same version of kvpool on both sides"
         )
     return found
-
-
-def _range(version: int, oldest: int) -> str:
-    return f"{oldest} to {version}" if 0 < oldest < version else str(version)
 
 
 class Error(Message, tag=3):

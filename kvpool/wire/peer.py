@@ -5,9 +5,8 @@ type  message          direction             answer
 40    PeerHello        daemon → daemon       PeerChallenge
 41    PeerChallenge    daemon → daemon       PeerProof
 42    PeerProof        daemon → daemon       Done
-43    Fetch            daemon → daemon       Fetched, then its bytes
+43    Fetch            daemon → daemon       Fetched, then its bytes, part by part
 44    Fetched          daemon → daemon
-152   FetchParts       daemon → daemon       Fetched, then its bytes, part by part
 45    Ask              daemon → daemon       Done: blocks of the prefix that are there
 46    Corrupt          daemon → daemon       none
 47    Offer            daemon → daemon       Bytes: one byte a key, 1 where the peer has it now
@@ -29,6 +28,7 @@ import msgspec
 
 from kvpool.decoding import Finite
 from kvpool.wire.frame import (
+    PROTOCOL_OLDEST,
     Bytes,
     Count,
     Decoder,
@@ -59,7 +59,7 @@ class PeerHello(Message, tag=40):
     cluster: str
     node: str
     nonce: Nonce
-    oldest: Count = 0
+    oldest: Count = PROTOCOL_OLDEST
 
 
 class PeerChallenge(Message, tag=41):
@@ -70,7 +70,7 @@ class PeerChallenge(Message, tag=41):
     incarnation: str
     nonce: Nonce
     proof: Proof
-    oldest: Count = 0
+    oldest: Count = PROTOCOL_OLDEST
     more: tuple[Proof, ...] = ()
 
 
@@ -78,28 +78,6 @@ class PeerProof(Message, tag=42):
     """Proves that a peer knows one of the listener's secrets."""
 
     proof: Proof
-
-
-class Fetch(ReadOnly, tag=43):
-    """Blocks of one part, wanted by `deadline_s` from now. `nbytes` must be the part's at the owner.
-
-    background: nobody waits for them: they are served when nothing more urgent is.
-
-    Daemons of protocol 9 and older pulled beginnings of blocks before their commit. `start`: the first byte of
-    each that is wanted of committed blocks; 0 from newer ones. `stop`: wanted of blocks that are not committed;
-    must be 0, since an owner reports none.
-    """
-
-    tenant: str
-    digest: Digest
-    part: Part
-    nbytes: Count
-    keys: bytes
-    deadline_s: Finite
-    background: bool = False
-    start: Count = 0
-    stop: Count = 0
-    trace: str = ""
 
 
 class PartKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -110,8 +88,11 @@ class PartKeys(msgspec.Struct, array_like=True, frozen=True, gc=False):
     keys: bytes
 
 
-class FetchParts(ReadOnly, tag=152):
-    """Blocks of several parts, each named once: a `Fetch` of each, in order, with one answer. Since protocol 10."""
+class Fetch(ReadOnly, tag=43):
+    """Blocks of one or more parts, each named once, wanted by `deadline_s` from now.
+
+    background: nobody waits for them: they are served when nothing more urgent is.
+    """
 
     tenant: str
     digest: Digest
@@ -153,7 +134,7 @@ class Holds(ReadOnly, tag=136):
 
 
 class Discard(Message, tag=137):
-    """A client wants these blocks of some namespaces removed from all nodes: see `RemoveEach`. `to`: the node that is
+    """A client wants these blocks of some namespaces removed from all nodes: see `Remove`. `to`: the node that is
     meant.
     """
 
@@ -220,14 +201,10 @@ class Offer(Message, tag=47):
 class Await(ReadOnly, tag=48):
     """Which parts of these blocks are in memory here? Repeated while an engine here computes them.
 
-    Answered at once if any part is here that `known` lacks, else as soon as one is committed, or after
-    `wait_s`. `known`, and the answer: for each key the parts, bit p of byte p // 8, all of one length.
-    `node`: the requester.
-
-    With `dropped` it is also answered when the writer of a block that lacks parts has given it up, and a
-    `FIRST_DROPPED` comes after the masks: the index of the first such key, or the count of keys.
-
-    `heard`: from daemons of protocol 9 and older, about blocks that are not committed. It is ignored.
+    Answered at once if any part is here that `known` lacks, else as soon as one is committed, when the writer of a
+    block that lacks parts has given it up, or after `wait_s`. `node`: the requester. `known`, and the answer: for each
+    key the parts, bit p of byte p // 8, all of one length. Behind the masks of the answer is a `FIRST_DROPPED`: the
+    index of the first key whose block was given up, or the count of keys.
     """
 
     node: str
@@ -236,8 +213,6 @@ class Await(ReadOnly, tag=48):
     keys: bytes
     known: bytes
     wait_s: Finite
-    heard: bytes | None = None
-    dropped: bool = False
 
 
 class Readable(Message, tag=55):
@@ -291,7 +266,6 @@ PeerMessage = (
     | PeerChallenge
     | PeerProof
     | Fetch
-    | FetchParts
     | Fetched
     | Ask
     | Holds

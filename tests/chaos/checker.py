@@ -85,18 +85,6 @@ class History:
             times, totals = self._starved.setdefault(one.who, ([], []))
             times.append(one.at)
             totals.append(one.total_s)
-        self._versions: dict[str, tuple[list[float], list[bool]]] = {}
-        for start in of(Started, self.records):
-            if start.role == "daemon":
-                since, before = self._versions.setdefault(start.who, ([], []))
-                since.append(start.at)
-                before.append(start.before)
-
-    def was_before(self, node: str, at: float) -> bool:
-        """Whether the daemon of a node was one of the version before."""
-        times, before = self._versions.get(node, ([], []))
-        last = bisect.bisect_right(times, at)
-        return last > 0 and before[last - 1]
 
     def operations(self) -> Iterator[tuple[Begin, End]]:
         """Those that are over."""
@@ -155,7 +143,7 @@ def no_wrong_byte(history: History) -> Iterator[Violation]:
 def answered_in_time(history: History) -> Iterator[Violation]:
     """Every operation is answered by its deadline and a second, whatever the answer; see starvation.
 
-    An operation without an end is late if its client lived that long. Nothing is said of the version before.
+    An operation without an end is late if its client lived that long.
     """
     ends_of_clients = {one.who: one.at for one in of(Exited, history.records)}
     for begin in history.begun.values():
@@ -167,8 +155,7 @@ def answered_in_time(history: History) -> Iterator[Violation]:
         else:
             answered = history.last_at
         late = answered - begin.deadline - GRACE_S
-        before = any(history.was_before(begin.node, at) for at in (begin.at, answered))
-        if late <= 0 or before:
+        if late <= 0:
             continue
         machine = history.machine_s(begin, end, answered)
         if late > machine:
@@ -278,7 +265,7 @@ def no_exit_unordered(history: History) -> Iterator[Violation]:
     """A process ends when it is told to, with status 0 if it was asked to, in time; a started daemon serves.
 
     A worker may also be ended by its daemon, if it, or its node, was stopped or is otherwise broken; a daemon may die
-    of a lack of memory. Nothing is said of the version before.
+    of a lack of memory.
     """
     orders: dict[int, list[Ordered]] = defaultdict(list)
     for order in of(Ordered, history.records):
@@ -286,13 +273,10 @@ def no_exit_unordered(history: History) -> Iterator[Violation]:
     faults = history.faults()
     ends = {"worker": ENDS_WORKERS, "daemon": ENDS_DAEMONS}
     served = {one.pid for one in of(Serving, history.records)}
-    before = {one.pid for one in of(Started, history.records) if one.before}
     for one in of(Exited, history.records):
         fatal = [order for order in orders[one.pid] if order.signal in FATAL and order.at <= one.at]
         if not fatal:
             node = one.who.split("/")[0]
-            if one.pid in before or (one.role == "worker" and history.was_before(node, one.at)):
-                continue
             touched = any(
                 fault.what in ends.get(one.role, ())
                 and fault.target == node
@@ -315,8 +299,6 @@ def no_exit_unordered(history: History) -> Iterator[Violation]:
                 continue  # a daemon does not start without them, and its unit starts it again
             what = f"{one.who} ({one.role}, process {one.pid}) ended by itself, status {one.status}"
             yield Violation("no_exit_unordered", one.at, what)
-        elif one.pid in before:
-            continue
         elif all(order.signal != signal.SIGKILL for order in fatal):
             took = one.at - fatal[0].at
             if one.role == "daemon" and one.status != 0:

@@ -92,17 +92,6 @@ def restarted(world: World, target: str, number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def version_before(world: World, target: str, number: int) -> Iterator[None]:
-    """A daemon is one of the version before."""
-    with (
-        world.having(target) as node,
-        noted(world, number, "version", target),
-        world.version_before(node),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def stopped(world: World, target: str, number: int) -> Iterator[None]:
     """A daemon and its workers hang."""
     with world.having(target) as node, noted(world, number, "stop", target):
@@ -428,7 +417,6 @@ FAULTS: dict[str, Callable[[World, str, int], Breaking]] = {
     "stop": stopped,
     "terminate": partial(ended, what="terminate", end=World.terminate),
     "restarts": restarted,
-    "version": version_before,
     "descriptors": without_descriptors,
     "memory": without_memory,
     "kill-worker": _signal("kill-worker", "transfer", signal.SIGKILL),

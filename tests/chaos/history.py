@@ -77,12 +77,11 @@ class FaultEnded(Record, frozen=True):
 
 
 class Started(Record, frozen=True):
-    """A process begins. role: daemon, worker, client, etcd, redis. before: it is one of the version before this."""
+    """A process begins. role: daemon, worker, client, etcd, redis."""
 
     pid: int
     who: str
     role: str
-    before: bool = False
 
 
 class Serving(Record, frozen=True):

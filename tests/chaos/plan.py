@@ -32,7 +32,6 @@ KINDS = (
     Kind("stop", "node", 3, (0.5, 8.0), "SIGSTOP to a daemon and its workers, SIGCONT later"),
     Kind("terminate", "node", 1, (0.0, 2.0), "SIGTERM to a daemon, which is started again later"),
     Kind("restarts", "node", 0.5, (2.0, 20.0), "SIGKILL to a daemon whenever it serves"),
-    Kind("version", "node", 1, (3.0, 15.0), "a daemon of the version before takes its place"),
     Kind("descriptors", "node", 1, (0.5, 6.0), "the control process gets no new descriptors"),
     Kind("memory", "node", 0.5, (0.5, 6.0), "the control process gets no more memory"),
     Kind("kill-worker", "worker", 2, (0.0, 0.0), "SIGKILL to a transfer worker"),

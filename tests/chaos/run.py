@@ -11,10 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpool.errors import ConfigError
 from tests.chaos import faults, history, plan
 from tests.chaos.world import Clients, World
-from tests.support import refusing, version_before
+from tests.support import refusing
 
 PROMPTS = 600
 """That clients use: 150 MiB, three times the nodes' memory, and less than their disks."""
@@ -45,14 +44,7 @@ def run(
     kinds: Sequence[plan.Kind] = plan.KINDS,
 ) -> list[history.Record]:
     """Run a seed in a folder, which keeps the history and what all processes wrote. kinds: the faults that may happen."""
-    before: dict[str, str] = {}
     names = {kind.name for kind in kinds}
-    if "version" in names:
-        try:
-            before = version_before.unpack(folder / "before")
-        except ConfigError as error:
-            say(f"no version: {error}")
-            names.remove("version")
     if "read-only-disk" in names and (reason := refusing.unavailable()):
         say(f"no read-only-disk: {reason}")
         names.remove("read-only-disk")
@@ -63,7 +55,6 @@ def run(
         size.nodes,
         sentinel=plan.has_sentinel(seed),
         refusing="read-only-disk" in names,
-        before=before,
     ) as world:
         world.write(
             history.Run(at=time.monotonic(), seed=seed, seconds=size.seconds, nodes=world.nodes)

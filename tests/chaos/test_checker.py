@@ -347,23 +347,6 @@ def test_a_daemon_without_memory_may_die_and_others_may_not():
     assert refused(cramped("b"), serving, exited()) == ["no_exit_unordered"]
 
 
-def test_nothing_is_said_of_the_version_before():
-    def since(at: float, *, before: bool, pid: int) -> Started:
-        return Started(at=at, pid=pid, who="a", role="daemon", before=before)
-
-    serving = Serving(at=1.0, pid=1, who="a")
-    old, new = since(0.5, before=True, pid=1), since(20.5, before=False, pid=2)
-    assert not refused(old, serving, exited(), new, exited("worker", "a/7", at=19.0))
-    assert (
-        refused(serving, exited(), new, exited("worker", "a/7", at=21.0))
-        == ["no_exit_unordered"] * 2
-    )
-    late = operation(took=4.0, node="a")
-    assert not refused(old, late, new)
-    assert refused(since(0.5, before=False, pid=1), late, new) == ["answered_in_time"]
-    assert refused(old, operation(wrong=True, node="a"), new) == ["no_wrong_byte"]
-
-
 def test_a_daemon_ends_a_worker_only_where_something_is_broken():
     broken = FaultBegan(at=15.0, fault=1, what="stop-worker", target="a")
     assert not refused(broken, exited("worker", "a/1"))

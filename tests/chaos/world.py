@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -121,7 +121,7 @@ class World:
     """See the module. Starts with `with`. Faults, each on a target of its own, may be done by threads.
 
     sentinel: the directory is a Redis with a replica and a Sentinel, else one server. refusing: writes to disks can be
-    refused, by node. before: settings with which a daemon is one of the version before.
+    refused, by node.
     """
 
     def __init__(
@@ -132,7 +132,6 @@ class World:
         *,
         sentinel: bool = False,
         refusing: bool = False,
-        before: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.seed = seed
@@ -145,7 +144,6 @@ class World:
         self._count = nodes
         self._with_sentinel = sentinel
         self._with_refusing = refusing
-        self._before = dict(before or {})
         self._unjudged: dict[str, list[tuple[int, int]]] = {}
         self._stack = contextlib.ExitStack()
         self._locks: dict[str, threading.RLock] = {}
@@ -308,31 +306,13 @@ class World:
     def _begin(self, node: LocalNode) -> None:
         """Start a daemon, once. Raises `RuntimeError` if it ends before it serves."""
         node.begin()
-        before = bool(self._before) and node.environ.items() >= self._before.items()
-        self.write(
-            Started(at=time.monotonic(), pid=node.pid, who=node.name, role="daemon", before=before)
-        )
+        self.write(Started(at=time.monotonic(), pid=node.pid, who=node.name, role="daemon"))
         node.wait_ready()
         self.write(Serving(at=time.monotonic(), pid=node.pid, who=node.name))
 
     @contextlib.contextmanager
-    def version_before(self, node: LocalNode) -> Iterator[None]:
-        """It is replaced by a daemon of the version before, and later by one of this version again."""
-        with self.saying_anything(node):
-            self.terminate(node)
-            node.environ |= self._before
-            self.start(node)
-            try:
-                yield
-            finally:
-                self.terminate(node)
-                for name in self._before:
-                    del node.environ[name]
-        self.start(node)
-
-    @contextlib.contextmanager
     def saying_anything(self, node: LocalNode) -> Iterator[None]:
-        """What it writes meanwhile is no sign of a defect of this version."""
+        """What it writes meanwhile is no sign of a defect."""
         begin = node.log.stat().st_size
         try:
             yield

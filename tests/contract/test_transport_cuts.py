@@ -20,6 +20,7 @@ from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from kvpool.wire.peer import GROUP_BYTES
 from tests.contract.suites.transport import DIGEST, Side, key_of, order
+from tests.support.fetches import fetch_of
 from tests.support.pki import Pki
 from tests.support.proxy import Ending, Fault, Proxy, Way
 from tests.support.transfer_worker import MoverSide
@@ -42,7 +43,7 @@ class Frames:
         )
         self.proof = self.size(peer_wire.PeerProof(proof))
         self.done = self.size(frame.Done())
-        fetch = peer_wire.Fetch("default", DIGEST, 0, nbytes, keys, 60.0)
+        fetch = fetch_of(DIGEST, nbytes, keys, 60.0)
         self.fetch = self.size(fetch) + TAG_BYTES
         self.fetched = self.size(peer_wire.Fetched(b"\1" * count, bytes(16 * count))) + TAG_BYTES
         self.nbytes, self.count = nbytes, count

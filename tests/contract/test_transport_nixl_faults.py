@@ -27,6 +27,7 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from tests.contract.suites.transport import SECRET, SEGMENT, Side, key_of, order
+from tests.support.fetches import fetch_of
 from tests.support.servers.etcd import free_port
 from tests.support.transfer_worker import MoverSide
 from tests.support.waiting import PATIENCE_S
@@ -207,7 +208,7 @@ def test_a_loan_ends_with_its_deadline_though_the_reader_says_nothing() -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, Identity("test", "silent", "1", ClusterSecrets.of(SECRET)))
-            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, KEYS[0], 2.0), 1)
+            stream.send(fetch_of(b"d" * 16, NBYTES, KEYS[0], 2.0), 1)
             answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
             assert isinstance(answer, peer_wire.Readable)
             assert owner.source.wait_until_returned()

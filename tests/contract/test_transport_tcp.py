@@ -29,6 +29,7 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from tests.contract.suites.transport import SECRET, PartsPair, Side, asking, awaiting, key_of, order
+from tests.support.fetches import fetch_of
 from tests.support.waiting import PATIENCE_S
 
 URL = "tcp://127.0.0.1:0"
@@ -215,8 +216,8 @@ def test_wrong_bytes_under_right_checksums(reader: Side) -> None:
         (b"", ""),
         (b"SSH-2.0-OpenSSH_9.2\r\n", ""),
         (
-            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b"p" * 32), 1),
-            f"to {frame.PROTOCOL_VERSION}, the peer 99",
+            frame.encode(peer_wire.PeerChallenge(99, "n", "i", b"n" * 32, b"p" * 32, 99), 1),
+            "the peer speaks protocol 99",
         ),
         (
             frame.encode(
@@ -320,7 +321,7 @@ def introduced(address: tuple[str, int]) -> tuple[socket.socket, Stream]:
 def fetch(
     deadline_s: float = 30.0, keys: bytes = b"".join(KEYS), nbytes: int = NBYTES
 ) -> peer_wire.Fetch:
-    return peer_wire.Fetch("default", b"d" * 16, 0, nbytes, keys, deadline_s)
+    return fetch_of(b"d" * 16, nbytes, keys, deadline_s)
 
 
 def closed_by_peer(sock: socket.socket) -> bool:
@@ -340,7 +341,7 @@ def closed_by_peer(sock: socket.socket) -> bool:
         b"\x00",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         struct.pack("<II", frame.HELLO_BYTES_MAX + 1, 1),
-        frame.encode(peer_wire.PeerHello(2, "test", "n", b"n" * 32), 1),
+        frame.encode(peer_wire.PeerHello(2, "test", "n", b"n" * 32, 2), 1),
         frame.encode(peer_wire.PeerHello(1, "test", "n", b""), 1),
         frame.encode(peer_wire.PeerHello(1, "other", "n", b"n" * 32), 1),
         frame.encode(fetch(), 1),
@@ -636,7 +637,7 @@ def test_a_peers_word_alone_drops_nothing() -> None:
         with socket.create_connection(("127.0.0.1", port)) as sock:
             stream = Stream(sock, Deadline(PATIENCE_S))
             greet(stream, PEER)
-            stream.send(peer_wire.Fetch("default", b"d" * 16, 0, NBYTES, b"".join(KEYS), 30.0), 1)
+            stream.send(fetch_of(b"d" * 16, NBYTES, b"".join(KEYS), 30.0), 1)
             _, payload = stream.receive(1 << 20)
             assert peer_wire.decode_peer(payload).present == b"\1" * 4
             left = 4 * NBYTES
@@ -703,18 +704,15 @@ def test_both_sides_know_who_goes_first(
         owner.transport.close()
 
 
-@pytest.mark.parametrize(("protocol", "loans"), [(9, 3), (10, 1)])
-def test_daemons_before_protocol_10_are_asked_for_one_part_after_the_other(
-    protocol: int, loans: int
-) -> None:
+def test_parts_of_one_pull_are_one_loan() -> None:
     with ExitStack() as stack:
-        owner, reader = Side(URL, protocol=protocol), Side(URL)
+        owner, reader = Side(URL), Side(URL)
         stack.callback(owner.transport.close)
         stack.callback(reader.transport.close)
         pair = PartsPair(owner, reader, owner.transport.listen(URL))
         pulled, wanted = pair.pull({0: [1, 2], 1: [77, 3], 2: list(range(5))})
         pair.check(wanted, pulled, {(1, 77)})
-        assert owner.source.lent == loans
+        assert owner.source.lent == 1
         assert owner.source.wait_until_returned()
 
 

@@ -40,8 +40,8 @@ from kvpool.transfer.base import Deadline, Identity, Outcome, Stop, TransferLimi
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import Priority
-from kvpool.transfer.requester import PARTS_SINCE, fetch
 from kvpool.transfer.requester import Refused as PeerRefused
+from kvpool.transfer.requester import fetch
 from kvpool.transfer.responder import Budgets, Conversation
 from kvpool.transfer.stream import Closed, Stream
 from kvpool.types import CHECKSUM_BYTES
@@ -49,6 +49,7 @@ from kvpool.wire import client, frame, jobs, operator, peer, storage, worker
 from tests.contract.suites.membership import entry, record
 from tests.contract.suites.transport import DIGEST, SEGMENT
 from tests.fuzz.mutation import mutate, mutate_frames
+from tests.support.fetches import fetch_of
 
 EXPECTED = (KvpoolError, Refused, bodies.BadRequest, PeerRefused)
 US = Identity("kvpool", "n", "0" * 16, ClusterSecrets.of("a secret for fuzzing only"))
@@ -200,10 +201,8 @@ def take_challenge(data: bytes) -> None:
 
 def handshakes() -> tuple[list[bytes], list[bytes]]:
     """What the two ends of a right handshake send, of which one is `US` with nonces that are known."""
-    hello = peer.PeerHello(US.protocol, US.cluster, "n", NONCE, frame.PROTOCOL_OLDEST)
-    bare = peer.PeerChallenge(
-        US.protocol, US.node, US.incarnation, NONCE, b"", frame.PROTOCOL_OLDEST
-    )
+    hello = peer.PeerHello(frame.PROTOCOL_VERSION, US.cluster, "n", NONCE)
+    bare = peer.PeerChallenge(frame.PROTOCOL_VERSION, US.node, US.incarnation, NONCE, b"")
     said, (secret,) = handshake._said(hello, bare, b""), US.secrets.current()
     digests = [
         handshake._digest(secret, role, said) for role in (handshake.LISTENS, handshake.CONNECTS)
@@ -255,11 +254,11 @@ def peer_requests() -> list[bytes]:
     made: list[Any] = [
         peer.Ask("default", DIGEST, [0], keys),
         *(
-            peer.Fetch("default", DIGEST, 0, NBYTES, keys, 5.0),
+            fetch_of(DIGEST, NBYTES, keys, 5.0),
             peer.Corrupt("default", DIGEST, 0, keys),
         )
         * 3,
-        peer.FetchParts(
+        peer.Fetch(
             "default", DIGEST, [peer.PartKeys(part, NBYTES, keys) for part in range(3)], 5.0
         ),
         peer.Corrupt("default", DIGEST, 2, keys),
@@ -298,7 +297,6 @@ def take_answer(data: bytes) -> None:
     parts = [worker.PartRows(part, NBYTES, NBYTES, keys, rows) for part in range(2)]
     order = worker.PullBlocks("tcp://h:1", "default", DIGEST, SEGMENT, parts, 60.0)
     stream = Scripted(data)
-    stream.protocol = PARTS_SINCE
     runs = next(cut(order, 1 << 30))
     fetch(stream, order, runs, memory(), Outcome(2 * COUNT), Stop(), Priority())
 

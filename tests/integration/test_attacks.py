@@ -4,7 +4,6 @@ Others of the same kind are beside what they concern: test_hostile_clients, test
 test_operator_socket, router/test_announced_engines.
 """
 
-import json
 import socket
 import stat
 import threading
@@ -20,11 +19,10 @@ from kvpool.client import Client
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.security.cluster_secrets import ClusterSecrets, default_path
 from kvpool.transfer.base import Deadline, Identity
-from kvpool.transfer.handshake import KEYED_SINCE, greet
+from kvpool.transfer.handshake import greet
 from kvpool.transfer.sealing import TAG_BYTES
 from kvpool.transfer.stream import Stream
 from kvpool.types import NamespaceRecord
-from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire import peer as peer_wire
@@ -198,24 +196,3 @@ def test_daemons_of_one_user_and_machine_are_peers_without_any_setting(
         ns = client.open(RECORD)
         client.pull(ns, [KEY], wait_s=PATIENCE_S if found else 5.0)
         assert client.get(ns, [KEY]) == [found]
-
-
-def test_a_peer_without_keyed_frames_operates_nothing_in_the_clear(
-    start_node: Callable[..., Any],
-) -> None:
-    daemon = start_node("owner", KVPOOL_CLUSTER_SECRET=SECRET)
-    order = frame.encode(operator_wire.ListBlocks("dram", "", 10), 0)[frame.HEADER.size :]
-    for protocol, obeyed in ((frame.PROTOCOL_VERSION, True), (KEYED_SINCE - 1, False)):
-        us = Identity("kvpool", "x", "1", ClusterSecrets.of(SECRET), protocol=protocol)
-        with connected(address_of(daemon)) as stream:
-            greet(stream, us)
-            stream.send(peer_wire.Operate("x", order, PATIENCE_S, "default", "somebody"), 1)
-            answer = peer_wire.decode_peer(stream.receive(1 << 20)[1])
-            if obeyed:
-                assert isinstance(answer, frame.Bytes)
-                found = client_wire.decode_daemon(answer.data)
-                assert isinstance(found, frame.Bytes)
-                assert "blocks" in json.loads(found.data)
-            else:
-                assert isinstance(answer, frame.Error)
-                assert answer.code == NotAuthenticated.code

@@ -497,18 +497,23 @@ def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("answer", "error", "match"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError),
-        (frame.encode(frame.Done(1), 1), ProtocolError),
-        (frame.encode(client_wire.Welcome(1, "n", "i", 0, 4096), 1), ProtocolError),
-        (frame.encode(frame.Error("not_authenticated", "no"), 1), NotAuthenticated),
-        (frame.encode(frame.Error("limit", "full"), 0), Unavailable),
-        (b"", Unavailable),
-        (b"\x01", Unavailable),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, ""),
+        (frame.encode(frame.Done(1), 1), ProtocolError, "not a Welcome"),
+        (frame.encode(client_wire.Welcome(1, "n", "i", 0, 4096), 1), ProtocolError, "segment"),
+        (
+            frame.encode(client_wire.Welcome(2, "n", "i", 0, 4096), 1),
+            ProtocolError,
+            "the daemon speaks protocol 2 .*this side 1 .*install the same version",
+        ),
+        (frame.encode(frame.Error("not_authenticated", "no"), 1), NotAuthenticated, "no"),
+        (frame.encode(frame.Error("limit", "full"), 0), Unavailable, "full"),
+        (b"", Unavailable, ""),
+        (b"\x01", Unavailable, ""),
     ],
 )
-def test_strange_first_answers(folder, answer, error):
+def test_strange_first_answers(folder, answer, error, match):
     path = str(folder / "strange.sock")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
@@ -523,7 +528,7 @@ def test_strange_first_answers(folder, answer, error):
     thread = threading.Thread(target=serve)
     thread.start()
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(error):
+    with pytest.raises(error, match=match):
         Client(path, timeout_s=PATIENCE_S, connect=True)
     thread.join()
     listener.close()

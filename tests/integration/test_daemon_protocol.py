@@ -43,6 +43,14 @@ def surplus(message: frame.Message, payload: bytes) -> bytes:
     return frame.HEADER.pack(len(longer), 1) + longer
 
 
+def reserve(number: int, ticket: int, key: bytes) -> client_wire.Reserve:
+    return client_wire.Reserve(number, [0], [ticket], key, bytes(len(key)))
+
+
+def store(number: int, rows: bytes) -> client_wire.Store:
+    return client_wire.Store(number, 0, rows, KEY + SUM, SUM * 2, 0, bytes(32))
+
+
 HELLO = client_wire.Hello(frame.PROTOCOL_VERSION, "default", "i", "c" * 8)
 NESTED = b"\x91" * 2000 + b"\xc0"
 
@@ -141,10 +149,12 @@ def test_first_words(daemon, data):
 
 def test_other_version(daemon):
     raw = daemon.raw()
-    answer = raw.hello(version=frame.PROTOCOL_VERSION + 1)
-    assert answer.code == "protocol"
-    assert str(frame.PROTOCOL_VERSION) in answer.message
-    assert "the same or adjacent versions" in answer.message
+    answer = raw.hello(version=2, oldest=2)
+    assert answer == frame.Error(
+        "protocol",
+        "the client speaks protocol 2 and none below 2, this side 1 and none below 1: install the same version of "
+        "kvpool on both sides",
+    )
     assert raw.ended()
 
 
@@ -195,7 +205,7 @@ def test_later_words(met, data):
         client_wire.Pull(0, KEY, float("inf")),
         client_wire.Acquire(0, KEY, [], float("-inf")),
         client_wire.Match(-1, KEY, []),
-        client_wire.Commit("x", b"", b""),
+        client_wire.Commit("x", [b""]),
         client_wire.WhyMissing(b"", KEY),
         client_wire.WhyMissing(b"d" * 15, KEY, "another"),
         client_wire.Release(["token"] * 5000),
@@ -217,7 +227,7 @@ def test_later_words(met, data):
 def test_a_wrong_value_is_that_requests_fault_alone(met, message):
     raw, number = met
     assert raw.ask(message).code == "invalid"
-    assert raw.ask(client_wire.Contains(number, 0, KEY)) == frame.Bytes(b"\0")
+    assert raw.ask(client_wire.Present([number], 0, KEY, None)) == frame.Bytes(b"\0")
 
 
 def test_a_type_of_message_that_there_is_not(met):
@@ -225,26 +235,28 @@ def test_a_type_of_message_that_there_is_not(met):
     raw.sock.sendall(struct.pack("<II", 2, 7) + b"\x91\x63")
     request, answer = raw.receive()
     assert (request, answer.code) == (7, "invalid")
-    assert raw.ask(client_wire.Contains(number, 0, KEY)) == frame.Bytes(b"\0")
+    assert raw.ask(client_wire.Present([number], 0, KEY, None)) == frame.Bytes(b"\0")
 
 
 def test_a_frame_byte_by_byte_and_many_at_once(met):
     raw, number = met
-    framed = frame.encode(client_wire.Contains(number, 0, KEY), 5)
+    framed = frame.encode(client_wire.Present([number], 0, KEY, None), 5)
     for at in range(len(framed)):
         raw.sock.sendall(framed[at : at + 1])
     assert raw.receive() == (5, frame.Bytes(b"\0"))
     raw.sock.sendall(
-        b"".join(frame.encode(client_wire.Contains(number, 0, KEY), n) for n in range(1, 500))
+        b"".join(
+            frame.encode(client_wire.Present([number], 0, KEY, None), n) for n in range(1, 500)
+        )
     )
     assert [raw.receive()[0] for _ in range(1, 500)] == list(range(1, 500))
 
 
 def test_requests_that_want_no_answer_get_none(met):
     raw, number = met
-    raw.sock.sendall(frame.encode(client_wire.Contains(number, 0, KEY), 0))
-    raw.sock.sendall(frame.encode(client_wire.Contains(99, 0, KEY), 0))
-    assert raw.ask(client_wire.Contains(number, 0, KEY)) == frame.Bytes(b"\0")
+    raw.sock.sendall(frame.encode(client_wire.Present([number], 0, KEY, None), 0))
+    raw.sock.sendall(frame.encode(client_wire.Present([99], 0, KEY, None), 0))
+    assert raw.ask(client_wire.Present([number], 0, KEY, None)) == frame.Bytes(b"\0")
 
 
 @settings(
@@ -265,11 +277,10 @@ def test_any_values_of_the_right_types(apart, data):
     part = st.tuples(number, st.sampled_from(["full", "window", "x"]), number, number)
     message = data.draw(
         st.one_of(
-            st.builds(client_wire.Reserve, number, number, number, keys, keys),
-            st.builds(client_wire.Commit, number, keys, st.binary(max_size=12)),
+            st.builds(client_wire.Commit, parts, st.lists(keys, max_size=3), number),
             st.builds(client_wire.Abort, parts),
             st.builds(
-                client_wire.ReserveParts,
+                client_wire.Reserve,
                 *(number, parts, parts, keys, keys),
                 st.lists(st.tuples(texts, number), max_size=3),
             ),
@@ -277,12 +288,10 @@ def test_any_values_of_the_right_types(apart, data):
             st.builds(client_wire.Join, texts, parts),
             st.builds(client_wire.Release, st.lists(texts, max_size=3)),
             st.builds(client_wire.Match, number, keys, parts),
-            st.builds(client_wire.Contains, number, number, keys),
-            st.builds(client_wire.Remove, number, keys),
-            st.builds(client_wire.RemoveEach, parts, keys, st.floats(-1e300, 0.01), keys),
+            st.builds(client_wire.Remove, parts, keys, st.floats(-1e300, 0.01), keys),
             st.builds(
                 client_wire.Present,
-                *(parts, number, keys, st.floats(-1e300, 0.01), st.booleans(), keys),
+                *(parts, number, keys, st.none() | st.floats(-1e300, 0.01), st.booleans(), keys),
             ),
             st.builds(
                 client_wire.Pin, number, keys, st.one_of(texts, st.just("soft"), st.just("hard"))
@@ -291,7 +300,7 @@ def test_any_values_of_the_right_types(apart, data):
             st.builds(client_wire.Follow, number, keys, st.floats(-1e300, 0.01), texts, parts),
             st.builds(client_wire.Grant, number, number, number),
             st.builds(
-                client_wire.Store, number, number, st.binary(max_size=12), keys, keys, number
+                client_wire.Store, number, number, st.binary(max_size=12), keys, keys, number, keys
             ),
             st.builds(client_wire.GiveBack, number, st.binary(max_size=12)),
             st.builds(open_message, st.dictionaries(texts, texts, max_size=2), st.just(PARTS)),
@@ -356,11 +365,11 @@ def test_garbage_after_the_hello(daemon, payload):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda n, keys: client_wire.Reserve(n, 0, 1, keys),
+        lambda n, keys: client_wire.Reserve(n, [0], [1], keys, keys),
         lambda n, keys: client_wire.Acquire(n, keys, [], 1.0),
         lambda n, keys: client_wire.Match(n, keys, []),
-        lambda n, keys: client_wire.Contains(n, 0, keys),
-        client_wire.Remove,
+        lambda n, keys: client_wire.Present([n], 0, keys, None),
+        lambda n, keys: client_wire.Remove([n], keys),
         lambda n, keys: client_wire.Pin(n, keys, "soft"),
     ],
 )
@@ -393,15 +402,15 @@ def test_too_many_keys(met):
 
 def test_one_namespace_of_several_that_is_not_open_refuses_them_all(met):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 1, KEY))
-    raw.ask(client_wire.Commit(1, SUM))
+    raw.ask(reserve(number, 1, KEY))
+    raw.ask(client_wire.Commit([1], [SUM]))
     for namespaces in ([number, 2**62], [2**40, number]):
-        assert raw.ask(client_wire.RemoveEach(namespaces, KEY)).code == "unknown_namespace"
+        assert raw.ask(client_wire.Remove(namespaces, KEY)).code == "unknown_namespace"
         assert raw.ask(client_wire.Present(namespaces, 0, KEY, 0.0)).code == "unknown_namespace"
-    assert raw.ask(client_wire.RemoveEach([], KEY)).code == "invalid"
+    assert raw.ask(client_wire.Remove([], KEY)).code == "invalid"
     assert raw.ask(client_wire.Present([], 0, KEY, 0.0)).code == "invalid"
     assert raw.ask(client_wire.Present([number, number], 0, KEY, 0.0)).data == b"\3\3"
-    assert raw.ask(client_wire.RemoveEach([number, number], KEY, 0.0, KEY)).data[0] == 1
+    assert raw.ask(client_wire.Remove([number, number], KEY, 0.0, KEY)).data[0] == 1
 
 
 def test_a_namespace_that_is_not_open(met):
@@ -477,47 +486,47 @@ def test_wrong_digest(met):
 
 def test_commit_of_what_was_never_reserved(met):
     raw, _ = met
-    assert raw.ask(client_wire.Commit(1, SUM)).code == "unknown_reservation"
+    assert raw.ask(client_wire.Commit([1], [SUM])).stored == [-1]
 
 
 def test_commit_twice(met):
     raw, number = met
-    assert isinstance(raw.ask(client_wire.Reserve(number, 0, 7, KEY)), client_wire.Reserved)
-    assert raw.ask(client_wire.Commit(7, SUM)) == frame.Done(1)
-    assert raw.ask(client_wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert isinstance(raw.ask(reserve(number, 7, KEY)), client_wire.Reserved)
+    assert raw.ask(client_wire.Commit([7], [SUM])).stored == [1]
+    assert raw.ask(client_wire.Commit([7], [SUM])).stored == [-1]
     assert raw.ask(client_wire.Match(number, KEY, [])) == frame.Done(1)
 
 
 def test_commit_after_abort(met):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(reserve(number, 7, KEY))
     raw.ask(client_wire.Abort([7, 8, 7]))
-    assert raw.ask(client_wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert raw.ask(client_wire.Commit([7], [SUM])).stored == [-1]
     assert raw.ask(client_wire.Match(number, KEY, [])) == frame.Done(0)
 
 
 @pytest.mark.parametrize("sums", [b"", b"s", SUM * 2, b"s" * 15])
 def test_commit_with_checksums_that_do_not_fit(met, sums):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
-    assert raw.ask(client_wire.Commit(7, sums)).code == "invalid"
-    assert raw.ask(client_wire.Commit(7, SUM)) == frame.Done(1), "the reservation was left alone"
+    raw.ask(reserve(number, 7, KEY))
+    assert raw.ask(client_wire.Commit([7], [sums])).code == "invalid"
+    assert raw.ask(client_wire.Commit([7], [SUM])).stored == [1], "the reservation was left alone"
 
 
 def test_a_ticket_in_use(met):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
-    assert raw.ask(client_wire.Reserve(number, 0, 7, b"j" * 16)).code == "invalid"
+    raw.ask(reserve(number, 7, KEY))
+    assert raw.ask(reserve(number, 7, b"j" * 16)).code == "invalid"
 
 
 def test_another_client_commits_or_aborts(daemon, met):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
+    raw.ask(reserve(number, 7, KEY))
     other = daemon.raw()
     other.hello()
-    assert other.ask(client_wire.Commit(7, SUM)).code == "unknown_reservation"
+    assert other.ask(client_wire.Commit([7], [SUM])).stored == [-1]
     other.ask(client_wire.Abort([7]))
-    assert raw.ask(client_wire.Commit(7, SUM)) == frame.Done(1)
+    assert raw.ask(client_wire.Commit([7], [SUM])).stored == [1]
 
 
 def test_another_connection_of_the_same_client_may_commit(daemon):
@@ -525,8 +534,8 @@ def test_another_connection_of_the_same_client_may_commit(daemon):
     for raw in (one, two):
         assert isinstance(raw.hello(client="same" * 8), client_wire.Welcome)
     number = one.ask(open_message()).number
-    one.ask(client_wire.Reserve(number, 0, 7, KEY))
-    assert two.ask(client_wire.Commit(7, SUM)) == frame.Done(1)
+    one.ask(reserve(number, 7, KEY))
+    assert two.ask(client_wire.Commit([7], [SUM])).stored == [1]
 
 
 def test_another_instance_with_the_same_client_id_is_refused(daemon):
@@ -557,19 +566,13 @@ def test_granted_slots_are_their_owner_s(daemon, met):
     assert len(granted.rows) == 8
     other = daemon.raw()
     other.hello()
-    stolen = other.ask(client_wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0))
+    stolen = other.ask(store(number, granted.rows))
     assert stolen.code == "unknown_reservation"
     other.ask(client_wire.GiveBack(granted.stride, granted.rows))
     twice = granted.rows[:4] * 2
-    assert (
-        raw.ask(client_wire.Store(number, 0, twice, KEY + SUM, SUM * 2, 0)).code
-        == "unknown_reservation"
-    )
-    assert raw.ask(client_wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).new == 2
-    assert (
-        raw.ask(client_wire.Store(number, 0, granted.rows, KEY + SUM, SUM * 2, 0)).code
-        == "unknown_reservation"
-    )
+    assert raw.ask(store(number, twice)).code == "unknown_reservation"
+    assert raw.ask(store(number, granted.rows)).new == 2
+    assert raw.ask(store(number, granted.rows)).code == "unknown_reservation"
 
 
 # ---- leases --------------------------------------------------------------------------------------------
@@ -578,24 +581,24 @@ def test_granted_slots_are_their_owner_s(daemon, met):
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, -1e300])
 def test_leases_that_make_no_sense(met, lease_s):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
-    raw.ask(client_wire.Commit(7, SUM))
+    raw.ask(reserve(number, 7, KEY))
+    raw.ask(client_wire.Commit([7], [SUM]))
     assert raw.ask(client_wire.Acquire(number, KEY, [], lease_s)).code == "invalid"
 
 
 @pytest.mark.parametrize("lease_s", [1e300, 1e9])
 def test_leases_are_capped(met, lease_s):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
-    raw.ask(client_wire.Commit(7, SUM))
+    raw.ask(reserve(number, 7, KEY))
+    raw.ask(client_wire.Commit([7], [SUM]))
     leased = raw.ask(client_wire.Acquire(number, KEY, [], lease_s))
     assert 59 < leased.lease_s <= 60.1
 
 
 def test_a_short_lease_ends_in_time_though_a_long_one_was_first(daemon, met, until):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
-    raw.ask(client_wire.Commit(7, SUM))
+    raw.ask(reserve(number, 7, KEY))
+    raw.ask(client_wire.Commit([7], [SUM]))
     before = daemon.stats().leases
     raw.ask(client_wire.Acquire(number, KEY, [], 60.0))
     raw.ask(client_wire.Acquire(number, KEY, [], 0.05))
@@ -604,8 +607,8 @@ def test_a_short_lease_ends_in_time_though_a_long_one_was_first(daemon, met, unt
 
 def test_join_with_parts_that_are_not_there_holds_nothing(daemon, met):
     raw, number = met
-    raw.ask(client_wire.Reserve(number, 0, 7, KEY))
-    raw.ask(client_wire.Commit(7, SUM))
+    raw.ask(reserve(number, 7, KEY))
+    raw.ask(client_wire.Commit([7], [SUM]))
     before = daemon.stats().leases
     token = raw.ask(client_wire.Acquire(number, KEY, [], 60.0)).token
     mate = daemon.raw()

@@ -188,7 +188,7 @@ def rejoin(
     ("config", "match"),
     [
         ({"protocol_min": 2}, "protocol 2 or newer, this node supports 1: upgrade"),
-        ({"format": 99}, "format 99.*upgrade"),
+        ({"format": 99}, "format 99.*supports 1: install"),
         ({"cluster": "other"}, "'other'.*--cluster"),
         ({"secret_proof": "0" * 64}, "secret"),
         (b"\xff no json", "cannot be read"),

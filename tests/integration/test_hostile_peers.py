@@ -26,6 +26,7 @@ from kvpool.types import NamespaceRecord
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire import peer as peer_wire
+from tests.support.fetches import fetch_of
 from tests.support.proxy import Ending, Fault, Proxy, Way
 from tests.support.waiting import PATIENCE_S
 
@@ -261,8 +262,8 @@ def offer(**changes: Any) -> peer_wire.Offer:
     return peer_wire.Offer(**(right | changes))
 
 
-def parts(*wanted: tuple[int, int, bytes]) -> peer_wire.FetchParts:
-    return peer_wire.FetchParts("default", D, [peer_wire.PartKeys(*one) for one in wanted], 5.0)
+def parts(*wanted: tuple[int, int, bytes]) -> peer_wire.Fetch:
+    return peer_wire.Fetch("default", D, [peer_wire.PartKeys(*one) for one in wanted], 5.0)
 
 
 NONSENSE: dict[str, frame.Message] = {
@@ -274,21 +275,19 @@ NONSENSE: dict[str, frame.Message] = {
     "ask: half a key": peer_wire.Ask("default", D, [], KEYS[:-3]),
     "ask: another namespace": peer_wire.Ask("default", b"", [], KEYS),
     "ask: another tenant": peer_wire.Ask("\0\n", D, [], KEYS),
-    "fetch: no keys": peer_wire.Fetch("default", D, 0, NBYTES, b"", 5.0),
-    "fetch: half a key": peer_wire.Fetch("default", D, 0, NBYTES, KEYS[:-3], 5.0),
-    "fetch: a key twice": peer_wire.Fetch("default", D, 0, NBYTES, KEY * 2, 5.0),
-    "fetch: a part that is none": peer_wire.Fetch("default", D, 1, NBYTES, KEYS, 5.0),
-    "fetch: a part before the first": peer_wire.Fetch("default", D, -1, NBYTES, KEYS, 5.0),
-    "fetch: a part far away": peer_wire.Fetch("default", D, BIG, NBYTES, KEYS, 5.0),
-    "fetch: shorter": peer_wire.Fetch("default", D, 0, NBYTES - 1, KEYS, 5.0),
-    "fetch: longer": peer_wire.Fetch("default", D, 0, NBYTES + 1, KEYS, 5.0),
-    "fetch: longest": peer_wire.Fetch("default", D, 0, BIG, KEY, 5.0),
-    "fetch: less than nothing": peer_wire.Fetch("default", D, 0, -NBYTES, KEYS, 5.0),
-    "fetch: too late": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, -1.0),
-    "fetch: never": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("nan")),
-    "fetch: for ever": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, float("inf")),
-    "fetch: not committed": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, 5.0, stop=8),
-    "fetch: from behind its end": peer_wire.Fetch("default", D, 0, NBYTES, KEYS, 5.0, start=BIG),
+    "fetch: no keys": fetch_of(D, NBYTES, b"", 5.0),
+    "fetch: half a key": fetch_of(D, NBYTES, KEYS[:-3], 5.0),
+    "fetch: a key twice": fetch_of(D, NBYTES, KEY * 2, 5.0),
+    "fetch: a part that is none": fetch_of(D, NBYTES, KEYS, 5.0, 1),
+    "fetch: a part before the first": fetch_of(D, NBYTES, KEYS, 5.0, -1),
+    "fetch: a part far away": fetch_of(D, NBYTES, KEYS, 5.0, BIG),
+    "fetch: shorter": fetch_of(D, NBYTES - 1, KEYS, 5.0),
+    "fetch: longer": fetch_of(D, NBYTES + 1, KEYS, 5.0),
+    "fetch: longest": fetch_of(D, BIG, KEY, 5.0),
+    "fetch: less than nothing": fetch_of(D, -NBYTES, KEYS, 5.0),
+    "fetch: too late": fetch_of(D, NBYTES, KEYS, -1.0),
+    "fetch: never": fetch_of(D, NBYTES, KEYS, float("nan")),
+    "fetch: for ever": fetch_of(D, NBYTES, KEYS, float("inf")),
     "parts: none": parts(),
     "parts: one again": parts((0, NBYTES, KEYS), (0, NBYTES, KEYS)),
     "parts: one that is none": parts((0, NBYTES, KEYS), (1, NBYTES, KEYS)),

@@ -58,7 +58,6 @@ def said_to(path: str, *, token: str = "", client: str = "raw" * 5) -> object:
             client,
             None,
             token,
-            oldest=frame.PROTOCOL_OLDEST,
         )
         sock.sendall(frame.encode(hello, 1))
         _, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2)

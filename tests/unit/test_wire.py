@@ -170,8 +170,8 @@ def test_digests_nonces_and_proofs_have_their_length(message):
     ("message", "field"),
     [
         (client_wire.Abort, "tickets"),
-        (client_wire.CommitParts, "tickets"),
-        (client_wire.CommitParts, "checksums"),
+        (client_wire.Commit, "tickets"),
+        (client_wire.Commit, "checksums"),
         (client_wire.Release, "tokens"),
     ],
 )
@@ -202,8 +202,8 @@ def test_a_value_out_of_its_range_is_refused_where_it_is_decoded(fields):
 
 
 def test_bytes_of_a_frame():
-    sent = client_wire.Commit(7, b"\1" * 16, replicas=2)
-    body = b"\x95\x0d\x07\xc4\x10" + b"\1" * 16 + b"\xc4\x00\x02"
+    sent = client_wire.Commit([7], [b"\1" * 16], replicas=2)
+    body = b"\x94\x0d\x91\x07\x91\xc4\x10" + b"\1" * 16 + b"\x02"
     assert frame.encode(sent, 9) == struct.pack("<II", len(body), 9) + body
 
 

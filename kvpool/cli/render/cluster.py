@@ -105,7 +105,9 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
     tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
     labelled = any(record["labels"] for record in nodes)
     # Of which tiers some are secondary; each has a column for them beside its own.
-    secondary = {tier["name"] for record in nodes for tier in record["tiers"] if _secondary(tier)}
+    secondary = {
+        tier["name"] for record in nodes for tier in record["tiers"] if tier["secondary_bytes"]
+    }
     table = make_table(
         "",
         "  node",
@@ -140,7 +142,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
             tier = by_name.get(name)
             cells.append(used_text(_stored(tier), tier["capacity_bytes"]) if tier else "")
             if name in secondary:
-                cells.append(size_text(_secondary(tier)) if tier else "")
+                cells.append(size_text(tier["secondary_bytes"]) if tier else "")
         if versions_differ:
             cells.append(_version(record, protocols.get(own)))
         table.add_row(*cells)
@@ -152,12 +154,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
 
 def _stored(tier: Mapping[str, Any]) -> int:
     """All that a tier holds: records tell secondary replicas apart from what is in use."""
-    return int(tier["used_bytes"]) + _secondary(tier)
-
-
-def _secondary(tier: Mapping[str, Any]) -> int:
-    """What others keep too; a node of an older version does not tell."""
-    return int(tier.get("secondary_bytes", 0))
+    return int(tier["used_bytes"] + tier["secondary_bytes"])
 
 
 def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -232,7 +229,7 @@ def drain_text(progress: Mapping[str, Any]) -> str:
 def _peer_lines(cluster: Mapping[str, Any]) -> Iterator[Text]:
     if cluster["peers"]:
         yield Text(f"pulls also from {', '.join(cluster['peers'])}, named in its configuration")
-    for silent in cluster.get("silent_peers", ()):  # older nodes do not tell
+    for silent in cluster["silent_peers"]:
         yield Text(f"{silent_text(silent)}; `kvpool doctor` has more", style="yellow")
 
 
@@ -276,7 +273,7 @@ def namespace_rows(
     one, and `ssd_bytes` without disks, too.
     """
     here = stats.tenants[tenant].namespaces
-    alone = not cluster.get("joined", True)  # daemons of earlier versions do not say
+    alone = not cluster["joined"]
     disks = stats.tenants[tenant].usage.ssd
     rows = []
     for entry in cluster["namespaces"]:

@@ -171,8 +171,8 @@ class PeerService:
     async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
         """Which of these blocks are in memory, once there are more than the peer knows, or its time is over.
 
-        With `dropped` also the first one that will not be committed. A namespace need not be known here yet. Raises
-        `LimitExceeded` when too many wait.
+        And the first one that will not be committed. A namespace need not be known here yet. Raises `LimitExceeded` when
+        too many wait.
         """
         self._check_standing()
         keys, width = split_keys(question.keys), width_of(question.keys, question.known)
@@ -201,16 +201,13 @@ class PeerService:
         deadline = self._clock() + wait_s
         while True:
             every, masks = here()
-            first = dropped(every, masks) if question.dropped else len(keys)
+            first = dropped(every, masks)
             late = self._clock() >= deadline
             if _news(masks, known) or first < len(keys) or late or ended():
                 break
             await self._one_more(question.node, name, keys, deadline)
             self._check_standing()
-        answer = pack_masks(masks, width)
-        if question.dropped:
-            answer += peer_wire.FIRST_DROPPED.pack(first)
-        return frame.Bytes(answer)
+        return frame.Bytes(pack_masks(masks, width) + peer_wire.FIRST_DROPPED.pack(first))
 
     async def _one_more(
         self, peer: str, name: bytes, keys: Sequence[bytes], deadline: float

@@ -27,9 +27,8 @@ HOUR_S = 3600.0
 SPREAD_S = 600.0  # so that the first of many nodes notes a use before the others look
 CHECKED_MAX = 64  # namespaces in a step
 WRITTEN_MAX = 16  # of them are noted or deleted
-# Of watching before anything is deleted: who came last, or was upgraded, has noted its uses by then.
+# Of watching before anything is deleted: who came last has noted its uses by then.
 SURE_S = 2 * HOUR_S
-NOTES_SINCE = 8  # the protocol of the first version whose nodes note what they use
 
 
 class UnusedNamespaces:
@@ -62,7 +61,7 @@ class UnusedNamespaces:
         self._seen_at = -math.inf  # when they were first seen
         self._look_at = math.inf
         self._delete_at = math.inf
-        self._all_note_since = clock()  # nodes that do not were not seen since
+        self._began = clock()
         self._to_look_at: deque[NamespaceState] = deque()
         self._to_delete: deque[NamespaceEntry] = deque()
 
@@ -93,8 +92,6 @@ class UnusedNamespaces:
             self._to_look_at = deque(
                 epochs[-1] for tenant in every for epochs in tenant.epochs.values()
             )
-        if any(node.protocol < NOTES_SINCE for node in view.nodes.values()):
-            self._all_note_since = now
 
     async def _note(self, local: LocalNode) -> None:
         written = 0
@@ -117,7 +114,7 @@ class UnusedNamespaces:
     async def _delete(self, local: LocalNode) -> None:
         """Some of those that are unused, by the one that leads. Not before all have had the time to note their own."""
         now = self._clock()
-        if not self._days or now - self._all_note_since < SURE_S:
+        if not self._days or now - self._began < SURE_S:
             return
         if now >= self._delete_at:
             self._delete_at = math.inf

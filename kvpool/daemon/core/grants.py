@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
-from kvpool.daemon.core.puts import Puts, check_parent
+from kvpool.daemon.core.puts import Puts
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.daemon.core.reclaimer import Reclaimer
 from kvpool.daemon.core.slots import Slots
@@ -60,19 +60,17 @@ class Grants:
         rows: Sequence[int],
         keys: Sequence[bytes],
         checksums: bytes,
-        parent: bytes = b"",
-        origin: Origin = OWN,
         parents: Sequence[bytes] = (),
+        origin: Origin = OWN,
     ) -> tuple[int, list[int]]:
         """Make granted slots readable under these keys: (new blocks, rows still granted).
 
-        parent, parents: as for `Puts.reserve`.
+        parents: as for `Puts.reserve`.
 
         Raises `UnknownReservation`, and changes nothing, for rows that are not granted to this holder.
         """
         self._ledger.settle()
         table = namespace.table(part)
-        check_parent(parent)
         namespace.check_epoch()
         if not len(keys) == len(rows) or len(checksums) != CHECKSUM_BYTES * len(rows):
             raise InvalidRequest(
@@ -84,7 +82,7 @@ class Grants:
                 "the request stores into a slot that is not granted to this client, or was used before"
             )
         unused: list[int] = []
-        parents = parents or (parent, *keys[:-1])
+        parents = parents or (b"", *keys[:-1])
         blocks = table.blocks
         if not blocks.isdisjoint(keys) or len(set(keys)) != len(keys):
             keys, parents, rows, checksums, unused, _ = self._puts.only_new(

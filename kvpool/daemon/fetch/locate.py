@@ -35,9 +35,6 @@ from kvpool.wire import worker as worker_wire
 LOOKUP_SHARE = 0.25  # of the available time: the longest wait for an answer
 LOOKUP_KEYS = 2048  # in one request; a prefix that ends within them is not looked up further
 ASKED_MAX = 16  # peers that are asked if there is no directory
-HOLDS_SINCE = (
-    10  # the protocol of the first version whose nodes tell which of scattered blocks they have
-)
 NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
 REMEMBERED_MAX = 1 << 18
 LOST_MAX = 1024
@@ -360,13 +357,12 @@ class Locator:
                 first = end
         return located
 
-    def _to_ask(self, now: float, since: int = 0) -> list[tuple[bytes, str]]:
-        """Peers to be asked where there is no directory: incarnations and URLs. since: the oldest protocol."""
+    def _to_ask(self, now: float) -> list[tuple[bytes, str]]:
+        """Return the peers to ask where there is no directory: incarnations and URLs."""
         return [
             (incarnation, node.url)
             for incarnation, node in self._cluster.living.items()
-            if node.record.protocol >= since
-            and ((peer := self._peers.get(incarnation)) is None or not peer.suspended(now))
+            if (peer := self._peers.get(incarnation)) is None or not peer.suspended(now)
         ][:ASKED_MAX]
 
     async def _ask_each(
@@ -377,7 +373,7 @@ class Locator:
         wait_s: float,
     ) -> Located:
         """Without a directory: each peer reports which of these blocks it could provide, part by part."""
-        asked = self._to_ask(self._clock(), HOLDS_SINCE)
+        asked = self._to_ask(self._clock())
         tenant, packed = namespace.tenant.name, b"".join(keys)
         questions = [
             (incarnation, url, table.part) for incarnation, url in asked for table in tables

@@ -230,7 +230,6 @@ class PrefixStreams:
             b"".join(window),
             pack_masks(known, width),
             wait_s,
-            dropped=True,
         )
         other = self.cluster.living.get(incarnation)
         if other is None:
@@ -522,12 +521,7 @@ class _PrefixStream:
 
 
 def _unpack_dropped(packed: bytes, window: Sequence[bytes]) -> bytes | None:
-    """The first dropped block that an owner reports behind its masks. Raises `ProtocolError` if it is invalid.
-
-    Owners of an older version report none.
-    """
-    if not packed:
-        return None
+    """Return the first dropped block that an owner reports behind its masks. Raises `ProtocolError` if it is invalid."""
     if len(packed) != peer_wire.FIRST_DROPPED.size:
         raise ProtocolError(f"the answer to an Await has {len(packed)} bytes after its masks")
     (at,) = peer_wire.FIRST_DROPPED.unpack(packed)

@@ -76,7 +76,6 @@ CLIENT = (
 WAIT_S_MAX = 60.0
 ANSWER_S = 5.0  # beyond a request's own wait, for the round trip
 BY_CHARACTERS_MAX = 200
-OPERATE_SINCE = 7  # protocol
 
 Answer = frame.Done | frame.Bytes
 _OF_CLIENTS = {client_wire.Engines, client_wire.Prefixes, client_wire.Stats, client_wire.WhyMissing}
@@ -263,11 +262,6 @@ class Operators:
                 f"there is no node {node!r:.80} in this cluster, or it does not listen; `kvpool nodes` lists the "
                 "nodes"
             )
-        if record.protocol < OPERATE_SINCE:
-            raise InvalidRequest(
-                f"node {node} runs version {record.version}, which does not accept requests from other nodes: use "
-                "its own socket, or upgrade it"
-            )
         return record.url
 
     async def _answer(self, tenant: Tenant, by: str, message: frame.Message) -> Answer:
@@ -287,10 +281,7 @@ class Operators:
         return _json(self.cluster.describe())
 
     async def _inspect(self, _tenant: Tenant, _by: str, _m: operator_wire.Inspect) -> frame.Bytes:
-        stats = self._stats.all()
-        # Gateways of the version before look for it beside the tenants.
-        usage = {name: tenant.usage for name, tenant in stats.tenants.items()}
-        return _json({**msgspec.structs.asdict(stats), "usage": usage})
+        return _json(self._stats.all())
 
     async def _tenant_stats(self, tenant: Tenant, _by: str, _m: client_wire.Stats) -> frame.Bytes:
         return _json(self._stats.tenant(tenant))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
@@ -16,6 +17,14 @@ AT_A_TIME = 256
 event loop does in tasks of their own is not held against the tenant, so many keys go one namespace after the other.
 """
 _IN_MEMORY = bytes([Presence.MEMORY])
+
+
+class InMemory(NamedTuple):
+    """What memory alone tells."""
+
+    data: bytes
+    whole: bool
+    """Whether it is the whole answer; else ask `Presences.in_each`. Keys beside need not be in memory for that."""
 
 
 class Presences:
@@ -45,11 +54,10 @@ class Presences:
         *,
         first: bool = False,
         beside: bytes = b"",
-    ) -> bytes | None:
+    ) -> InMemory:
         """Of the keys in each namespace, one after the other, then of those beside them, in the first.
 
-        None where memory alone does not tell: then ask `in_each`. Keys beside need not be in memory for that. first: a
-        block that is in memory in one namespace is not looked for in those after it.
+        first: a block that is in memory in one namespace is not looked for in those after it.
         """
         if len(namespaces) == 1:
             together = split_keys(packed + beside)
@@ -61,9 +69,8 @@ class Presences:
             if beside:
                 rows.append(self._node.leases.contains(namespaces[0], part, split_keys(beside)))
             found = b"".join(rows)
-        if lacking and self._fetcher.active:
-            return None
-        return found.replace(b"\x01", _IN_MEMORY)
+        whole = not (lacking and self._fetcher.active)
+        return InMemory(found.replace(b"\x01", _IN_MEMORY), whole)
 
     async def in_each(
         self,

@@ -22,7 +22,6 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
-DISCARD_SINCE = 10  # the protocol of the first version whose nodes remove blocks for others
 TOGETHER = 512  # so many blocks take the event loop a millisecond or two
 ASKED_AT_ONCE = 16
 NAMED_MAX = 8  # nodes in an error
@@ -112,7 +111,7 @@ class Removals:
         async def ask(other: LivingNode) -> set[bytes]:
             async with turns:
                 left_s = deadline - self._clock()
-                if left_s <= 0 or other.record.protocol < DISCARD_SINCE:
+                if left_s <= 0:
                     failed.append(other.record.node)
                     return set()
                 # Without a membership a peer is known by its address only.

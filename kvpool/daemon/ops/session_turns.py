@@ -31,7 +31,6 @@ PAUSE_MAX_S = 7 * 86_400.0
 NODES_MAX = 16  # that are told of one session at a time
 PASSED_ON_MAX = 64  # at a time; what is told beyond is not passed on, and counted
 PASS_ON_S = 2.0
-SESSIONS_SINCE = 10  # the protocol of the first version whose nodes are told of sessions by others
 _Told = client_wire.SessionTurn | peer_wire.SessionNews
 _PAUSES = {"": None, **{str(kind): kind for kind in PauseKind}}
 
@@ -134,9 +133,9 @@ class SessionTurns:
             task.add_done_callback(self._passing.discard)
 
     def _url(self, name: str) -> str:
-        """Of a living node; empty: there is none of this name that can be told."""
+        """Of a living node; empty: there is none of this name."""
         for other in self._cluster.living.values():
-            if other.record.node == name and other.record.protocol >= SESSIONS_SINCE:
+            if other.record.node == name:
                 return other.url
         return ""
 

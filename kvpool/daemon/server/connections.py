@@ -484,20 +484,18 @@ class ClientConnection(asyncio.Protocol):
         for at, (request, payload) in enumerate(frames):
             try:
                 message = client_wire.decode_client(payload)
-                try:
-                    answer = self._requests.handle(holder, message)
-                except (InternalError, ProtocolError):
-                    raise
-                except KvpoolError as error:
-                    answer = frame.error_message(error)
+                answer = self._requests.handle(holder, message)
             except WrongValue as error:
                 answer = frame.error_message(InvalidRequest(str(error)))
-            except InternalError as error:
-                self._refuse(error, answers, request)
-                return
             except ProtocolError as error:
                 self._refuse(error, answers)
                 return
+            except Exception as error:  # noqa: BLE001  (it decides)
+                told = self._requests.faults.answer(message, error)
+                if isinstance(told, InternalError):
+                    self._refuse(told, answers, request)
+                    return
+                answer = frame.error_message(told)
             if type(answer) is CoroutineType:
                 if len(self.tasks) < WAITING_MAX:
                     self._later(request, message, answer)
@@ -557,13 +555,13 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         try:
             found = await _timed(answer, self._charge)
-        except KvpoolError as error:
-            found = frame.error_message(error)
         except Exception as error:  # noqa: BLE001  (it decides)
-            internal = self._requests.faults.answer(message, error)
-            if not self._live_transport.is_closing():
-                self._refuse(internal, [], request)
-            return
+            told = self._requests.faults.answer(message, error)
+            if told is not error:
+                if not self._live_transport.is_closing():
+                    self._refuse(told, [], request)
+                return
+            found = frame.error_message(told)
         if request and self.transport is not None and not self.transport.is_closing():
             self.transport.write(_frame(found, request))
 

@@ -62,7 +62,7 @@ from kvpool.placement.records import (
     NodeState,
 )
 from kvpool.telemetry.spans import Spans
-from kvpool.types import NO_PARENT, Recompute, split_keys
+from kvpool.types import KEY_BYTES, NO_PARENT, Recompute, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -74,7 +74,7 @@ BESIDE_S = 0.05  # the longest wait of a removal for what others know of the key
 _INDIFFERENT_TO_RELEASES = {
     client_wire.Acquire,
     client_wire.Match,
-    client_wire.Contains,
+    client_wire.Present,
     client_wire.Join,
     client_wire.Release,
 }
@@ -115,7 +115,7 @@ class ClientRequests:
         clock: Callable[[], float],
     ) -> None:
         """may_free: whether nothing but memory and clients could need a namespace. loop_shares: as for
-        `ClientConnections`. faults: takes unexpected errors, those of coroutines from whoever awaits them.
+        `ClientConnections`. faults: takes the unexpected errors of requests from whoever calls `handle`.
         """
         self.faults = faults
         self._loop_shares = loop_shares
@@ -151,18 +151,13 @@ class ClientRequests:
             client_wire.OpenNamespace: self._open_namespace,
             client_wire.Reserve: self._reserve,
             client_wire.Commit: self._commit,
-            client_wire.ReserveParts: self._reserve_parts,
-            client_wire.CommitParts: self._commit_parts,
-            client_wire.Progress: self._progress,
             client_wire.Abort: self._abort,
             client_wire.Acquire: self._acquire,
             client_wire.Join: self._join,
             client_wire.CorruptSlots: self._corrupt_slots,
             client_wire.Release: self._release,
             client_wire.Match: self._match,
-            client_wire.Contains: self._contains,
             client_wire.Remove: self._remove,
-            client_wire.RemoveEach: self._remove_each,
             client_wire.Pin: self._pin,
             client_wire.Stats: self._stats,
             client_wire.Pull: self._pull,
@@ -197,8 +192,8 @@ class ClientRequests:
             self._expiry.cancel()
 
     def handle(self, holder: Holder, message: frame.Message) -> Any:
-        """The answer to one request, or a coroutine that returns it. Raises `KvpoolError`: an `InternalError` if a
-        request that changes nothing met an unexpected error.
+        """Return the answer to one request, or a coroutine that returns it. Raises `KvpoolError`, and unexpected errors,
+        which are for `faults`.
         """
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -207,12 +202,7 @@ class ClientRequests:
             )
         if self._released and type(message) not in _INDIFFERENT_TO_RELEASES:
             self._release_now()
-        try:
-            return handler(holder, message)
-        except KvpoolError:
-            raise
-        except Exception as error:
-            raise self.faults.answer(message, error) from error
+        return handler(holder, message)
 
     def _namespace(self, holder: Holder, number: int, keys: bytes) -> NamespaceState:
         if len(keys) > KEYS_BYTES_MAX:
@@ -264,33 +254,15 @@ class ClientRequests:
                 f"`kvpool drain {self._config.node} --cancel` cancels that"
             )
 
-    def _reserve(self, holder: Holder, m: client_wire.Reserve) -> client_wire.Reserved:
-        namespace = self._namespace(holder, m.ns, m.keys)
-        keys = split_keys(m.keys)
-        requests = [(check_request(m.request), len(keys))] if m.request else ()
-        self._check_stores(namespace, m.part, len(keys), requests)
-        parents = _parents(m.parents, keys)
-        reserve = partial(
-            self._node.puts.reserve, holder, namespace, m.part, m.ticket, keys, m.parent, parents
-        )
-        try:
-            stride, found = self._slots_for(holder, m.ticket, requests, reserve)
-        except KvpoolError as error:
-            self._refused(namespace, m.part, len(keys), requests, error)
-            raise
-        taken = len(found) // 4
-        if taken < len(keys):
-            self._refused(namespace, m.part, len(keys), requests, None, taken)
-        return client_wire.Reserved(stride, found)
-
     def _check_stores(
-        self, namespace: NamespaceState, part: int, count: int, requests: Requests
+        self, namespace: NamespaceState, parts: Sequence[int], count: int, requests: Requests
     ) -> None:
-        """As `_check_open`, for so many blocks of a part."""
+        """As `_check_open`, for so many blocks of each part."""
         try:
             self._check_open()
         except PoolFull:
-            self._accounts.refused(namespace, [PartRefused(part, DRAINING)], count, requests)
+            draining = [PartRefused(part, DRAINING) for part in parts]
+            self._accounts.refused(namespace, draining, count, requests)
             raise
 
     def _slots_for(
@@ -321,49 +293,41 @@ class ClientRequests:
         part: int,
         count: int,
         requests: Requests,
-        error: KvpoolError | None,
-        taken: int = 0,
+        error: KvpoolError,
     ) -> None:
-        """Of so many blocks of one part only the first ones are taken. error: None: there was no room for the others."""
-        refused = _part_refused(namespace, part, error, taken)
-        self._accounts.refused(namespace, [refused], count, requests, taken)
+        """None of so many blocks of one part is taken."""
+        self._accounts.refused(namespace, [_part_refused(namespace, part, error)], count, requests)
 
-    def _reserve_parts(
-        self, holder: Holder, m: client_wire.ReserveParts
-    ) -> client_wire.ReservedParts:
-        """Without space for a part, its rows are missing; any other error undoes the parts before it."""
+    def _reserve(self, holder: Holder, m: client_wire.Reserve) -> client_wire.Reserved:
+        """Without space for a part, its rows are missing; without any for all parts, or with any other error, nothing is
+        reserved.
+        """
         namespace = self._namespace(holder, m.ns, m.keys)
         keys = split_keys(m.keys)
-        before = _parents(m.parents, keys)
-        if not keys:
-            raise InvalidRequest("a reservation needs at least one key")
-        if len(before) != len(keys) or len(m.tickets) != len(m.parts):
+        before = _parents(m.parents, m.keys, keys)
+        if len(m.tickets) != len(m.parts):
             raise InvalidRequest(
-                f"{len(keys)} keys with {len(before)} parents, {len(m.parts)} parts with {len(m.tickets)} tickets: "
-                "one each is required"
+                f"{len(m.parts)} parts with {len(m.tickets)} tickets: one each is required"
             )
         if len(keys) * len(m.parts) > frame.KEYS_MAX:
             raise LimitExceeded(
                 f"{len(keys)} keys in {len(m.parts)} parts in one request; the limit is {frame.KEYS_MAX} together"
             )
         requests = _requests(m.requests, len(keys))
-        try:
-            self._check_open()
-        except PoolFull:
-            draining = [PartRefused(part, DRAINING) for part in m.parts]
-            self._accounts.refused(namespace, draining, len(keys), requests)
-            raise
-        answer = client_wire.ReservedParts([], [])
+        self._check_stores(namespace, m.parts, len(keys), requests)
+        answer = client_wire.Reserved([], [])
         refused: list[PartRefused] = []
+        full: KvpoolError | None = None
         most = 0  # of the keys, that some part takes
         puts = self._node.puts
         for part, ticket in zip(m.parts, m.tickets, strict=True):
             reserve = partial(puts.reserve, holder, namespace, part, ticket, keys, parents=before)
+            why: KvpoolError | None = None
             try:
                 stride, found = self._slots_for(holder, ticket, requests, reserve)
-                why: KvpoolError | None = None
             except (PoolFull, LimitExceeded) as error:
                 stride, found, why = namespace.table(part).stride, b"", error
+                full = full or error
             except KvpoolError as error:
                 for reserved in m.tickets[: len(answer.rows)]:
                     puts.abort(holder, reserved)
@@ -378,17 +342,11 @@ class ClientRequests:
             answer.rows.append(found)
         if refused:
             self._accounts.refused(namespace, refused, len(keys), requests, most)
+        if full is not None and not most:
+            raise full
         return answer
 
-    def _commit(self, holder: Holder, m: client_wire.Commit) -> frame.Done:
-        indices = None
-        if m.indices:
-            indices = rows(m.indices)
-        return frame.Done(self._stored(holder, m.ticket, m.checksums, indices, m.replicas))
-
-    def _commit_parts(
-        self, holder: Holder, m: client_wire.CommitParts
-    ) -> client_wire.CommittedParts:
+    def _commit(self, holder: Holder, m: client_wire.Commit) -> client_wire.Committed:
         """Each by itself, in order: one that was settled before is told, and keeps none of the others."""
         if len(m.tickets) != len(m.checksums):
             raise InvalidRequest(
@@ -397,26 +355,19 @@ class ClientRequests:
         stored = []
         for ticket, checksums in zip(m.tickets, m.checksums, strict=True):
             try:
-                stored.append(self._stored(holder, ticket, checksums, None, m.replicas))
+                stored.append(self._stored(holder, ticket, checksums, m.replicas))
             except UnknownReservation:
                 stored.append(-1)
-        return client_wire.CommittedParts(stored)
+        return client_wire.Committed(stored)
 
-    def _stored(
-        self,
-        holder: Holder,
-        ticket: int,
-        checksums: bytes,
-        indices: Sequence[int] | None,
-        replicas: int,
-    ) -> int:
+    def _stored(self, holder: Holder, ticket: int, checksums: bytes, replicas: int) -> int:
         """Commit a reservation, and have its blocks copied to where they are wanted. How many are new."""
         origin = Origin(replicas=replicas) if replicas else OWN
         reservation = holder.reservations.get(ticket)
         committed: Sequence[int] = ()  # which of the requested keys, where somebody wants to know
         if reservation is not None and reservation.requests:
-            committed = list(indices or reservation.left or reservation.indices)
-        stored = self._node.puts.commit(holder, ticket, checksums, indices, origin)
+            committed = reservation.indices
+        stored = self._node.puts.commit(holder, ticket, checksums, origin=origin)
         if stored and reservation is not None:
             requests: Requests = ()
             if committed:
@@ -437,19 +388,16 @@ class ClientRequests:
         traffic.put_bytes += new * table.spec.nbytes
         self._accounts.written(table, new, requests)
 
-    def _progress(self, _holder: Holder, _: client_wire.Progress) -> frame.Done:
-        return frame.Done()
-
-    def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Reserved:
+    def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Granted:
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
         count = max(0, min(m.count, frame.KEYS_MAX))
-        self._check_stores(namespace, m.part, count, ())
+        self._check_stores(namespace, [m.part], count, ())
         try:
             granted = self._grant_prepared(holder, namespace, m.part, count)
         except KvpoolError as error:
             self._refused(namespace, m.part, count, (), error)
             raise
-        return client_wire.Reserved(namespace.tables[m.part].stride, frame.pack_rows(granted))
+        return client_wire.Granted(namespace.tables[m.part].stride, frame.pack_rows(granted))
 
     def _grant_prepared(
         self, holder: Holder, namespace: NamespaceState, part: int, count: int
@@ -470,7 +418,7 @@ class ClientRequests:
         origin = Origin(replicas=m.replicas) if m.replicas else OWN
         keys = split_keys(m.keys)
         requests = [(check_request(m.request), len(keys))] if m.request else ()
-        self._check_stores(namespace, m.part, len(keys), requests)
+        self._check_stores(namespace, [m.part], len(keys), requests)
         try:
             new, unused = self._node.grants.store(
                 holder,
@@ -479,9 +427,8 @@ class ClientRequests:
                 rows(m.rows),
                 keys,
                 m.checksums,
-                m.parent,
+                _parents(m.parents, m.keys, keys),
                 origin,
-                _parents(m.parents, keys) if m.parents else (),
             )
         except KvpoolError as error:
             self._refused(namespace, m.part, len(keys), requests, error)
@@ -682,13 +629,6 @@ class ClientRequests:
         matches.missed += len(keys) - found
         return frame.Done(found)
 
-    def _contains(self, holder: Holder, m: client_wire.Contains) -> frame.Bytes:
-        return frame.Bytes(
-            self._node.leases.contains(
-                self._namespace(holder, m.ns, m.keys), m.part, split_keys(m.keys)
-            )
-        )
-
     def _present(
         self, holder: Holder, m: client_wire.Present
     ) -> frame.Bytes | Coroutine[Any, Any, frame.Bytes]:
@@ -704,12 +644,15 @@ class ClientRequests:
         answer = self._presences.in_memory(
             namespaces, m.part, m.keys, first=m.first, beside=m.beside
         )
-        return self._present_below(namespaces, m) if answer is None else frame.Bytes(answer)
+        wait_s = m.wait_s
+        if answer.whole or wait_s is None:
+            return frame.Bytes(answer.data)
+        return self._present_below(namespaces, m, wait_s)
 
     async def _present_below(
-        self, namespaces: Sequence[NamespaceState], m: client_wire.Present
+        self, namespaces: Sequence[NamespaceState], m: client_wire.Present, wait_s: float
     ) -> frame.Bytes:
-        wait_s = min(max(0.0, m.wait_s), self._config.lease_s_max)
+        wait_s = min(max(0.0, wait_s), self._config.lease_s_max)
         found = await self._presences.in_each(
             namespaces, m.part, m.keys, wait_s, first=m.first, beside=m.beside
         )
@@ -717,31 +660,16 @@ class ClientRequests:
 
     def _remove(
         self, holder: Holder, m: client_wire.Remove
-    ) -> frame.Done | Coroutine[Any, Any, frame.Done]:
-        namespaces = [self._namespace(holder, m.ns, m.keys)]
-        if self._removals.at_once(namespaces, m.keys, 0.0):
-            return frame.Done(len(self._removals.now(namespaces, m.keys)))
-        return self._remove_in_turns(namespaces, m.keys)
-
-    async def _remove_in_turns(
-        self, namespaces: Sequence[NamespaceState], keys: bytes
-    ) -> frame.Done:
-        return frame.Done(len(await self._removals.everywhere(namespaces, keys, 0.0)))
-
-    def _remove_each(
-        self, holder: Holder, m: client_wire.RemoveEach
     ) -> frame.Bytes | Coroutine[Any, Any, frame.Bytes]:
         namespaces = self._namespaces(holder, m.namespaces, m.keys, m.beside)
         below = m.beside and self._fetcher.active  # where the keys beside are may take a while
         if below or not self._removals.at_once(namespaces, m.keys, m.others_s):
-            return self._remove_each_in_turns(namespaces, m)
-        besides = self._presences.in_memory(namespaces[:1], 0, m.beside) or b""
+            return self._remove_in_turns(namespaces, m)
+        besides = self._presences.in_memory(namespaces[:1], 0, m.beside).data
         return frame.Bytes(_flags(m.keys, self._removals.now(namespaces, m.keys)) + besides)
 
-    async def _remove_each_in_turns(
-        self,
-        namespaces: Sequence[NamespaceState],
-        m: client_wire.RemoveEach,
+    async def _remove_in_turns(
+        self, namespaces: Sequence[NamespaceState], m: client_wire.Remove
     ) -> frame.Bytes:
         others_s = min(max(0.0, m.others_s), self._config.lease_s_max)
         deadline = self._clock() + min(others_s, BESIDE_S)
@@ -931,14 +859,15 @@ def _part_refused(
     return PartRefused(part, why_refused(error, namespace, stride), taken)
 
 
-def _parents(packed: bytes, keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The keys before each, if told. Raises `InvalidRequest`."""
-    if not packed:
-        return ()
-    parents = split_keys(packed)
+def _parents(packed: bytes, packed_keys: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
+    """Return the key before each, empty where there is none. Raises `InvalidRequest`."""
+    parents: Sequence[bytes] = split_keys(packed)
     if len(parents) != len(keys):
         raise InvalidRequest(f"{len(keys)} keys with {len(parents)} parents: one each is required")
-    return tuple(b"" if parent == NO_PARENT else parent for parent in parents)
+    if packed[KEY_BYTES:] == packed_keys[:-KEY_BYTES]:
+        # One chain. The same objects are kept as keys and as parents, which saves memory.
+        parents = [*parents[:1], *keys[:-1]]
+    return tuple([b"" if parent == NO_PARENT else parent for parent in parents])
 
 
 def _flags(packed: bytes, chosen: set[bytes]) -> bytes:

@@ -15,7 +15,7 @@ from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
-from kvpool.errors import KvpoolError, LimitExceeded, Unavailable
+from kvpool.errors import LimitExceeded, Unavailable
 from kvpool.memory.segment import Segment
 from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route
@@ -197,20 +197,18 @@ class TransferWorkerProxy(Worker):
             if isinstance(question, peer_wire.SessionNews):
                 return source.session_told(question)
             return source.asked(question)
-        except KvpoolError as error:
-            return frame.error_message(error)
         except Exception as error:  # noqa: BLE001  (it decides)
-            return frame.error_message(source.faults.answer(question, error))
+            return self._told(question, error)
+
+    def _told(self, message: frame.Message, error: Exception) -> frame.Message:
+        """Return the answer to a message that met an error. Raises it if it is unexpected and may have changed state."""
+        return frame.error_message(self._workers.source.faults.answer(message, error))
 
     def _lend(self, message: worker_wire.OpenLoan, request: int) -> None:
-        source = self._workers.source
         try:
-            found = source.open_loan(message)
-        except KvpoolError as error:
-            self._channel.send(frame.error_message(error), request)
-            return
+            found = self._workers.source.open_loan(message)
         except Exception as error:  # noqa: BLE001  (it decides)
-            self._channel.send(frame.error_message(source.faults.answer(message, error)), request)
+            self._channel.send(self._told(message, error), request)
             return
         if isinstance(found, worker_wire.Loan):
             self._lent(found, request)
@@ -245,12 +243,8 @@ class TransferWorkerProxy(Worker):
     ) -> None:
         try:
             answer = await work
-        except KvpoolError as error:
-            self._channel.send(frame.error_message(error), request)
-            return
         except Exception as error:  # noqa: BLE001  (it decides)
-            internal = self._workers.source.faults.answer(message, error)
-            self._channel.send(frame.error_message(internal), request)
+            self._channel.send(self._told(message, error), request)
             return
         if isinstance(answer, worker_wire.Loan):
             self._lent(answer, request)

@@ -32,12 +32,11 @@ def secret_proof(secret: bytes, cluster: str) -> str:
 
 
 def config_of(cluster: str, secrets: tuple[bytes, ...]) -> ClusterConfig:
-    """What a node with these secrets knows, the newest first.
+    """Return what a node with these secrets knows, the newest first. Without any, the empty one stands for them.
 
-    A node that had no secret before it was upgraded knows that proof, too. Peers authenticate each other in any case:
-    this is to say at the start what every one of them would say.
+    Peers authenticate each other in any case: this says at the start what every one of them would say.
     """
-    first, *others = (secret_proof(secret, cluster) for secret in (*secrets, b""))
+    first, *others = (secret_proof(secret, cluster) for secret in secrets or (b"",))
     return ClusterConfig(cluster=cluster, secret_proof=first, other_proofs=tuple(others))
 
 
@@ -64,10 +63,10 @@ def check_config(config: ClusterConfig, ours: ClusterConfig, protocol: int) -> N
             f"etcd holds the records of cluster {config.cluster!r}, not of {ours.cluster!r}: choose the right "
             "--cluster, or another etcd"
         )
-    if config.format > FORMAT_VERSION:
+    if config.format != FORMAT_VERSION:
         raise ConfigError(
             f"the records of cluster {config.cluster!r} have format {config.format}, this version of kvpool supports "
-            f"formats up to {FORMAT_VERSION}: upgrade this node"
+            f"{FORMAT_VERSION}: install the version of the other nodes"
         )
     if protocol < config.protocol_min:
         raise ConfigError(

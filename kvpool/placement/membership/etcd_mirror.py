@@ -95,8 +95,7 @@ class Mirror:
     A namespace is dropped only if it was deleted because nobody used it, and its epoch never goes back, even if etcd has
     lost its data: old misses must stay misses. A deletion moves the clock beyond the namespace's epoch in the same
     transaction, so one that is missing while the clock has not moved there, or has gone back, is lost. And one that
-    appears below the clock was deleted before: an older kvpool has made it again, or a copy of etcd has brought it
-    back. It is taken as beginning now.
+    appears below the clock was deleted before: a copy of etcd has brought it back. It is taken as beginning now.
     `unsaved` are the entries that etcd does not have as they are here; `clock_lost`: its clock has gone back.
     """
 
@@ -337,7 +336,7 @@ class Mirror:
         elif old is None and self._was_deleted(entry, kv):
             self._saved.discard(key)
             entry = begun(entry, self.clock)
-        if old is not None and old.used > entry.used:  # of an older kvpool, or a copy of etcd
+        if old is not None and old.used > entry.used:  # of a copy of etcd
             self._saved.discard(key)
             entry = msgspec.structs.replace(entry, used=old.used)
         if old != entry:

@@ -454,10 +454,10 @@ def _load(path: Path) -> Stored:
             f"{path} is {error}. Restore it; or remove it together with all "
             "blocks on disk, because without epochs blocks from before a reset would be hits again"
         ) from None
-    if stored.format > FORMAT_VERSION:
+    if stored.format != FORMAT_VERSION:
         raise ConfigError(
-            f"{path} has format {stored.format}, this version of kvpool supports formats up to {FORMAT_VERSION}: "
-            "upgrade"
+            f"{path} has format {stored.format}, this version of kvpool supports {FORMAT_VERSION}: install the version "
+            "that wrote it"
         )
     return stored
 

@@ -316,15 +316,17 @@ class MembershipContract:
 
         self.run(main())
 
-    def test_a_node_that_had_no_secret_before_it_was_upgraded(self, backend: Backend) -> None:
+    def test_a_cluster_without_a_secret_refuses_nodes_with_one(self, backend: Backend) -> None:
         async def main() -> None:
-            before = backend.member()
-            now = backend.member(secrets=lambda: (b"made at its start",))
+            first, other = backend.member(), backend.member()
+            stranger = backend.member(secrets=lambda: (b"a secret of its own",))
             try:
-                await before.start()
-                await now.start()
+                await first.start()
+                await other.start()
+                with pytest.raises(ConfigError, match="secret"):
+                    await stranger.start()
             finally:
-                for member in (before, now):
+                for member in (first, other, stranger):
                     await member.close()
 
         self.run(main())

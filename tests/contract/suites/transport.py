@@ -38,7 +38,7 @@ from kvpool.transfer import transport_for
 from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
 from kvpool.types import BlockStatus
-from kvpool.wire.frame import NO_ROW, PROTOCOL_VERSION, Bytes, Done
+from kvpool.wire.frame import NO_ROW, Bytes, Done
 from kvpool.wire.peer import (
     Ask,
     Await,
@@ -203,7 +203,6 @@ class Side:
         tls: Credentials | None = None,
         plaintext: bool = False,
         node: str = "node",
-        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.bytes = mmap.mmap(-1, size)
         memory = Memory()
@@ -219,7 +218,6 @@ class Side:
                 secrets if isinstance(secrets, ClusterSecrets) else ClusterSecrets.of(*secrets),
                 tls,
                 plaintext,
-                protocol,
             ),
             limits or TransferLimits(),
         )

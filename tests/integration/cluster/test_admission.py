@@ -2,17 +2,21 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
-from kvpool.errors import NotAuthenticated, ProtocolError
+from kvpool.errors import NotAuthenticated
 from kvpool.placement.records import ClusterConfig, encode_record
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
+from kvpool.transfer.stream import Stream
+from kvpool.wire import peer as peer_wire
 from tests.support.local_cluster import SECRET
 from tests.support.proxy import Fault, Proxy
 from tests.support.servers.etcd import Etcd, free_port
@@ -296,8 +300,12 @@ def test_another_users_process_is_a_client_and_no_operator(folder, start_cluster
 
 
 def test_peers_of_another_protocol_version_are_refused(world):
-    us = Identity(world.name, "x", "0" * 16, ClusterSecrets.of(SECRET), protocol=1)
-    connections = Connections(us, TransferLimits())
-    with pytest.raises(ProtocolError, match="install the same"):
-        connections.connect(world.node("a").url, Deadline(PATIENCE_S), Stop())
-    connections.close()
+    address = urlsplit(world.node("a").url)
+    with socket.create_connection((address.hostname, address.port), PATIENCE_S) as sock:
+        sock.setblocking(True)
+        stream = Stream(sock, Deadline(PATIENCE_S))
+        stream.send(peer_wire.PeerHello(2, world.name, "x", bytes(32), oldest=2), 1)
+        answer = peer_wire.decode_peer(stream.receive(1 << 16)[1])
+    assert answer.code == "protocol"
+    assert "speaks protocol 2" in answer.message
+    assert "install the same version" in answer.message

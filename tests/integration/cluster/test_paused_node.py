@@ -11,7 +11,8 @@ from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.connections import Connections
 from kvpool.wire.frame import FRAME_BYTES_MAX, Error
-from kvpool.wire.peer import Fetch, Fetched, decode_peer
+from kvpool.wire.peer import Fetched, decode_peer
+from tests.support.fetches import fetch_of
 from tests.support.local_cluster import SECRET
 from tests.support.proxy import Fault, Proxy
 from tests.support.waiting import PATIENCE_S
@@ -30,7 +31,7 @@ class Peer:
         nbytes = self.seat.record.parts[0].nbytes
         keys = number.to_bytes(16, "big")
         self.stream.deadline = Deadline(PATIENCE_S)
-        self.stream.send(Fetch("default", self.seat.ns.digest, 0, nbytes, keys, 60.0), 1)
+        self.stream.send(fetch_of(self.seat.ns.digest, nbytes, keys, 60.0), 1)
 
     def hear(self) -> Error | Fetched:
         """The answer; its bytes, if there are any, are left unread with the connection."""

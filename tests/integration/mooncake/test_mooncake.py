@@ -16,14 +16,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvpool.client import connection, connections
-from kvpool.client.connection import DaemonState
+from kvpool.client import connection
 from kvpool.engine_plugins.mooncake import objects, spaces
 from kvpool.engine_plugins.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
 from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from kvpool.engine_plugins.mooncake.values import ReplicateConfig, SoftPinAction
 from kvpool.types import KEY_BYTES
-from kvpool.wire.client import Welcome
 from kvpool.wire.frame import Message
 from tests.support.waiting import PATIENCE_S
 
@@ -490,9 +488,9 @@ def test_how_many_requests_a_call_takes(store, requests, monkeypatch, sizes):
         (lambda: store.batch_is_exist(["nobody", name + "2", "0/3"]), ["Present"], [0, 1, 1]),
         (lambda: store.get("nobody"), ["Present"], b""),
         (lambda: store.put("new", data[-1]), ["Present", "Store"], 0),
-        (lambda: store.remove(name + "4"), ["RemoveEach"], 0),
-        (lambda: store.batch_remove([name + "4", name + "5"]), ["RemoveEach"], [MISSING, 0]),
-        (lambda: store.upsert(name + "6", data[-1]), ["RemoveEach", "Store"], 0),
+        (lambda: store.remove(name + "4"), ["Remove"], 0),
+        (lambda: store.batch_remove([name + "4", name + "5"]), ["Remove"], [MISSING, 0]),
+        (lambda: store.upsert(name + "6", data[-1]), ["Remove", "Store"], 0),
     ):
         requests.clear()
         assert call() == answer
@@ -847,40 +845,6 @@ def test_a_tenant_id_has_keys_of_its_own(pool):
     assert other.get("a") == b"other!"
     one.close()
     other.close()
-
-
-def test_a_daemon_that_is_too_old_is_refused(start, monkeypatch, caplog):
-    """As a client sees one: by the protocol of its welcome."""
-
-    class Older(DaemonState):
-        def __init__(self, welcome: Welcome, fd: int, *, writable: bool = True) -> None:
-            super().__init__(welcome, fd, writable=writable)
-            self.protocol = 9
-
-    daemon = start()
-    store = set_up(daemon.socket)
-    assert store.put_batch(["a", "b"], [b"1" * 2000] * 2) == store.put("small", b"s") == 0
-    monkeypatch.setattr(connections, "DaemonState", Older)
-    another = MooncakeDistributedStore()
-    assert another.setup({"local_hostname": "h", "kvpool_socket": daemon.socket}) == AWAY
-    assert "older than this facade" in caplog.text
-    assert another.health_check() == 1
-    daemon.kill()
-    start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not store._client.warm():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert store.health_check() == 2
-    assert store.is_exist("a") == -1
-    assert store.get("a") == b""
-    assert store.get_size("small") == AWAY
-    assert store.put("a", b"2" * 2000) == store.put("new", b"2") == AWAY
-    assert store.upsert("a", b"2" * 2000) == store.upsert("small", b"2") == AWAY
-    assert store.remove("a") == store.remove("small") == store.remove_all() == AWAY
-    assert store.batch_get_session_start(["a"]) == [AWAY]
-    assert store.batch_put_session_start(["c"], [9]) == [AWAY]
-    store.close()
 
 
 def within_limit(call):

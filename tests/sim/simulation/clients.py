@@ -22,7 +22,7 @@ from kvpool.errors import (
     Unavailable,
     from_code,
 )
-from kvpool.types import KEY_BYTES, plain_parts
+from kvpool.types import KEY_BYTES, NO_PARENT, plain_parts
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -230,49 +230,44 @@ class Client:
         self._ticket += 1
         ticket = self._ticket
         answer = await self._ask(
-            client_wire.Reserve(number, part, ticket, b"".join(keys), parent), 0.0, session
+            client_wire.Reserve(
+                number, [part], [ticket], b"".join(keys), b"".join(chained(keys, parent))
+            ),
+            0.0,
+            session,
         )
-        reserved = answer.message
-        assert isinstance(reserved, client_wire.Reserved)
+        assert isinstance(answer.message, client_wire.Reserved)
+        (stride,), (rows,) = answer.message.strides, answer.message.rows
         slots = [
             (index, keys[index], row)
-            for index, row in enumerate(wire_rows(reserved.rows))
+            for index, row in enumerate(wire_rows(rows))
             if row != frame.NO_ROW
         ]
         if not slots:
             return
         self._check_served(life, answer, generation)
-        first = rng.randrange(len(slots) + 1) if rng.random() < 0.3 else len(slots)
-        groups = [group for group in (slots[:first], slots[first:]) if group]
-        uses = [
-            self._use(
-                life, f"{self.name} puts", reserved.stride, [row for _, _, row in group], True
-            )
-            for group in groups
-        ]
-        for group, use in zip(groups, uses, strict=True):
-            await self._fill(self._memory(life), reserved.stride, group, part, nbytes, answer.epoch)
-            if (rng.random() < 0.05 and not self.steady) or gives_up:
-                for left in uses:
-                    self._memory(life).end(left)
-                await self._ask(client_wire.Abort([ticket]), 0.0, session)
-                if gives_up:
-                    world.dropped.update(keys)
-                    await self._ask(client_wire.Dropped(number, b"".join(keys)), 0.0, session)
-                    world.count("puts given up")
-                return
-            self._memory(life).end(use)
-            checksums = b"".join(
-                self.namespace.block(answer.epoch, key, part, nbytes)[1] for _, key, _ in group
-            )
-            self.namespace.committing(answer.epoch, part, [key for _, key, _ in group])
-            indices = b"" if len(groups) == 1 else frame.pack_rows([index for index, _, _ in group])
-            done = await self._ask(
-                client_wire.Commit(ticket, checksums, indices, replicas), 0.0, session
-            )
-            assert isinstance(done.message, frame.Done)
-            world.count("blocks put", done.message.value)
-            self.namespace.stored(life, answer.epoch, part, [key for _, key, _ in group])
+        put = [key for _, key, _ in slots]
+        use = self._use(life, f"{self.name} puts", stride, [row for _, _, row in slots], True)
+        await self._fill(self._memory(life), stride, slots, part, nbytes, answer.epoch)
+        self._memory(life).end(use)
+        if (rng.random() < 0.05 and not self.steady) or gives_up:
+            await self._ask(client_wire.Abort([ticket]), 0.0, session)
+            if gives_up:
+                world.dropped.update(keys)
+                await self._ask(client_wire.Dropped(number, b"".join(keys)), 0.0, session)
+                world.count("puts given up")
+            return
+        checksums = b"".join(
+            self.namespace.block(answer.epoch, key, part, nbytes)[1] for key in put
+        )
+        self.namespace.committing(answer.epoch, part, put)
+        done = await self._ask(client_wire.Commit([ticket], [checksums], replicas), 0.0, session)
+        assert isinstance(done.message, client_wire.Committed)
+        (stored,) = done.message.stored
+        if stored < 0:
+            raise Violation(f"{life.name} does not know a reservation that it has granted")
+        world.count("blocks put", stored)
+        self.namespace.stored(life, answer.epoch, part, put)
 
     async def _fill(
         self,
@@ -304,7 +299,7 @@ class Client:
         granted = self._granted.setdefault(part, [])
         if len(granted) < len(keys):
             answer = await self._ask(client_wire.Grant(number, part, len(keys)), 0.0, session)
-            assert isinstance(answer.message, client_wire.Reserved)
+            assert isinstance(answer.message, client_wire.Granted)
             self._take_granted(life, granted, answer.message.stride, answer.message.rows)
         count = min(len(keys), len(granted))
         if not count:
@@ -337,7 +332,7 @@ class Client:
             b"".join(keys),
             checksums,
             more,
-            parent,
+            b"".join(chained(keys, parent)),
             replicas,
         )
         self.namespace.committing(epoch, part, keys)
@@ -539,7 +534,7 @@ class Client:
                     f"has committed {self.namespace.ever(keys)}"
                 )
         elif kind == 1:
-            await self._ask(client_wire.Contains(number, 0, packed), 0.0, session)
+            await self._ask(client_wire.Present([number], 0, packed, None), 0.0, session)
         else:
             await self._ask(client_wire.Pull(number, packed, 0.3), 0.3, session)
 
@@ -588,7 +583,7 @@ class Client:
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         session, number, _ = await self._connected()
-        await self._ask(client_wire.Remove(number, b"".join(keys)), 0.0, session)
+        await self._ask(client_wire.Remove([number], b"".join(keys)), 0.0, session)
 
     async def pin(self, keys: Sequence[bytes], kind: str) -> None:
         session, number, _ = await self._connected()
@@ -633,6 +628,11 @@ def prefixes(rng: random.Random, chain: Sequence[bytes], stride: int) -> Sequenc
     """Some prefix of a chain."""
     n = rng.randint(1, len(chain))
     return chain[: max(stride, n - n % stride)]
+
+
+def chained(keys: Sequence[bytes], parent: bytes) -> list[bytes]:
+    """The key before each of these, which are one chain."""
+    return [parent or NO_PARENT, *keys[:-1]]
 
 
 def keys_of(rng: random.Random, chains: int, blocks: int) -> list[list[bytes]]:

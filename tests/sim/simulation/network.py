@@ -428,10 +428,9 @@ class PeerTransport:
             for part, table in tables.items():
                 if mask >> part & 1 and key not in table.blocks:
                     raise Violation(f"{self.life.name} tells of {key[:4].hex()}, and has it not")
-        if question.dropped:
-            (at,) = peer_wire.FIRST_DROPPED.unpack(behind)
-            if at < len(keys) and keys[at] not in self.world.dropped:
-                raise Violation(f"{self.life.name} says that {keys[at][:4].hex()} was given up")
+        (at,) = peer_wire.FIRST_DROPPED.unpack(behind)
+        if at < len(keys) and keys[at] not in self.world.dropped:
+            raise Violation(f"{self.life.name} says that {keys[at][:4].hex()} was given up")
         return answer
 
     def report(self, report: peer_wire.Corrupt) -> None:

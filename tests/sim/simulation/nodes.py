@@ -240,7 +240,7 @@ class Life:
         if isinstance(found, client_wire.Leased) and found.token:
             epoch, generation = self._check_lease(session, message, found)
         elif isinstance(message, client_wire.Reserve) and isinstance(found, client_wire.Reserved):
-            reservation = session.holder.reservations.get(message.ticket)
+            reservation = session.holder.reservations.get(message.tickets[0])
             if reservation is not None:
                 namespace = reservation.table.namespace
                 epoch, generation = namespace.epoch, namespace.generation

@@ -54,9 +54,9 @@ def world(where: Where, *, active: bool) -> tuple[Pool, Presences, Below, list[A
 
 def ask(presences: Presences, namespaces: list[Any], packed: bytes, **how: Any) -> bytes:
     found = presences.in_memory(namespaces, 0, packed, **how)
-    if found is None:
-        found = asyncio.run(presences.in_each(namespaces, 0, packed, 1.0, **how))
-    return found
+    if found.whole:
+        return found.data
+    return asyncio.run(presences.in_each(namespaces, 0, packed, 1.0, **how))
 
 
 spots = st.sampled_from([Presence.MEMORY, Presence.MEMORY, Presence.DISK, Presence.ELSEWHERE])

@@ -29,6 +29,7 @@ from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire import peer as peer_wire
 from kvpool.wire.faults import LOG_S, Faults
+from tests.support.fetches import fetch_of
 
 RECORD = NamespaceRecord.simple("m", block_bytes=4096, block_tokens=16)
 KEY = b"k" * 16
@@ -216,7 +217,7 @@ def payload(message: frame.Message) -> bytes:
         operator_wire.OnNode("", payload(operator_wire.Jobs()), 0.0),
         peer_wire.Operate("a", payload(operator_wire.Locate(KEY)), 0.0, "default", "b"),
         peer_wire.Ask("default", bytes(16), [], KEY),
-        peer_wire.Fetch("default", bytes(16), 0, 1, KEY, 1.0),
+        fetch_of(bytes(16), 1, KEY, 1.0),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -229,7 +230,7 @@ def test_what_changes_nothing(message: frame.Message) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        client_wire.Reserve(0, 0, 1, KEY),
+        client_wire.Reserve(0, [0], [1], KEY, bytes(16)),
         client_wire.Acquire(0, KEY, [], 1.0),
         operator_wire.Evict(KEY),
         operator_wire.OnNode("", payload(operator_wire.Clear(bytes(16))), 0.0),

@@ -265,26 +265,6 @@ def test_nothing_is_deleted(reason: str) -> None:
     run(main())
 
 
-def test_nothing_is_deleted_until_a_node_that_was_upgraded_has_noted_what_it_uses() -> None:
-    async def main() -> None:
-        async with OneCluster("a", "b") as world:
-            a, b = world.nodes.values()
-            older = StaticMembership(world.cluster)
-            await older.start()
-            await older.join(NodeRecord("old", new_incarnation(), protocol=7))
-            await a.open("m")
-            await world.pass_hours(AFTER_HOURS + NOTE_HOURS)
-            assert world.names == ["m"]
-            await older.close()
-            await world.pass_hours(1)
-            assert world.names == ["m"]
-            await b.open("m", b.node.holders.add("red", "engine", "upgraded"))
-            await world.pass_hours(NOTE_HOURS)
-            assert world.names == ["m"]
-
-    run(main())
-
-
 def test_what_the_leader_uses_itself_stays_whatever_the_records_say() -> None:
     """As after a copy of etcd was brought back, in which the last uses are older than the clock says."""
 

@@ -122,7 +122,6 @@ class FakePool:
         self.writes: list[tuple[int, bytes]] = []
         self.parents: dict[tuple[int, bytes], bytes | None] = {}
         self.exchanges: list[tuple[tuple[int, ...], int]] = []
-        self.puts_parts = True
         self.acquires = self.matches = 0
         self.away = False
         self.full = False
@@ -382,6 +381,8 @@ class FakePool:
                 reserved[-1].refused = len(split)
             known = [None if parent == NO_PARENT else parent for parent in before]
             self.parents.update(zip([(part, key) for key in split], known, strict=True))
+        if all(each.refused for each in reserved) and not any(each.names for each in reserved):
+            raise PoolFull("the fake pool is full")
         return reserved
 
     def commit_parts(self, reservations: Sequence[FakeReservation]) -> list[int]:

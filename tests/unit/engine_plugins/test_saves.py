@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,13 +48,11 @@ def job(number: int, begins: int, length: int) -> SaveJob:
 @given(
     chains=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=6),
     limit=st.integers(1, 20),
-    puts_parts=st.booleans(),
 )
 def test_each_block_is_stored_with_its_bytes_and_its_parent(
-    pool_types: Any, chains: Chains, limit: int, puts_parts: bool
+    pool_types: Any, chains: Chains, limit: int
 ) -> None:
     pool = pool_types.FakePool()
-    pool.puts_parts = puts_parts
     memory = np.random.default_rng(1).integers(0, 256, (PARTS, BLOCKS, BYTES), np.uint8)
     jobs = [job(number, *chain) for number, chain in enumerate(chains, start=1)]
     namespace = pool.open(RECORD)
@@ -75,7 +72,6 @@ def test_each_block_is_stored_with_its_bytes_and_its_parent(
     }
     assert found == expected
     assert all(len(parts) * count <= max(limit, len(parts)) for parts, count in pool.exchanges)
-    assert bool(pool.exchanges) is puts_parts
 
 
 def test_a_step_is_one_exchange_for_each_group(pool: Any) -> None:
@@ -86,10 +82,8 @@ def test_a_step_is_one_exchange_for_each_group(pool: Any) -> None:
     assert pool.labelled == 2 * [(f"r{number}", 2) for number in range(1, 9)], "whose they are"
 
 
-@pytest.mark.parametrize("puts_parts", [True, False])
-def test_those_whose_last_blocks_found_no_space_have_failed(pool: Any, puts_parts: bool) -> None:
+def test_those_whose_last_blocks_found_no_space_have_failed(pool: Any) -> None:
     """One part takes three blocks less than it is given, the first time."""
-    pool.puts_parts = puts_parts
     reserve, room = pool.reserve, [5]
 
     def little(

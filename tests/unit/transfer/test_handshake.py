@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.errors import Declined, KvpoolError, NotAuthenticated
+from kvpool.errors import Declined, KvpoolError, NotAuthenticated, ProtocolError
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
 from kvpool.transfer.base import Deadline, Identity
-from kvpool.transfer.handshake import KEYED_SINCE, admit, greet, refuse
+from kvpool.transfer.handshake import admit, greet, refuse
 from kvpool.transfer.stream import Stream
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -42,10 +42,10 @@ def ends() -> Iterator[tuple[Stream, Stream]]:
         yield pair
 
 
-def identity(*secrets: str, cluster: str = "c", protocol: int = frame.PROTOCOL_VERSION) -> Identity:
+def identity(*secrets: str, cluster: str = "c") -> Identity:
     secrets = secrets or (SECRET,)
     found = ClusterSecrets.of(*(each for each in secrets if each))
-    return Identity(cluster, "n", "i", found, protocol=protocol)
+    return Identity(cluster, "n", "i", found)
 
 
 class Listener(threading.Thread):
@@ -149,32 +149,53 @@ def test_more_proofs_than_a_daemon_may_have_are_not_tried(ends: tuple[Stream, St
     listener.join()
 
 
-@pytest.mark.parametrize("old", ["connects", "listens", "both"])
-def test_a_daemon_of_a_version_before_keys_knows_none(
-    ends: tuple[Stream, Stream], old: str
+REFUSAL = (
+    "the peer speaks protocol 2 and none below 2, this side 1 and none below 1: install the same version of kvpool on "
+    "both sides"
+)
+
+
+def test_a_peer_of_a_future_protocol_is_refused(ends: tuple[Stream, Stream]) -> None:
+    listener = Listener(ends[1], identity())
+    listener.start()
+    ends[0].send(peer_wire.PeerHello(2, "c", "n", b"n" * 32, oldest=2), 1)
+    answer = peer_wire.decode_peer(ends[0].receive(1 << 16)[1])
+    listener.join()
+    assert answer == frame.Error("protocol", REFUSAL)
+    assert isinstance(listener.error, ProtocolError)
+
+
+def test_a_listener_of_a_future_protocol_is_refused(ends: tuple[Stream, Stream]) -> None:
+    future = peer_wire.PeerChallenge(2, "n", "i", b"n" * 32, b"", oldest=2)
+    ends[1].send(future, 1)
+    with pytest.raises(ProtocolError, match=REFUSAL):
+        greet(ends[0], identity())
+
+
+def test_a_future_version_that_still_speaks_this_protocol_is_a_peer(
+    ends: tuple[Stream, Stream],
 ) -> None:
-    now, before = frame.PROTOCOL_VERSION, KEYED_SINCE - 1
-    connects = identity(protocol=now if old == "listens" else before)
-    meet(ends, connects, identity(protocol=now if old == "connects" else before))
-    here, there = ends
-    assert not here.keyed and not there.keyed
-    here.send(frame.Done(7), 1)
-    assert there.receive(1 << 16)[0] == 1
+    listener = Listener(ends[1], identity())
+    listener.start()
+    ends[0].send(peer_wire.PeerHello(2, "c", "n", b"n" * 32, oldest=1), 1)
+    assert isinstance(peer_wire.decode_peer(ends[0].receive(1 << 16)[1]), peer_wire.PeerChallenge)
+    ends[0].shut()
+    listener.join()
 
 
-def test_a_relay_cannot_make_two_new_daemons_do_without_keys(ends: tuple[Stream, Stream]) -> None:
+def test_a_relay_cannot_change_the_versions(ends: tuple[Stream, Stream]) -> None:
     """The versions are proved, too."""
     listener = Listener(ends[1], identity())
 
-    class Older(Stream):
+    class Changed(Stream):
         def send_frame(self, data: bytes) -> None:
             message = peer_wire.decode_peer(data[frame.HEADER.size :])
             if isinstance(message, peer_wire.PeerHello):
-                changed = msgspec.structs.replace(message, version=KEYED_SINCE - 1)
+                changed = msgspec.structs.replace(message, version=message.version + 1)
                 data = frame.encode(changed, 1)
             super().send_frame(data)
 
-    ends[0].__class__ = Older
+    ends[0].__class__ = Changed
     listener.start()
     with pytest.raises(NotAuthenticated):
         greet(ends[0], identity())

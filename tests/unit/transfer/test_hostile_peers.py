@@ -32,6 +32,7 @@ from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 from tests.contract.suites.transport import DIGEST, SEGMENT, ScriptedSource, key_of, order
+from tests.support.fetches import fetch_of
 from tests.support.waiting import PATIENCE_S
 
 NBYTES = 64
@@ -66,9 +67,10 @@ texts = st.text(max_size=10) | st.just("default")
 parts = st.lists(numbers, max_size=4)
 specs = st.lists(st.tuples(numbers, texts, numbers, numbers), max_size=3)
 
+wanted = st.builds(peer_wire.PartKeys, numbers, st.just(NBYTES) | numbers, packed_badly)
 fetches = st.builds(
     peer_wire.Fetch,
-    *(texts, digests, numbers, st.just(NBYTES) | numbers, packed_badly, seconds, st.booleans()),
+    *(texts, digests, st.lists(wanted, max_size=3), seconds, st.booleans()),
 )
 messages: st.SearchStrategy[frame.Message] = st.one_of(
     fetches,
@@ -290,9 +292,7 @@ def everything(sock: socket.socket) -> bytes:
     said=st.lists(
         frames
         | st.builds(frame.encode, fetches, st.just(1))
-        | damaged(
-            frame.encode(peer_wire.Fetch("default", DIGEST, 0, NBYTES, b"".join(KEYS), 30.0), 1)
-        ),
+        | damaged(frame.encode(fetch_of(DIGEST, NBYTES, b"".join(KEYS), 30.0), 1)),
         max_size=4,
     ).map(b"".join)
     | nonsense
@@ -305,35 +305,14 @@ def test_an_owner_lends_for_a_while_and_reports_nothing_that_is_right(said: byte
     assert world.source.memory[: COUNT * NBYTES] == b"".join(BLOCKS)
 
 
-def bare_fetch(deadline_s: float, nbytes: int = NBYTES, **settings: int) -> bytes:
-    return frame.encode(
-        peer_wire.Fetch("default", DIGEST, 0, nbytes, b"".join(KEYS), deadline_s, **settings), 1
-    )
+def bare_fetch(deadline_s: float, nbytes: int = NBYTES) -> bytes:
+    return frame.encode(fetch_of(DIGEST, nbytes, b"".join(KEYS), deadline_s), 1)
 
 
 def test_a_fetch_is_answered_before_its_deadline() -> None:
     world = World()
     _, said = world.converse(bare_fetch(30.0))
     assert said == ANSWER + b"".join(BLOCKS)
-    world.check_nothing_is_lent()
-
-
-@pytest.mark.parametrize("start", [1, NBYTES - 1, NBYTES])
-def test_a_peer_of_protocol_9_may_have_the_beginning_of_each_block(start: int) -> None:
-    """From another owner of that version, before a commit."""
-    world = World()
-    _, said = world.converse(bare_fetch(30.0, start=start))
-    assert said == ANSWER + b"".join(block[start:] for block in BLOCKS)
-    world.check_nothing_is_lent()
-
-
-@pytest.mark.parametrize(
-    "span", [{"start": -1}, {"start": NBYTES + 1}, {"stop": NBYTES}, {"start": 1, "stop": 2}]
-)
-def test_bytes_that_nobody_was_told_of_are_not_lent(span: dict[str, int]) -> None:
-    world = World()
-    world.converse(bare_fetch(30.0, **span))
-    assert world.source.lent == 0
     world.check_nothing_is_lent()
 
 
