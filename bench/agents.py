@@ -7,8 +7,6 @@ as chunks of a prefill do, and releases; it is a hit for the blocks that it foun
 
     lru, default    nothing is told
     ends            each turn tells its session, agent and blocks, and the last one that it is the last
-    pauses          also about how long the session will pause: the truth times a factor whose logarithm is normal with
-                    a standard deviation of 0.7, so that two of three are within a factor of two
     belady          blocks that are used furthest in the future go first: the most hits that there can be
 
 *Gap closed*: the share of what Belady has above LRU. *Seconds*: of prefill saved, with the speeds of eviction.py.
@@ -29,7 +27,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from random import Random
 from statistics import mean
 from typing import NamedTuple
 
@@ -46,7 +43,6 @@ ACTIVE = (40, 100)
 SHARES = (0.02, 0.03, 0.04, 0.05, 0.07, 0.10, 0.20, 0.50)
 JUDGED_SHARES = (0.02, 0.05, 0.10, 0.20, 0.50)
 SEEDS = (1, 2, 3)
-ROUGHNESS = 0.7
 TRACE_BLOCK_TOKENS, SPEEDS_BLOCK_TOKENS = 64, 512
 BATCH_TOKENS = 16_384  # of a put
 SLOT_BYTES = 4096  # of which none are there
@@ -133,8 +129,6 @@ def replay(setting: Setting, cell: Cell) -> Outcome:
 def on_a_node(
     setting: Setting, stream: Sequence[Arrival], capacity: int, policy: str, cell: Cell
 ) -> Outcome:
-    told, pauses = cell.how in ("ends", "pauses"), cell.how == "pauses"
-    rough = Random(cell.seed)
     node = Node(make_policy=policy_maker(policy), limits=Limits(grant_share=1.0))
     slab_slots = -(-capacity // SLABS_MAX)
     capacity -= capacity % slab_slots
@@ -174,19 +168,13 @@ def on_a_node(
             if reserved is not None:
                 node.puts.commit(holder, ticket, bytes(16 * len(reserved.rows)), None)
             at += len(some)
-            if pauses:
-                node.sessions.keep_ahead(now)
         if lease is not None:
             node.leases.release(holder, lease.token)
         node.settle()
-        if told:
-            pause_s = None
-            if pauses and arrival.pause_s is not None:
-                pause_s = arrival.pause_s * math.exp(rough.gauss(0.0, ROUGHNESS))
+        if cell.how == "ends":
             name, ended = str(arrival.session), arrival.pause_s is None
             node.sessions.turn(
                 *(tenant, namespace, name, arrival.turn.agent, chain, now),
-                pause_s=pause_s,
                 ended=ended,
             )
             while node.sessions.work(4096):
@@ -250,17 +238,17 @@ def share_for(enough: float, rates: dict[float, float]) -> float:
 
 def cells_of(seeds: Sequence[int], *, quick: bool) -> list[Cell]:
     """quick: only what checks are about."""
-    wide = {"lru": SHARES, "default": JUDGED_SHARES, "pauses": SHARES[:6]}
-    wide |= {"ends": (0.05, 0.10), "belady": (0.05, 0.10), "infinite": (1.0,)}
+    wide = {"lru": SHARES, "default": JUDGED_SHARES, "ends": SHARES[:6]}
+    wide |= {"belady": (0.05, 0.10), "infinite": (1.0,)}
     shares = dict.fromkeys(ACTIVE, wide)
     if quick:
         few = {"default": JUDGED_SHARES[:4], "infinite": (1.0,)}
         shares = {
-            40: {**few, "lru": (0.02, 0.03, 0.04, 0.05, 0.10, 0.20), "pauses": (0.02, 0.03, 0.05)},
-            100: {**few, "lru": (0.02, 0.05, 0.07, 0.10, 0.20), "pauses": (0.05, 0.07, 0.10)},
+            40: {**few, "lru": (0.02, 0.03, 0.04, 0.05, 0.10, 0.20), "ends": (0.02, 0.03, 0.05)},
+            100: {**few, "lru": (0.02, 0.05, 0.07, 0.10, 0.20), "ends": (0.05, 0.07, 0.10)},
         }
-        shares[40] |= {"ends": (0.05,), "belady": (0.05,)}
-        shares[100] |= {"ends": (0.10,), "belady": (0.05, 0.10)}
+        shares[40] |= {"belady": (0.05,)}
+        shares[100] |= {"belady": (0.05, 0.10)}
     return [
         Cell(how, active, share, seed)
         for active in ACTIVE
@@ -326,7 +314,7 @@ def report(
 
     print(f"\n{'hit rate, %':20}" + "".join(f"{share:>9.0%}" for share in SHARES))
     for active in ACTIVE:
-        for how in ("lru", "default", "ends", "pauses", "belady"):
+        for how in ("lru", "default", "ends", "belady"):
             rates = {share: rate(how, active, share) for share in SHARES}
             shown = ["        -" if each is None else f"{each:9.2%}" for each in rates.values()]
             print(f"{active:4} active {how:8}" + "".join(shown))
@@ -337,9 +325,7 @@ def report(
             ]
         print(f"{active:4} active infinite {rate('infinite', active, 1.0):9.2%}")
     print("\ngap closed           hits  seconds")
-    for cell in sorted(
-        {(c.how, c.active, c.share) for c in outcomes if c.how in ("ends", "pauses")}
-    ):
+    for cell in sorted({(c.how, c.active, c.share) for c in outcomes if c.how == "ends"}):
         if ("belady", *cell[1:]) in {(c.how, c.active, c.share) for c in outcomes}:
             print(
                 f"{cell[0]:7}{cell[1]:4} {cell[2]:5.0%}{closed(*cell):9.3f}{closed(*cell, seconds=True):9.3f}"
@@ -356,23 +342,16 @@ def report(
             how: share_for(
                 enough, {s: r for s in SHARES if (r := rate(how, active, s)) is not None}
             )
-            for how in ("lru", "pauses")
+            for how in ("lru", "ends")
         }
         print(
             f"{active:4} active: {ENOUGH} of the infinite cache's hits with {least['lru']:.1%} under LRU, "
-            f"{least['pauses']:.1%} with pauses"
+            f"{least['ends']:.1%} where sessions are told"
         )
-        needed.append(least["pauses"] / least["lru"])
+        needed.append(least["ends"] / least["lru"])
     out.check("agents_default_vs_lru", worst, at_least=1.0)
     out.check("agents_gap_closed_40_5", closed("ends", 40, 0.05), at_least=0.75)
     out.check("agents_gap_closed_100_10", closed("ends", 100, 0.10), at_least=0.5)
-    pauses = [(active, 0.05) for active in ACTIVE]
-    out.check("agents_hit_gap_closed_5", min(closed("pauses", *c) for c in pauses), at_least=0.6)
-    out.check(
-        "agents_seconds_gap_closed_5",
-        min(closed("pauses", *c, seconds=True) for c in pauses),
-        at_least=0.85,
-    )
     out.check("agents_bytes_for_99", max(needed), at_most=0.75)
     out.finish()
 

@@ -4,8 +4,7 @@ Twenty sessions of the file of agents' sessions (`agent_sessions.py`) go, a turn
 `kvpool router` to two real vLLM servers on the CPU, beside one daemon. Both engines' own prefix caches and the pool
 are much smaller than what the sessions use. Rounds take turns, hinted, bare, bare, hinted:
 
-    hints     each turn says its session, its agent and what the session will wait for (`tool` where the next turn comes
-              within a minute, otherwise `person`), and the last one that it is the last
+    hints     each turn says its session and its agent, and the last one that it is the last
     no hint   nothing of that
 
 Scaled: `MERGED` blocks of the file are one block of an engine, and a second of the run is 25 of the file's, or what
@@ -63,7 +62,6 @@ from rich.table import Table
 from tiny_models import VOCABULARY, prompt
 
 from kvpool.client import OperatorClient
-from kvpool.types import PauseKind
 
 SESSIONS = 20
 ACTIVE = 16
@@ -146,9 +144,6 @@ def hint(arrival: Arrival, name: str) -> dict[str, Any]:
     told: dict[str, Any] = {"id": name, "agent": arrival.turn.agent}
     if arrival.pause_s is None:
         told["end"] = True
-    else:
-        kind = PauseKind.TOOL if arrival.pause_s <= TOOL_S else PauseKind.PERSON
-        told["pause"] = str(kind)
     return told
 
 

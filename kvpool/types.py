@@ -99,13 +99,6 @@ class Presence(IntEnum):
     """In this node's memory."""
 
 
-class PauseKind(StrEnum):
-    """What a session waits for between two of its turns."""
-
-    TOOL = "tool"  # a tool's answer
-    PERSON = "person"
-
-
 class Intent(StrEnum):
     """What is wanted for blocks of a prompt, or of a session: see `Client.intend`."""
 

@@ -50,10 +50,6 @@ class ExpendableFirst:
         """Number of expendable entries."""
         return self._expendable.length
 
-    def peek_ordinary(self) -> Any:
-        """The next victim once no entry is expendable: see `peek`."""
-        return self._policy.peek()
-
     def insert(self, entries: Sequence[Any]) -> None:
         self._policy.insert(entries)
 

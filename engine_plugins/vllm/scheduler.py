@@ -1137,8 +1137,6 @@ class SchedulerHalf:
             turn.id,
             pack(state.hashes(whole)[:whole]),
             agent=turn.strand(state.adapter or b""),
-            pause_s=turn.pause_s,
-            pause=turn.pause,
             ended=turn.end,
             shared=turn.shared,
         )

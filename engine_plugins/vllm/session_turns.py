@@ -1,6 +1,6 @@
 """A request's hint about its session: a conversation or a run of an agent, of which the request is one turn.
 
-    kv_transfer_params={"kvpool_session": {"id": "chat-7", "agent": "planner", "pause": "tool"}}
+    kv_transfer_params={"kvpool_session": {"id": "chat-7", "agent": "planner"}}
 
 When the request has ended, its daemon hears which blocks it used, and with that which ones of the turn before are not
 needed any more (`Client.session_turn`). Fields that are not known here are ignored: a newer router may say more.
@@ -14,26 +14,22 @@ from typing import Annotated, Any
 import msgspec
 
 from kvpool.errors import InvalidRequest
-from kvpool.types import PauseKind
 
 FIELD = "kvpool_session"
 NAME_MAX = 256
-PAUSE_MAX_S = 7 * 86_400.0
 _AGENT_MAX = 200  # characters before what names an adapter
 
 _Name = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
 
 
 class SessionTurn(msgspec.Struct, frozen=True):
-    """agent: a strand of the session; empty: the main one. end: it is the session's last turn. pause_s: until the next
-    one; else `pause`: what the session will wait for. shared: several conversations may have this name.
+    """agent: a strand of the session; empty: the main one. end: it is the session's last turn.
+    shared: several conversations may have this name.
     """
 
     id: _Name
     agent: _Name = ""
     end: bool = False
-    pause_s: Annotated[float, msgspec.Meta(ge=0, le=PAUSE_MAX_S)] | None = None
-    pause: PauseKind | None = None
     shared: bool = False
 
     def strand(self, adapter: bytes) -> str:

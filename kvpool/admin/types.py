@@ -790,8 +790,7 @@ class ReceiptList(msgspec.Struct, frozen=True):
 
 
 class SessionOn(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node knows of a session. idle_s: since its last turn. expected_s: until its next one; null: not known, below
-    0: it is late. pause: what it waits for: `tool`, `person`, or empty: not known."""
+    """What a node knows of a session. idle_s: since its last turn."""
 
     node: str
     turns: int
@@ -799,8 +798,6 @@ class SessionOn(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     nbytes: int
     idle_s: float
-    expected_s: float | None
-    pause: str
 
 
 class SessionInfo(msgspec.Struct, frozen=True):

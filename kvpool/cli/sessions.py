@@ -32,7 +32,7 @@ def sessions_list(
     tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
-    """List the sessions that a node knows: their turns, blocks, and when they are expected back.
+    """List the sessions that a node knows: their turns and blocks.
 
     Example: kvpool sessions list --node host-7
     """

@@ -56,7 +56,6 @@ from kvpool.types import (
     Keys,
     Namespace,
     NamespaceRecord,
-    PauseKind,
     Presence,
     Recompute,
     check_digest,
@@ -886,61 +885,40 @@ class Client:
         keys: Keys,
         *,
         agent: str = "",
-        pause_s: float | None = None,
-        pause: PauseKind | None = None,
         ended: bool = False,
         shared: bool = False,
     ) -> None:
         """A turn of a session has used these blocks: its prompt's and, if stored, its answer's, from the first on.
 
         Blocks of the session's turn before that this one does not use, and all of a session that has ended, are evicted
-        before others; blocks of sessions that will pause for longest go next, where there is too little room. A hint:
-        it drops nothing, works in the client's own tenant only, and is skipped while all connections are busy; an
+        before others. A hint: it drops nothing, works in the client's own tenant only, and is skipped while all connections are busy; an
         unreachable daemon is no error.
 
         session, agent: at most 256 characters; `agent` is a strand of the session whose turns follow one another. keys:
-        of one chain; none: only what else is told is new. pause_s: until the next turn of the session; else `pause` says
-        what it waits for, and the daemon assumes what is usual. ended: there will be no further turn. shared: several
+        of one chain. ended: there will be no further turn. shared: several
         conversations may have this name, so a turn that has less than half of the blocks of the one before leaves nothing.
         """
         packed = pack_keys(keys)
-        seconds = None if pause_s is None else finite(pause_s, "pause_s")
         try:
             with self._connections.request(0.0) as connection:
                 number = connection.daemon.numbers.get(ns.digest)
                 if number is not None:
                     connection.tell(
                         client_wire.SessionTurn(
-                            *(number, session, packed, agent, seconds, str(pause or ""), ended),
-                            shared=shared,
+                            number, session, packed, agent, ended=ended, shared=shared
                         )
                     )
         except Unavailable:
             pass
 
-    def session_news(
-        self,
-        session: str,
-        nodes: Sequence[str] = (),
-        *,
-        agent: str = "",
-        pause_s: float | None = None,
-        pause: PauseKind | None = None,
-        ended: bool = False,
-    ) -> None:
-        """What is known of a session besides its turns, for the daemons of these nodes, at most 16; none: the client's own.
+    def end_session(self, session: str, nodes: Sequence[str] = ()) -> None:
+        """End a session on these nodes, at most 16, or on the client's own if there are none.
 
-        The rest as in `session_turn`. Where the session is not known it changes nothing.
+        A hint, as `session_turn`. Where the session is not known it changes nothing.
         """
-        seconds = None if pause_s is None else finite(pause_s, "pause_s")
         try:
             with self._connections.request(0.0) as connection:
-                connection.tell(
-                    client_wire.SessionTurn(
-                        *(0, session, b"", agent, seconds, str(pause or ""), ended),
-                        nodes=tuple(nodes),
-                    )
-                )
+                connection.tell(client_wire.EndSessionOn(session, list(nodes)))
         except Unavailable:
             pass
 

@@ -82,7 +82,7 @@ class ActiveRequest:
     request, if it is traced. ttft_s: None: the time of its first token is not known. cached_tokens: of the prompt, as the
     engine `cached_at` said, which computed its beginning; None: it did not. answering: the call whose answer the client gets.
     session, agent: as daemons know them; empty: it names none. turn_answered: is told when a client has its answer: the
-    nodes of the engines with the plugin that served it, and how the answer ended.
+    nodes of the engines with the plugin that served it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ActiveRequest:
         clock: Callable[[], float],
         span: Span | None = None,
         hint: SessionHint = NO_HINT,
-        turn_answered: Callable[[frozenset[str], str], None] = lambda *_: None,
+        turn_answered: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
         self.session, self.agent = hint.session, hint.agent
         self.request = request
@@ -515,7 +515,7 @@ class ActiveRequest:
         if call.events > 1:
             self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
         self._served(call.spec)
-        self._turn_answered(frozenset(self._nodes), call.finish)
+        self._turn_answered(frozenset(self._nodes))
 
     def _served(self, spec: EngineSpec) -> None:
         if spec.namespace and spec.node:

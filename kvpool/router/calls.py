@@ -25,7 +25,6 @@ from kvpool.router.sse import (
     EventTooLong,
     NoEvent,
     cached_tokens,
-    finish_of,
     is_json,
     usage_of,
     with_cached,
@@ -49,12 +48,6 @@ from kvpool.telemetry.spans import CALLED_OFF, DECODE, GENERATE, PREFILL, Span
 PREFILL_BYTES_MAX = 1 << 20
 REPORT = {"kvpool": {"report": True}}
 """Of an engine with the plugin: that its answer says what was saved."""
-FINISH_FIELDS = {
-    Kind.CHAT: "finish_reason",
-    Kind.MESSAGES: "stop_reason",
-    Kind.RESPONSES: "status",
-}
-"""Where an answer says how it ended, of the APIs that know calls of tools."""
 JSON = "application/json"
 SHOWN = 50
 
@@ -94,7 +87,7 @@ class Call:
     expected_s: until it begins to answer. began_at: when it did. usage: the engine's token counts. saves: what it says
     of the prompt's blocks, None: nothing. events: parts of a streamed answer. failed: whether an error is one of them.
     at_client: whether it waits for the client. follows: whether it waits for a prompt that another engine computes.
-    finish: how the answer ended, if it is one of a session's. timer: for what is done if it does not begin. span: if
+    timer: for what is done if it does not begin. span: if
     the request is traced; its end is that of the task. task: its result is an error or None; None once that was read.
     """
 
@@ -109,7 +102,6 @@ class Call:
     saves: Saves | None = None
     events: int = 0
     failed: bool = False
-    finish: str = ""
     cancelled: bool = False
     at_client: bool = False
     follows: bool = False
@@ -186,7 +178,6 @@ class Caller:
         self._alive = alive
         self._memory = memory
         self._hint = hint
-        self._finish_field = FINISH_FIELDS.get(body.kind, "") if hint.session else ""
 
     async def compute(self, call: Call, order: Order) -> None:
         """Compute the prompt up to a token; only the end of the answer matters."""
@@ -256,8 +247,6 @@ class Caller:
         data = await answer.whole(self.limits.answer_bytes_max, held)
         if self._body.kind.generates or answer.content_type.startswith(JSON):
             call.usage = _usage(answer, data)
-        if self._finish_field:
-            call.finish = finish_of(self._finish_field, data)
         data = await _mended(data, passing)
         passing.listener.answer_begun(call)
         call.at_client = True
@@ -284,8 +273,6 @@ class Caller:
                         raise EngineRefused(call.spec.name, status, data, answer.headers, 200)
                     passing.listener.answer_begun(call)
                     await reply.begin(answer.headers)
-                if self._finish_field:
-                    call.finish = finish_of(self._finish_field, data, call.finish)
                 data = await _mended(data, passing)
                 call.at_client = True
                 move(time() + client_stall_s)

@@ -8,14 +8,12 @@ Each field is taken from the first of these places that has a valid value:
     agent     kv_transfer_params.kvpool_session.agent; the header x-claude-code-agent-id;
               nvext.agent_context.trajectory_id; metadata.agent_id
     ended     kv_transfer_params.kvpool_session.end; the header x-dynamo-session-final; metadata.session_end
-    pause_s   kv_transfer_params.kvpool_session.pause_s; metadata.pause_s; nvext.agent_hints.iat, in milliseconds
-    pause     kv_transfer_params.kvpool_session.pause; metadata.pause: tool, or person
     shared    kv_transfer_params.kvpool_session.shared; true of a prompt_cache_key
     keep_s    the longest `ttl` of a `cache_control`: of the body, of nvext, of tools, of blocks of the system prompt and
               of messages
 
 Values of metadata are texts, as in OpenAI's API. A value that is of no use is ignored and counted; no request is refused
-for it. A `ttl` says for how long a prompt should be kept, not when the session goes on: it is no pause.
+for it. A `ttl` says for how long a prompt should be kept.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import xxhash
-
-from kvpool.types import PauseKind
 
 SESSION_HEADERS = (
     "x-session-id",
@@ -43,8 +39,7 @@ HEADERS = (*SESSION_HEADERS, AGENT_HEADER, END_HEADER)
 """All that are read."""
 NAME_MAX = 200  # characters
 TENANT_MAX = 50  # characters of a tenant's name before those of its sessions, or its hash
-PAUSE_MAX_S = 7 * 86_400.0  # as for the daemon
-KEEP_MAX_S = PAUSE_MAX_S
+KEEP_MAX_S = 7 * 86_400.0
 CACHE_CONTROLS_MAX = 4096  # places that are looked at
 DEFAULT_TTL_S = 300.0  # as in Anthropic's API
 _TTL = re.compile(r"([0-9]{1,6})(s|m|h)")
@@ -57,16 +52,13 @@ Value = TypeVar("Value")
 class SessionHint:
     """session: empty: none is named, and then nothing else is of use. agent: a strand of it; empty: the main one.
 
-    ended: there will be no further turn. pause_s: until the next one, after this one's answer; else `pause`: what it
-    will wait for. keep_s: for how long the prompt should be kept; not used yet. bad: values that were ignored. shared:
+    ended: there will be no further turn. keep_s: for how long the prompt should be kept; not used yet. bad: values that were ignored. shared:
     several conversations may have this name, as of a `prompt_cache_key`.
     """
 
     session: str = ""
     agent: str = ""
     ended: bool = False
-    pause_s: float | None = None
-    pause: PauseKind | None = None
     keep_s: float | None = None
     bad: int = 0
     shared: bool = False
@@ -78,10 +70,6 @@ class SessionHint:
             said["agent"] = self.agent
         if self.ended:
             said["end"] = True
-        if self.pause_s is not None:
-            said["pause_s"] = self.pause_s
-        if self.pause is not None:
-            said["pause"] = str(self.pause)
         if self.shared:
             said["shared"] = True
         return said
@@ -144,15 +132,11 @@ def hint_of(
         metadata.get("agent_id"),
     )
     ended = find.first(_flag, own.get("end"), headers.get(END_HEADER), metadata.get("session_end"))
-    pause_s = find.first(_seconds, own.get("pause_s"), metadata.get("pause_s"))
-    if pause_s is None and (interval_s := find.first(_seconds, hints.get("iat"))) is not None:
-        pause_s = interval_s / 1000
-    pause = find.first(_pause, own.get("pause") or None, metadata.get("pause"))
     found = _cache_controls(body, nvext) if controls else iter(())
     keep_s = max((ttl for control in found if (ttl := _ttl_s(control, find))), default=None)
     if session is None:
         return SessionHint(keep_s=keep_s, bad=find.bad)
-    return SessionHint(session, agent or "", bool(ended), pause_s, pause, keep_s, find.bad, shared)
+    return SessionHint(session, agent or "", bool(ended), keep_s, find.bad, shared)
 
 
 def session_name(tenant: str, session: str) -> str:
@@ -187,25 +171,6 @@ def _flag(value: object) -> bool | None:
 
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
-
-
-def _seconds(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    if isinstance(value, str) and len(value) > 32:
-        return None
-    try:
-        seconds = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return seconds if 0 <= seconds <= PAUSE_MAX_S else None
-
-
-def _pause(value: object) -> PauseKind | None:
-    return _PAUSES.get(value) if isinstance(value, str) else None
-
-
-_PAUSES = {str(kind): kind for kind in PauseKind}
 
 
 def _cache_controls(body: Mapping[str, Any], nvext: Mapping[str, Any]) -> Iterator[object]:

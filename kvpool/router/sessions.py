@@ -1,7 +1,7 @@
 """What the router tells daemons of sessions, beside what engines tell them of their turns.
 
-An engine's plugin tells its daemon which blocks a turn has used. The router knows what the plugin does not: how the
-answer ended, and with it what the session waits for; and where the session's turns before were served. A session that
+An engine's plugin tells its daemon which blocks a turn has used. The router knows what the plugin does not: where the
+session's turns before were served. A session that
 goes on elsewhere has ended where it was: a node that no strand of it uses any more is told that it has ended there,
 once the turn elsewhere is answered, so that its blocks have been loaded or computed there.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,30 +21,19 @@ from kvpool.errors import KvpoolError
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.metrics import Metrics
 from kvpool.router.session_hints import SessionHint, session_name
-from kvpool.types import PauseKind
 
 SESSIONS_MAX = 16_384  # of a tenant; beyond it those that were active longest ago are forgotten
 AGENTS_MAX = 64  # of a session
 NODES_MAX = 16  # that are told at a time
 NEWS_MAX = 4096  # that wait; what comes beyond is lost, and counted
-PAUSES: Mapping[str, PauseKind] = {
-    "tool_calls": PauseKind.TOOL,
-    "tool_use": PauseKind.TOOL,
-    "stop": PauseKind.PERSON,
-    "end_turn": PauseKind.PERSON,
-}
-"""What a session waits for, by how its answer ended; after any other end that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Of a session, for the daemons of these nodes."""
+    """A session has ended on these nodes."""
 
     session: str
     nodes: tuple[str, ...]
-    agent: str = ""
-    pause: PauseKind | None = None
-    ended: bool = False
 
 
 class SessionBook:
@@ -91,32 +80,26 @@ class Sessions:
         if hint.bad:
             self._metrics.session_hints_ignored.inc(hint.bad)
 
-    def answered(self, tenant: str, hint: SessionHint, nodes: frozenset[str], finish: str) -> None:
-        """A turn was answered. nodes: of the engines with the plugin that served it. finish: how the answer ended.
+    def answered(self, tenant: str, hint: SessionHint, nodes: frozenset[str]) -> None:
+        """A turn was answered. nodes: of the engines with the plugin that served it.
 
         The session's name is the one that daemons know.
         """
         if not hint.session or not nodes:
             return
         if hint.ended:
-            self._tell(
-                News(hint.session, tuple(nodes | self._book.end(tenant, hint.session)), ended=True)
-            )
+            self._tell(News(hint.session, tuple(nodes | self._book.end(tenant, hint.session))))
             return
         left = self._book.turn(tenant, hint.session, hint.agent, nodes)
         if left and not hint.shared:  # otherwise another conversation may go on there
-            self._tell(News(hint.session, tuple(left), ended=True))
-        pause = PAUSES.get(finish)
-        # What the request says itself was told with the turn.
-        if pause is not None and hint.pause is None and hint.pause_s is None:
-            self._tell(News(hint.session, tuple(nodes), hint.agent, pause))
+            self._tell(News(hint.session, tuple(left)))
 
     def end(self, tenant: str, session: str) -> bool:
         """A client says that its session has ended; whether this router knows of it."""
         name = session_name(tenant, session)
         nodes = self._book.end(tenant, name)
         if nodes:
-            self._tell(News(name, tuple(nodes), ended=True))
+            self._tell(News(name, tuple(nodes)))
         return bool(nodes)
 
     def _tell(self, news: News) -> None:
@@ -150,10 +133,4 @@ class Sessions:
 def _send(batch: Iterable[News], client: Client) -> None:
     for news in batch:
         for at in range(0, len(news.nodes), NODES_MAX):
-            client.session_news(
-                news.session,
-                news.nodes[at : at + NODES_MAX],
-                agent=news.agent,
-                pause=news.pause,
-                ended=news.ended,
-            )
+            client.end_session(news.session, news.nodes[at : at + NODES_MAX])

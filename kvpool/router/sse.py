@@ -156,29 +156,6 @@ _decode_said = JsonDecoder[Said](Said, "an answer with its usage")
 _decode_any = JsonDecoder[msgspec.Raw](msgspec.Raw, "JSON")
 
 
-_FINISHED = {
-    name: re.compile(rb'"' + name.encode() + rb'"\s*:\s*"(\w+)"')
-    for name in ("finish_reason", "stop_reason", "status")
-}
-_FUNCTION_CALL = re.compile(rb'"type"\s*:\s*"function_call"')
-TOOLS = ("tool_calls", "tool_use")
-
-
-def finish_of(field: str, data: bytes, before: str = "") -> str:
-    """How an answer ends, as these bytes of it say: OpenAI's or Anthropic's reason; `before` if they say nothing.
-
-    field: where the API says it; `status`: of an answer of `/v1/responses`. Of several choices a call of tools counts.
-    """
-    if field == "status" and _FUNCTION_CALL.search(data):
-        return TOOLS[0]
-    found: list[str] = [reason.decode() for reason in _FINISHED[field].findall(data)]
-    if field == "status":
-        found = ["stop" for status in found if status == "completed"]
-    said = [before, *found]
-    tools = [reason for reason in said if reason in TOOLS]
-    return (tools or said)[-1]
-
-
 def usage_of(answer: bytes) -> dict[str, Any]:
     """The usage in an answer, or in one event of it; empty if there is none."""
     try:

@@ -83,7 +83,7 @@ class Counters(msgspec.Struct):
     session_news_lost: Annotated[int, counter("session_news_lost")] = 0
     """Hints on sessions that were not passed on to their node: too many at a time, or it did not answer."""
     prefetched: Annotated[int, counter("prefetched_parts")] = 0
-    """Parts of blocks brought into memory before they were wanted: for sessions that were expected back, or by intents."""
+    """Parts of blocks brought into memory before they were wanted, by intents."""
     prefetched_bytes: Annotated[int, counter("prefetched_bytes")] = 0
     """Bytes of these parts."""
     prefetches_used: Annotated[int, PREFETCH_OUTCOMES.at(outcome="used")] = 0

@@ -22,7 +22,7 @@ from kvpool.wire.peer import (
     LongQuestion,
     PartKeys,
     Question,
-    SessionNews,
+    SessionEnded,
     decode_peer,
 )
 from kvpool.wire.worker import PullBlocks
@@ -108,7 +108,7 @@ def fetch_message(order: PullBlocks, runs: Sequence[Run], deadline: Deadline) ->
 
 def ask(stream: Stream, question: Question | LongQuestion) -> Done | Bytes:
     """The peer's answer to a request. Raises as `fetch` does."""
-    if isinstance(question, (Ask, SessionNews)):
+    if isinstance(question, (Ask, SessionEnded)):
         return exchange(stream, question, 1, Done)
     return exchange(stream, question, 1, Bytes)
 

@@ -35,6 +35,7 @@ type  message          direction             answer
 134   Present          client → daemon       Bytes: a `Presence` a key, for each namespace, and of those beside
 135   ClearNamespace   client → daemon       Done: the new epoch
 140   SessionTurn      client → daemon       Done: 1 if the session goes on; or none
+152   EndSessionOn     client → daemon       Done; or none
 149   EndRequest       client → daemon       Done: 1 if it is known; or none
 145   WhyMissing       client → daemon       Bytes: a JSON object
 148   Intend           client → daemon       Bytes: a JSON object
@@ -309,23 +310,25 @@ class ClearNamespace(Message, tag=135):
 
 
 class SessionTurn(Message, tag=140):
-    """A turn of a session has used these blocks, one chain from its head on; none: only the rest is news, and `ns` is
-    of no meaning.
+    """A turn of a session has used these blocks, one chain from its head on.
 
-    `agent`: a strand of the session whose turns follow one another. `pause_s`: until the session's next turn; else
-    `pause`, what it waits for: tool, person, or empty: unknown. `ended`: there will be no further turn. `nodes`: without
-    keys, whose daemons are to know that; empty: this one. `shared`: several conversations may have this name.
+    `agent`: a strand of the session whose turns follow one another. `ended`: there will be no further turn. `shared`:
+    several conversations may have this name.
     """
 
     ns: Count
     session: str
     keys: bytes
     agent: str = ""
-    pause_s: Finite | None = None
-    pause: str = ""
     ended: bool = False
-    nodes: tuple[str, ...] = ()
     shared: bool = False
+
+
+class EndSessionOn(Message, tag=152):
+    """A session has no further turns on these nodes, or on the daemon's own if there are none."""
+
+    session: str
+    nodes: Annotated[list[str], msgspec.Meta(max_length=64)]
 
 
 class EndRequest(Message, tag=149):
@@ -564,6 +567,7 @@ ClientMessage = (
     | Present
     | ClearNamespace
     | SessionTurn
+    | EndSessionOn
     | EndRequest
     | Intend
     | AnnounceEngine

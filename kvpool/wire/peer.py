@@ -17,7 +17,7 @@ type  message          direction             answer
 59    Operate          daemon → daemon       Bytes: the answer to the request in it
 136   Holds            daemon → daemon       Bytes: one byte a key, 1 where the block is there
 137   Discard          daemon → daemon       Bytes: one byte a key, 1 where there was a block
-141   SessionNews      daemon → daemon       Done: 1 if the session goes on there
+141   SessionEnded     daemon → daemon       Done: 1 if the session was known there
 """
 
 from __future__ import annotations
@@ -145,18 +145,12 @@ class Discard(Message, tag=137):
     to: str
 
 
-class SessionNews(Message, tag=141):
-    """What a client of another node knows of a session here, without a turn: see `SessionTurn`. `to`: the node that is
-    meant.
-    """
+class SessionEnded(Message, tag=141):
+    """A client of another node reports that a session has no further turns here. `to`: the node that is meant."""
 
     tenant: str
     session: str
     to: str
-    agent: str = ""
-    pause_s: Finite | None = None
-    pause: str = ""
-    ended: bool = False
 
 
 class Corrupt(Message, tag=46):
@@ -256,7 +250,7 @@ class Operate(Message, tag=59):
     to: str = ""
 
 
-Question = Ask | Holds | Offer | Discard | SessionNews
+Question = Ask | Holds | Offer | Discard | SessionEnded
 """Answered with a message, an `Offer` and a `Discard` by their deadlines."""
 LongQuestion = Await | Operate
 """Answered when there is news, or the work is done."""
@@ -271,7 +265,7 @@ PeerMessage = (
     | Holds
     | Offer
     | Discard
-    | SessionNews
+    | SessionEnded
     | Await
     | Operate
     | Corrupt

@@ -48,7 +48,7 @@ from kvpool.wire.peer import (
     Operate,
     PartKeys,
     Question,
-    SessionNews,
+    SessionEnded,
 )
 
 
@@ -279,7 +279,7 @@ TransferMessage = (
     | Holds
     | Offer
     | Discard
-    | SessionNews
+    | SessionEnded
     | Await
     | Operate
     | AskPeer

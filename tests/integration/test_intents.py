@@ -7,7 +7,7 @@ import pytest
 
 from kvpool.client import OperatorClient
 from kvpool.errors import InvalidRequest
-from kvpool.types import Intent, NamespaceRecord, Outcome, PauseKind
+from kvpool.types import Intent, NamespaceRecord, Outcome
 
 NBYTES = 64 << 10
 RECORD = NamespaceRecord.simple("intents", block_bytes=NBYTES, block_tokens=16)
@@ -228,30 +228,6 @@ def test_nothing_that_is_in_use_makes_room_for_what_nobody_waits_for(written, un
     after = written.counters
     assert after.evicted - before.evicted == 8
     assert after.evicted_expendable - before.evicted_expendable == 8
-
-
-def test_a_session_finds_its_blocks_in_memory_when_it_returns(written, until):
-    written.client.evict(tier="dram")
-    written.turn("agent", range(30), pause_s=2.0)
-    until(lambda: written.counters.prefetched == 30)
-    assert written.here(range(40)) == set(range(30))
-    lease = written.client.acquire(written.ns, keys_of(range(20)))
-    assert lease is not None
-    lease.release()
-    written.turn("agent", range(20))
-    until(lambda: written.counters.prefetches_used == 20)
-    assert written.counters.prefetches_wasted == 10
-
-
-def test_nothing_is_brought_for_a_session_that_has_ended_or_does_not_say_when_it_returns(
-    written, until
-):
-    written.client.evict(tier="dram")
-    written.turn("ended", range(30), pause_s=0.0, ended=True)
-    written.turn("silent", range(20, 30))
-    written.turn("tool", range(30, 40), pause=PauseKind.TOOL)  # assumed: five seconds
-    until(lambda: written.counters.prefetched == 10)
-    assert written.here(range(40)) == set(range(30, 40))
 
 
 # ---- by session ----------------------------------------------------------------------------------------

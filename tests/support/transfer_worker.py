@@ -226,7 +226,7 @@ class MoverTransport:
                 worker_wire.OpenLoan()
                 | peer_wire.Ask()
                 | peer_wire.Offer()
-                | peer_wire.SessionNews()
+                | peer_wire.SessionEnded()
             ):
                 # In a thread, since a test may have it wait.
                 threading.Thread(target=self._answer, args=(request, message)).start()
@@ -249,7 +249,7 @@ class MoverTransport:
     def _answer(
         self,
         request: int,
-        message: worker_wire.OpenLoan | peer_wire.Ask | peer_wire.Offer | peer_wire.SessionNews,
+        message: worker_wire.OpenLoan | peer_wire.Ask | peer_wire.Offer | peer_wire.SessionEnded,
     ) -> None:
         answer: Message
         try:

@@ -80,7 +80,7 @@ METHODS = {
         "contains",
         "close_namespace",
         "clear_namespace",
-        "session_news",
+        "end_session",
         "session_turn",
         "end_request",
         "intend",

@@ -27,9 +27,7 @@ def show_sessions(
     if not found:
         console.print("no sessions are known here")
         return
-    table = make_table(
-        "", "session", ">turns", ">agents", ">blocks", ">bytes", ">last turn", "expected back"
-    )
+    table = make_table("", "session", ">turns", ">agents", ">blocks", ">bytes", ">last turn")
     for each in found:
         table.add_row(
             escape(each["session"]),
@@ -38,7 +36,6 @@ def show_sessions(
             f"{each['blocks']:,}",
             size_text(each["nbytes"]),
             f"{duration(each['idle_s'])} ago",
-            expected(each),
         )
     console.print(table)
     if more:
@@ -59,15 +56,6 @@ def show_session(session: Mapping[str, Any], console: Console | None = None) -> 
             *(f"{chain[name]:,}" for name in ("blocks", "in_memory", "on_disk", "missing")),
         )
     console.print(table)
-
-
-def expected(session: Mapping[str, Any]) -> str:
-    """When a session is expected back, in words."""
-    seconds = session["expected_s"]
-    if seconds is None:
-        return "not known"
-    kind = f" ({session['pause']})" if session["pause"] else ""
-    return f"in {duration(seconds)}{kind}" if seconds >= 0 else f"{duration(-seconds)} ago{kind}"
 
 
 def show_answers(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:

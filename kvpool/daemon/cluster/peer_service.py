@@ -63,7 +63,7 @@ class PeerService:
 
     may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
     that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. remove: removes
-    blocks from all tiers of this node. session_told: handles news of sessions. stores: whether new blocks are accepted. operate: handles requests of operators
+    blocks from all tiers of this node. session_ended: handles ends of sessions. stores: whether new blocks are accepted. operate: handles requests of operators
     of other nodes. spans: collects those of traced loans. faults: takes
     unexpected errors. name: this node's; what is meant for another one is declined.
     logins_failed: is told of peers that could not prove who they are.
@@ -79,7 +79,7 @@ class PeerService:
         stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
         take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None,
         remove: Callable[[Sequence[NamespaceState], bytes], Awaitable[set[bytes]]] | None = None,
-        session_told: Callable[[peer_wire.SessionNews], bool] | None = None,
+        session_ended: Callable[[peer_wire.SessionEnded], bool] | None = None,
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
         spans: Spans | None = None,
@@ -96,7 +96,7 @@ class PeerService:
         self._may_serve = may_serve
         self._stale = stale
         self._take = take
-        self._session_told = session_told
+        self._session_ended = session_ended
         self._stores = stores
         self._operate = operate
         self._spans = spans
@@ -140,13 +140,13 @@ class PeerService:
         gone = await self._remove(found, order.keys)
         return frame.Bytes(bytes([key in gone for key in split_keys(order.keys)]))
 
-    def session_told(self, news: peer_wire.SessionNews) -> frame.Done:
-        """What a client of another node knows of a session of this one."""
+    def session_ended(self, news: peer_wire.SessionEnded) -> frame.Done:
+        """End a session, as a client of another node reports."""
         self._check_standing()
         self._check_meant(news.to)
-        if self._session_told is None:
+        if self._session_ended is None:
             raise Unavailable("this node is told nothing of sessions: it is not in a cluster")
-        return frame.Done(int(self._session_told(news)))
+        return frame.Done(int(self._session_ended(news)))
 
     async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
         """A peer asks this node to keep replicas of its blocks."""

@@ -109,7 +109,7 @@ class Node:
             *(limits, ledger, slots, self.ended_epochs),
             *(self.eviction, self.quotas, departs, counters),
         )
-        self.sessions = Sessions(tenants, limits, ledger, self.candidates, self.idle_age, counters)
+        self.sessions = Sessions(tenants, limits, ledger, self.candidates, counters)
         self.namespaces = Namespaces(
             *(tenants, limits, ledger, self.ended_epochs),
             *(self.quotas, self.commit_waiters, counters),

@@ -269,12 +269,6 @@ class QuotaEviction:
         policies = (self._common, *self._parts.values())
         return sum(each.expendable for each in policies if isinstance(each, ExpendableFirst))
 
-    def peek_ordinary(self) -> Any:
-        """The next victim, once none is expendable, of the policies'."""
-        policies = (self._common, *self._parts.values())
-        victims = [each.peek_ordinary() for each in policies if isinstance(each, ExpendableFirst)]
-        return min((block for block in victims if block is not None), key=_used, default=None)
-
     def _next(self) -> EvictionPolicy:
         """The policy whose next victim was used longest ago, expendable ones before others; of equals the common one."""
         found, first = self._common, None

@@ -133,8 +133,6 @@ def describe_session(session: Session, now: float) -> dict[str, Any]:
             for chain in chains
         ),
         "idle_s": now - session.last_at,
-        "expected_s": None if session.back_at is None else session.back_at - now,
-        "pause": str(session.pause or ""),
     }
 
 

@@ -1,7 +1,6 @@
 """Brings blocks into memory before they are wanted, from this node's disks, other nodes or object storage.
 
-For sessions that are expected back (`SessionTurns`), and where somebody asks for it (`Intents`). Nobody waits for it:
-it comes after all other transfers, a few prompts at a time and piece by piece, from the beginning of each on. It takes
+`Intents` orders it. Nobody waits for it: it comes after all other transfers, a few prompts at a time and piece by piece, from the beginning of each on. It takes
 free slots, and those of secondary and expendable blocks; where there are no more it ends, and evicts nothing else.
 
 Event loop only.
@@ -28,25 +27,18 @@ SLICE_BYTES = 8 << 20
 SLICE_S = 10.0  # for so much
 LOOKUP_S = 0.5  # for the answers of others
 RECALLED_TOGETHER = 256  # blocks, which take the event loop about a millisecond
-FIRST_BYTES_S = 256e6  # assumed before anything was measured
-MEASURED_BYTES = 1 << 20  # a slice that is shorter measures nothing
-WEIGHT = 0.25  # of a slice, in the measured speed
-MARGIN_S = 1.0
-LEAD_MAX_S = 30.0
+JUDGE_S = 1.0  # between two looks at what came before
 USED_WITHIN_S = 60.0  # what is not read by then was wasted
 BROUGHT_MAX = 1 << 18  # parts of which it is not known yet whether they are used
 
 
 @dataclass(eq=False, slots=True)
 class _Order:
-    """A prompt's blocks, packed. session: the name of the one that is expected back at that time; empty: somebody has
-    asked.
-    """
+    """A prompt's blocks, packed."""
 
     namespace: NamespaceState
     keys: bytes
     nbytes: int
-    session: str = ""
 
     @property
     def name(self) -> tuple[NamespaceState, bytes]:
@@ -57,8 +49,6 @@ class _Order:
 class _Brought:
     """What has come for an order. judge_at: when it is asked at the latest what was used."""
 
-    tenant: str
-    session: str
     judge_at: float
     parts: list[tuple[PartTable, list[bytes]]] = field(default_factory=list)
     count: int = 0
@@ -76,13 +66,8 @@ class Prefetcher:
         self._bytes: dict[str, int] = {}  # of the orders of each tenant
         self._under_way = 0
         self._awake = asyncio.Event()
-        self._bytes_s = FIRST_BYTES_S
         self._brought: OrderedDict[_Brought, None] = OrderedDict()
         self._brought_count = 0
-
-    def lead_s(self, nbytes: int) -> float:
-        """How long before they are wanted so many bytes should be asked for."""
-        return min(LEAD_MAX_S, nbytes / self._bytes_s + MARGIN_S)
 
     def waiting_bytes(self, tenant: str) -> int:
         """Bytes that orders for a tenant will still take."""
@@ -97,14 +82,12 @@ class Prefetcher:
             return Outcome.REFUSED
         return Outcome.ACCEPTED if self._under_way < TOGETHER and not queue else Outcome.DEFERRED
 
-    def order(
-        self, namespace: NamespaceState, keys: bytes, nbytes: int, session: str = ""
-    ) -> Outcome:
+    def order(self, namespace: NamespaceState, keys: bytes, nbytes: int) -> Outcome:
         """Bring a prompt's missing blocks, `nbytes` together: accepted, if it begins at once, or deferred, or refused
         where too many wait. keys: packed.
         """
         foreseen = self.foreseen(namespace, keys)
-        order = _Order(namespace, keys, nbytes, session)
+        order = _Order(namespace, keys, nbytes)
         if foreseen is not Outcome.REFUSED and order.name not in self._known:
             self._known[order.name] = order
             tenant = namespace.tenant.name
@@ -118,8 +101,13 @@ class Prefetcher:
         tasks = Tasks()
         try:
             while True:
-                await self._awake.wait()
+                try:
+                    async with asyncio.timeout(JUDGE_S if self._brought else None):
+                        await self._awake.wait()
+                except TimeoutError:
+                    pass
                 self._awake.clear()
+                self._judge_due()
                 while self._queues and self._under_way < TOGETHER:
                     self._under_way += 1
                     tasks.begin(self._carry_out(self._next()))
@@ -163,7 +151,7 @@ class Prefetcher:
             return
         keys = asked[:there]
         requests = self._fetcher.lacking(namespace, keys, located)
-        brought = _Brought(namespace.tenant.name, order.session, 0.0)
+        brought = _Brought(0.0)
         for some in _slices(namespace, keys, requests):
             if not await self._bring_slice(some, brought):
                 break
@@ -181,7 +169,6 @@ class Prefetcher:
             (request.table, [key for key in request.keys if key not in request.table.blocks])
             for request in requests
         ]
-        began = self._clock()
         whole = await self._fetcher.bring_ahead(requests, SLICE_S)
         self._node.settle()
         nbytes = 0
@@ -194,27 +181,14 @@ class Prefetcher:
                 counters.prefetched += len(came)
                 nbytes += len(came) * table.spec.nbytes
         counters.prefetched_bytes += nbytes
-        took_s = self._clock() - began
-        if nbytes >= MEASURED_BYTES and took_s > 0:
-            self._bytes_s += WEIGHT * (nbytes / took_s - self._bytes_s)
         return whole
 
     # ---- what it was good for ------------------------------------------------------------------------
 
-    def returned(self, tenant: str, session: str) -> None:
-        """A session has had its turn, or ended."""
-        for brought in [b for b in self._brought if (b.tenant, b.session) == (tenant, session)]:
-            self._judge(brought)
-
-    def judge_due(self, now: float) -> None:
-        """See `USED_WITHIN_S`. To be called now and then."""
-        while self._brought and (first := next(iter(self._brought))).judge_at <= now:
+    def _judge_due(self) -> None:
+        """See `USED_WITHIN_S`."""
+        while self._brought and (first := next(iter(self._brought))).judge_at <= self._clock():
             self._judge(first)
-
-    @property
-    def judging(self) -> bool:
-        """Whether `judge_due` has anything to do, sooner or later."""
-        return bool(self._brought)
 
     def _judge(self, brought: _Brought) -> None:
         del self._brought[brought]

@@ -256,7 +256,7 @@ def compose(
         has_objects=bool(config.object_store),
     )
     prefetcher = Prefetcher(node, fetcher, clock)
-    sessions = SessionTurns(config.node, node, ssd, prefetcher, cluster, transport, clock)
+    sessions = SessionTurns(config.node, node, ssd, cluster, transport, clock)
     replication = Replication(node, cluster, fetcher, ssd, transport, clock)
     drainer = Drainer(node, cluster, replication, ssd, clock)
     registry = EngineRegistry(
@@ -382,7 +382,7 @@ def compose(
             stale=cluster.stale,
             take=replication.take,
             remove=removals.here,
-            session_told=sessions.told,
+            session_ended=sessions.ended_elsewhere,
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=operators.operated,
             spans=spans,

@@ -176,6 +176,7 @@ class ClientRequests:
             client_wire.Present: self._present,
             client_wire.ClearNamespace: self._clear,
             client_wire.SessionTurn: self._session_turn,
+            client_wire.EndSessionOn: self._end_session,
             client_wire.EndRequest: self._end_request,
             client_wire.Intend: self._intend,
         }
@@ -721,16 +722,13 @@ class ClientRequests:
         return frame.Done()
 
     def _session_turn(self, holder: Holder, m: client_wire.SessionTurn) -> frame.Done:
-        if m.nodes:
-            if m.keys:
-                raise InvalidRequest("other nodes are told of sessions without their blocks")
-            self._sessions.tell_nodes(holder.tenant, m)
-            return frame.Done()
-        if not m.keys:
-            return frame.Done(int(self._sessions.news(holder.tenant, m)))
         namespace = self._namespace(holder, m.ns, m.keys)
         split_keys(m.keys)  # whole ones
         return frame.Done(int(self._sessions.turn(holder.tenant, namespace, m)))
+
+    def _end_session(self, holder: Holder, m: client_wire.EndSessionOn) -> frame.Done:
+        self._sessions.end_on(holder.tenant, m.session, m.nodes)
+        return frame.Done()
 
     def _end_request(self, holder: Holder, m: client_wire.EndRequest) -> frame.Done:
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)

@@ -59,8 +59,8 @@ class Rules(Protocol):
         """Remove blocks, as a client of another node wants: which there were. Raises `KvpoolError`."""
         ...
 
-    def session_told(self, news: peer_wire.SessionNews) -> frame.Done:
-        """What a client of another node knows of a session here. Raises `KvpoolError`."""
+    def session_ended(self, news: peer_wire.SessionEnded) -> frame.Done:
+        """End a session, as a client of another node reports. Raises `KvpoolError`."""
         ...
 
     def offered(self, offer: peer_wire.Offer) -> Coroutine[Any, Any, frame.Bytes]:
@@ -143,7 +143,7 @@ class TransferWorkerProxy(Worker):
 
     def _received(self, request: int, message: Any) -> None:
         match message:
-            case peer_wire.Ask() | peer_wire.Holds() | peer_wire.SessionNews():
+            case peer_wire.Ask() | peer_wire.Holds() | peer_wire.SessionEnded():
                 self._channel.send(self._asked(message), request)
             case worker_wire.OpenLoan():
                 self._lend(message, request)
@@ -188,14 +188,14 @@ class TransferWorkerProxy(Worker):
                 super()._received(request, message)
 
     def _asked(
-        self, question: peer_wire.Ask | peer_wire.Holds | peer_wire.SessionNews
+        self, question: peer_wire.Ask | peer_wire.Holds | peer_wire.SessionEnded
     ) -> frame.Message:
         source = self._workers.source
         try:
             if isinstance(question, peer_wire.Holds):
                 return source.holds(question)
-            if isinstance(question, peer_wire.SessionNews):
-                return source.session_told(question)
+            if isinstance(question, peer_wire.SessionEnded):
+                return source.session_ended(question)
             return source.asked(question)
         except Exception as error:  # noqa: BLE001  (it decides)
             return self._told(question, error)

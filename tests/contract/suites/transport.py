@@ -47,7 +47,7 @@ from kvpool.wire.peer import (
     LongQuestion,
     Offer,
     Question,
-    SessionNews,
+    SessionEnded,
 )
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pulled
 
@@ -106,7 +106,7 @@ class ScriptedSource:
         self.lent = 0
         self.reports: list[Corrupt] = []
         self.offers: list[Offer] = []
-        self.news: list[SessionNews] = []
+        self.news: list[SessionEnded] = []
         self.error: Exception | None = None
         self.faults: list[str] = []  # requests that met an unexpected error
         self.waiting: queue.SimpleQueue[tuple[LongQuestion, ScriptedAnswer]] = queue.SimpleQueue()
@@ -150,7 +150,7 @@ class ScriptedSource:
     def asked(self, question: Question) -> Done | Bytes:
         if self.error is not None:
             raise self.error
-        if isinstance(question, SessionNews):
+        if isinstance(question, SessionEnded):
             self.news.append(question)
             return Done(1)
         keys = [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
@@ -614,7 +614,7 @@ class TransportContract:
 
     def test_news_of_a_session(self) -> None:
         with self.pair() as (owner, reader, url, _):
-            news = SessionNews("default", "chat", "node", "agent", 1.5, "tool", ended=True)
+            news = SessionEnded("default", "chat", "node")
             assert reader.transport.ask(AskPeer(url, news, 30.0), Stop()) == Done(1)
             assert owner.source.news == [news]
 

@@ -598,12 +598,12 @@ def test_sessions_are_listed_shown_and_ended(pair, numbers, kvpool, until):
     a, b = pair
     some = numbers(6)
     b.put(some[:4])
-    b.client.session_turn(b.ns, SESSION, keys_of(some), pause_s=3600.0)
+    b.client.session_turn(b.ns, SESSION, keys_of(some))
     until(lambda: b.client.ask_node(ShowSession(SESSION)))
     done = kvpool(a.node, "sessions", "list")
     assert (done.status, done.out) == (0, "no sessions are known here\n")
     done = kvpool(a.node, "sessions", "list", "--node", "b")
-    assert done.status == 0 and SESSION in done.out and "in 59 min" in done.out
+    assert done.status == 0 and SESSION in done.out
     found = kvpool.json(a.node, "sessions", "show", SESSION, "--node", "b")
     (chain,) = found["chains"]
     assert (chain["blocks"], chain["in_memory"], chain["missing"]) == (6, 4, 2)

@@ -16,9 +16,7 @@ TOLD = [
     {"id": "chat-1"},
     {"id": "chat-2", "shared": True},
     {"id": "chat-3", "agent": "planner"},
-    {"id": "chat-4", "pause_s": 0.25},
-    {"id": "chat-5", "agent": "planner", "pause": "tool"},
-    {"id": "chat-5", "pause_s": 30},
+    {"id": "chat-4"},
     {"id": "chat-1", "end": True},
 ]
 

@@ -54,7 +54,7 @@ def test_sessions_are_served_rightly_and_known(
             "the router reaches both",
         )
         for (session, turn), expected in zip(turns, right, strict=True):
-            told: dict[str, Any] = {"id": f"chat-{session}", "pause": "tool"}
+            told: dict[str, Any] = {"id": f"chat-{session}"}
             if (session, turn) == (0, TURNS - 1):
                 told = {"id": "chat-0", "end": True}
             more = {"kv_transfer_params": {"kvpool_session": told}}

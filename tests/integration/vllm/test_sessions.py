@@ -42,7 +42,7 @@ def test_what_an_edited_history_left_goes_before_another_session(
         ask(other, {"kvpool_session": {"id": "other"}})
         ask(turns[0], {"kvpool_session": {"id": "edited"}})
         assert daemon.counters().expended == 0
-        ask(turns[1], {"kvpool_session": {"id": "edited", "pause_s": 0}})
+        ask(turns[1], {"kvpool_session": {"id": "edited"}})
         kit.until(
             lambda: daemon.counters().expended == kit.SHARDS * LEFT, "what the second turn left"
         )
@@ -59,7 +59,7 @@ def test_what_an_edited_history_left_goes_before_another_session(
         assert ask(other) == OTHER * kit.BLOCK - kit.BLOCK
         assert ask(turns[1]) == (BEGUN + WENT_ON) * kit.BLOCK - kit.BLOCK
         # What does not fit a session costs a count.
-        ask(other, {"kvpool_session": {"id": "x" * 1000, "pause_s": -1}})
+        ask(other, {"kvpool_session": {"id": "x" * 1000}})
         assert engine.metric("bad_requests") == 1
         # The end of a session, with what is saved after it was told.
         before = daemon.counters().expended

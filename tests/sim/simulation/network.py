@@ -375,8 +375,8 @@ class PeerTransport:
             try:
                 if isinstance(question, peer_wire.Holds):
                     done = self.source.holds(question)
-                elif isinstance(question, peer_wire.SessionNews):
-                    done = self.source.session_told(question)
+                elif isinstance(question, peer_wire.SessionEnded):
+                    done = self.source.session_ended(question)
                 else:
                     done = self.source.asked(question)
             except KvpoolError as error:

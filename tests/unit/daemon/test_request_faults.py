@@ -235,7 +235,7 @@ def test_what_changes_nothing(message: frame.Message) -> None:
         operator_wire.Evict(KEY),
         operator_wire.OnNode("", payload(operator_wire.Clear(bytes(16))), 0.0),
         peer_wire.Operate("a", payload(operator_wire.PinBlocks(KEY, "soft")), 0.0, "default", "b"),
-        peer_wire.SessionNews("default", "s", "n"),
+        peer_wire.SessionEnded("default", "s", "n"),
     ],
     ids=lambda message: type(message).__name__,
 )

@@ -24,7 +24,7 @@ class Told:
 
     def wait(self, seconds: float = AHEAD) -> None:
         self.now += seconds
-        self.pool.node.sessions.keep_ahead(self.now)
+        self.pool.node.sessions.settle(self.now)
         while self.pool.node.sessions.work(256):
             pass
 
@@ -91,17 +91,3 @@ def test_chains_that_wait_for_their_saves_have_a_limit(
     assert told.expended == 4
     told.wait()
     assert told.expended == 4
-
-
-def test_news_changes_what_is_known_and_no_chain(told: Told) -> None:
-    told.pool.put(range(4))
-    told.turn("chat", range(4))
-    tenant = told.pool.tenant
-    known = told.pool.node.sessions
-    assert known.turn(tenant, None, "chat", "", b"", told.now, pause_s=5.0) is not None
-    session = known.get(tenant, "chat")
-    assert session is not None
-    assert (session.back_at, session.turns) == (told.now + 5.0, 1)
-    assert known.turn(tenant, None, "nobody", "", b"", told.now, pause_s=5.0) is None
-    told.wait(0.0)
-    assert told.expended == 0

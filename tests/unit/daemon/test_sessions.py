@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.daemon.core import sessions
-from kvpool.daemon.core.sessions import (
-    ASSUMED_PAUSE_S,
-    PAUSES_USED,
-    SETTLE_S,
-    Session,
-    common_blocks,
-)
+from kvpool.daemon.core.sessions import SETTLE_S, Session, common_blocks
 from kvpool.errors import PoolFull
-from kvpool.types import KEY_BYTES, PauseKind, split_keys
+from kvpool.types import KEY_BYTES, split_keys
 from tests.unit.daemon.conftest import Pool
 
 
@@ -150,90 +144,6 @@ def test_blocks_of_an_ended_epoch_are_nobodys() -> None:
     assert pool.expendable() == []
 
 
-# Pauses
-
-
-def pressed(pool: Told) -> None:
-    """Something was evicted, so room is short."""
-    first = 900 + 2 * pool.node.counters.evicted
-    pool.put([first, first + 1])
-    pool.node.sessions.keep_ahead(pool.time)
-
-
-def full(pool: Told, **pauses: dict[str, Any]) -> None:
-    """Sessions called by letters, four blocks each: a has 0 to 3, b 100 to 103, and so on. The pool has no free slot."""
-    for name, told in pauses.items():
-        first = 100 * (ord(name) - ord("a"))
-        pool.turn(name, range(first, first + 4), **told)
-        pool.wait(1.0)
-
-
-def test_who_is_expected_back_last_gives_way_first() -> None:
-    pool = Told(slabs=3)
-    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0}, c={"pause_s": 20.0})
-    pressed(pool)
-    assert pool.expendable()[:4] == [103, 102, 101, 100]
-
-
-def test_without_a_word_of_pauses_it_is_as_before() -> None:
-    pool = Told(slabs=3)
-    full(pool, a={}, b={}, c={})
-    pressed(pool)
-    assert pool.expendable() == []
-    assert pool.here(range(4)) == [0, 1], "the least recently used, from its end"
-
-
-def test_who_tells_of_pauses_does_not_give_way_to_what_is_unused_for_longer() -> None:
-    pool = Told(slabs=3)
-    full(pool, a={}, b={}, c={"pause_s": 60.0})
-    pool.wait(100.0)
-    pressed(pool)
-    assert pool.expendable() == []
-    pool.tell("c", pause_s=1000.0)
-    pressed(pool)
-    assert pool.expendable() == [203, 202, 201, 200]
-
-
-def test_a_turn_takes_its_blocks_back() -> None:
-    pool = Told(slabs=3)
-    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0}, c={"pause_s": 20.0})
-    pressed(pool)
-    left = pool.here(range(100, 104))
-    pool.turn("b", left)
-    assert not set(left) & set(pool.expendable())
-
-
-def test_only_where_room_is_short() -> None:
-    pool = Told(slabs=8)
-    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0})
-    pool.node.sessions.keep_ahead(pool.time)
-    assert pool.expendable() == []
-
-
-def test_a_long_chain_gives_way_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "AHEAD_MIN", 5)
-    monkeypatch.setattr(sessions, "SLICE", 3)
-    pool = Told(slabs=4)
-    pool.turn("a", range(12), pause_s=1000.0)
-    pool.wait(1.0)
-    pool.turn("b", range(100, 104), pause_s=1.0)
-    pool.tenant.evicted += 1
-    pool.node.sessions.keep_ahead(pool.time)
-    assert pool.expendable() == [11, 10, 9, 8, 7, 6]
-
-
-def test_usual_pauses_are_learned_by_kind() -> None:
-    pool = Told()
-    assert pool.node.sessions.usual_pause_s(pool.tenant, PauseKind.TOOL) == ASSUMED_PAUSE_S["tool"]
-    for _ in range(PAUSES_USED + 1):
-        pool.turn("a", [0], pause=PauseKind.TOOL)
-        pool.wait(17.0)
-    assert pool.node.sessions.usual_pause_s(pool.tenant, PauseKind.TOOL) == 17.0
-    session = pool.turn("a", [0], pause=PauseKind.TOOL)
-    assert session is not None and session.back_at == pool.time + 17.0
-    assert pool.node.sessions.usual_pause_s(pool.tenant, PauseKind.PERSON) == 120.0
-
-
 # Limits
 
 
@@ -246,14 +156,6 @@ def test_a_block_that_is_named_twice_is_one_block() -> None:
     pool.release(pool.lease([2]))
     assert pool.put(range(20, 34)) == 14
     assert pool.here(range(4)) == [1, 2]
-
-
-def test_one_tenants_evictions_are_not_anothers() -> None:
-    pool = Told(slabs=8)
-    full(pool, a={"pause_s": 30.0}, b={"pause_s": 500.0})
-    pool.node.counters.evicted += 100
-    pool.node.sessions.keep_ahead(pool.time)
-    assert pool.expendable() == []
 
 
 def test_what_waits_to_be_expendable_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +190,7 @@ def test_room_that_must_be_spare_is_not_taken_from_ordinary_blocks() -> None:
 def test_too_many_sessions_are_forgotten_and_their_blocks_stay() -> None:
     pool = Told(sessions_per_tenant=2)
     for number, name in enumerate("abc"):
-        pool.turn(name, [number], pause_s=5.0)
+        pool.turn(name, [number])
     known = pool.node.sessions
     assert [known.get(pool.tenant, name) is not None for name in "abc"] == [False, True, True]
     assert known.count(pool.tenant) == 2 and pool.node.counters.sessions_forgotten == 1
@@ -335,7 +237,7 @@ def test_so_have_agents() -> None:
 
 def test_news_of_a_session_that_nobody_knows_is_no_session() -> None:
     pool = Told()
-    assert pool.tell("a", pause_s=4.0) is None
+    assert pool.tell("a", ended=True) is None
     assert pool.node.sessions.count(pool.tenant) == 0
 
 
@@ -343,8 +245,6 @@ names = st.sampled_from("abcd")
 told = st.fixed_dictionaries(
     {},
     optional={
-        "pause_s": st.floats(0, 1e6),
-        "pause": st.sampled_from(list(PauseKind)),
         "ended": st.booleans(),
     },
 )
@@ -365,7 +265,7 @@ told = st.fixed_dictionaries(
 def test_books_stay_right_whatever_is_told(
     turns: list[tuple[str, list[int], str, dict[str, Any], float]],
 ) -> None:
-    """A put always finds room, expected returns are those of living sessions, and bytes add up."""
+    """A put always finds room, and bytes add up."""
     pool = Told(slabs=3, sessions_per_tenant=3)
     for name, numbers, agent, what, seconds in turns:
         if numbers:
@@ -373,18 +273,13 @@ def test_books_stay_right_whatever_is_told(
         else:
             pool.tell(name, agent=agent, **what)
         pool.wait(seconds)
-        pool.node.sessions.keep_ahead(pool.time)
+        pool.node.sessions.settle(pool.time)
         assert pool.put([1000]) == 1 or pool.here([1000])
         pool.node.removal.remove(pool.namespace, [pool.keys([1000])])
         known = pool.node.sessions._known[pool.tenant.name]
         assert known.nbytes == sum(
             each.nbytes + sum(chain.nbytes for chain in each.chains.values())
             for each in known.sessions.values()
-        )
-        assert known.returns == sorted(
-            (each.back_at, each.name)
-            for each in known.sessions.values()
-            if each.back_at is not None
         )
 
 

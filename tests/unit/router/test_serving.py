@@ -1506,8 +1506,8 @@ def test_whatever_fails_each_request_ends_right_or_clearly(
     run(work, *shape, **short, failures_max=failures_max)
 
 
-TURN = {"prompt_cache_key": "chat", "metadata": {"agent_id": "sub", "pause": "tool"}}
-TOLD = {"id": "t/chat", "agent": "sub", "pause": "tool", "shared": True}
+TURN = {"prompt_cache_key": "chat", "metadata": {"agent_id": "sub"}}
+TOLD = {"id": "t/chat", "agent": "sub", "shared": True}
 
 
 def told_of(seen: Any) -> Any:

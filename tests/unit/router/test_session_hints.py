@@ -1,6 +1,5 @@
 """What requests say of their sessions: every place, its precedence, and values that are of no use."""
 
-import math
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,17 +11,14 @@ from kvpool.router.session_hints import (
     HEADERS,
     KEEP_MAX_S,
     NAME_MAX,
-    PAUSE_MAX_S,
     TENANT_MAX,
     SessionHint,
     hint_of,
     session_name,
 )
-from kvpool.types import PauseKind
 
 NAMES = ("kvpool_session", "metadata", "nvext", "agent_context", "agent_hints", "cache_control")
 FIELDS = (
-    *("id", "agent", "end", "pause_s", "pause", "session_id", "agent_id", "session_end", "iat"),
     *("prefix_id", "trajectory_id", "prompt_cache_key", "ttl", "type", "messages", "system"),
     *("tools", "content"),
 )
@@ -57,8 +53,6 @@ def test_whatever_is_said_gives_a_hint_within_its_limits(
         assert len(name) <= NAME_MAX
         assert name.isprintable()
     assert isinstance(hint.ended, bool)
-    assert hint.pause_s is None or 0 <= hint.pause_s <= PAUSE_MAX_S
-    assert hint.pause is None or isinstance(hint.pause, PauseKind)
     assert hint.keep_s is None or 0 < hint.keep_s <= KEEP_MAX_S
     assert hint.bad >= 0
     if not hint.session:
@@ -128,18 +122,6 @@ def test_a_bad_name_is_counted_and_the_next_place_counts() -> None:
         ({}, {"metadata": {"session_end": "true"}}, None, {"ended": True}),
         ({"x-dynamo-session-final": "true"}, {}, {"end": False}, {"ended": False}),
         ({}, {"metadata": {"session_end": "perhaps"}}, None, {"bad": 1}),
-        ({}, {}, {"pause_s": 2}, {"pause_s": 2.0}),
-        ({}, {"metadata": {"pause_s": "2.5"}}, None, {"pause_s": 2.5}),
-        ({}, {"nvext": {"agent_hints": {"iat": 250}}}, None, {"pause_s": 0.25}),
-        ({}, {"nvext": {"agent_hints": {"iat": 250}}}, {"pause_s": 2}, {"pause_s": 2.0}),
-        ({}, {}, {"pause_s": -1}, {"bad": 1}),
-        ({}, {}, {"pause_s": True}, {"bad": 1}),
-        ({}, {}, {"pause_s": math.nan}, {"bad": 1}),
-        ({}, {}, {"pause_s": 10**400}, {"bad": 1}),
-        ({}, {}, {"pause_s": PAUSE_MAX_S + 1}, {"bad": 1}),
-        ({}, {}, {"pause": "tool"}, {"pause": PauseKind.TOOL}),
-        ({}, {"metadata": {"pause": "person"}}, None, {"pause": PauseKind.PERSON}),
-        ({}, {"metadata": {"pause": "rain"}}, None, {"bad": 1}),
         ({}, {"metadata": "text"}, None, {"bad": 1}),
     ],
 )
@@ -176,7 +158,7 @@ EPHEMERAL = {"type": "ephemeral"}
         ({"cache_control": "ephemeral"}, None, 1),
     ],
 )
-def test_the_longest_ttl_is_no_pause(body: dict[str, Any], keep_s: float | None, bad: int) -> None:
+def test_the_longest_ttl_counts(body: dict[str, Any], keep_s: float | None, bad: int) -> None:
     assert hint_of({"x-session-id": "s"}, body) == SessionHint("s", keep_s=keep_s, bad=bad)
 
 
@@ -188,9 +170,8 @@ def test_a_body_with_very_many_blocks_is_not_read_to_its_end() -> None:
 
 def test_what_an_engine_is_told() -> None:
     assert SessionHint("s").params() == {"id": "s"}
-    full = SessionHint("s", "a", True, 2.0, PauseKind.TOOL, 300.0, 3)
-    told = {"id": "s", "agent": "a", "end": True, "pause_s": 2.0, "pause": "tool"}
-    assert full.params() == told
+    full = SessionHint("s", "a", ended=True, keep_s=300.0, bad=3)
+    assert full.params() == {"id": "s", "agent": "a", "end": True}
 
 
 TENANTS = st.text(min_size=1, max_size=2 * TENANT_MAX)

@@ -4,13 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from kvpool.errors import Unavailable
 from kvpool.router.metrics import Metrics
 from kvpool.router.session_hints import SessionHint
 from kvpool.router.sessions import AGENTS_MAX, NEWS_MAX, SessionBook, Sessions
-from kvpool.types import PauseKind
 
 A, B, C = (frozenset({name}) for name in "abc")
 Told = tuple[str, tuple[str, ...], dict[str, Any]]
@@ -28,9 +25,8 @@ class Link:
             raise Unavailable("the daemon is away")
         return question(self)
 
-    def session_news(self, session: str, nodes: tuple[str, ...], **said: Any) -> None:
-        known = {name: value for name, value in said.items() if value}
-        self.told.append((session, tuple(sorted(nodes)), known))
+    def end_session(self, session: str, nodes: tuple[str, ...]) -> None:
+        self.told.append((session, tuple(sorted(nodes))))
 
 
 def run(work: Callable[[Sessions], None], *, broken: bool = False) -> tuple[list[Told], Metrics]:
@@ -82,66 +78,38 @@ def test_a_session_with_many_agents_forgets_the_oldest() -> None:
     assert book.end("", "s") == B
 
 
-@pytest.mark.parametrize(
-    ("hint", "finish", "pause"),
-    [
-        (SessionHint("s"), "tool_calls", PauseKind.TOOL),
-        (SessionHint("s"), "tool_use", PauseKind.TOOL),
-        (SessionHint("s", "agent"), "stop", PauseKind.PERSON),
-        (SessionHint("s"), "end_turn", PauseKind.PERSON),
-        (SessionHint("s"), "length", None),
-        (SessionHint("s"), "", None),
-        (SessionHint("s", pause_s=3.0), "stop", None),
-        (SessionHint("s", pause=PauseKind.TOOL), "stop", None),
-        (SessionHint(), "stop", None),
-    ],
-)
-def test_how_an_answer_ends_tells_what_the_session_waits_for(
-    hint: SessionHint, finish: str, pause: PauseKind | None
-) -> None:
-    told, _ = run(lambda sessions: sessions.answered("", hint, A | B, finish))
-    agent = {"agent": hint.agent} if hint.agent else {}
-    assert told == ([("s", ("a", "b"), {"pause": pause, **agent})] if pause else [])
-
-
 def test_a_session_that_goes_on_elsewhere_has_ended_where_it_was() -> None:
     def work(sessions: Sessions) -> None:
-        sessions.answered("", SessionHint("s"), A, "")
-        sessions.answered("", SessionHint("s"), B, "stop")
+        sessions.answered("", SessionHint("s"), A)
+        sessions.answered("", SessionHint("s"), B)
 
     told, _ = run(work)
-    assert told == [
-        ("s", ("a",), {"ended": True}),
-        ("s", ("b",), {"pause": PauseKind.PERSON}),
-    ]
+    assert told == [("s", ("a",))]
 
 
 def test_the_end_is_told_to_all_its_nodes_once() -> None:
     def work(sessions: Sessions) -> None:
-        sessions.answered("t", SessionHint("t/s", "one"), A, "")
-        sessions.answered("t", SessionHint("t/s", "two"), B, "")
+        sessions.answered("t", SessionHint("t/s", "one"), A)
+        sessions.answered("t", SessionHint("t/s", "two"), B)
         assert not sessions.end("other", "s")
         assert sessions.end("t", "s")
         assert not sessions.end("t", "s")
-        sessions.answered("t", SessionHint("t/s"), A, "")
-        sessions.answered("t", SessionHint("t/s", ended=True), C, "stop")
+        sessions.answered("t", SessionHint("t/s"), A)
+        sessions.answered("t", SessionHint("t/s", ended=True), C)
 
     told, metrics = run(work)
-    assert told == [
-        ("t/s", ("a", "b"), {"ended": True}),
-        ("t/s", ("a", "c"), {"ended": True}),
-    ]
+    assert told == [("t/s", ("a", "b")), ("t/s", ("a", "c"))]
     assert news(metrics, "told") == 2
 
 
 def test_engines_without_the_plugin_are_no_places_of_a_session() -> None:
-    told, _ = run(lambda sessions: sessions.answered("", SessionHint("s"), frozenset(), "stop"))
+    told, _ = run(lambda sessions: sessions.answered("", SessionHint("s"), frozenset()))
     assert told == []
 
 
 def test_a_daemon_that_is_away_costs_a_count() -> None:
     told, metrics = run(
-        lambda sessions: sessions.answered("", SessionHint("s"), A, "stop"), broken=True
+        lambda sessions: sessions.answered("", SessionHint("s", ended=True), A), broken=True
     )
     assert (told, news(metrics, "lost")) == ([], 1)
 
@@ -149,7 +117,7 @@ def test_a_daemon_that_is_away_costs_a_count() -> None:
 def test_very_many_at_once_are_lost_and_counted() -> None:
     def work(sessions: Sessions) -> None:
         for number in range(NEWS_MAX + 10):
-            sessions.answered("", SessionHint(str(number)), A, "stop")
+            sessions.answered("", SessionHint(str(number), ended=True), A)
 
     told, metrics = run(work)
     assert (len(told), news(metrics, "told"), news(metrics, "lost")) == (NEWS_MAX, NEWS_MAX, 10)
@@ -158,8 +126,7 @@ def test_very_many_at_once_are_lost_and_counted() -> None:
 def test_a_name_that_conversations_share_has_left_no_node() -> None:
     def work(sessions: Sessions) -> None:
         for nodes in (A, B):
-            sessions.answered("t", SessionHint("t/key", shared=True), nodes, "stop")
+            sessions.answered("t", SessionHint("t/key", shared=True), nodes)
 
     told, _ = run(work)
-    assert not [said for _, _, said in told if said.get("ended")]
-    assert [nodes for _, nodes, _ in told] == [tuple(A), tuple(B)], "what each waits for"
+    assert told == []

@@ -15,7 +15,6 @@ from kvpool.router.sse import (
     NoEvent,
     cached_tokens,
     error_event,
-    finish_of,
     is_json,
     usage_of,
     with_cached,
@@ -253,34 +252,3 @@ def test_an_error_is_an_event_of_its_own() -> None:
     event = error_event(b'{"error":{"message":"x"}}')
     assert stream.feed(event) == event
     assert stream.failed
-
-
-FINISHED = [
-    ("finish_reason", [b'{"choices":[{"finish_reason":null}]}'], ""),
-    (
-        "finish_reason",
-        [b'{"choices":[{"finish_reason": "stop","stop_reason":"tool_use"}]}'],
-        "stop",
-    ),
-    ("finish_reason", [b'{"finish_reason":"tool_calls"}', b'{"usage":{}}'], "tool_calls"),
-    (
-        "finish_reason",
-        [b'{"finish_reason":"tool_calls"}', b'{"finish_reason":"stop"}'],
-        "tool_calls",
-    ),
-    ("finish_reason", [b'{"finish_reason":"length"}'], "length"),
-    ("finish_reason", [json.dumps({"content": '{"finish_reason":"stop"}'}).encode()], ""),
-    ("stop_reason", [b'{"delta":{"stop_reason":"tool_use","stop_sequence":null}}'], "tool_use"),
-    ("stop_reason", [b'{"stop_reason":"end_turn"}'], "end_turn"),
-    ("status", [b'{"status":"in_progress"}', b'{"status":"completed"}'], "stop"),
-    ("status", [b'{"type":"function_call"}', b'{"status":"completed"}'], "tool_calls"),
-    ("status", [b'{"tools":[{"type":"function"}],"status":"incomplete"}'], ""),
-]
-
-
-@pytest.mark.parametrize(("field", "pieces", "finish"), FINISHED)
-def test_how_an_answer_ended(field: str, pieces: list[bytes], finish: str) -> None:
-    said = ""
-    for piece in pieces:
-        said = finish_of(field, piece, said)
-    assert said == finish

@@ -81,7 +81,6 @@ def test_against_lists(done: list[tuple[str, Any]]) -> None:
         assert policy.expendable == len(model.expendable)
         assert [entry.block for entry in policy.coldest(5)] == model.order[:5]
         assert _block(policy.peek()) == next(iter(model.order), None)
-        assert _block(policy.peek_ordinary()) == next(iter(model.ordinary), None)
     assert drain(policy) == model.order
 
 

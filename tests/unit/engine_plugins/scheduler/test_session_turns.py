@@ -10,16 +10,14 @@ import pytest
 from kvpool.engine_plugins.vllm.plan import block_key
 from kvpool.engine_plugins.vllm.session_turns import (
     NAME_MAX,
-    PAUSE_MAX_S,
     SessionTurn,
     session_turn,
 )
 from kvpool.errors import InvalidRequest
-from kvpool.types import PauseKind
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, hashes, tables
 
 PARAMS = {"kvpool_session": {"id": "s"}}
-NOTHING = {"agent": "", "pause_s": None, "pause": None, "ended": False, "shared": False}
+NOTHING = {"agent": "", "ended": False, "shared": False}
 
 
 @pytest.mark.parametrize(
@@ -35,14 +33,11 @@ NOTHING = {"agent": "", "pause_s": None, "pause": None, "ended": False, "shared"
                     "id": "s",
                     "agent": "a",
                     "end": True,
-                    "pause_s": 2,
-                    "pause": "tool",
                     "more": [1],
                 }
             },
-            SessionTurn("s", "a", True, 2.0, PauseKind.TOOL),
+            SessionTurn("s", "a", end=True),
         ),
-        ({"kvpool_session": {"id": "s", "pause_s": None, "pause": None}}, SessionTurn("s")),
     ],
 )
 def test_what_a_request_may_say(params: Any, said: SessionTurn | None) -> None:
@@ -54,8 +49,6 @@ def test_what_a_request_may_say(params: Any, said: SessionTurn | None) -> None:
     [
         *({}, [], "s", 3, {"id": ""}, {"id": 3}, {"id": "x" * (NAME_MAX + 1)}, {"id": "a\nb"}),
         *({"id": "s", "agent": 1}, {"id": "s", "agent": "\0"}, {"id": "s", "end": "yes"}),
-        *({"id": "s", "pause_s": -1}, {"id": "s", "pause_s": PAUSE_MAX_S + 1}),
-        *({"id": "s", "pause_s": float("nan")}, {"id": "s", "pause": "rain"}),
     ],
 )
 def test_what_is_not_understood_is_refused_and_costs_the_request_nothing(
@@ -104,13 +97,12 @@ def test_the_daemon_hears_of_prompt_and_answer_once(harness: Harness, pool: Any)
 
 
 def test_the_daemon_hears_all_that_was_said(harness: Harness, pool: Any) -> None:
-    said = {"id": "s", "agent": "a", "end": True, "pause_s": 2.0, "pause": "person"}
+    said = {"id": "s", "agent": "a", "end": True}
     served(harness, {"kvpool_session": said})
     ((session, _, told),) = pool.turns
-    pause = PauseKind.PERSON
     assert (session, told) == (
         "s",
-        {"agent": "a", "pause_s": 2.0, "pause": pause, "ended": True, "shared": False},
+        {"agent": "a", "ended": True, "shared": False},
     )
 
 
