@@ -41,7 +41,7 @@ class Option(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """path: `kvpool jobs list`. usage: what may follow it."""
+    """path: `kvpool job list`. usage: what may follow it."""
 
     path: str
     usage: str

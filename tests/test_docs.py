@@ -226,7 +226,7 @@ def test_mentioned_verbs_and_options_exist(document: Path) -> None:
     [
         "kvpool sevre",
         "kvpool serve --memroy 1GiB",
-        "kvpool jobs stopp evict-1",
+        "kvpool job stopp evict-1",
         "kvpool locate",
         "kvpool drain a b c",
         "kvpool top --once=2",

@@ -8,9 +8,9 @@ from typing import Any
 from kvpool.admin.cluster_view import Answers, View
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.tokens import Principal
-from kvpool.admin.types import Role
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import DEFAULT_TENANT
+from kvpool.wire.command import Role
 
 
 def tenant_of(who: Principal, tenant: str) -> str:

@@ -23,9 +23,8 @@ from kvpool.errors import (
 from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
-    from kvpool.cli.render.contexts import Context
-    from kvpool.cli.render.gateway_http import Operator
     from kvpool.client import OperatorClient
+    from kvpool.client.gateway import Operator
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -36,7 +35,7 @@ EXIT_STATUSES = {
     0: "success",
     EXIT_ERROR: "the command failed, or found a problem; the last line names it",
     EXIT_USAGE: "invalid command line: an option or argument is unknown or missing, such as --yes in a script",
-    EXIT_NO_DAEMON: "no daemon answers on this machine, or no gateway at the context's URL",
+    EXIT_NO_DAEMON: "no daemon answers on this machine, or no gateway at the URL in KVPOOL_GATEWAY",
     EXIT_NOT_ALLOWED: "the daemon, the gateway or the router refused access; its socket is another user's, or its "
     "certificate is not trusted",
     129: "ended by SIGHUP, when its terminal was closed",
@@ -92,7 +91,6 @@ app = typer.Typer(
     )
     + ".",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -103,85 +101,29 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-HERE_ONLY = frozenset(
-    (
-        *("serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
-        *("completion", "certs", "secret", "token", "audit"),
-    )
-)
-"""Commands that concern this machine, or a server that they name themselves. The others follow a context."""
-
-
 @app.callback()
 def _root(
-    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", help="Print the version.", is_eager=True, callback=_print_version
         ),
     ] = False,
-    context: Annotated[
-        str,
-        typer.Option(
-            help="Ask the cluster of this context instead of this machine's daemon; local: this machine. Before the "
-            "command. Also KVPOOL_CONTEXT.",
-            metavar="NAME",
-        ),
-    ] = "",
 ) -> None:
     del version  # printed by its callback
-    _Given.context, _Given.found = context, {}
-    if ctx.invoked_subcommand in HERE_ONLY:
-        without_context(ctx.invoked_subcommand)
 
 
-class _Given:
-    """What this process's command line says before its command."""
-
-    context = ""
-    found: ClassVar[dict[str | None, Context | None]] = {}
-    """What was chosen, by socket: one answer for all of a command."""
-
-
-def chosen_context(socket: str | None) -> Context | None:
-    """The context of this command; None: this machine's daemon. Raises `ConfigError`, `InvalidRequest`."""
-    from kvpool.cli.render.contexts import choose
-
-    if socket not in _Given.found:
-        _Given.found[socket] = choose(_Given.context, socket, os.environ)
-    return _Given.found[socket]
-
-
-def without_context(command: str) -> None:
-    """Before a command that asks nobody: raises `typer.Exit` where a context is given for it."""
-    if not _Given.context:
-        return
-    from kvpool.cli.render.contexts import LOCAL
-
-    if _Given.context != LOCAL:
-        complain(f"{command} works on this machine only: leave out --context")
-        raise typer.Exit(EXIT_USAGE)
+def gateway(socket: str | None) -> str:
+    """The URL of the gateway that this command asks, from KVPOOL_GATEWAY; empty: this machine's daemon."""
+    return "" if socket else os.environ.get("KVPOOL_GATEWAY", "")
 
 
 def only_here(command: str, socket: str | None) -> None:
-    """Before what reads or changes blocks of this machine's daemon: raises `InvalidRequest` in a context."""
-    if (found := chosen_context(socket)) is not None:
-        from kvpool.cli.render.contexts import LOCAL
-
+    """Before what reads or changes blocks of this machine's daemon: raises `InvalidRequest` for a gateway."""
+    if gateway(socket):
         raise InvalidRequest(
-            f"{command} works with this machine's daemon only, and the context is {found.name}: say "
-            f"`kvpool --context {LOCAL}`, or --socket"
+            f"{command} works with this machine's daemon only, and KVPOOL_GATEWAY is set: unset it, or say --socket"
         )
-
-
-def _tenant_of_context(ctx: typer.Context, tenant: str) -> str:
-    """The context's tenant, where none is given."""
-    source = ctx.get_parameter_source("tenant")
-    if ctx.resilient_parsing or source is None or source.name != "DEFAULT":
-        return tenant
-    found = chosen_context(ctx.params.get("socket"))
-    return tenant if found is None else found.tenant or tenant
 
 
 TIMEOUT_S = 10.0  # for each request to the local daemon
@@ -190,12 +132,16 @@ OPERATORS = "For operators"
 
 # Passwords and tokens are not options: every user of a machine sees the arguments of its processes.
 Socket = Annotated[str | None, typer.Option(help="Path of the control socket.", metavar="PATH")]
-_TENANT = "The tenant; its token is read from KVPOOL_TOKEN."
-Tenant = Annotated[str, typer.Option(help=_TENANT, callback=_tenant_of_context)]
-TenantHere = Annotated[str, typer.Option(help=_TENANT)]
+Tenant = Annotated[str, typer.Option(help="The tenant; its token is read from KVPOOL_TOKEN.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 AnyNode = Annotated[
     str, typer.Option(help="Ask this node of the cluster instead of the local one.", metavar="NAME")
+]
+OnNodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node", help="On this node; may be repeated. Default: all nodes.", metavar="NAME"
+    ),
 ]
 Yes = Annotated[
     bool,
@@ -219,18 +165,18 @@ KeysFile = Annotated[
 
 
 def client_of(socket: str | None, tenant: str) -> Operator:
-    """A client of the context's gateway; without one of this node's daemon, with the credentials from the environment."""
-    if (context := chosen_context(socket)) is not None:
-        from kvpool.cli.render.contexts import open_gateway
+    """A client of the gateway in KVPOOL_GATEWAY, or else of this node's daemon. Credentials are in the environment."""
+    if url := gateway(socket):
+        from kvpool.client.gateway import GatewayClient
 
         if sys.stderr.isatty():
-            complain(f"in {context.where}")
-        return open_gateway(context, tenant, os.environ)
+            complain(f"at {url}")
+        return GatewayClient(url, tenant, os.environ)
     return daemon_client(socket, tenant)
 
 
 def daemon_client(socket: str | None, tenant: str) -> OperatorClient:
-    """A client of this node's daemon, whatever the context."""
+    """A client of this node's daemon."""
     from kvpool.client import OperatorClient
     from kvpool.config import default_socket_path, secret_of
 
@@ -275,6 +221,13 @@ def node_names(client: Operator) -> dict[str, str]:
     except NotAuthenticated:
         return {}
     return {record["incarnation"]: record["node"] for record in found}
+
+
+def named_nodes(client: Operator, node: list[str] | None) -> list[str]:
+    """The nodes given by the option, or all nodes of the cluster."""
+    from kvpool.cli.render.jobs import nodes_of
+
+    return list(dict.fromkeys(node)) if node else nodes_of(client.cluster())
 
 
 def resolve(client: Operator, tenant: str, text: str) -> bytes:
@@ -329,12 +282,12 @@ def in_foreground() -> Iterator[None]:
 def confirm(question: str, socket: str | None, *, yes: bool) -> None:
     """Ask before blocks go that nobody has named one by one. Without a terminal only `yes` is one.
 
-    The question names the context. Raises `typer.Exit`: nothing was changed.
+    The question names the gateway, if there is one. Raises `typer.Exit`: nothing was changed.
     """
     if yes:
         return
-    if (context := chosen_context(socket)) is not None:
-        question = f"In {context.where}: {question}"
+    if url := gateway(socket):
+        question = f"At {url}: {question}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         complain(
             f"{question} There is no terminal to ask: repeat with --yes, or see with --dry-run"
@@ -342,6 +295,14 @@ def confirm(question: str, socket: str | None, *, yes: bool) -> None:
         raise typer.Exit(EXIT_USAGE)
     if not typer.confirm(question, err=True):
         complain("nothing was changed")
+        raise typer.Exit(EXIT_ERROR)
+
+
+def complain_of(lines: list[str]) -> None:
+    """Print lines for the user on stderr, and end the command if there are any."""
+    for line in lines:
+        complain(line)
+    if lines:
         raise typer.Exit(EXIT_ERROR)
 
 

@@ -7,8 +7,17 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Digest, Socket, Tenant, Yes, app
-from kvpool.cli.job_runs import complain_of, named_nodes
+from kvpool.cli.base import (
+    OPERATORS,
+    AsJson,
+    Digest,
+    Socket,
+    Tenant,
+    Yes,
+    app,
+    complain_of,
+    named_nodes,
+)
 
 
 @app.command(rich_help_panel=OPERATORS)

@@ -9,8 +9,17 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tenant, app
-from kvpool.cli.job_runs import OnNodes, named_nodes
+from kvpool.cli.base import (
+    EXIT_ERROR,
+    OPERATORS,
+    AnyNode,
+    AsJson,
+    OnNodes,
+    Socket,
+    Tenant,
+    app,
+    named_nodes,
+)
 
 config = typer.Typer(
     cls=base.Commands,
@@ -36,7 +45,6 @@ def config_check(
     """
     from kvpool.cli.render.settings import effective, plain, show
 
-    base.without_context("config check")
     found = effective(None if file is None else str(file), os.environ)
     if as_json:
         base.print_json(plain(found))

@@ -61,15 +61,14 @@ def drain(
     Example: kvpool drain --engine http://10.0.0.7:8000 --router http://routers.example.org:8080
     """
     from kvpool.cli.render.drain_engines import EnginesDrain, check_wanted
-    from kvpool.cli.render.router_http import TOKEN, routers_at
-    from kvpool.config import secret_of
+    from kvpool.router.client import routers_at
 
     check_wanted(node, engine or (), router or ())
     ends_at = time.monotonic() + timeout_s
     said: list[str] = []
     good = True
     if router:
-        engines = EnginesDrain(routers_at(router, secret_of(TOKEN) or ""), node, engine or ())
+        engines = EnginesDrain(routers_at(router), node, engine or ())
         names = ", ".join((engines.cancel if cancel else engines.begin)()) or "none"
         said.append(f"engines that {'get requests again' if cancel else 'are drained'}: {names}")
         if wait and not cancel:

@@ -133,8 +133,7 @@ def _by_request(router: str, file: Path, wanted: dict[str, Any]) -> dict[str, An
     """The answer of a router. Raises `InvalidRequest`, `NotAuthenticated`, `ClusterUnavailable`."""
     import json
 
-    from kvpool.cli.render.router_http import TOKEN, RouterHttp
-    from kvpool.config import secret_of
+    from kvpool.router.client import RouterHttp
 
     try:
         with file.open("rb") as opened:
@@ -144,7 +143,7 @@ def _by_request(router: str, file: Path, wanted: dict[str, Any]) -> dict[str, An
         raise InvalidRequest(f"cannot read a request from {file}: {error}") from None
     if len(raw) > REQUEST_BYTES_MAX or not isinstance(request, dict):
         raise InvalidRequest(f"{file} is not a request: JSON with model, and prompt or messages")
-    asked = RouterHttp(router, secret_of(TOKEN) or "")
+    asked = RouterHttp(router)
     found: dict[str, Any] = asked.ask(
         "/intents", json.dumps({**wanted, "request": request}).encode()
     )

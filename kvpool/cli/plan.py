@@ -107,17 +107,15 @@ def plan(
 
     Example: kvpool plan workload trace.jsonl --ttft 3 --tpot 0.1 --router http://10.0.0.2:8080
     """
-    from kvpool.cli.render.router_http import TOKEN, RouterHttp
     from kvpool.cli.render.text import make_console
-    from kvpool.config import secret_of
     from kvpool.planner.command import Room, run, trace_of, write
     from kvpool.planner.measured import as_assumed, as_measured
     from kvpool.planner.trials import Targets
     from kvpool.planner.workload import Workload, at_rate
+    from kvpool.router.client import RouterHttp
     from kvpool.simulator.simulated_cluster import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
-    base.without_context("plan workload")
     found = trace_of(trace, Workload(rate or 4.0, prompt, output, shared), limit, seed)
     shape = Shape(
         Speeds(load_hardware(hardware), load_model(model)),
@@ -126,7 +124,7 @@ def plan(
         seed=seed,
     )
     if router:
-        told = RouterHttp(router, secret_of(TOKEN) or "").ask("/engines")
+        told = RouterHttp(router).ask("/engines")
         shape, known = as_measured(told, kind, shape)
     else:
         known = as_assumed(shape, hardware, model)

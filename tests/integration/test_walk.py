@@ -82,7 +82,7 @@ measured is not disturbed.
 """
 
 TURNS = {
-    "kvpool evict --namespace b950 --node a": ("[y/N]", "y\n"),
+    "kvpool job start evict --namespace b950 --node a": ("[y/N]", "y\n"),
     "kvpool clear b950": ("[y/N]", "y\n"),
     "kvpool top": ("q ends", "q"),
 }
@@ -136,7 +136,7 @@ SAYS = {
             ("b95003652934.* 100 ",),
         ),
         Says(
-            "kvpool warm b950 --from a --node b",
+            "kvpool job start warm b950 --from a --node b",
             "ends with `100 blocks brought, 6.2 MiB`",
             ("^100 blocks brought, 6.2 MiB",),
         ),
@@ -146,12 +146,12 @@ SAYS = {
             (" a ", " b "),
         ),
         Says(
-            "kvpool evict --namespace b950 --node a --dry-run",
+            "kvpool job start evict --namespace b950 --node a --dry-run",
             "The dry run counts 99 blocks, since one is pinned",
             ("99 blocks would be evicted",),
         ),
         Says(
-            "kvpool evict --namespace b950 --node a",
+            "kvpool job start evict --namespace b950 --node a",
             "the other asks, and evicts them",
             ("99 blocks evicted",),
         ),
@@ -168,7 +168,7 @@ SAYS = {
             status=1,
         ),
         Says(
-            "kvpool jobs list",
+            "kvpool job list",
             "`jobs list` has the warm-up and both evictions",
             (r"warm-(.*\n)*", r"evict-(.*\n)*.*evict-"),
         ),
@@ -186,7 +186,6 @@ SAYS = {
     ),
     (OPERATIONS, "From another machine"): (
         Says("kvpool nodes", "`nodes` shows node-a, `serving`", (r"^\* node-a +serving",)),
-        Says("kvpool context list", "`list` has a star at prod", (r"^ *\* prod ",)),
         Says("kvpool config set replicas_max=2", "`config set` ends with 4", status=4),
     ),
 }

@@ -11,7 +11,7 @@ from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
 from kvpool.admin.types import (
     BlockDetail,
@@ -74,7 +74,7 @@ class _Why(msgspec.Struct, frozen=True):
 
 
 class Blocks:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, cluster: Cluster, routers: Routers) -> None:
         self._cluster = cluster
@@ -102,6 +102,7 @@ class Blocks:
 
     # ---- lists -------------------------------------------------------------------------------------
 
+    @route("GET", "/v1/namespaces/{digest}/blocks", "viewer")
     async def list_blocks(self, call: Call, wanted: BlockPage) -> BlockList:
         """Blocks of a namespace: node by node, tier by tier."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -158,6 +159,7 @@ class Blocks:
 
     # ---- one block ---------------------------------------------------------------------------------
 
+    @route("GET", "/v1/blocks/{key}", "viewer")
     async def get_block(self, call: Call, wanted: OfBlock) -> BlockDetail:
         """Where a block is, and its state on each node."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -212,6 +214,7 @@ class Blocks:
 
     # ---- prefixes ----------------------------------------------------------------------------------
 
+    @route("POST", "/v1/lookup", "viewer", routers=True)
     async def lookup(self, call: Call, wanted: OfTenant, body: LookupRequest) -> LookupInfo:
         """How much of a prompt each node holds."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -244,6 +247,7 @@ class Blocks:
             len(body.keys),
         )
 
+    @route("POST", "/v1/why", "viewer")
     async def why(self, call: Call, wanted: OfTenant, body: WhyRequest) -> WhyInfo:
         """Why each node lacks the first block of a prompt that it lacks."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -263,6 +267,7 @@ class Blocks:
 
     # ---- pins --------------------------------------------------------------------------------------
 
+    @route("POST", "/v1/pins", "operator")
     async def pin(self, call: Call, wanted: OfTenant, body: PinRequest) -> PinInfo:
         """Set or remove pins of blocks."""
         tenant = tenant_of(call.who, wanted.tenant)

@@ -11,7 +11,7 @@ from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
 from kvpool.admin.types import (
     IntentInfo,
@@ -40,7 +40,7 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class Sessions:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, cluster: Cluster, routers: Routers) -> None:
         self._cluster = cluster
@@ -66,6 +66,7 @@ class Sessions:
 
     # ---- sessions ----------------------------------------------------------------------------------
 
+    @route("GET", "/v1/sessions", "viewer")
     async def list_sessions(self, call: Call, wanted: SessionPage) -> SessionList:
         """Sessions, by their names, and what each node knows of them."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -90,6 +91,7 @@ class Sessions:
             {**unreachable, **listed.unreachable},
         )
 
+    @route("GET", "/v1/sessions/{session}", "viewer")
     async def get_session(self, call: Call, wanted: OfSession) -> SessionDetail:
         """A session: on each node that knows it, the prompts of its agents, and where their blocks are."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -110,6 +112,7 @@ class Sessions:
             raise _unknown(wanted.session)
         return SessionDetail(wanted.session, on, unreachable)
 
+    @route("DELETE", "/v1/sessions/{session}", "operator")
     async def end_session(self, call: Call, wanted: OfSession) -> SessionEnded:
         """End a session: its blocks go before others."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -134,6 +137,7 @@ class Sessions:
 
     # ---- intents -----------------------------------------------------------------------------------
 
+    @route("POST", "/v1/intents", "operator", routers=True)
     async def intend(self, call: Call, wanted: OfTenant, body: IntentRequest) -> IntentInfo:
         """Pin, keep, prefetch, expend or drop blocks of a prompt or a session; each node tells for how many it holds."""
         tenant = tenant_of(call.who, wanted.tenant)

@@ -1,20 +1,17 @@
-"""What `kvpool tiers` and `kvpool scrub` print."""
+"""What `kvpool tiers` and `kvpool job start scrub` print."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     count,
     duration,
-    make_bar,
     make_console,
     make_table,
     size_text,
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kvpool.cli.render.gateway_http import Operator
 
 SCRUB_BLOCKS = 64  # asked for at a time
 SAVED_FROM = 0.99  # of the raw bytes; slots are whole pages, and hide what is less
@@ -259,30 +255,3 @@ def _remarks(tiers: TiersStats) -> Iterator[Text]:
     ):
         if number := getattr(tiers, key):
             yield Text(f"{count(number, 'block')} {what}")
-
-
-def scrub(client: Operator, console: Console | None = None) -> tuple[int, int]:
-    """Have all blocks on this node's disks compared with their checksums: (seen, bad).
-
-    Shows a progress bar where there is a terminal.
-    """
-    total = sum(disk.blocks for disk in client.stats().tiers.ssd)
-    seen = bad = 0
-    cursor: int | None = 0
-    columns = (
-        TextColumn("scrubbing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeRemainingColumn(),
-    )
-    with make_bar(*columns, console=console) as progress:
-        task = progress.add_task("", total=total)
-        while cursor is not None:
-            started = time.monotonic()
-            step = client.scrub(cursor, SCRUB_BLOCKS)
-            seen, bad, cursor = seen + step["seen"], bad + step["bad"], step["cursor"]
-            progress.update(task, completed=seen)
-            # Engines' reads come first: half of the disk's time is theirs.
-            time.sleep(time.monotonic() - started)
-    return seen, bad

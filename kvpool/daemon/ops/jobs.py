@@ -364,7 +364,7 @@ class Work:
         if left:
             raise LimitExceeded(
                 f"this node has no room for more blocks of namespace {namespace.base.hex()}: the remaining blocks stay "
-                f"on node {spec.source}. Evict blocks here first (kvpool evict --least SIZE), then move the rest"
+                f"on node {spec.source}. Evict blocks here first (kvpool job start evict --least SIZE), then move the rest"
             )
 
     async def _take_over(

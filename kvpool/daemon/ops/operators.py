@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import msgspec
 
@@ -60,6 +60,7 @@ from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
+from kvpool.wire.command import COMMANDS
 from kvpool.wire.jobs import JobSpec, Key, WarmJob, parse_job
 
 KEYS_BYTES_MAX = frame.KEYS_MAX * KEY_BYTES
@@ -67,7 +68,6 @@ LOCATE_KEYS_MAX = 4096
 SHOW_KEYS_MAX = 1024
 LIST_SESSIONS_MAX = 1000
 LIST_BLOCKS_MAX = 1000
-SCRUB_BLOCKS_MAX = 256
 EVICT_TOGETHER = 500  # in one go: about a millisecond
 EVENTS_MAX = 1000  # in one answer
 CLIENT = (
@@ -78,6 +78,7 @@ ANSWER_S = 5.0  # beyond a request's own wait, for the round trip
 BY_CHARACTERS_MAX = 200
 
 Answer = frame.Done | frame.Bytes
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 _OF_CLIENTS = {client_wire.Engines, client_wire.Prefixes, client_wire.Stats, client_wire.WhyMissing}
 
 
@@ -96,6 +97,23 @@ class Asks(Protocol):
     """How other nodes are asked: `Paths`."""
 
     async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes: ...
+
+
+class Asker(NamedTuple):
+    """Whose objects a request is about, and who makes it, for the audit log."""
+
+    tenant: Tenant
+    by: str
+
+
+def answers(method: Handler) -> Handler:
+    """Make a method of `Operators` the handler of the command that its argument `m` is.
+
+    It returns a number or what is to be encoded as JSON, as the command declares.
+    """
+    (*_, kind, _) = get_type_hints(method).values()
+    vars(method)["answers"] = kind
+    return method
 
 
 class Operators:
@@ -145,36 +163,10 @@ class Operators:
         work = Work(tiers, fetcher, rules.by_tier, self._list_on, self._evict_on, clock)
         tenants = [each.name for each in config.all_tenants()]
         self.jobs = JobRunner(config.node, work, journal, clock, tenants)
-        self._handlers: dict[type, Callable[[Tenant, str, Any], Awaitable[Answer]]] = {
-            operator_wire.Cluster: self._describe_cluster,
-            operator_wire.Inspect: self._inspect,
-            operator_wire.Locate: self._locate,
-            client_wire.Stats: self._tenant_stats,
-            client_wire.Engines: self._describe_engines,
-            client_wire.Prefixes: self._prefixes,
-            client_wire.WhyMissing: self._why_missing,
-            operator_wire.HitCurves: self._hit_curves,
-            operator_wire.ListBlocks: self._list_blocks,
-            operator_wire.ShowBlocks: self._show_blocks,
-            operator_wire.Drain: self._drain,
-            operator_wire.Clear: self._clear,
-            operator_wire.Configure: self._configure,
-            operator_wire.Evict: self._evict,
-            operator_wire.PinBlocks: self._pin_blocks,
-            operator_wire.Scrub: self._scrub,
-            operator_wire.BeginJob: self._begin_job,
-            operator_wire.Jobs: self._jobs,
-            operator_wire.StopJob: self._stop_job,
-            operator_wire.Events: self._events,
-            operator_wire.Settings: self._settings,
-            operator_wire.ChangeSettings: self._change_settings,
-            operator_wire.TakeSpans: self._take_spans,
-            operator_wire.ListSessions: self._list_sessions,
-            operator_wire.ShowSession: self._show_session,
-            operator_wire.EndSession: self._end_session,
-            operator_wire.IntendBlocks: self._intend_blocks,
-            operator_wire.ListAccounts: self._list_accounts,
-            operator_wire.ListReceipts: self._list_receipts,
+        self._handlers: dict[type, Callable[[Asker, Any], Awaitable[Any]]] = {
+            method.answers: getattr(self, name)
+            for name, method in vars(type(self)).items()
+            if hasattr(method, "answers")
         }
 
     @property
@@ -268,113 +260,108 @@ class Operators:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise InvalidRequest(f"a {type(message).__name__} is not an operator's request")
-        return await handler(tenant, by, message)
+        found = await handler(Asker(tenant, by), message)
+        if COMMANDS[type(message)].answer is int:
+            return frame.Done(found)
+        return frame.Bytes(msgspec.json.encode(found))
 
     def _changed(self, by: str, what: str, **details: Any) -> None:
         self.journal.note(AUDIT, by=by, what=what, **details)
 
     # ---- looking -----------------------------------------------------------------------------------
 
-    async def _describe_cluster(
-        self, _tenant: Tenant, _by: str, _m: operator_wire.Cluster
-    ) -> frame.Bytes:
-        return _json(self.cluster.describe())
+    @answers
+    async def _describe_cluster(self, _who: Asker, _m: operator_wire.Cluster) -> Any:
+        return self.cluster.describe()
 
-    async def _inspect(self, _tenant: Tenant, _by: str, _m: operator_wire.Inspect) -> frame.Bytes:
-        return _json(self._stats.all())
+    @answers
+    async def _inspect(self, _who: Asker, _m: operator_wire.Inspect) -> Any:
+        return self._stats.all()
 
-    async def _tenant_stats(self, tenant: Tenant, _by: str, _m: client_wire.Stats) -> frame.Bytes:
-        return _json(self._stats.tenant(tenant))
+    @answers
+    async def _tenant_stats(self, who: Asker, _m: client_wire.Stats) -> Any:
+        return self._stats.tenant(who.tenant)
 
-    async def _describe_engines(
-        self, tenant: Tenant, _by: str, _m: client_wire.Engines
-    ) -> frame.Bytes:
+    @answers
+    async def _describe_engines(self, who: Asker, _m: client_wire.Engines) -> Any:
         nodes, here = self.cluster.view.nodes.values(), self.cluster.record()
-        return _json(describe_engines(nodes, here, tenant.name))
+        return describe_engines(nodes, here, who.tenant.name)
 
-    async def _locate(self, tenant: Tenant, _by: str, m: operator_wire.Locate) -> frame.Bytes:
+    @answers
+    async def _locate(self, who: Asker, m: operator_wire.Locate) -> Any:
         keys = _keys(m.keys, LOCATE_KEYS_MAX)
         found = []
         with asking_others():
-            for namespace in _chosen(tenant, m.digest):
+            for namespace in _chosen(who.tenant, m.digest):
                 found += await self._replicas(namespace, keys)
-        return _json(found)
+        return found
 
-    async def _prefixes(self, tenant: Tenant, _by: str, m: client_wire.Prefixes) -> frame.Bytes:
+    @answers
+    async def _prefixes(self, who: Asker, m: client_wire.Prefixes) -> Any:
         keys = _keys(m.keys, frame.KEYS_MAX)
-        return _json(await prefixes(self.cluster, tenant, m.digest, keys, m.wait_s))
+        return await prefixes(self.cluster, who.tenant, m.digest, keys, m.wait_s)
 
-    async def _why_missing(
-        self, tenant: Tenant, _by: str, m: client_wire.WhyMissing
-    ) -> frame.Bytes:
-        return self.why_missing(tenant, m)
-
-    def why_missing(self, tenant: Tenant, m: client_wire.WhyMissing) -> frame.Bytes:
-        """Of this node, whatever node it names. Raises `InvalidRequest`."""
+    @answers
+    async def _why_missing(self, who: Asker, m: client_wire.WhyMissing) -> Any:
+        """Explain what this node lacks, whatever node the message names."""
         keys = _keys(m.keys, frame.KEYS_MAX)
         if not keys:
             raise InvalidRequest("no keys: name those of a prompt, in their order")
-        return _json(self._miss_reasons.explain(_named(tenant, m.digest), [], keys))
+        return self._miss_reasons.explain(_named(who.tenant, m.digest), [], keys)
 
-    async def why_missing_on(self, holder: Holder, m: client_wire.WhyMissing) -> Answer:
-        """The same of another node, for a tenant's own client."""
-        with asking_others():
-            return await self._on(
-                m.node,
-                holder.tenant.name,
-                f"{CLIENT}{holder.name}",
-                msgspec.structs.replace(m, node=""),
-                ANSWER_S,
-            )
+    async def why_missing(self, holder: Holder, m: client_wire.WhyMissing) -> Answer:
+        """Answer a tenant's own client, about this node or another one."""
+        asked = msgspec.structs.replace(m, node="")
+        return await self._for_client(holder, m.node, asked, ANSWER_S)
 
-    async def intend_on(self, holder: Holder, m: client_wire.Intend) -> Answer:
-        """What a tenant's own client wants of this node or another one: for that tenant, and nothing else."""
+    async def intend(self, holder: Holder, m: client_wire.Intend) -> Answer:
+        """Do what a tenant's own client wants of this node or another one: for that tenant, and nothing else."""
         if m.session:
             raise InvalidRequest("a session is named with a namespace that the client has opened")
         wanted = operator_wire.IntendBlocks(
             *(m.intent, m.digest, m.keys, "", m.hard, m.for_s, m.dry_run)
         )
+        return await self._for_client(holder, m.node, wanted, 0.0)
+
+    async def _for_client(
+        self, holder: Holder, node: str, message: frame.Message, wait_s: float
+    ) -> Answer:
         by = f"{CLIENT}{holder.name}"
-        if m.node in {"", self.config.node}:
-            return await self._intend_blocks(holder.tenant, by, wanted)
+        if node in {"", self.config.node}:
+            return await self._answer(holder.tenant, by, message)
         with asking_others():
-            return await self._on(m.node, holder.tenant.name, by, wanted, 0.0)
+            return await self._on(node, holder.tenant.name, by, message, wait_s)
 
-    async def _hit_curves(
-        self, tenant: Tenant, _by: str, _m: operator_wire.HitCurves
-    ) -> frame.Bytes:
-        return _json(self._miss_reasons.memory(tenant))
+    @answers
+    async def _hit_curves(self, who: Asker, _m: operator_wire.HitCurves) -> Any:
+        return self._miss_reasons.memory(who.tenant)
 
-    async def _list_accounts(
-        self, _tenant: Tenant, _by: str, m: operator_wire.ListAccounts
-    ) -> frame.Bytes:
-        return _json(await self._receipts.accounts(m))
+    @answers
+    async def _list_accounts(self, _who: Asker, m: operator_wire.ListAccounts) -> Any:
+        return await self._receipts.accounts(m)
 
-    async def _list_receipts(
-        self, _tenant: Tenant, _by: str, m: operator_wire.ListReceipts
-    ) -> frame.Bytes:
-        return _json(self._receipts.receipts(m))
+    @answers
+    async def _list_receipts(self, _who: Asker, m: operator_wire.ListReceipts) -> Any:
+        return self._receipts.receipts(m)
 
-    async def _list_blocks(
-        self, tenant: Tenant, _by: str, m: operator_wire.ListBlocks
-    ) -> frame.Bytes:
-        namespaces = _chosen(tenant, m.digest)
+    @answers
+    async def _list_blocks(self, who: Asker, m: operator_wire.ListBlocks) -> Any:
+        namespaces = _chosen(who.tenant, m.digest)
         rules = self._tier(m.tier)
         count = min(max(1, m.count), LIST_BLOCKS_MAX)
         shown: dict[Block, dict[str, Any]] = {}
         answer = list_blocks(rules, namespaces, m.cursor, count, self._clock(), shown)
         await self._show_parents(shown)
-        return _json(answer)
+        return answer
 
-    async def _show_blocks(
-        self, tenant: Tenant, _by: str, m: operator_wire.ShowBlocks
-    ) -> frame.Bytes:
+    @answers
+    async def _show_blocks(self, who: Asker, m: operator_wire.ShowBlocks) -> Any:
         keys = _keys(m.keys, SHOW_KEYS_MAX)
-        namespaces = _chosen(tenant, m.digest)
+        namespaces = _chosen(who.tenant, m.digest)
         shown: dict[Block, dict[str, Any]] = {}
         answer = show_blocks(self._rules.by_tier(), namespaces, keys, self._clock(), shown)
         await self._show_parents(shown)
-        return _json(answer)
+        return answer
 
     async def _show_parents(self, shown: Mapping[Block, dict[str, Any]]) -> None:
         """Where the rules of a tier do not know a block's parent, its disk does; it stays empty if the disk is away."""
@@ -386,16 +373,16 @@ class Operators:
         for block, parent in zip(unknown, parents, strict=True):
             shown[block]["parent"] = parent.hex()
 
-    async def _events(self, _tenant: Tenant, _by: str, m: operator_wire.Events) -> frame.Bytes:
+    @answers
+    async def _events(self, _who: Asker, m: operator_wire.Events) -> Any:
         journal = self.journal
         await journal.wait(m.after, min(m.wait_s, WAIT_S_MAX))
         events = journal.after(m.after, min(max(1, m.count), EVENTS_MAX))
-        return _json({"events": events, "first": journal.first, "last": journal.last})
+        return {"events": events, "first": journal.first, "last": journal.last}
 
-    async def _take_spans(
-        self, _tenant: Tenant, _by: str, m: operator_wire.TakeSpans
-    ) -> frame.Bytes:
-        return _json(self._spans.take(m.count))
+    @answers
+    async def _take_spans(self, _who: Asker, m: operator_wire.TakeSpans) -> Any:
+        return self._spans.take(m.count)
 
     def _tier(self, tier: str) -> list[Node]:
         found = self._rules.by_tier()
@@ -458,7 +445,8 @@ class Operators:
 
     # ---- changing ----------------------------------------------------------------------------------
 
-    async def _drain(self, _tenant: Tenant, by: str, m: operator_wire.Drain) -> frame.Done:
+    @answers
+    async def _drain(self, who: Asker, m: operator_wire.Drain) -> int:
         known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
         if m.node not in known:
             raise InvalidRequest(
@@ -470,11 +458,12 @@ class Operators:
             )
         with asking_others():
             await self.cluster.membership.set_drain(m.node, m.wanted)
-        self._changed(by, "drain" if m.wanted else "undrain", of=m.node)
-        return frame.Done()
+        self._changed(who.by, "drain" if m.wanted else "undrain", of=m.node)
+        return 0
 
-    async def _clear(self, tenant: Tenant, by: str, m: operator_wire.Clear) -> frame.Done:
-        return frame.Done(await self.clear(tenant, by, m.digest, fence=m.fence))
+    @answers
+    async def _clear(self, who: Asker, m: operator_wire.Clear) -> int:
+        return await self.clear(who.tenant, who.by, m.digest, fence=m.fence)
 
     async def clear(self, tenant: Tenant, by: str, digest: bytes, *, fence: bool) -> int:
         """Start a new epoch of a namespace; returns it. by: who wants it, for the audit."""
@@ -485,17 +474,21 @@ class Operators:
         )
         return epoch
 
-    async def _configure(self, tenant: Tenant, by: str, m: operator_wire.Configure) -> frame.Done:
+    @answers
+    async def _configure(self, who: Asker, m: operator_wire.Configure) -> int:
         change = parse_change(m)
         with asking_others():
-            await self.cluster.namespaces.configure(tenant, m.digest, change)
+            await self.cluster.namespaces.configure(who.tenant, m.digest, change)
         set_to = {
             name: value for name, value in msgspec.to_builtins(change).items() if value is not None
         }
-        self._changed(by, "configure", tenant=tenant.name, namespace=m.digest.hex(), to=set_to)
-        return frame.Done()
+        self._changed(
+            who.by, "configure", tenant=who.tenant.name, namespace=m.digest.hex(), to=set_to
+        )
+        return 0
 
-    async def _evict(self, tenant: Tenant, by: str, m: operator_wire.Evict) -> frame.Done:
+    @answers
+    async def _evict(self, who: Asker, m: operator_wire.Evict) -> int:
         if m.tier not in {"", "dram", "ssd", "device"}:
             raise InvalidRequest(
                 f"blocks can be evicted from tier dram, ssd or device, not {m.tier!r}"
@@ -506,17 +499,17 @@ class Operators:
         if m.masks:
             if not m.digest:
                 raise InvalidRequest("masks of parts need a namespace: name it")
-            named = self._taken_over(_named(tenant, m.digest), m)
+            named = self._taken_over(_named(who.tenant, m.digest), m)
             if not named:
-                return frame.Done()
-        wanted = {namespace.directory_digest for namespace in _chosen(tenant, m.digest)}
+                return 0
+        wanted = {namespace.directory_digest for namespace in _chosen(who.tenant, m.digest)}
         for node in rules:
-            for state, keys in _some_each(node, tenant.name, wanted, named):
+            for state, keys in _some_each(node, who.tenant.name, wanted, named):
                 gone += node.removal.give_up(state, keys)
                 await asyncio.sleep(0)
         what = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
-        self._changed(by, "evict", tenant=tenant.name, **what, gone=gone)
-        return frame.Done(gone)
+        self._changed(who.by, "evict", tenant=who.tenant.name, **what, gone=gone)
+        return gone
 
     def _taken_over(self, namespace: NamespaceState, m: operator_wire.Evict) -> list[bytes]:
         """Blocks without any part here, in any tier, beyond those that another node reports."""
@@ -528,35 +521,30 @@ class Operators:
             more |= {k for k, our, their in zip(keys, ours, theirs, strict=False) if our & ~their}
         return [key for key in keys if key not in more]
 
-    async def _pin_blocks(self, tenant: Tenant, by: str, m: operator_wire.PinBlocks) -> frame.Done:
+    @answers
+    async def _pin_blocks(self, who: Asker, m: operator_wire.PinBlocks) -> int:
         _keys(m.keys, frame.KEYS_MAX)
         count = await pin_in_all_tiers(
-            self.node, self.tiers, _chosen(tenant, m.digest), m.keys, m.kind
+            self.node, self.tiers, _chosen(who.tenant, m.digest), m.keys, m.kind
         )
         named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "kind": m.kind}
-        self._changed(by, "pin", tenant=tenant.name, **named, blocks=count)
-        return frame.Done(count)
+        self._changed(who.by, "pin", tenant=who.tenant.name, **named, blocks=count)
+        return count
 
-    async def _scrub(self, _tenant: Tenant, _by: str, m: operator_wire.Scrub) -> frame.Bytes:
-        count = min(max(1, m.count), SCRUB_BLOCKS_MAX)
-        with asking_others():
-            seen, bad, cursor = await self.tiers.scrub(max(0, m.cursor), count)
-        return _json({"seen": seen, "bad": bad, "cursor": cursor})
+    @answers
+    async def _settings(self, _who: Asker, _m: operator_wire.Settings) -> Any:
+        return describe(self.config)
 
-    async def _settings(self, _tenant: Tenant, _by: str, _m: operator_wire.Settings) -> frame.Bytes:
-        return _json(describe(self.config))
-
-    async def _change_settings(
-        self, _tenant: Tenant, by: str, m: operator_wire.ChangeSettings
-    ) -> frame.Done:
+    @answers
+    async def _change_settings(self, who: Asker, m: operator_wire.ChangeSettings) -> int:
         try:
             changes = decode_json(m.changes, dict[str, Any], "a JSON object with settings")
         except ProtocolError as error:
             raise InvalidRequest(str(error)) from None
         self._follow(changed(self.config, changes))
         logs.set_level(self.config.log_level)
-        self._changed(by, "settings", to=changes)
-        return frame.Done(len(changes))
+        self._changed(who.by, "settings", to=changes)
+        return len(changes)
 
     def _follow(self, config: DaemonConfig) -> None:
         """Apply a configuration in which some settings have changed."""
@@ -569,60 +557,57 @@ class Operators:
 
     # ---- sessions ------------------------------------------------------------------------------------
 
-    async def _list_sessions(
-        self, tenant: Tenant, _by: str, m: operator_wire.ListSessions
-    ) -> frame.Bytes:
+    @answers
+    async def _list_sessions(self, who: Asker, m: operator_wire.ListSessions) -> Any:
         count = min(max(1, m.count), LIST_SESSIONS_MAX)
-        found = self.node.sessions.named(tenant, m.after, count + 1)
+        found = self.node.sessions.named(who.tenant, m.after, count + 1)
         now = self._clock()
         some = [describe_session(session, now) for session in found[:count]]
-        return _json({"sessions": some, "more": len(found) > count})
+        return {"sessions": some, "more": len(found) > count}
 
-    async def _show_session(
-        self, tenant: Tenant, _by: str, m: operator_wire.ShowSession
-    ) -> frame.Bytes:
-        session = self.node.sessions.get(tenant, m.session)
+    @answers
+    async def _show_session(self, who: Asker, m: operator_wire.ShowSession) -> Any:
+        session = self.node.sessions.get(who.tenant, m.session)
         if session is None:
-            return _json([])
+            return []
         about = describe_session(session, self._clock())
-        return _json([{**about, "chains": await describe_chains(session, self.node, self.tiers)}])
+        return [{**about, "chains": await describe_chains(session, self.node, self.tiers)}]
 
-    async def _end_session(
-        self, tenant: Tenant, by: str, m: operator_wire.EndSession
-    ) -> frame.Done:
-        known = self._sessions.end(tenant, m.session)
+    @answers
+    async def _end_session(self, who: Asker, m: operator_wire.EndSession) -> int:
+        known = self._sessions.end(who.tenant, m.session)
         if known:
-            self._changed(by, "end session", tenant=tenant.name, session=m.session)
-        return frame.Done(int(known))
+            self._changed(who.by, "end session", tenant=who.tenant.name, session=m.session)
+        return int(known)
 
-    async def _intend_blocks(
-        self, tenant: Tenant, by: str, m: operator_wire.IntendBlocks
-    ) -> frame.Bytes:
+    @answers
+    async def _intend_blocks(self, who: Asker, m: operator_wire.IntendBlocks) -> Any:
         _keys(m.keys, frame.KEYS_MAX)
         wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
         if wanted.intent is Intent.PREFETCH and m.digest and not m.session:
             # A new node is filled before its engines start.
-            self.cluster.namespaces.open_known(tenant, m.digest)
-        namespace = _named(tenant, m.digest) if m.digest else None
-        answer = await self._intents.answer(tenant, namespace, m.keys, m.session, wanted)
+            self.cluster.namespaces.open_known(who.tenant, m.digest)
+        namespace = _named(who.tenant, m.digest) if m.digest else None
+        answer = await self._intents.answer(who.tenant, namespace, m.keys, m.session, wanted)
         # A client's are no operator's changes, and as many as it likes: they would push those out of the audit.
         changed = not m.dry_run and answer.outcome not in {Outcome.REFUSED, Outcome.MISSING}
-        if changed and not by.startswith(CLIENT):
+        if changed and not who.by.startswith(CLIENT):
             named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES}
             named |= {"session": m.session} if m.session else {}
             self._changed(
-                by,
+                who.by,
                 m.intent,
-                tenant=tenant.name,
+                tenant=who.tenant.name,
                 **named,
                 blocks=answer.blocks,
                 outcome=answer.outcome,
             )
-        return _json(answer)
+        return answer
 
     # ---- jobs --------------------------------------------------------------------------------------
 
-    async def _begin_job(self, tenant: Tenant, by: str, m: operator_wire.BeginJob) -> frame.Bytes:
+    @answers
+    async def _begin_job(self, who: Asker, m: operator_wire.BeginJob) -> Any:
         spec = parse_job(m.spec)
         digest = bytes.fromhex(getattr(spec, "namespace", ""))
         if isinstance(spec, WarmJob):
@@ -632,22 +617,24 @@ class Operators:
                     "the blocks"
                 )
             self.cluster.namespaces.open_known(
-                tenant, digest
+                who.tenant, digest
             )  # a new node is warmed before its engines start
-        namespaces = _chosen(tenant, digest)
-        view = self.jobs.begin(m.job, spec, namespaces, tenant, by, dry_run=m.dry_run)
+        namespaces = _chosen(who.tenant, digest)
+        view = self.jobs.begin(m.job, spec, namespaces, who.tenant, who.by, dry_run=m.dry_run)
         if not m.dry_run:
-            self._changed(by, view.kind, tenant=tenant.name, job=m.job, **_chosen_by(spec))
-        return _json(view)
+            self._changed(who.by, view.kind, tenant=who.tenant.name, job=m.job, **_chosen_by(spec))
+        return view
 
-    async def _jobs(self, _tenant: Tenant, _by: str, m: operator_wire.Jobs) -> frame.Bytes:
-        return _json(self.jobs.views(m.jobs))
+    @answers
+    async def _jobs(self, _who: Asker, m: operator_wire.Jobs) -> Any:
+        return self.jobs.views(m.jobs)
 
-    async def _stop_job(self, _tenant: Tenant, by: str, m: operator_wire.StopJob) -> frame.Done:
+    @answers
+    async def _stop_job(self, who: Asker, m: operator_wire.StopJob) -> int:
         stopped = self.jobs.stop(m.job)
         if stopped:
-            self._changed(by, "stop job", job=m.job)
-        return frame.Done(int(stopped))
+            self._changed(who.by, "stop job", job=m.job)
+        return int(stopped)
 
     async def _list_on(
         self, node: str, namespace: NamespaceState, cursor: str
@@ -745,7 +732,3 @@ def _chosen_by(spec: JobSpec) -> dict[str, Any]:
     if "keys" in asked:
         asked["keys"] = len(asked["keys"])
     return asked
-
-
-def _json(value: Any) -> frame.Bytes:
-    return frame.Bytes(msgspec.json.encode(value))

@@ -739,7 +739,7 @@ class ClientRequests:
 
     async def _intend(self, holder: Holder, m: client_wire.Intend) -> Any:
         if m.digest:
-            return await self._operators.intend_on(holder, m)
+            return await self._operators.intend(holder, m)
         namespace = self._namespace(holder, m.ns, m.keys)
         wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
         answer = await self._intents.answer(holder.tenant, namespace, m.keys, m.session, wanted)
@@ -771,9 +771,7 @@ class ClientRequests:
         return frame.Bytes(msgspec.json.encode(found))
 
     async def _why_missing(self, holder: Holder, m: client_wire.WhyMissing) -> Any:
-        if m.node in {"", self._config.node}:
-            return self._operators.why_missing(holder.tenant, m)
-        return await self._operators.why_missing_on(holder, m)
+        return await self._operators.why_missing(holder, m)
 
     async def _reset(self, holder: Holder, m: client_wire.Reset) -> client_wire.Opened:
         namespace = self._opened(holder, m.ns)
