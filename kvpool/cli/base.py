@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -235,6 +237,69 @@ def resolve(client: Operator, tenant: str, text: str) -> bytes:
     from kvpool.cli.render.naming import full_digest, known_digests
 
     return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
+
+
+class Session:
+    """What most commands have in common: whom they ask, for which tenant, and how they print. See `asks`."""
+
+    def __init__(self, socket: str | None, tenant: str, *, as_json: bool) -> None:
+        self.socket = socket
+        self.tenant = tenant
+        self.as_json = as_json
+        self._open = ExitStack()
+
+    @cached_property
+    def client(self) -> Operator:
+        """Connected on first use, and closed with the session."""
+        client = client_of(self.socket, self.tenant)
+        self._open.enter_context(client)
+        return client
+
+    def close(self) -> None:
+        self._open.close()
+
+    def resolve(self, text: str) -> bytes:
+        """As `resolve`."""
+        return resolve(self.client, self.tenant, text)
+
+    def show(self, value: Any, show: Callable[..., object], *args: Any, **named: Any) -> None:
+        """Print a value as JSON where that is asked for, and otherwise by `show` of these arguments."""
+        if self.as_json:
+            print_json(value)
+        else:
+            show(*args, **named)
+
+
+def asks(
+    group: typer.Typer = app, name: str | None = None, *, panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command that asks a daemon or a gateway, with the options --socket, --tenant and --json.
+
+    Its first argument is the `Session` that these make.
+    """
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        hints |= {"socket": Socket, "tenant": Tenant, "as_json": AsJson}
+        _, *own = inspect.signature(command).parameters.values()
+        defaults = {each.name: each.default for each in own}
+        defaults |= {"socket": None, "tenant": "default", "as_json": False}
+
+        @wraps(command)
+        def run(*, socket: str | None, tenant: str, as_json: bool, **given: Any) -> None:
+            with closing(Session(socket, tenant, as_json=as_json)) as session:
+                command(session, **given)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter(each, keyword, default=default, annotation=hints[each])
+            for each, default in defaults.items()
+        ]
+        setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010
+        run.__annotations__ = {each: hints[each] for each in defaults}
+        return group.command(name, rich_help_panel=panel)(run)
+
+    return register
 
 
 @contextmanager

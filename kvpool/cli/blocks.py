@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import OPERATORS, Session, asks
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def blocks(
+    at: Session,
     digest: Annotated[
         str | None,
         typer.Argument(help="A namespace: its first hex digits; default: all.", metavar="DIGEST"),
@@ -28,9 +28,6 @@ def blocks(
             help="Where to continue: the cursor printed by the previous call.", metavar="CURSOR"
         ),
     ] = "",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """List the blocks of a node: key, depth in its chain, size, age, pin.
 
@@ -38,12 +35,8 @@ def blocks(
     """
     from kvpool.cli.render.blocks import check_open, list_some, show_blocks
 
-    with base.client_of(socket, tenant) as client:
-        chosen = base.resolve(client, tenant, digest) if digest else b""
-        if chosen:
-            check_open(client, node, tenant, chosen.hex())
-        found, after = list_some(client, node, tier, chosen, cursor, limit)
-    if as_json:
-        base.print_json({"items": found, "next": after})
-    else:
-        show_blocks(found, after, of_one=bool(chosen))
+    chosen = at.resolve(digest) if digest else b""
+    if chosen:
+        check_open(at.client, node, at.tenant, chosen.hex())
+    found, after = list_some(at.client, node, tier, chosen, cursor, limit)
+    at.show({"items": found, "next": after}, show_blocks, found, after, of_one=bool(chosen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -15,15 +16,14 @@ from kvpool.cli.base import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
     OPERATORS,
-    AsJson,
     BlockKeys,
     Digest,
     KeysFile,
     OnNodes,
-    Socket,
-    Tenant,
+    Session,
     Yes,
     app,
+    asks,
     complain_of,
     named_nodes,
 )
@@ -31,7 +31,6 @@ from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from kvpool.cli.render.jobs import Job
-    from kvpool.client.gateway import Operator
 
 Wait = Annotated[
     bool,
@@ -80,42 +79,36 @@ app.add_typer(job, name="job", rich_help_panel=OPERATORS)
 job.add_typer(start, name="start")
 
 
-@job.command("list")
+@asks(job, "list")
 def job_list(
+    at: Session,
     node: OnNodes = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show the jobs that nodes remember, newest first.
 
     Example: kvpool job list
     """
-    _print_jobs([], node, socket, tenant, as_json=as_json)
+    _print_jobs(at, [], node)
 
 
-@job.command("show")
+@asks(job, "show")
 def job_show(
+    at: Session,
     job: JobName,
     node: OnNodes = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show a job's progress on each node. Exit status 1 if no node knows it.
 
     Example: kvpool job show evict-5f21c09a
     """
-    _print_jobs([job], node, socket, tenant, as_json=as_json)
+    _print_jobs(at, [job], node)
 
 
-@job.command("stop")
+@asks(job, "stop")
 def job_stop(
+    at: Session,
     job: JobName,
     node: OnNodes = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Stop a job; work already done is kept.
 
@@ -123,13 +116,12 @@ def job_stop(
     """
     from kvpool.cli.render.jobs import Job, complaints
 
-    with base.client_of(socket, tenant) as client:
-        found = Job(client, job)
-        found.look(named_nodes(client, node))
-        if not found.views:
-            raise InvalidRequest(_unknown(job, found.failures))
-        told = found.stop()
-    if as_json:
+    found = Job(at.client, job)
+    found.look(named_nodes(at.client, node))
+    if not found.views:
+        raise InvalidRequest(_unknown(job, found.failures))
+    told = found.stop()
+    if at.as_json:
         base.print_json({"job": job, "stopped": told, "failures": found.failures})
     elif told:
         print(f"job {job} is stopped on {', '.join(told)}")
@@ -138,19 +130,13 @@ def job_stop(
     complain_of(complaints(found) if found.failures else [])
 
 
-def _print_jobs(
-    names: list[str], node: list[str] | None, socket: str | None, tenant: str, *, as_json: bool
-) -> None:
+def _print_jobs(at: Session, names: list[str], node: list[str] | None) -> None:
     from kvpool.cli.render.jobs import jobs_on, show_jobs
 
-    with base.client_of(socket, tenant) as client:
-        views, silent = jobs_on(client, named_nodes(client, node), names)
+    views, silent = jobs_on(at.client, named_nodes(at.client, node), names)
     if names and not views:
         raise InvalidRequest(_unknown(names[0], silent))
-    if as_json:
-        base.print_json({"jobs": views, "failures": silent})
-    else:
-        show_jobs(views)
+    at.show({"jobs": views, "failures": silent}, show_jobs, views)
     complain_of([f"{name}: {why}" for name, why in silent.items()])
 
 
@@ -192,39 +178,33 @@ def _command(kind: Any) -> Any:
         **({"dry_run": (DryRun, False)} if kind.words[1] else {}),
         **({"yes": (Yes, False)} if kind.everywhere else {}),
         "wait": (Wait, True),
-        "socket": (Socket, None),
-        "tenant": (Tenant, "default"),
-        "as_json": (AsJson, False),
     }
 
-    def begin(**given: Any) -> None:
-        _start(kind, **given)
+    def begin(at: Session, **given: Any) -> None:
+        _start(at, kind, **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    signature = inspect.Signature(
-        [
-            inspect.Parameter(name, keyword, annotation=hint, default=default)
-            for name, (hint, default) in parameters.items()
-        ]
-    )
-    setattr(begin, "__signature__", signature)  # noqa: B010
+    own = [
+        inspect.Parameter(name, keyword, annotation=hint, default=default)
+        for name, (hint, default) in parameters.items()
+    ]
+    at = inspect.Parameter("at", inspect.Parameter.POSITIONAL_ONLY)
+    setattr(begin, "__signature__", inspect.Signature([at, *own]))  # noqa: B010
     begin.__annotations__ = {name: hint for name, (hint, _) in parameters.items()}
     begin.__doc__ = "\n\n".join(
         [inspect.cleandoc(kind.__doc__), *(f"Example: {each}" for each in kind.examples)]
     )
     made = typer.Typer(add_completion=False, rich_markup_mode=None)
-    made.command(kind.__struct_config__.tag)(begin)
+    asks(made, kind.__struct_config__.tag)(begin)
     return typer.main.get_command(made)
 
 
 def _start(
+    at: Session,
     kind: Any,
     *,
     node: list[str] | None,
     wait: bool,
-    socket: str | None,
-    tenant: str,
-    as_json: bool,
     dry_run: bool = False,
     yes: bool = False,
     keys_file: Path | None = None,
@@ -241,29 +221,27 @@ def _start(
     spec: dict[str, Any] = {"kind": kind.__struct_config__.tag}
     if "keys" in fields:
         spec["keys"] = [key.hex() for key in block_keys(given.pop("keys") or [], keys_file)]
-    parsers = {"time": period, "size": size}
+    parsers: dict[str, Callable[[str], Any]] = {
+        "time": period,
+        "size": size,
+        "digest": lambda text: at.resolve(text).hex(),
+    }
     for name, value in given.items():
         if value:
-            spec[name] = parsers.get(fields[name][1].get("typed", ""), _same)(value)
-    with base.client_of(socket, tenant) as client:
-        if typed := spec.get("namespace"):
-            spec["namespace"] = base.resolve(client, tenant, typed).hex()
-        try:
-            parsed = parse_job(json.dumps(spec).encode())
-        except InvalidRequest as error:
-            raise InvalidRequest(_in_options(str(error), fields)) from None
-        nodes, silent = list(dict.fromkeys(node or ())), dict[str, str]()
-        if not nodes and kind.everywhere:
-            namespace = spec.get("namespace", "")
-            nodes, silent = holders(client, named_nodes(client, None), tenant, namespace)
-        nodes = nodes or [client.cluster()["node"]]
-        if kind.everywhere and not (spec["keys"] or dry_run):
-            base.confirm(f"Evict {_what(parsed, tenant)} on {', '.join(nodes)}?", socket, yes=yes)
-        _run(client, parsed, nodes, spec, silent, dry_run=dry_run, wait=wait, as_json=as_json)
-
-
-def _same(value: Any) -> Any:
-    return value
+            parse = parsers.get(fields[name][1].get("typed", ""))
+            spec[name] = parse(value) if parse else value
+    try:
+        parsed = parse_job(json.dumps(spec).encode())
+    except InvalidRequest as error:
+        raise InvalidRequest(_in_options(str(error), fields)) from None
+    nodes, silent = list(dict.fromkeys(node or ())), dict[str, str]()
+    if not nodes and kind.everywhere:
+        every = named_nodes(at.client, None)
+        nodes, silent = holders(at.client, every, at.tenant, spec.get("namespace", ""))
+    nodes = nodes or [at.client.cluster()["node"]]
+    if kind.everywhere and not (spec["keys"] or dry_run):
+        base.confirm(f"Evict {_what(parsed, at.tenant)} on {', '.join(nodes)}?", at.socket, yes=yes)
+    _run(at, parsed, nodes, spec, silent, dry_run=dry_run, wait=wait)
 
 
 def _in_options(text: str, fields: dict[str, tuple[Any, dict[str, Any]]]) -> str:
@@ -272,7 +250,7 @@ def _in_options(text: str, fields: dict[str, tuple[Any, dict[str, Any]]]) -> str
 
 
 def _run(
-    client: Operator,
+    at: Session,
     parsed: Any,
     nodes: list[str],
     spec: dict[str, Any],
@@ -280,7 +258,6 @@ def _run(
     *,
     dry_run: bool,
     wait: bool,
-    as_json: bool,
 ) -> None:
     """silent: selected nodes that do not answer; they make the exit status 1."""
     import secrets
@@ -288,15 +265,15 @@ def _run(
     from kvpool.cli.render.jobs import Job, carry_out, complaints, show_job
     from kvpool.wire.jobs import job_name, verb_of
 
-    job = Job(client, job_name(verb_of(parsed), secrets.randbits(32)))
+    job = Job(at.client, job_name(verb_of(parsed), secrets.randbits(32)))
     job.begin(nodes, spec, dry_run=dry_run)
     job.failures.update(silent)
     if wait:
         try:
-            carry_out(job, quiet=as_json)
+            carry_out(job, quiet=at.as_json)
         except KeyboardInterrupt:
             _interrupted(job)
-    if as_json:
+    if at.as_json:
         base.print_json(job.plain())
     elif wait:
         show_job(job)

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, Session, asks
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def locate(
+    at: Session,
     keys: Annotated[
         list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
     ],
@@ -19,9 +20,6 @@ def locate(
         str | None,
         typer.Option(help="Only look in this namespace: its first hex digits.", metavar="DIGEST"),
     ] = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show which nodes hold blocks. Exit status 1 if some were not found.
 
@@ -32,14 +30,10 @@ def locate(
     from kvpool.cli.render.naming import block_key
 
     wanted = list(dict.fromkeys(map(block_key, keys)))
-    with base.client_of(socket, tenant) as client:
-        digest = base.resolve(client, tenant, namespace) if namespace else b""
-        cluster = client.cluster()
-        found, silent = replicas(client, wanted, digest, nodes_of(cluster))
-    if as_json:
-        base.print_json(found)
-    else:
-        show_replicas(found)
+    digest = at.resolve(namespace) if namespace else b""
+    cluster = at.client.cluster()
+    found, silent = replicas(at.client, wanted, digest, nodes_of(cluster))
+    at.show(found, show_replicas, found)
     missing = not_found(wanted, found, cluster["directory"])
     for line in (*(f"{name}: {why}" for name, why in silent.items()), missing):
         if line:

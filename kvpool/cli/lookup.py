@@ -10,21 +10,20 @@ from kvpool.cli import base
 from kvpool.cli.base import (
     EXIT_ERROR,
     OPERATORS,
-    AsJson,
     BlockKeys,
     Digest,
     KeysFile,
-    Socket,
-    Tenant,
-    app,
+    Session,
+    asks,
 )
 from kvpool.errors import InvalidRequest
 
 LOOKUP_S = 2.0  # for the directory's answer
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def lookup(
+    at: Session,
     digest: Digest,
     keys: BlockKeys = None,
     keys_file: KeysFile = None,
@@ -32,9 +31,6 @@ def lookup(
         bool,
         typer.Option("--why", help="Show of each node why it lacks the first block that it lacks."),
     ] = False,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show how much of a prefix each node could provide. Exit status 1 if no node has any of it.
 
@@ -49,11 +45,10 @@ def lookup(
     wanted = block_keys(keys or [], keys_file)
     if not wanted:
         raise InvalidRequest("give the keys of blocks in prefix order, or --keys-file FILE")
-    with base.client_of(socket, tenant) as client:
-        chosen = base.resolve(client, tenant, digest)
-        found = client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
-        told, silent = ask_why(client, tenant, chosen, wanted) if why else ({}, {})
-    if as_json:
+    chosen = at.resolve(digest)
+    found = at.client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
+    told, silent = ask_why(at.client, at.tenant, chosen, wanted) if why else ({}, {})
+    if at.as_json:
         rows = [
             {"node": name, "memory_blocks": memory, "blocks": both}
             for name, (memory, both) in found.items()

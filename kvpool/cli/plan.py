@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import AsJson, Socket, Tenant, app
+from kvpool.cli.base import Session, app, asks
 
 WORKLOAD = "workload"
 
@@ -28,8 +28,8 @@ app.add_typer(
 )
 
 
-@plan_app.command()
-def memory(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+@asks(plan_app)
+def memory(at: Session) -> None:
     """Show what more memory would give: the hit rate for several amounts of it, and why blocks are missed now.
 
     The nodes measure it while they run, for what a tenant's engines ask for.
@@ -38,12 +38,8 @@ def memory(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = 
     """
     from kvpool.cli.render.memory import gather, show_memory
 
-    with base.client_of(socket, tenant) as client:
-        found = gather(client, tenant)
-    if as_json:
-        base.print_json(found)
-    else:
-        show_memory(found)
+    found = gather(at.client, at.tenant)
+    at.show(found, show_memory, found)
     for node, why in found.unreachable.items():
         base.complain(f"{node}: {why}")
 

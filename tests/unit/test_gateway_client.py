@@ -217,8 +217,9 @@ def test_each_command_asks_the_gateway_or_concerns_this_machine():
         callback = inspect.unwrap(command.callback)
         module = inspect.getsource(inspect.getmodule(callback))
         if path[0] in HERE_ONLY:
-            assert "client_of(" not in module, path
+            assert "@asks(" not in module, path
         elif path not in ASKS_NOBODY:
-            assert "client_of(" in module, f"{path}: neither in HERE_ONLY nor asks `client_of`"
+            asking = "asks(" in module or "client_of(" in module
+            assert asking, f"{path}: neither in HERE_ONLY nor asks a gateway"
             assert "daemon_client(" not in module, path
             assert "socket" in {each.name for each in command.params}, path

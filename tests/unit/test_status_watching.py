@@ -67,7 +67,7 @@ def stats(**fields) -> NodeStats:
 
 def test_all_tenants_are_summed():
     assert sums_of(stats()) == Sums(101, 61, 9, 11, 9)
-    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 15)}, "as `kvpool tiers` says"
+    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 15)}, "as `kvpool status` says"
 
 
 @given(st.tuples(*[st.integers(0, 1 << 40)] * 5), st.integers(1, 60))

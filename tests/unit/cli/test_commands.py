@@ -57,7 +57,6 @@ COMMANDS = (
     "job start evict",
     "job start warm",
     "job start scrub",
-    "tiers",
     "put",
     "get",
     "ls",
