@@ -8,7 +8,7 @@
 
 From this declaration come the message on the wire, its dispatch in the daemon (`kvpool.daemon.ops.operators`), the
 route `POST /v1/operator/stop-job` of the gateway with its description, the least role and the tenants that it is for
-(`kvpool.admin.handlers.operator`), and what a command line elsewhere sends there (`kvpool.cli.render.gateway_http`).
+(`kvpool.admin.handlers.operator`), and what a command line elsewhere sends there (`kvpool.client.gateway`).
 
 The route takes the message's fields as a JSON object. Bytes are base64. A field that carries JSON stands there as it is.
 """

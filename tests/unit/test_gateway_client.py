@@ -193,7 +193,7 @@ def test_an_answer_that_is_cut_off(answering):
 
 HERE_ONLY = {
     *("serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
-    *("bench", "certs", "secret", "token", "audit"),
+    *("certs", "secret", "token", "audit"),
 }
 """They concern this machine, or a server that they name themselves."""
 ASKS_NOBODY = {("config", "check"), ("plan", "workload")}
