@@ -227,7 +227,7 @@ def test_mentioned_verbs_and_options_exist(document: Path) -> None:
         "kvpool sevre",
         "kvpool serve --memroy 1GiB",
         "kvpool job stopp evict-1",
-        "kvpool locate",
+        "kvpool blocks locate",
         "kvpool drain a b c",
         "kvpool top --once=2",
         "kvpool plan --rate many",

@@ -75,6 +75,6 @@ def _pin(
             print(f"{count} of {len(wanted)} {noun} {what}{where}")
     if any(count < len(wanted) for count in found.values()):
         base.complain(
-            "not all of them are there: `kvpool locate KEY` shows which nodes have a block (--node NAME)"
+            "not all of them are there: `kvpool blocks locate KEY` shows which nodes have a block (--node NAME)"
         )
         raise typer.Exit(EXIT_ERROR)

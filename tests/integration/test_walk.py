@@ -75,7 +75,7 @@ SERVERS = {
 
 LOOKS = tuple(
     f"kvpool {verb} "
-    for verb in ["nodes", "namespaces", "status", "locate", "lookup", "plan", "bench transfer"]
+    for verb in ["nodes", "namespaces", "status", "blocks", "plan", "bench transfer"]
 )
 """Commands that change nothing, so that they can be typed again until what came before is known everywhere, and what is
 measured is not disturbed.
@@ -125,7 +125,11 @@ SAYS = {
     ),
     (QUICKSTART, "Two nodes"): (
         Says("kvpool nodes", "Either shows both", ("host-a +serving", "host-b +serving")),
-        Says("kvpool locate 00000000000000000000000000000007", "is known on `host-b`", ("host-a",)),
+        Says(
+            "kvpool blocks locate 00000000000000000000000000000007",
+            "is known on `host-b`",
+            ("host-a",),
+        ),
     ),
     (OPERATIONS, "A first walk-through"): (
         Says("kvpool nodes", "`nodes` shows a, b and c, all `serving`", NODES_OF_CLUSTER),
@@ -141,7 +145,7 @@ SAYS = {
             ("^100 blocks brought, 6.2 MiB",),
         ),
         Says(
-            "kvpool locate 00000000000000000000000000000000",
+            "kvpool blocks locate 00000000000000000000000000000000",
             "the first block is on a and b",
             (" a ", " b "),
         ),
@@ -162,7 +166,7 @@ SAYS = {
             ("^  b +",),
         ),
         Says(
-            "kvpool lookup b950 00000000000000000000000000000000",
+            "kvpool blocks lookup b950 00000000000000000000000000000000",
             "no node has any of it, and `lookup` ends with 1",
             ("no node has the first of 1 block",),
             status=1,

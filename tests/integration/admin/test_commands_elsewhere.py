@@ -102,9 +102,9 @@ def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, 
         ("namespaces",),
         ("status", "--node", "a"),
         ("status", "--all"),
-        ("blocks", DIGEST[:6], "--node", "a"),
-        ("lookup", DIGEST[:6], *keys),
-        ("locate", *keys[:3]),
+        ("blocks", "list", DIGEST[:6], "--node", "a"),
+        ("blocks", "lookup", DIGEST[:6], *keys),
+        ("blocks", "locate", *keys[:3]),
         ("config", "show"),
         ("job", "list"),
         ("sessions", "list"),
@@ -127,7 +127,7 @@ def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, 
     assert kvpool("root", "status", "--quiet").status == 0
     assert {each["node"] for each in kvpool.json("eye", "top", "--once")["nodes"]} == {"a", "g"}
     assert kvpool("root", "receipts", "--format", "json").status == 0
-    done = kvpool("root", "lookup", DIGEST[:6], "ff" * 16)
+    done = kvpool("root", "blocks", "lookup", DIGEST[:6], "ff" * 16)
     assert done.status == 1
 
 
@@ -229,7 +229,7 @@ def test_a_limited_token_sees_and_changes_its_own_tenant_only(kvpool, seat_of, n
     assert set(kvpool.json("redeye", "status")["tenants"]) == {"red"}
     assert kvpool("redeye", "config", "show").status == 4
     # As for a tenant that is not there: who others are is not this token's to know.
-    for change in (("lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
+    for change in (("blocks", "lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
         done = kvpool("red", *change, "--tenant", "blue")
         assert (done.status, done.out) == (1, ""), (change, done)
         assert "there is no tenant 'blue'" in done.err

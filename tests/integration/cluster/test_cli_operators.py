@@ -159,18 +159,18 @@ def test_the_longest_prefix_by_node(pair, numbers, kvpool, until, tmp_path):
     b.put(some)
     until(lambda: a.announced and b.announced)
     until(lambda: a.holders(some[11]) == {"b"})
-    done = kvpool(a.node, "lookup", DIGEST[:6], *hexes(some))
+    done = kvpool(a.node, "blocks", "lookup", DIGEST[:6], *hexes(some))
     assert (done.status, done.err) == (0, "")
     assert rows(done.out)[1:] == [["b", "12", "12", "12"], ["a", "5", "5", "12"]]
     file = tmp_path / "keys"
     file.write_text("\n".join(hexes(some[:8])) + "\n")
-    found = kvpool.json(a.node, "lookup", DIGEST, "--keys-file", str(file))
+    found = kvpool.json(a.node, "blocks", "lookup", DIGEST, "--keys-file", str(file))
     assert found["keys"] == 8
     assert {row["node"]: row["memory_blocks"] for row in found["items"]} == {"a": 5, "b": 8}
-    done = kvpool(a.node, "lookup", DIGEST, ABSENT)
+    done = kvpool(a.node, "blocks", "lookup", DIGEST, ABSENT)
     assert (done.status, done.out) == (1, "no node has the first of 1 block\n")
     file.write_text("00\n")
-    done = kvpool(a.node, "lookup", DIGEST, "--keys-file", str(file))
+    done = kvpool(a.node, "blocks", "lookup", DIGEST, "--keys-file", str(file))
     assert (done.status, f"{file}, line 1: '00' is no block key" in done.err) == (1, True)
 
 
@@ -181,21 +181,21 @@ def test_why_a_prompt_is_not_all_there(pair, numbers, kvpool, until):
     b.client.remove(b.ns, keys_of(some[2:3]))
     until(lambda: b.announced)
     until(lambda: a.holders(some[0]) == {"b"})
-    done = kvpool(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    done = kvpool(a.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     assert (done.status, done.err) == (0, "")
     assert "a: block 1 of 4: never stored" in done.out
     text = r"b: block 3 of 4: removed by a client, \d+ s ago from dram, \d+ s after its last use"
     assert re.search(text, done.out), done.out
-    told = kvpool.json(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    told = kvpool.json(a.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     assert told["silent"] == {}
     assert told["why"]["b"]["missing"]["key"] == hexes(some)[2]
     b.put(some[2:3])
     until(lambda: b.announced)
-    done = kvpool(b.node, "lookup", DIGEST, *hexes(some), "--why")
+    done = kvpool(b.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     assert "b: all 4 blocks are there" in done.out
     b.node.signal(signal.SIGSTOP)
     try:
-        done = kvpool(a.node, "lookup", DIGEST, *hexes(some), "--why")
+        done = kvpool(a.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     finally:
         b.node.signal(signal.SIGCONT)
     assert "kvpool: b: " in done.err
@@ -243,20 +243,22 @@ def test_blocks_are_listed_page_by_page(pair, numbers, kvpool):
     assert kvpool(a.node, "pin", hexes(some)[4], "--kind", "hard", "--node", "b").status == 0
     seen, cursor = [], []
     while True:
-        page = kvpool.json(a.node, "blocks", DIGEST, "--node", "b", "--limit", "13", *cursor)
+        page = kvpool.json(
+            a.node, "blocks", "list", DIGEST, "--node", "b", "--limit", "13", *cursor
+        )
         seen += page["items"]
         if page["next"] is None:
             break
         cursor = ["--cursor", page["next"]]
     assert sorted(each["key"] for each in seen) == sorted(hexes(some))
-    done = kvpool(a.node, "blocks", "--node", "b", "--limit", "40")
+    done = kvpool(a.node, "blocks", "list", "--node", "b", "--limit", "40")
     line = next(line for line in done.out.splitlines() if hexes(some)[4] in line)
     assert done.out.splitlines()[0].rstrip() == f"namespace {DIGEST[:12]}"
     assert line.split()[:3] == [hexes(some)[4], "4", "1"]
     assert line.split()[-1] == "hard"
-    assert kvpool(a.node, "blocks").out == "no blocks here\n"
-    assert "--cursor" in kvpool(a.node, "blocks", "--node", "b", "--limit", "7").out
-    done = kvpool(a.node, "blocks", "--tier", "tape")
+    assert kvpool(a.node, "blocks", "list").out == "no blocks here\n"
+    assert "--cursor" in kvpool(a.node, "blocks", "list", "--node", "b", "--limit", "7").out
+    done = kvpool(a.node, "blocks", "list", "--tier", "tape")
     assert (done.status, "dram" in done.err) == (1, True)
 
 
@@ -344,7 +346,7 @@ def test_blocks_are_evicted_everywhere_or_on_some_nodes(pair, numbers, kvpool):
     assert kvpool(a.node, "unpin", *hexes(some[4:6])).out == "2 of 2 blocks unpinned\n"
     done = kvpool(a.node, "pin", ABSENT)
     assert (done.status, done.out) == (1, "0 of 1 block pinned soft\n")
-    assert "`kvpool locate KEY`" in done.err
+    assert "`kvpool blocks locate KEY`" in done.err
     assert kvpool(a.node, "job", "start", "evict", "--least", "1MiB", "--yes").status == 0
     assert a.here(some) == 0
     a.put(some)
