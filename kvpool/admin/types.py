@@ -636,19 +636,24 @@ class WhyBlock(msgspec.Struct, frozen=True):
     ago_s: float | None = None
 
 
-class WhyOn(msgspec.Struct, frozen=True):
+class WhyHere(msgspec.Struct, frozen=True, kw_only=True):
     """Of a node: blocks of the prompt that it could provide from memory, and from its disks too; the first one that it
     could not, and the last read that ended at one of these blocks. reach_s: for how long it remembers blocks that left;
     null: since it began.
     """
 
-    node: str
     asked: int
     memory_blocks: int
     blocks: int
     missing: WhyBlock | None
     last: WhyBlock | None
     reach_s: float | None
+
+
+class WhyOn(WhyHere, frozen=True, kw_only=True):
+    """The same with the node's name."""
+
+    node: str
 
 
 class WhyInfo(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property, wraps
 from pathlib import Path
@@ -270,33 +270,38 @@ class Session:
             show(*args, **named)
 
 
+def set_parameters(function: Callable[..., Any], parameters: Mapping[str, tuple[Any, Any]]) -> None:
+    """Make typer see these parameters, by name a type and a default, instead of those in the function's code."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    found = [
+        inspect.Parameter(name, keyword, default=default, annotation=hint)
+        for name, (hint, default) in parameters.items()
+    ]
+    setattr(function, "__signature__", inspect.Signature(found))  # noqa: B010
+    function.__annotations__ = {name: hint for name, (hint, _) in parameters.items()}
+
+
 def asks(
     group: typer.Typer = app, name: str | None = None, *, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command that asks a daemon or a gateway, with the options --socket, --tenant and --json.
 
-    Its first argument is the `Session` that these make.
+    Its argument `at` is the `Session` that these make.
     """
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
         hints |= {"socket": Socket, "tenant": Tenant, "as_json": AsJson}
-        _, *own = inspect.signature(command).parameters.values()
-        defaults = {each.name: each.default for each in own}
+        own = inspect.signature(command).parameters.values()
+        defaults = {each.name: each.default for each in own if each.name != "at"}
         defaults |= {"socket": None, "tenant": "default", "as_json": False}
 
         @wraps(command)
         def run(*, socket: str | None, tenant: str, as_json: bool, **given: Any) -> None:
             with closing(Session(socket, tenant, as_json=as_json)) as session:
-                command(session, **given)
+                command(at=session, **given)
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [
-            inspect.Parameter(each, keyword, default=default, annotation=hints[each])
-            for each, default in defaults.items()
-        ]
-        setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010
-        run.__annotations__ = {each: hints[each] for each in defaults}
+        set_parameters(run, {each: (hints[each], default) for each, default in defaults.items()})
         return group.command(name, rich_help_panel=panel)(run)
 
     return register

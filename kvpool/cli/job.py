@@ -183,14 +183,7 @@ def _command(kind: Any) -> Any:
     def begin(at: Session, **given: Any) -> None:
         _start(at, kind, **given)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [
-        inspect.Parameter(name, keyword, annotation=hint, default=default)
-        for name, (hint, default) in parameters.items()
-    ]
-    at = inspect.Parameter("at", inspect.Parameter.POSITIONAL_ONLY)
-    setattr(begin, "__signature__", inspect.Signature([at, *own]))  # noqa: B010
-    begin.__annotations__ = {name: hint for name, (hint, _) in parameters.items()}
+    base.set_parameters(begin, parameters)
     begin.__doc__ = "\n\n".join(
         [inspect.cleandoc(kind.__doc__), *(f"Example: {each}" for each in kind.examples)]
     )

@@ -27,7 +27,7 @@ from kvpool.admin.types import (
     PinnedOn,
     PinRequest,
     PrefixOn,
-    WhyBlock,
+    WhyHere,
     WhyInfo,
     WhyOn,
     WhyRequest,
@@ -51,26 +51,10 @@ class _Listed(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-class _Found(msgspec.Struct, frozen=True):
-    key: str
-    namespace: str
-    parts: int
-    replicas: list[Any]
-
-
 class _Shown(msgspec.Struct, frozen=True):
     key: str
     namespace: str
     here: list[dict[str, Any]]
-
-
-class _Why(msgspec.Struct, frozen=True):
-    asked: int
-    memory_blocks: int
-    blocks: int
-    missing: WhyBlock | None
-    last: WhyBlock | None
-    reach_s: float | None
 
 
 class Blocks:
@@ -194,9 +178,9 @@ class Blocks:
             return []
         node = view.node if view.node in nodes else nodes[0]
         try:
-            found = await self._cluster.daemon.json(
+            return await self._cluster.daemon.json(
                 operator_wire.Locate(key, digest),
-                list[_Found],
+                list[Located],
                 node=node,
                 tenant=tenant,
                 wait_s=LOCATE_S,
@@ -204,13 +188,6 @@ class Blocks:
         except KvpoolError as error:
             unreachable["directory"] = str(error)
             return []
-        return [
-            msgspec.convert(
-                {"namespace": each.namespace, "parts": each.parts, "replicas": each.replicas},
-                Located,
-            )
-            for each in found
-        ]
 
     # ---- prefixes ----------------------------------------------------------------------------------
 
@@ -256,7 +233,7 @@ class Blocks:
         found = await self._cluster.json_each(
             nodes,
             client_wire.WhyMissing(bytes.fromhex(body.namespace), keys),
-            _Why,
+            WhyHere,
             tenant=tenant,
         )
         items = [
@@ -274,14 +251,9 @@ class Blocks:
         nodes, _, answers = await self._places(tenant, body.namespace, body.node)
         keys = b"".join(dict.fromkeys(map(bytes.fromhex, body.keys)))
         message = operator_wire.PinBlocks(keys, body.kind, bytes.fromhex(body.namespace))
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(
-                message, node=node, tenant=tenant, by=call.by, wait_s=NODE_S, within_s=NODE_S
-            )
-
-        found = await self._cluster.ask_each(nodes, ask)
+        found = await self._cluster.number_each(
+            nodes, message, tenant=tenant, by=call.by, wait_s=NODE_S
+        )
         self._cluster.changed()
         items = [PinnedOn(node, blocks) for node, blocks in sorted(found.by_node.items())]
         return PinInfo(items, {**answers.unreachable, **found.unreachable})

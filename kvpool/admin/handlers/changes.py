@@ -154,16 +154,11 @@ class Changing:
         """Change settings while daemons run. Permanent changes belong into their files."""
         nodes = chosen_nodes(await self._cluster.view(), [body.node] if body.node else [])
         message = operator_wire.ChangeSettings(msgspec.json.encode(body.changes))
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(message, node=node, by=call.by, within_s=NODE_S)
-
         # A setting that one node rejects is reported before the others have changed it.
-        first = await self._cluster.ask_each(nodes[:1], ask)
+        first = await self._cluster.number_each(nodes[:1], message, by=call.by)
         if not first.by_node:
             raise Refused(409, "conflict", "; ".join(first.unreachable.values()))
-        others = await self._cluster.ask_each(nodes[1:], ask)
+        others = await self._cluster.number_each(nodes[1:], message, by=call.by)
         return SettingsChanged(sorted((*first.by_node, *others.by_node)), others.unreachable)
 
     # ---- jobs --------------------------------------------------------------------------------------
@@ -228,14 +223,9 @@ class Changing:
         job = await self._job(call, wanted.job)
         if any(view.kind == "scrub" for view in job.nodes):
             whole_only(call.who)
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(
-                operator_wire.StopJob(job.job), node=node, by=call.by, within_s=NODE_S
-            )
-
-        stopped = await self._cluster.ask_each([view.node for view in job.nodes], ask)
+        stopped = await self._cluster.number_each(
+            [view.node for view in job.nodes], operator_wire.StopJob(job.job), by=call.by
+        )
         after = await self._job(call, wanted.job)
         return msgspec.structs.replace(
             after, unreachable={**after.unreachable, **stopped.unreachable}

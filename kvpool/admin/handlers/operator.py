@@ -1,7 +1,7 @@
 """The routes of operators' commands, which forward each to a node: what `kvpool` asks from another machine.
 
 They come from the declarations (`kvpool.wire.command`). A token may do here what it may do on the other routes, and no
-more: `tests/unit/test_operator_rules.py` compares them.
+more: `tests/unit/test_operator_commands.py` compares them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
+from kvpool.admin.cluster_view import Answers, Cluster, View
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
@@ -117,18 +117,9 @@ class Sessions:
         """End a session: its blocks go before others."""
         tenant = tenant_of(call.who, wanted.tenant)
         nodes, unreachable = await self._nodes(tenant, now=True)
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(
-                operator_wire.EndSession(wanted.session),
-                node=node,
-                tenant=tenant,
-                by=call.by,
-                within_s=NODE_S,
-            )
-
-        found = await self._cluster.ask_each(nodes, ask)
+        found = await self._cluster.number_each(
+            nodes, operator_wire.EndSession(wanted.session), tenant=tenant, by=call.by
+        )
         unreachable = {**unreachable, **found.unreachable}
         ended = sorted(node for node, known in found.by_node.items() if known)
         if not ended and not unreachable:
@@ -176,19 +167,9 @@ class Sessions:
             body.for_s,
             body.dry_run,
         )
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> IntentAnswer:
-            return await daemon.json(
-                *(message, IntentAnswer),
-                node=node,
-                tenant=tenant,
-                by=call.by,
-                wait_s=INTENT_S,
-                within_s=NODE_S,
-            )
-
-        found = await self._cluster.ask_each(nodes, ask)
+        found = await self._cluster.json_each(
+            nodes, message, IntentAnswer, tenant=tenant, by=call.by, wait_s=INTENT_S
+        )
         if not body.dry_run:
             self._cluster.changed()
         items = [
