@@ -7,16 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import (
-    EXIT_ERROR,
-    OPERATORS,
-    BlockKeys,
-    Digest,
-    KeysFile,
-    Session,
-    app,
-    asks,
-)
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, BlockKeys, Digest, KeysFile, Session, app, asks
 from kvpool.errors import InvalidRequest
 
 LOOKUP_S = 2.0  # for the directory's answer

@@ -7,15 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import (
-    OPERATORS,
-    Digest,
-    Session,
-    Yes,
-    asks,
-    complain_of,
-    named_nodes,
-)
+from kvpool.cli.base import OPERATORS, Digest, Session, Yes, asks, complain_of, named_nodes
 
 
 @asks(panel=OPERATORS)

@@ -11,14 +11,7 @@ import msgspec
 
 from kvpool.decoding import Finite
 from kvpool.wire.command import COMMANDS, Scope, command, in_json
-from kvpool.wire.frame import (
-    AnyDigest,
-    Count,
-    Digest,
-    Integer,
-    Message,
-    ReadOnly,
-)
+from kvpool.wire.frame import AnyDigest, Count, Digest, Integer, Message, ReadOnly
 from kvpool.wire.jobs import JobName, JobSpec, JobView
 
 Changes = Annotated[dict[str, Any], msgspec.Meta(min_length=1, max_length=100)]
