@@ -73,10 +73,7 @@ SERVERS = {
 }
 """How commands begin that do not end, and what they say when they are ready."""
 
-LOOKS = tuple(
-    f"kvpool {verb} "
-    for verb in ["nodes", "namespaces", "status", "blocks", "plan", "bench transfer"]
-)
+LOOKS = tuple(f"kvpool {verb} " for verb in ["nodes", "namespaces", "status", "blocks", "plan"])
 """Commands that change nothing, so that they can be typed again until what came before is known everywhere, and what is
 measured is not disturbed.
 """
@@ -173,7 +170,7 @@ SAYS = {
         ),
         Says(
             "kvpool job list",
-            "`jobs list` has the warm-up and both evictions",
+            "`job list` has the warm-up and both evictions",
             (r"warm-(.*\n)*", r"evict-(.*\n)*.*evict-"),
         ),
         Says("kvpool events --limit 20", "`events` what was done last", ("clear", "drain")),
