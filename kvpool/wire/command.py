@@ -111,15 +111,9 @@ def _declared(hint: Any) -> Any:
 
 
 def _carries_json(hint: Any) -> bool:
-    return (
-        get_origin(hint) is Annotated
-        and get_args(hint)[0] is bytes
-        and _declared(hint)
-        not in {
-            None,
-            _SAME,
-        }
-    )
+    """Whether a field has bytes on the wire that are a JSON value of their own."""
+    declared = _declared(hint)
+    return declared is not None and declared is not _SAME and get_args(hint)[0] is bytes
 
 
 def _bounded(hint: Any) -> Any:

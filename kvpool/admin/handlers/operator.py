@@ -59,13 +59,13 @@ class Forwarding:
                 )
 
     def _forwards(self, command: Command) -> Callable[..., Awaitable[Any]]:
-        async def forward(call: Call, wanted: ForNode, body: msgspec.Struct) -> Any:
+        async def forward(call: Call, wanted: ForNode, body: Any) -> Any:
             message = message_of(command.kind, body)
             tenant = check(call.who, message, wanted.tenant)
             if command.scope is Scope.NAMED:
                 message = narrowed(call.who, message)
-            if isinstance(message, operator_wire.StopJob):
-                await self._check_job(call, message.job, wanted.node)
+            if command.scope is Scope.JOB:
+                await self._check_job(call, body.job, wanted.node)
             if isinstance(message, operator_wire.Events) and not call.who.whole:
                 return await self._events(call, tenant, message, wanted)
             answer = await self._ask(call, tenant, message, wanted)
