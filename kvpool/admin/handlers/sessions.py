@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvpool.admin.cluster_view import Answers, Cluster, View
+from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call, route
-from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
+from kvpool.admin.scope import holders, tenant_of
 from kvpool.admin.types import (
     IntentInfo,
     IntentOn,
@@ -27,7 +27,6 @@ from kvpool.admin.types import (
     SessionOn,
     SessionPage,
 )
-from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import IntentAnswer
 from kvpool.wire import operator as operator_wire
 
@@ -46,31 +45,13 @@ class Sessions:
         self._cluster = cluster
         self._routers = routers
 
-    async def _nodes(
-        self, tenant: str, node: str = "", digest: str = "", *, now: bool = False
-    ) -> tuple[list[str], dict[str, str]]:
-        """The nodes that have this tenant, or that one of them; and why others did not answer. Raises `Refused`."""
-
-        def find(view: View, answers: Answers[NodeStats]) -> tuple[list[str], dict[str, str]]:
-            if digest:
-                check_namespace(view, answers, tenant, digest)
-            else:
-                check_tenant(answers, tenant)
-            if not node:
-                return having(answers, tenant, digest), answers.unreachable
-            check_node(view, node)
-            unreachable = {k: why for k, why in answers.unreachable.items() if k == node}
-            return [each for each in having(answers, tenant) if each == node], unreachable
-
-        return await self._cluster.consult(find, now=now)
-
     # ---- sessions ----------------------------------------------------------------------------------
 
     @route("GET", "/v1/sessions", "viewer")
     async def list_sessions(self, call: Call, wanted: SessionPage) -> SessionList:
         """Sessions, by their names, and what each node knows of them."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, unreachable = await self._nodes(tenant, wanted.node)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant, node=wanted.node)
         after = unpack_cursor(wanted.cursor, tuple[str])[0] if wanted.cursor else ""
         listed = await self._cluster.json_each(
             nodes, operator_wire.ListSessions(after, wanted.limit), _Listed, tenant=tenant
@@ -95,7 +76,7 @@ class Sessions:
     async def get_session(self, call: Call, wanted: OfSession) -> SessionDetail:
         """A session: on each node that knows it, the prompts of its agents, and where their blocks are."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, unreachable = await self._nodes(tenant)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant)
         shown = await self._cluster.json_each(
             nodes,
             operator_wire.ShowSession(wanted.session),
@@ -116,7 +97,7 @@ class Sessions:
     async def end_session(self, call: Call, wanted: OfSession) -> SessionEnded:
         """End a session: its blocks go before others."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, unreachable = await self._nodes(tenant, now=True)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant, now=True)
         found = await self._cluster.number_each(
             nodes, operator_wire.EndSession(wanted.session), tenant=tenant, by=call.by
         )
@@ -157,7 +138,10 @@ class Sessions:
             return answer
         if body.keys and body.intent == "prefetch" and not body.node:
             raise Refused(400, "invalid", "name the node into whose memory the prompt is brought")
-        nodes, unreachable = await self._nodes(tenant, body.node, body.namespace, now=True)
+        # A node is filled before its engines open the namespace.
+        nodes, _, _, unreachable = await holders(
+            self._cluster, tenant, body.namespace, body.node, now=True, unopened=True
+        )
         message = operator_wire.IntendBlocks(
             body.intent,
             bytes.fromhex(body.namespace),

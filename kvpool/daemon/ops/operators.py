@@ -15,7 +15,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.changes import Changes
 from kvpool.daemon.ops.commands import Asker, asking_others, handlers_of
 from kvpool.daemon.ops.jobs import JobRunner
-from kvpool.daemon.ops.other_nodes import ANSWER_S, Answer, OtherNodes
+from kvpool.daemon.ops.peer_requests import ANSWER_S, Answer, OtherNodes
 from kvpool.daemon.ops.session_commands import CLIENT
 from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated
 from kvpool.wire import client as client_wire

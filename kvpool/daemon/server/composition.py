@@ -46,7 +46,7 @@ from kvpool.daemon.ops.jobs import JobCommands, JobRunner, Work
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
-from kvpool.daemon.ops.other_nodes import OtherNodes
+from kvpool.daemon.ops.peer_requests import OtherNodes
 from kvpool.daemon.ops.prefetcher import Prefetcher
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.receipts import AccountPeriods, ReceiptsFile

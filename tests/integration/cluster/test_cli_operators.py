@@ -6,6 +6,8 @@ import re
 import runpy
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -584,18 +586,23 @@ def test_events_are_followed(pair, numbers, kvpool):
     assert (process.returncode, err) == (130, "")
 
 
-def test_bench_leaves_nothing_behind(pair, numbers, kvpool):
+def test_a_measurement_leaves_nothing_behind(pair, numbers, repo_root):
     a, _ = pair
     some = numbers(5)
     a.put(some)
-    found = kvpool.json(a.node, "bench", "--block-size", "16KiB", "--size", "2MiB")
+
+    def local(*words: str) -> "subprocess.CompletedProcess[str]":
+        script = repo_root / "bench" / "node.py"
+        command = [sys.executable, str(script), "local", *words, "--socket", a.node.socket]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    found = json.loads(local("--block-size", "16KiB", "--size", "2MiB", "--json").stdout)
     assert [row["what"] for row in found["measured"]] == ["memcpy", "put", "match", "get"]
     assert all(row["blocks"] == 128 and row["seconds"] > 0 for row in found["measured"])
     assert a.stats.tenants["default"].blocks == a.here(some) == 5
-    done = kvpool(a.node, "bench", "--size", "1MiB")
-    assert done.out.startswith("16 blocks of 64 KiB, the best of 3\n")
-    done = kvpool(a.node, "bench", "--block-size", "32MiB")
-    assert (done.status, "--block-size" in done.err) == (1, True)
+    assert local("--size", "1MiB").stdout.startswith("16 blocks of 64 KiB, the best of 3\n")
+    done = local("--block-size", "32MiB")
+    assert (done.returncode, "--block-size" in done.stderr) == (1, True)
 
 
 def test_changes_answer_in_json(pair, numbers, kvpool):
