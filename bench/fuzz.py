@@ -221,7 +221,6 @@ class Wire:
             *(
                 operator_wire.Evict(key, digest),
                 operator_wire.PinBlocks(key, "soft", digest),
-                operator_wire.Scrub(0, 10),
             ),
             *(
                 client_wire.Prefixes(digest, key, 0.1),

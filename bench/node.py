@@ -18,7 +18,7 @@ import node_transfer
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, AsJson, Socket, TenantHere
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, AsJson, Socket, Tenant
 from kvpool.cli.render.naming import size as size_of
 from kvpool.errors import KvpoolError
 from kvpool.signals import unwind_on_ending
@@ -40,7 +40,7 @@ def local(
     ] = "64MiB",
     seed: Seed = 0,
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Measure put, match and get of this node's daemon, compared with copying in memory.
@@ -82,7 +82,7 @@ def transfer(
     ] = "64MiB",
     seed: Seed = 0,
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast blocks travel from another node into this one, by which way, and at what price.

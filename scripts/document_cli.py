@@ -41,7 +41,7 @@ class Option(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """path: `kvpool jobs list`. usage: what may follow it."""
+    """path: `kvpool job list`. usage: what may follow it."""
 
     path: str
     usage: str
@@ -211,7 +211,9 @@ def man_page() -> str:
         _roff(
             "Each setting of the daemon can be set by a variable, KVPOOL_ and its name in capitals. KVPOOL_TOKEN: a "
             "tenant's token. KVPOOL_OPERATOR_TOKEN: the daemon's operator token, if one is set. "
-            "KVPOOL_ROUTER_TOKEN: the router's. Each of the three may end in _FILE and name a file."
+            "KVPOOL_ROUTER_TOKEN: the router's. KVPOOL_GATEWAY: the URL of a gateway that operators' commands ask instead of "
+            "this machine's daemon, with the token in KVPOOL_GATEWAY_TOKEN. A token's variable may end in _FILE and name a "
+            "file."
         ),
     ]
     return "\n".join(lines) + "\n"

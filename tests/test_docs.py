@@ -226,8 +226,8 @@ def test_mentioned_verbs_and_options_exist(document: Path) -> None:
     [
         "kvpool sevre",
         "kvpool serve --memroy 1GiB",
-        "kvpool jobs stopp evict-1",
-        "kvpool locate",
+        "kvpool job stopp evict-1",
+        "kvpool blocks locate",
         "kvpool drain a b c",
         "kvpool top --once=2",
         "kvpool plan --rate many",

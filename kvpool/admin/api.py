@@ -1,7 +1,7 @@
 """The application: the path of every request and its answer. Handlers do the work.
 
 guard        host, origin, token, rate         guard.py
-role         of the route                      routes.py
+role         of the route                      routing.py
 parameters   and body, as structs              routing.py, types.py
 key          of a change, if given             idempotency.py
 handler      its answer, or an error           handlers/
@@ -157,7 +157,7 @@ class Api:
         key = request.headers.get(IDEMPOTENCY_KEY)
         if key is not None and route.changes:
             check_key(key)
-        if key is None or not route.remembers(who, raw):
+        if key is None or not route.changes:
             return await self._answer(route, call, params, raw)
         scope = f"{who.name} {request.method} {request.path_qs}"
 

@@ -205,6 +205,16 @@ class Cluster:
 
         return await self.ask_each(nodes, ask)
 
+    async def number_each(
+        self, nodes: Iterable[str], message: frame.Message, **more: Any
+    ) -> Answers[int]:
+        """The same for an answer that is a number."""
+
+        async def ask(node: str) -> int:
+            return await self.daemon.number(message, node=node, within_s=NODE_S, **more)
+
+        return await self.ask_each(nodes, ask)
+
     async def _ask_view(self) -> View:
         return await self.daemon.json(operator_wire.Cluster(), View)
 

@@ -25,7 +25,7 @@ from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.history import Sampler
 from kvpool.admin.idempotency import Remembered
-from kvpool.admin.routes import routes
+from kvpool.admin.routing import routes_of
 from kvpool.admin.span_export import SERVICE, export_of
 from kvpool.admin.tokens import Tokens
 from kvpool.http_listeners import HttpLimits, Listeners, peer_uid
@@ -67,7 +67,8 @@ class Gateway:
         self._sampler = Sampler(cluster, time.time)
         self._routers = Routers(cluster, list(start.routers), start.router_token, start.router_ca)
         looking, pages, dropped = Looking(cluster, len(start.routers)), Pages(), Dropped()
-        table = routes(
+        # In the order of the description.
+        handlers = (
             looking,
             Blocks(cluster, self._routers),
             Sessions(cluster, self._routers),
@@ -75,9 +76,9 @@ class Gateway:
             Changing(cluster, looking),
             self._routers,
             Watching(cluster, self._events, self._sampler, dropped),
-            Forwarding(cluster),
             pages,
         )
+        table = [*routes_of(*handlers), *Forwarding(cluster).routes()]
         pages.describe(table)
         self._listeners = Listeners(start.tls_cert, start.tls_key, LIMITS, "http", dropped.add)
         api = Api(guard, Remembered(clock), peer_uid, self._listeners.trust)

@@ -37,8 +37,8 @@ def describe(table: Sequence[Route]) -> dict[str, Any]:
     """The document."""
     shown = [route for route in table if not route.hidden]
     bodies = [route.body for route in shown if route.body is not None]
-    answers = [route.answer for route in shown if route.answer not in {None, dict}]
-    kinds = list(dict.fromkeys([Problem, *bodies, *answers]))
+    answers = [route.answer for route in shown if route.answer is not None]
+    kinds = [Problem, *bodies, *answers]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=TEMPLATE)
     paths: dict[str, dict[str, Any]] = {}
     for route in shown:
@@ -82,7 +82,7 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.body is not None:
         found["requestBody"] = {
             "required": not route.body_optional,
-            "content": {JSON: {"schema": {"$ref": TEMPLATE.format(name=route.body.__name__)}}},
+            "content": {JSON: {"schema": _schema(route.body)}},
         }
     return found
 
@@ -128,12 +128,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _responses(route: Route) -> dict[str, Any]:
-    if route.answer is None:
-        content: dict[str, Any] = {route.media: {"schema": {"type": "string"}}}
-    elif route.answer is dict:
-        content = {route.media: {"schema": {"type": "object"}}}
-    else:
-        content = {route.media: {"schema": {"$ref": TEMPLATE.format(name=route.answer.__name__)}}}
+    content = {route.media: {"schema": _schema(str if route.answer is None else route.answer)}}
     content |= {media: {"schema": {"type": "string"}} for media in route.texts}
     good: dict[str, Any] = {"description": "As asked for.", "content": content}
     if route.status == 202:
@@ -144,13 +139,19 @@ def _responses(route: Route) -> dict[str, Any]:
     for status in sorted({*ALWAYS, *_errors(route)}):
         problem: dict[str, Any] = {
             "description": TEXTS[status],
-            "content": {PROBLEM: {"schema": {"$ref": TEMPLATE.format(name=Problem.__name__)}}},
+            "content": {PROBLEM: {"schema": _schema(Problem)}},
         }
         if status == 401:
             problem["headers"] = {
                 "WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}}
             }
         found[str(status)] = problem
+    return found
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """The schema of a type; of a struct a reference to it."""
+    (found,), _ = msgspec.json.schema_components([kind], ref_template=TEMPLATE)
     return found
 
 

@@ -1,23 +1,29 @@
-"""One entry of the table of routes, and what turns a request into its parameters. No I/O."""
+"""How a route is declared, and what turns a request into its parameters. No I/O.
+
+    @route("GET", "/v1/nodes/{node}", "viewer")
+    async def get_node(self, call: Call, wanted: OfNode) -> NodeDetail:
+
+The types of a handler are the parameters, the body and the answer. `openapi.py` describes it by these and by its
+docstring.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
+from aiohttp import web
 
 from kvpool.admin.problems import Refused
 from kvpool.admin.tokens import Principal
-from kvpool.admin.types import Nothing, Role
+from kvpool.admin.types import Nothing
 from kvpool.decoding import decode_json
 from kvpool.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from aiohttp import web
+from kvpool.wire.command import Role
 
 JSON = "application/json"
 PATH_NAME = re.compile(r"\{(\w+)\}")
@@ -45,7 +51,7 @@ class Route:
     do: called with the `Call`, the parameters (path and query are one struct) and, where there is one, the body. What
     it returns is the answer's body, or the whole response. role: None: no token is needed. whole: for tokens that are
     not limited to tenants. media: of the answer; texts: others, of plain text, in which it can be asked for.
-    body_optional: none is the default one. is_change: whether a body changes something, where the role does not say so.
+    body_optional: none is the default one.
     """
 
     method: str
@@ -62,7 +68,6 @@ class Route:
     body_optional: bool = False
     routers: bool = False
     hidden: bool = False
-    is_change: Callable[[Principal, bytes], bool] | None = None
 
     @property
     def name(self) -> str:
@@ -75,13 +80,39 @@ class Route:
     @property
     def changes(self) -> bool:
         """Whether it may be asked for with an Idempotency-Key. Looking something up changes nothing."""
-        return self.method != "GET" and (
-            self.is_change is not None or self.role in {"operator", "admin"}
-        )
+        return self.method != "GET" and self.role in {"operator", "admin"}
 
-    def remembers(self, who: Principal, raw: bytes) -> bool:
-        """Whether a request with this body is made once, whose Idempotency-Key is remembered."""
-        return self.changes and (self.is_change is None or self.is_change(who, raw))
+
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+
+def route(method: str, path: str, role: Role | None, **more: Any) -> Callable[[Handler], Handler]:
+    """Declare a method of a class of handlers as the handler of a route. more: fields of `Route`."""
+
+    def declare(do: Handler) -> Handler:
+        vars(do)["route"] = {"method": method, "path": path, "role": role, **more}
+        return do
+
+    return declare
+
+
+def routes_of(*handlers: object) -> Iterator[Route]:
+    """The routes that these handlers declare, in the order of their declaration."""
+    for each in handlers:
+        for name, function in vars(type(each)).items():
+            for declared in (vars(function)["route"],) if hasattr(function, "route") else ():
+                yield _route(getattr(each, name), declared)
+
+
+def _route(do: Callable[..., Awaitable[Any]], declared: dict[str, Any]) -> Route:
+    hints = get_type_hints(do, include_extras=True)
+    answer = hints.pop("return")
+    if isinstance(answer, type) and issubclass(answer, web.StreamResponse):
+        answer = None
+    _, params, *body = hints.values()
+    return Route(
+        **{"answer": answer, "do": do, "params": params, "body": next(iter(body), None)} | declared
+    )
 
 
 def parse_params(route: Route, path: Mapping[str, str], query: Mapping[str, str]) -> msgspec.Struct:

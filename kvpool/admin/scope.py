@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpool.admin.cluster_view import Answers, View
+from kvpool.admin.cluster_view import Answers, Cluster, View
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.tokens import Principal
-from kvpool.admin.types import Role
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import DEFAULT_TENANT
+from kvpool.wire.command import Role
 
 
 def tenant_of(who: Principal, tenant: str) -> str:
@@ -59,6 +59,45 @@ def check_namespace(view: View, answers: Answers[NodeStats], tenant: str, digest
         raise not_found(
             f"tenant {tenant!r} has no namespace {digest}; GET /v1/namespaces lists them"
         )
+
+
+class Holders(NamedTuple):
+    """The nodes that may have something of a tenant, or of its namespace, and what they were found by."""
+
+    nodes: list[str]
+    view: View
+    answers: Answers[NodeStats]
+    unreachable: dict[str, str]
+    """Why other nodes, of those that are asked for, did not answer."""
+
+
+async def holders(
+    cluster: Cluster,
+    tenant: str,
+    digest: str = "",
+    node: str = "",
+    *,
+    now: bool = False,
+    unopened: bool = False,
+) -> Holders:
+    """Find them; with `node` it or none. Raises `Refused` for what does not exist.
+
+    now: as for a change. unopened: a named node counts even if it does not have the namespace open.
+    """
+
+    def find(view: View, answers: Answers[NodeStats]) -> Holders:
+        if digest:
+            check_namespace(view, answers, tenant, digest)
+        else:
+            check_tenant(answers, tenant)
+        if not node:
+            return Holders(having(answers, tenant, digest), view, answers, answers.unreachable)
+        check_node(view, node)
+        nodes = having(answers, tenant, "" if unopened else digest)
+        unreachable = {k: why for k, why in answers.unreachable.items() if k == node}
+        return Holders([each for each in nodes if each == node], view, answers, unreachable)
+
+    return await cluster.consult(find, now=now)
 
 
 def sees_event(who: Principal, details: Mapping[str, Any]) -> bool:

@@ -25,10 +25,10 @@ from typing import Annotated
 
 import msgspec
 
-from kvpool.admin.types import Role
 from kvpool.errors import ConfigError
 from kvpool.secret_files import write_whole
 from kvpool.security.file_watch import FileWatch
+from kvpool.wire.command import Role
 
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
 ALL = "*"

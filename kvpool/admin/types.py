@@ -1,4 +1,4 @@
-"""What the REST interface takes and gives: the bodies and parameters of `routes.py`, checked at the edge.
+"""What the REST interface takes and gives: the bodies and parameters of its routes, checked at the edge.
 
 `openapi.py` describes these very structs. Times are durations in seconds unless they end in `_at_s` (seconds since
 1970); keys and digests are hex.
@@ -16,6 +16,7 @@ from kvpool.telemetry.hit_curve import Curve
 from kvpool.telemetry.memory_stats import Missed, SlabClass
 from kvpool.telemetry.node_stats import HotPrefix
 from kvpool.telemetry.receipts import Amount, Refused
+from kvpool.wire.command import Role
 from kvpool.wire.jobs import JobName, JobSpec, JobState, JobView
 
 LIMIT_MAX = 1000
@@ -76,7 +77,6 @@ Names = Annotated[
         description="Names of nodes, with commas between them. Empty: all.",
     ),
 ]
-Role = Literal["viewer", "operator", "admin"]
 Tier = Literal["dram", "ssd", "device"]
 AnyTier = Annotated[
     Literal["", "dram", "ssd", "device"], msgspec.Meta(description="In this tier only.")
@@ -636,19 +636,24 @@ class WhyBlock(msgspec.Struct, frozen=True):
     ago_s: float | None = None
 
 
-class WhyOn(msgspec.Struct, frozen=True):
+class WhyHere(msgspec.Struct, frozen=True, kw_only=True):
     """Of a node: blocks of the prompt that it could provide from memory, and from its disks too; the first one that it
     could not, and the last read that ended at one of these blocks. reach_s: for how long it remembers blocks that left;
     null: since it began.
     """
 
-    node: str
     asked: int
     memory_blocks: int
     blocks: int
     missing: WhyBlock | None
     last: WhyBlock | None
     reach_s: float | None
+
+
+class WhyOn(WhyHere, frozen=True, kw_only=True):
+    """The same with the node's name."""
+
+    node: str
 
 
 class WhyInfo(msgspec.Struct, frozen=True):

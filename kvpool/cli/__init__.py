@@ -6,7 +6,6 @@ all commands takes longer than running most of them.
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 
@@ -16,20 +15,18 @@ from kvpool.signals import unwind_on_ending
 
 # In the order of `kvpool --help`.
 COMMANDS = (
-    *("serve", "router", "status", "tiers", "nodes", "namespaces", "locate", "lookup", "blocks"),
+    *("serve", "router", "status", "nodes", "namespaces", "blocks"),
     *("sessions", "receipts", "put", "get", "ls", "rm"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
-    *("evict", "warm", "move", "scrub", "jobs", "explain", "sim", "plan"),
+    *("job", "explain", "sim", "plan"),
     *(
         "doctor",
         "version",
         "config",
-        "completion",
         "certs",
         "secret",
         "token",
         "audit",
-        "context",
     ),
 )
 # The module of a command, if its name differs.
@@ -48,12 +45,7 @@ def load(command: str) -> None:
 
 def main() -> None:
     """Entry point: expected errors are printed as one line, without a traceback."""
-    if "_KVPOOL_COMPLETE" in os.environ:
-        from kvpool.cli.render.completion import prepare
-
-        prepare()
-    words = sys.argv[3:] if sys.argv[1:2] == ["--context"] else sys.argv[1:]
-    first = words[0] if words else ""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
         unwind_on_ending()
         load(first)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -23,9 +25,8 @@ from kvpool.errors import (
 from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
-    from kvpool.cli.render.contexts import Context
-    from kvpool.cli.render.gateway_http import Operator
     from kvpool.client import OperatorClient
+    from kvpool.client.gateway import Operator
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -36,7 +37,7 @@ EXIT_STATUSES = {
     0: "success",
     EXIT_ERROR: "the command failed, or found a problem; the last line names it",
     EXIT_USAGE: "invalid command line: an option or argument is unknown or missing, such as --yes in a script",
-    EXIT_NO_DAEMON: "no daemon answers on this machine, or no gateway at the context's URL",
+    EXIT_NO_DAEMON: "no daemon answers on this machine, or no gateway at the URL in KVPOOL_GATEWAY",
     EXIT_NOT_ALLOWED: "the daemon, the gateway or the router refused access; its socket is another user's, or its "
     "certificate is not trusted",
     129: "ended by SIGHUP, when its terminal was closed",
@@ -92,7 +93,6 @@ app = typer.Typer(
     )
     + ".",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -103,85 +103,29 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-HERE_ONLY = frozenset(
-    (
-        *("serve", "router", "put", "get", "ls", "rm", "explain", "sim", "doctor", "version"),
-        *("completion", "certs", "secret", "token", "audit"),
-    )
-)
-"""Commands that concern this machine, or a server that they name themselves. The others follow a context."""
-
-
 @app.callback()
 def _root(
-    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", help="Print the version.", is_eager=True, callback=_print_version
         ),
     ] = False,
-    context: Annotated[
-        str,
-        typer.Option(
-            help="Ask the cluster of this context instead of this machine's daemon; local: this machine. Before the "
-            "command. Also KVPOOL_CONTEXT.",
-            metavar="NAME",
-        ),
-    ] = "",
 ) -> None:
     del version  # printed by its callback
-    _Given.context, _Given.found = context, {}
-    if ctx.invoked_subcommand in HERE_ONLY:
-        without_context(ctx.invoked_subcommand)
 
 
-class _Given:
-    """What this process's command line says before its command."""
-
-    context = ""
-    found: ClassVar[dict[str | None, Context | None]] = {}
-    """What was chosen, by socket: one answer for all of a command."""
-
-
-def chosen_context(socket: str | None) -> Context | None:
-    """The context of this command; None: this machine's daemon. Raises `ConfigError`, `InvalidRequest`."""
-    from kvpool.cli.render.contexts import choose
-
-    if socket not in _Given.found:
-        _Given.found[socket] = choose(_Given.context, socket, os.environ)
-    return _Given.found[socket]
-
-
-def without_context(command: str) -> None:
-    """Before a command that asks nobody: raises `typer.Exit` where a context is given for it."""
-    if not _Given.context:
-        return
-    from kvpool.cli.render.contexts import LOCAL
-
-    if _Given.context != LOCAL:
-        complain(f"{command} works on this machine only: leave out --context")
-        raise typer.Exit(EXIT_USAGE)
+def gateway(socket: str | None) -> str:
+    """The URL of the gateway that this command asks, from KVPOOL_GATEWAY; empty: this machine's daemon."""
+    return "" if socket else os.environ.get("KVPOOL_GATEWAY", "")
 
 
 def only_here(command: str, socket: str | None) -> None:
-    """Before what reads or changes blocks of this machine's daemon: raises `InvalidRequest` in a context."""
-    if (found := chosen_context(socket)) is not None:
-        from kvpool.cli.render.contexts import LOCAL
-
+    """Before what reads or changes blocks of this machine's daemon: raises `InvalidRequest` for a gateway."""
+    if gateway(socket):
         raise InvalidRequest(
-            f"{command} works with this machine's daemon only, and the context is {found.name}: say "
-            f"`kvpool --context {LOCAL}`, or --socket"
+            f"{command} works with this machine's daemon only, and KVPOOL_GATEWAY is set: unset it, or say --socket"
         )
-
-
-def _tenant_of_context(ctx: typer.Context, tenant: str) -> str:
-    """The context's tenant, where none is given."""
-    source = ctx.get_parameter_source("tenant")
-    if ctx.resilient_parsing or source is None or source.name != "DEFAULT":
-        return tenant
-    found = chosen_context(ctx.params.get("socket"))
-    return tenant if found is None else found.tenant or tenant
 
 
 TIMEOUT_S = 10.0  # for each request to the local daemon
@@ -190,12 +134,16 @@ OPERATORS = "For operators"
 
 # Passwords and tokens are not options: every user of a machine sees the arguments of its processes.
 Socket = Annotated[str | None, typer.Option(help="Path of the control socket.", metavar="PATH")]
-_TENANT = "The tenant; its token is read from KVPOOL_TOKEN."
-Tenant = Annotated[str, typer.Option(help=_TENANT, callback=_tenant_of_context)]
-TenantHere = Annotated[str, typer.Option(help=_TENANT)]
+Tenant = Annotated[str, typer.Option(help="The tenant; its token is read from KVPOOL_TOKEN.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 AnyNode = Annotated[
     str, typer.Option(help="Ask this node of the cluster instead of the local one.", metavar="NAME")
+]
+OnNodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node", help="On this node; may be repeated. Default: all nodes.", metavar="NAME"
+    ),
 ]
 Yes = Annotated[
     bool,
@@ -219,18 +167,18 @@ KeysFile = Annotated[
 
 
 def client_of(socket: str | None, tenant: str) -> Operator:
-    """A client of the context's gateway; without one of this node's daemon, with the credentials from the environment."""
-    if (context := chosen_context(socket)) is not None:
-        from kvpool.cli.render.contexts import open_gateway
+    """A client of the gateway in KVPOOL_GATEWAY, or else of this node's daemon. Credentials are in the environment."""
+    if url := gateway(socket):
+        from kvpool.client.gateway import GatewayClient
 
         if sys.stderr.isatty():
-            complain(f"in {context.where}")
-        return open_gateway(context, tenant, os.environ)
+            complain(f"at {url}")
+        return GatewayClient(url, tenant, os.environ)
     return daemon_client(socket, tenant)
 
 
 def daemon_client(socket: str | None, tenant: str) -> OperatorClient:
-    """A client of this node's daemon, whatever the context."""
+    """A client of this node's daemon."""
     from kvpool.client import OperatorClient
     from kvpool.config import default_socket_path, secret_of
 
@@ -277,11 +225,86 @@ def node_names(client: Operator) -> dict[str, str]:
     return {record["incarnation"]: record["node"] for record in found}
 
 
+def named_nodes(client: Operator, node: list[str] | None) -> list[str]:
+    """The nodes given by the option, or all nodes of the cluster."""
+    from kvpool.cli.render.jobs import nodes_of
+
+    return list(dict.fromkeys(node)) if node else nodes_of(client.cluster())
+
+
 def resolve(client: Operator, tenant: str, text: str) -> bytes:
     """The digest of the namespace whose hex form begins with a text. Raises `InvalidRequest`."""
     from kvpool.cli.render.naming import full_digest, known_digests
 
     return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
+
+
+class Session:
+    """What most commands have in common: whom they ask, for which tenant, and how they print. See `asks`."""
+
+    def __init__(self, socket: str | None, tenant: str, *, as_json: bool) -> None:
+        self.socket = socket
+        self.tenant = tenant
+        self.as_json = as_json
+        self._open = ExitStack()
+
+    @cached_property
+    def client(self) -> Operator:
+        """Connected on first use, and closed with the session."""
+        client = client_of(self.socket, self.tenant)
+        self._open.enter_context(client)
+        return client
+
+    def close(self) -> None:
+        self._open.close()
+
+    def resolve(self, text: str) -> bytes:
+        """As `resolve`."""
+        return resolve(self.client, self.tenant, text)
+
+    def show(self, value: Any, show: Callable[..., object], *args: Any, **named: Any) -> None:
+        """Print a value as JSON where that is asked for, and otherwise by `show` of these arguments."""
+        if self.as_json:
+            print_json(value)
+        else:
+            show(*args, **named)
+
+
+def set_parameters(function: Callable[..., Any], parameters: Mapping[str, tuple[Any, Any]]) -> None:
+    """Make typer see these parameters, by name a type and a default, instead of those in the function's code."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    found = [
+        inspect.Parameter(name, keyword, default=default, annotation=hint)
+        for name, (hint, default) in parameters.items()
+    ]
+    setattr(function, "__signature__", inspect.Signature(found))  # noqa: B010
+    function.__annotations__ = {name: hint for name, (hint, _) in parameters.items()}
+
+
+def asks(
+    group: typer.Typer = app, name: str | None = None, *, panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command that asks a daemon or a gateway, with the options --socket, --tenant and --json.
+
+    Its argument `at` is the `Session` that these make.
+    """
+
+    def register(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        hints |= {"socket": Socket, "tenant": Tenant, "as_json": AsJson}
+        own = inspect.signature(command).parameters.values()
+        defaults = {each.name: each.default for each in own if each.name != "at"}
+        defaults |= {"socket": None, "tenant": "default", "as_json": False}
+
+        @wraps(command)
+        def run(*, socket: str | None, tenant: str, as_json: bool, **given: Any) -> None:
+            with closing(Session(socket, tenant, as_json=as_json)) as session:
+                command(at=session, **given)
+
+        set_parameters(run, {each: (hints[each], default) for each, default in defaults.items()})
+        return group.command(name, rich_help_panel=panel)(run)
+
+    return register
 
 
 @contextmanager
@@ -329,12 +352,12 @@ def in_foreground() -> Iterator[None]:
 def confirm(question: str, socket: str | None, *, yes: bool) -> None:
     """Ask before blocks go that nobody has named one by one. Without a terminal only `yes` is one.
 
-    The question names the context. Raises `typer.Exit`: nothing was changed.
+    The question names the gateway, if there is one. Raises `typer.Exit`: nothing was changed.
     """
     if yes:
         return
-    if (context := chosen_context(socket)) is not None:
-        question = f"In {context.where}: {question}"
+    if url := gateway(socket):
+        question = f"At {url}: {question}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         complain(
             f"{question} There is no terminal to ask: repeat with --yes, or see with --dry-run"
@@ -342,6 +365,14 @@ def confirm(question: str, socket: str | None, *, yes: bool) -> None:
         raise typer.Exit(EXIT_USAGE)
     if not typer.confirm(question, err=True):
         complain("nothing was changed")
+        raise typer.Exit(EXIT_ERROR)
+
+
+def complain_of(lines: list[str]) -> None:
+    """Print lines for the user on stderr, and end the command if there are any."""
+    for line in lines:
+        complain(line)
+    if lines:
         raise typer.Exit(EXIT_ERROR)
 
 

@@ -1,4 +1,4 @@
-"""`kvpool blocks`: lists the blocks of a node."""
+"""`kvpool blocks`: lists the blocks of a node, and finds blocks in the cluster."""
 
 from __future__ import annotations
 
@@ -7,11 +7,22 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, BlockKeys, Digest, KeysFile, Session, app, asks
+from kvpool.errors import InvalidRequest
+
+LOOKUP_S = 2.0  # for the directory's answer
+
+blocks = typer.Typer(
+    cls=base.Commands,
+    help="Blocks: list those of a node, locate some, look up a prefix.",
+    no_args_is_help=True,
+)
+app.add_typer(blocks, name="blocks", rich_help_panel=OPERATORS)
 
 
-@app.command(rich_help_panel=OPERATORS)
-def blocks(
+@asks(blocks, "list")
+def blocks_list(
+    at: Session,
     digest: Annotated[
         str | None,
         typer.Argument(help="A namespace: its first hex digits; default: all.", metavar="DIGEST"),
@@ -28,22 +39,90 @@ def blocks(
             help="Where to continue: the cursor printed by the previous call.", metavar="CURSOR"
         ),
     ] = "",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """List the blocks of a node: key, depth in its chain, size, age, pin.
 
-    Example: kvpool blocks 3fa9 --node host-7 --tier ssd --limit 20
+    Example: kvpool blocks list 3fa9 --node host-7 --tier ssd --limit 20
     """
     from kvpool.cli.render.blocks import check_open, list_some, show_blocks
 
-    with base.client_of(socket, tenant) as client:
-        chosen = base.resolve(client, tenant, digest) if digest else b""
-        if chosen:
-            check_open(client, node, tenant, chosen.hex())
-        found, after = list_some(client, node, tier, chosen, cursor, limit)
-    if as_json:
-        base.print_json({"items": found, "next": after})
+    chosen = at.resolve(digest) if digest else b""
+    if chosen:
+        check_open(at.client, node, at.tenant, chosen.hex())
+    found, after = list_some(at.client, node, tier, chosen, cursor, limit)
+    at.show({"items": found, "next": after}, show_blocks, found, after, of_one=bool(chosen))
+
+
+@asks(blocks, "locate")
+def blocks_locate(
+    at: Session,
+    keys: Annotated[
+        list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
+    ],
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Only look in this namespace: its first hex digits.", metavar="DIGEST"),
+    ] = None,
+) -> None:
+    """Show which nodes hold blocks. Exit status 1 if some were not found.
+
+    Example: kvpool blocks locate 00112233445566778899aabbccddeeff --namespace 3fa9
+    """
+    from kvpool.cli.render.cluster import not_found, replicas, show_replicas
+    from kvpool.cli.render.jobs import nodes_of
+    from kvpool.cli.render.naming import block_key
+
+    wanted = list(dict.fromkeys(map(block_key, keys)))
+    digest = at.resolve(namespace) if namespace else b""
+    cluster = at.client.cluster()
+    found, silent = replicas(at.client, wanted, digest, nodes_of(cluster))
+    at.show(found, show_replicas, found)
+    missing = not_found(wanted, found, cluster["directory"])
+    for line in (*(f"{name}: {why}" for name, why in silent.items()), missing):
+        if line:
+            base.complain(line)
+    if missing:
+        raise typer.Exit(EXIT_ERROR)
+
+
+@asks(blocks, "lookup")
+def blocks_lookup(
+    at: Session,
+    digest: Digest,
+    keys: BlockKeys = None,
+    keys_file: KeysFile = None,
+    why: Annotated[
+        bool,
+        typer.Option("--why", help="Show of each node why it lacks the first block that it lacks."),
+    ] = False,
+) -> None:
+    """Show how much of a prefix each node could provide. Exit status 1 if no node has any of it.
+
+    Example: kvpool blocks lookup 3fa9 00112233445566778899aabbccddeeff
+
+    Example: kvpool blocks lookup 3fa9 --keys-file prompt.keys --why
+    """
+    from kvpool.cli.render.blocks import show_prefixes
+    from kvpool.cli.render.misses import ask_why, show_why
+    from kvpool.cli.render.naming import block_keys
+
+    wanted = block_keys(keys or [], keys_file)
+    if not wanted:
+        raise InvalidRequest("give the keys of blocks in prefix order, or --keys-file FILE")
+    chosen = at.resolve(digest)
+    found = at.client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
+    told, silent = ask_why(at.client, at.tenant, chosen, wanted) if why else ({}, {})
+    if at.as_json:
+        rows = [
+            {"node": name, "memory_blocks": memory, "blocks": both}
+            for name, (memory, both) in found.items()
+        ]
+        reasons = {"why": told, "silent": silent} if why else {}
+        base.print_json({"keys": len(wanted), "items": rows, **reasons})
     else:
-        show_blocks(found, after, of_one=bool(chosen))
+        show_prefixes(found, len(wanted))
+        show_why(told)
+        for name, reason in silent.items():
+            base.complain(f"{name}: {reason}")
+    if not found:
+        raise typer.Exit(EXIT_ERROR)

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Digest, Socket, Tenant, Yes, app
-from kvpool.cli.job_runs import complain_of, named_nodes
+from kvpool.cli.base import OPERATORS, Digest, Session, Yes, asks, complain_of, named_nodes
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def clear(
+    at: Session,
     digest: Digest,
     fence: Annotated[
         bool, typer.Option("--fence", help="Require engines to open it again before they continue.")
@@ -21,9 +21,6 @@ def clear(
         bool, typer.Option("--dry-run", help="Only show what would be lost; change nothing.")
     ] = False,
     yes: Yes = False,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Start a new epoch of a namespace: all its blocks become misses, on all nodes. It asks for confirmation.
 
@@ -33,28 +30,29 @@ def clear(
     """
     from kvpool.cli.render.cluster import holdings, show_holdings
 
-    with base.client_of(socket, tenant) as client:
-        chosen = base.resolve(client, tenant, digest)
-        if dry_run:
-            rows, silent = holdings(client, named_nodes(client, None), tenant, chosen.hex())
-            if as_json:
-                base.print_json({"namespace": chosen.hex(), "nodes": rows, "failures": silent})
-            else:
-                show_holdings(rows, f"would become misses: namespace {chosen.hex()}")
-            complain_of([f"{name}: {why}" for name, why in silent.items()])
-            return
-        base.confirm(
-            f"Make all blocks of namespace {chosen.hex()} of tenant {tenant} misses, on all nodes?",
-            socket,
-            yes=yes,
+    chosen = at.resolve(digest)
+    if dry_run:
+        rows, silent = holdings(at.client, named_nodes(at.client, None), at.tenant, chosen.hex())
+        at.show(
+            {"namespace": chosen.hex(), "nodes": rows, "failures": silent},
+            show_holdings,
+            rows,
+            f"would become misses: namespace {chosen.hex()}",
         )
-        with base.in_doubt("namespaces"):
-            epoch = client.clear(chosen, fence=fence)
-    if as_json:
+        complain_of([f"{name}: {why}" for name, why in silent.items()])
+        return
+    base.confirm(
+        f"Make all blocks of namespace {chosen.hex()} of tenant {at.tenant} misses, on all nodes?",
+        at.socket,
+        yes=yes,
+    )
+    with base.in_doubt("namespaces"):
+        epoch = at.client.clear(chosen, fence=fence)
+    if at.as_json:
         base.print_json({"namespace": chosen.hex(), "epoch": epoch, "fence": fence})
         return
     print(
-        f"namespace {chosen.hex()} of tenant {tenant} is in epoch {epoch}: older blocks are misses on all nodes; "
+        f"namespace {chosen.hex()} of tenant {at.tenant} is in epoch {epoch}: older blocks are misses on all nodes; "
         "their memory is freed in the background"
     )
     if fence:

@@ -9,8 +9,17 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tenant, app
-from kvpool.cli.job_runs import OnNodes, named_nodes
+from kvpool.cli.base import (
+    EXIT_ERROR,
+    OPERATORS,
+    AnyNode,
+    AsJson,
+    OnNodes,
+    Session,
+    app,
+    asks,
+    named_nodes,
+)
 
 config = typer.Typer(
     cls=base.Commands,
@@ -36,7 +45,6 @@ def config_check(
     """
     from kvpool.cli.render.settings import effective, plain, show
 
-    base.without_context("config check")
     found = effective(None if file is None else str(file), os.environ)
     if as_json:
         base.print_json(plain(found))
@@ -44,12 +52,10 @@ def config_check(
         show(found)
 
 
-@config.command("show")
+@asks(config, "show")
 def config_show(
+    at: Session,
     node: AnyNode = "",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show the settings that a running node has now. Of secrets only whether they are set.
 
@@ -58,16 +64,13 @@ def config_show(
     from kvpool.cli.render.settings import show_running
     from kvpool.wire import operator as operator_wire
 
-    with base.client_of(socket, tenant) as client:
-        found = client.ask_node(operator_wire.Settings(), node=node)
-    if as_json:
-        base.print_json({"items": found})
-    else:
-        show_running(found)
+    found = at.client.ask_node(operator_wire.Settings(), node=node)
+    at.show({"items": found}, show_running, found)
 
 
-@config.command("set")
+@asks(config, "set")
 def config_set(
+    at: Session,
     settings: Annotated[
         list[str],
         typer.Argument(
@@ -75,9 +78,6 @@ def config_set(
         ),
     ],
     node: OnNodes = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Change settings of running nodes, until they end. For good, change their files too.
 
@@ -89,12 +89,13 @@ def config_set(
     from kvpool.cli.render.settings import change, parse_changes
 
     changes = parse_changes(settings)
-    with base.client_of(socket, tenant) as client, base.in_doubt("config show"):
-        done, failed = change(client, named_nodes(client, node), changes)
-    if as_json:
-        base.print_json({"nodes": done, "failed": failed})
-    else:
-        print(f"changed {', '.join(changes)} on {', '.join(done)}, until they end")
+    with base.in_doubt("config show"):
+        done, failed = change(at.client, named_nodes(at.client, node), changes)
+    at.show(
+        {"nodes": done, "failed": failed},
+        print,
+        f"changed {', '.join(changes)} on {', '.join(done)}, until they end",
+    )
     for name, reason in failed.items():
         base.complain(f"{name}: {reason}")
     if failed:

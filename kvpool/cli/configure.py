@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Digest, Socket, Tenant, app
+from kvpool.cli.base import OPERATORS, Digest, Session, asks
 from kvpool.errors import InvalidRequest
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def configure(
+    at: Session,
     digest: Digest,
     replicas: Annotated[
         int | None,
@@ -51,9 +52,6 @@ def configure(
             metavar="TIER=SIZE[,...]",
         ),
     ] = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Change settings of a namespace, on all nodes. Settings that are not given stay unchanged.
 
@@ -67,24 +65,23 @@ def configure(
         )
     of_tiers = {} if quota is None else quotas(quota)
     ttl_s = None if ttl is None else period(ttl)
-    with base.client_of(socket, tenant) as client:
-        chosen = base.resolve(client, tenant, digest)
-        with base.in_doubt("namespaces"):
-            client.configure(
-                chosen,
-                replicas=replicas,
-                write="" if write == "default" else write,
-                ttl_s=ttl_s,
-                ssd_codec="" if ssd_codec == "none" else ssd_codec,
-                dram_quota=of_tiers.get("dram"),
-                ssd_quota=of_tiers.get("ssd"),
-                write_remote=write_remote,
-            )
-    if as_json:
+    chosen = at.resolve(digest)
+    with base.in_doubt("namespaces"):
+        at.client.configure(
+            chosen,
+            replicas=replicas,
+            write="" if write == "default" else write,
+            ttl_s=ttl_s,
+            ssd_codec="" if ssd_codec == "none" else ssd_codec,
+            dram_quota=of_tiers.get("dram"),
+            ssd_quota=of_tiers.get("ssd"),
+            write_remote=write_remote,
+        )
+    if at.as_json:
         base.print_json({"namespace": chosen.hex(), "configured": True})
         return
     print(
-        f"changed the settings of namespace {chosen.hex()} of tenant {tenant} on all nodes; see `kvpool namespaces`"
+        f"changed the settings of namespace {chosen.hex()} of tenant {at.tenant} on all nodes; see `kvpool namespaces`"
     )
     if replicas is not None and replicas > 1:
         print("new blocks are replicated at once, existing blocks in the background")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, TenantHere, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
 from kvpool.errors import KvpoolError, Unavailable
 
 
@@ -18,7 +18,7 @@ def doctor(
         typer.Option(help="A folder to check for tier ssd; may be repeated.", metavar="FOLDER"),
     ] = None,
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Check this machine: RDMA, memory, huge pages, GPUs, disks, etcd, Redis, and the transport to each node.

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, Session, asks
 
 DRAIN_S = 3600.0
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def drain(
+    at: Session,
     node: Annotated[
         str | None, typer.Argument(help="The node's name. Without one only engines are drained.")
     ] = None,
@@ -45,9 +46,6 @@ def drain(
             help="The longest wait, seconds. Engines of a node have half of it to finish their requests.",
         ),
     ] = DRAIN_S,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Copy the blocks that only NODE holds to other nodes, and take it out of the cluster.
 
@@ -61,63 +59,46 @@ def drain(
     Example: kvpool drain --engine http://10.0.0.7:8000 --router http://routers.example.org:8080
     """
     from kvpool.cli.render.drain_engines import EnginesDrain, check_wanted
-    from kvpool.cli.render.router_http import TOKEN, routers_at
-    from kvpool.config import secret_of
+    from kvpool.router.client import routers_at
 
     check_wanted(node, engine or (), router or ())
     ends_at = time.monotonic() + timeout_s
     said: list[str] = []
     good = True
     if router:
-        engines = EnginesDrain(routers_at(router, secret_of(TOKEN) or ""), node, engine or ())
+        engines = EnginesDrain(routers_at(router), node, engine or ())
         names = ", ".join((engines.cancel if cancel else engines.begin)()) or "none"
         said.append(f"engines that {'get requests again' if cancel else 'are drained'}: {names}")
         if wait and not cancel:
             text, good = engines.wait(timeout_s if node is None else timeout_s / 2)
             said.append(text)
     if node is not None:
-        text, done = _drain_node(
-            node,
-            cancel=cancel,
-            wait_s=max(0.0, ends_at - time.monotonic()) if wait else None,
-            socket=socket,
-            tenant=tenant,
-        )
+        wait_s = max(0.0, ends_at - time.monotonic()) if wait else None
+        text, done = _drain_node(at, node, cancel=cancel, wait_s=wait_s)
         said.append(text)
         good = good and done
     whole = "; ".join(said)
     if not good:
         base.complain(whole)
         raise typer.Exit(EXIT_ERROR)
-    _say(whole, node, as_json=as_json)
+    at.show({"node": node, "text": whole}, print, whole)
 
 
-def _drain_node(
-    node: str, *, cancel: bool, wait_s: float | None, socket: str | None, tenant: str
-) -> tuple[str, bool]:
+def _drain_node(at: Session, node: str, *, cancel: bool, wait_s: float | None) -> tuple[str, bool]:
     """What to tell the operator, and whether all is well. wait_s: None: do not."""
     from kvpool.cli.render.drain import call_off, carry_out
 
-    with base.client_of(socket, tenant) as client:
-        with base.in_doubt("nodes"):
-            if cancel:
-                return call_off(client, node), True
-            client.drain(node)
-        if wait_s is None:
-            return f"{node} will be drained; `kvpool nodes` shows its progress", True
-        try:
-            return carry_out(client, node, wait_s)
-        except KeyboardInterrupt:
-            base.complain(
-                f"the drain of {node} continues: `kvpool drain {node}` shows it again, and "
-                f"`kvpool drain {node} --cancel` cancels it"
-            )
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-
-
-def _say(text: str, node: str | None, *, as_json: bool) -> None:
-    """The result of a drain."""
-    if as_json:
-        base.print_json({"node": node, "text": text})
-    else:
-        print(text)
+    with base.in_doubt("nodes"):
+        if cancel:
+            return call_off(at.client, node), True
+        at.client.drain(node)
+    if wait_s is None:
+        return f"{node} will be drained; `kvpool nodes` shows its progress", True
+    try:
+        return carry_out(at.client, node, wait_s)
+    except KeyboardInterrupt:
+        base.complain(
+            f"the drain of {node} continues: `kvpool drain {node}` shows it again, and "
+            f"`kvpool drain {node} --cancel` cancels it"
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None

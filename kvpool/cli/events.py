@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, Session, asks
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def events(
+    at: Session,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until Ctrl-C.")] = False,
     node: Annotated[
         list[str] | None,
@@ -28,9 +29,6 @@ def events(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Number of recent events to show.")] = 100,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show the nodes' events: joins and failures, jobs, and operators' changes.
 
@@ -47,22 +45,21 @@ def events(
     for each in kind or ():
         if each not in KINDS:
             raise InvalidRequest(f"--kind {each!r:.40}: must be one of {', '.join(KINDS)}")
-    with base.client_of(socket, tenant) as client:
-        feed = Feed(client, list(dict.fromkeys(node or nodes_of(client.cluster()))))
-        found = chosen(feed.news(), kind or (), limit)
-        show = _print_lines if as_json else show_events
-        try:
-            if not follow and as_json:
-                base.print_json(found)
-            else:
-                show(found)
-            silent = _complain_of(feed.silent, {})
-            if follow:
-                for _ in go_on(feed, kind or (), show):
-                    sys.stdout.flush()
-                    silent = _complain_of(feed.silent, silent)
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+    feed = Feed(at.client, list(dict.fromkeys(node or nodes_of(at.client.cluster()))))
+    found = chosen(feed.news(), kind or (), limit)
+    show = _print_lines if at.as_json else show_events
+    try:
+        if not follow and at.as_json:
+            base.print_json(found)
+        else:
+            show(found)
+        silent = _complain_of(feed.silent, {})
+        if follow:
+            for _ in go_on(feed, kind or (), show):
+                sys.stdout.flush()
+                silent = _complain_of(feed.silent, silent)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if silent:
         raise typer.Exit(EXIT_ERROR)
 

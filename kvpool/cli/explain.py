@@ -39,12 +39,11 @@ def explain(
     Example: kvpool explain --prompt "Once upon a time" --model llama-3-70b
     """
     from kvpool.cli.render.explain import past, possible, show_past, show_possible, the_model
-    from kvpool.cli.render.router_http import TOKEN, RouterHttp
-    from kvpool.config import secret_of
+    from kvpool.router.client import RouterHttp
 
     if (request is None) == (prompt is None):
         raise InvalidRequest("give the id of a request, or --prompt TEXT")
-    asked = RouterHttp(router, secret_of(TOKEN) or "")
+    asked = RouterHttp(router)
     told: dict[str, Any]
     if request is not None:
         told = past(asked, request)

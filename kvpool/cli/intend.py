@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, BlockKeys, KeysFile, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, BlockKeys, KeysFile, Session, asks
 from kvpool.errors import InvalidRequest
 from kvpool.types import Intent, Outcome
 
@@ -16,8 +16,9 @@ INTENT_S = 10.0  # for pins on disks, and the answers of others
 REQUEST_BYTES_MAX = 16 << 20
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def intend(
+    at: Session,
     intent: Annotated[
         Intent, typer.Argument(help="pin, unpin, keep, prefetch, expend or drop.", metavar="INTENT")
     ],
@@ -65,9 +66,6 @@ def intend(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell for how many it would hold.")
     ] = False,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Pin, keep for a time, prefetch, expend or drop blocks of a prompt or a session, as far as there is room.
 
@@ -106,23 +104,19 @@ def intend(
         if not session and namespace is None:
             raise InvalidRequest("keys and tokens need --namespace DIGEST")
         answers: dict[str, Any] = {}
-        with base.client_of(socket, tenant) as client:
-            digest = base.resolve(client, tenant, namespace) if namespace else b""
-            if tokens_file is not None:
-                from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
+        digest = at.resolve(namespace) if namespace else b""
+        if tokens_file is not None:
+            from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
 
-                wanted = keys_of_tokens(read_tokens(tokens_file), client.engines(), digest.hex())
-            message = operator_wire.IntendBlocks(
-                str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
-            )
-            for name in dict.fromkeys(node or [""]):
-                answers[name] = client.ask_node(message, node=name, wait_s=INTENT_S)
-            here = "" if node else client.cluster()["node"]
+            wanted = keys_of_tokens(read_tokens(tokens_file), at.client.engines(), digest.hex())
+        message = operator_wire.IntendBlocks(
+            str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
+        )
+        for name in dict.fromkeys(node or [""]):
+            answers[name] = at.client.ask_node(message, node=name, wait_s=INTENT_S)
+        here = "" if node else at.client.cluster()["node"]
         rows = [{"node": name or here, **answer} for name, answer in answers.items()]
-    if as_json:
-        base.print_json({"items": rows} if request_file is None else told)
-    else:
-        show_answers(rows)
+    at.show({"items": rows} if request_file is None else told, show_answers, rows)
     for name, why in sorted(unreachable.items()):
         base.complain(f"{name}: {why}")
     if all(row["outcome"] in {Outcome.REFUSED, Outcome.MISSING} for row in rows):
@@ -133,8 +127,7 @@ def _by_request(router: str, file: Path, wanted: dict[str, Any]) -> dict[str, An
     """The answer of a router. Raises `InvalidRequest`, `NotAuthenticated`, `ClusterUnavailable`."""
     import json
 
-    from kvpool.cli.render.router_http import TOKEN, RouterHttp
-    from kvpool.config import secret_of
+    from kvpool.router.client import RouterHttp
 
     try:
         with file.open("rb") as opened:
@@ -144,7 +137,7 @@ def _by_request(router: str, file: Path, wanted: dict[str, Any]) -> dict[str, An
         raise InvalidRequest(f"cannot read a request from {file}: {error}") from None
     if len(raw) > REQUEST_BYTES_MAX or not isinstance(request, dict):
         raise InvalidRequest(f"{file} is not a request: JSON with model, and prompt or messages")
-    asked = RouterHttp(router, secret_of(TOKEN) or "")
+    asked = RouterHttp(router)
     found: dict[str, Any] = asked.ask(
         "/intents", json.dumps({**wanted, "request": request}).encode()
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, AsJson, Socket, TenantHere, app
+from kvpool.cli.base import EXIT_ERROR, AsJson, Socket, Tenant, app
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def put(
     ] = STDIO,
     tenant_id: TenantId = "default",
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Store a file as an object, in place of one of the same name. Exit status 1 if it is not stored.
@@ -73,7 +73,7 @@ def get(
     ] = None,
     tenant_id: TenantId = "default",
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Read an object, from whichever node has it. Exit status 1 if it is not there.
@@ -119,7 +119,7 @@ def ls(
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most names to list.")] = 100,
     tenant_id: TenantId = "default",
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """List the objects whose blocks are on this node, in no order. For operators: other programs know their names.
@@ -143,7 +143,7 @@ def rm(
     names: Annotated[list[str], typer.Argument(help="Names of objects.", metavar="NAME...")],
     tenant_id: TenantId = "default",
     socket: Socket = None,
-    tenant: TenantHere = "default",
+    tenant: Tenant = "default",
     as_json: AsJson = False,
 ) -> None:
     """Remove objects from all nodes. Exit status 1 if one was not there, or a node did not answer.

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, Session, asks
 
 PinKeys = Annotated[
     list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
@@ -24,64 +24,48 @@ OfNamespace = Annotated[
 ]
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def pin(
+    at: Session,
     keys: PinKeys,
     kind: Annotated[
         str, typer.Option(help="soft: evicted last; hard: never evicted; none: no pin.")
     ] = "soft",
     namespace: OfNamespace = None,
     node: PinNode = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Pin blocks of a node, in memory and on disks. Exit status 1 if some are not there.
 
     Example: kvpool pin 00112233445566778899aabbccddeeff --kind hard
     """
-    _pin(keys, kind, namespace, node, socket, tenant, as_json=as_json)
+    _pin(at, keys, kind, namespace, node)
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def unpin(
+    at: Session,
     keys: PinKeys,
     namespace: OfNamespace = None,
     node: PinNode = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Remove pins: the blocks are evicted like any other. Exit status 1 if some are not there.
 
     Example: kvpool unpin 00112233445566778899aabbccddeeff
     """
-    _pin(keys, "none", namespace, node, socket, tenant, as_json=as_json)
+    _pin(at, keys, "none", namespace, node)
 
 
 def _pin(
-    keys: list[str],
-    kind: str,
-    namespace: str | None,
-    node: list[str] | None,
-    socket: str | None,
-    tenant: str,
-    *,
-    as_json: bool,
+    at: Session, keys: list[str], kind: str, namespace: str | None, node: list[str] | None
 ) -> None:
     from kvpool.cli.render.naming import block_keys
     from kvpool.wire import operator as operator_wire
 
     wanted = block_keys(keys)
-    found: dict[str, int] = {}
-    with base.client_of(socket, tenant) as client:
-        digest = base.resolve(client, tenant, namespace) if namespace else b""
-        if node is None:
-            found[""] = client.pin_blocks(wanted, kind, digest=digest)
-        for name in dict.fromkeys(node or ()):
-            message = operator_wire.PinBlocks(b"".join(wanted), kind, digest)
-            found[name] = client.ask_node(message, node=name)
-    if as_json:
+    digest = at.resolve(namespace) if namespace else b""
+    message = operator_wire.PinBlocks(b"".join(wanted), kind, digest)
+    found = {name: at.client.ask_node(message, node=name) for name in dict.fromkeys(node or [""])}
+    if at.as_json:
         base.print_json({"kind": kind, "keys": len(wanted), "found": found})
     else:
         what = "unpinned" if kind == "none" else f"pinned {kind}"
@@ -91,6 +75,6 @@ def _pin(
             print(f"{count} of {len(wanted)} {noun} {what}{where}")
     if any(count < len(wanted) for count in found.values()):
         base.complain(
-            "not all of them are there: `kvpool locate KEY` shows which nodes have a block (--node NAME)"
+            "not all of them are there: `kvpool blocks locate KEY` shows which nodes have a block (--node NAME)"
         )
         raise typer.Exit(EXIT_ERROR)

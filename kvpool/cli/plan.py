@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import AsJson, Socket, Tenant, app
+from kvpool.cli.base import Session, app, asks
 
 WORKLOAD = "workload"
 
@@ -28,8 +28,8 @@ app.add_typer(
 )
 
 
-@plan_app.command()
-def memory(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = False) -> None:
+@asks(plan_app)
+def memory(at: Session) -> None:
     """Show what more memory would give: the hit rate for several amounts of it, and why blocks are missed now.
 
     The nodes measure it while they run, for what a tenant's engines ask for.
@@ -38,12 +38,8 @@ def memory(socket: Socket = None, tenant: Tenant = "default", as_json: AsJson = 
     """
     from kvpool.cli.render.memory import gather, show_memory
 
-    with base.client_of(socket, tenant) as client:
-        found = gather(client, tenant)
-    if as_json:
-        base.print_json(found)
-    else:
-        show_memory(found)
+    found = gather(at.client, at.tenant)
+    at.show(found, show_memory, found)
     for node, why in found.unreachable.items():
         base.complain(f"{node}: {why}")
 
@@ -107,17 +103,15 @@ def plan(
 
     Example: kvpool plan workload trace.jsonl --ttft 3 --tpot 0.1 --router http://10.0.0.2:8080
     """
-    from kvpool.cli.render.router_http import TOKEN, RouterHttp
     from kvpool.cli.render.text import make_console
-    from kvpool.config import secret_of
     from kvpool.planner.command import Room, run, trace_of, write
     from kvpool.planner.measured import as_assumed, as_measured
     from kvpool.planner.trials import Targets
     from kvpool.planner.workload import Workload, at_rate
+    from kvpool.router.client import RouterHttp
     from kvpool.simulator.simulated_cluster import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
-    base.without_context("plan workload")
     found = trace_of(trace, Workload(rate or 4.0, prompt, output, shared), limit, seed)
     shape = Shape(
         Speeds(load_hardware(hardware), load_model(model)),
@@ -126,7 +120,7 @@ def plan(
         seed=seed,
     )
     if router:
-        told = RouterHttp(router, secret_of(TOKEN) or "").ask("/engines")
+        told = RouterHttp(router).ask("/engines")
         shape, known = as_measured(told, kind, shape)
     else:
         known = as_assumed(shape, hardware, model)

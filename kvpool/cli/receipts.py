@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -17,8 +16,6 @@ from kvpool.types import DEFAULT_TENANT
 EVER_S = 1e12
 PAGE = 1000
 INCOMPLETE = "its files of receipts cannot all be read: see its log"
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -160,8 +157,12 @@ def _requests(
 
 def moment(text: str, now_s: float, option: str) -> float:
     """Seconds since 1970: of a time, or of so long before now. Raises `ConfigError`."""
-    if match := _SPAN.fullmatch(text):
-        return now_s - float(match[1]) * _SECONDS[match[2]]
+    from kvpool.cli.render.naming import period
+
+    try:
+        return now_s - period(text)
+    except InvalidRequest:
+        pass  # a time, then
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Session, app, asks
 
 sessions = typer.Typer(
     cls=base.Commands,
@@ -20,17 +20,15 @@ SessionName = Annotated[
 ]
 
 
-@sessions.command("list")
+@asks(sessions, "list")
 def sessions_list(
+    at: Session,
     node: AnyNode = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The most sessions to list.")] = 100,
     after: Annotated[
         str,
         typer.Option(help="Begin after this session, in the order of names.", metavar="SESSION"),
     ] = "",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """List the sessions that a node knows: their turns and blocks.
 
@@ -39,21 +37,20 @@ def sessions_list(
     from kvpool.cli.render.sessions import show_sessions
     from kvpool.wire import operator as operator_wire
 
-    with base.client_of(socket, tenant) as client:
-        found = client.ask_node(operator_wire.ListSessions(after, limit), node=node)
-    if as_json:
-        base.print_json({"items": found["sessions"], "more": found["more"]})
-    else:
-        show_sessions(found["sessions"], more=found["more"])
+    found = at.client.ask_node(operator_wire.ListSessions(after, limit), node=node)
+    at.show(
+        {"items": found["sessions"], "more": found["more"]},
+        show_sessions,
+        found["sessions"],
+        more=found["more"],
+    )
 
 
-@sessions.command("show")
+@asks(sessions, "show")
 def sessions_show(
+    at: Session,
     session: SessionName,
     node: AnyNode = "",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show a session: the prompt of each of its agents, and where its blocks are. Exit status 1 if it is not known.
 
@@ -62,23 +59,17 @@ def sessions_show(
     from kvpool.cli.render.sessions import show_session
     from kvpool.wire import operator as operator_wire
 
-    with base.client_of(socket, tenant) as client:
-        found: list[dict[str, Any]] = client.ask_node(operator_wire.ShowSession(session), node=node)
+    found: list[dict[str, Any]] = at.client.ask_node(operator_wire.ShowSession(session), node=node)
     if not found:
         raise _unknown(session)
-    if as_json:
-        base.print_json(found[0])
-    else:
-        show_session(found[0])
+    at.show(found[0], show_session, found[0])
 
 
-@sessions.command("end")
+@asks(sessions, "end")
 def sessions_end(
+    at: Session,
     session: SessionName,
     node: AnyNode = "",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """End a session: its blocks are evicted before others. Exit status 1 if it is not known.
 
@@ -86,9 +77,9 @@ def sessions_end(
     """
     from kvpool.wire import operator as operator_wire
 
-    with base.client_of(socket, tenant) as client, base.in_doubt("sessions show"):
-        known = bool(client.ask_node(operator_wire.EndSession(session), node=node))
-    if as_json:
+    with base.in_doubt("sessions show"):
+        known = bool(at.client.ask_node(operator_wire.EndSession(session), node=node))
+    if at.as_json:
         base.print_json({"session": session, "ended": known})
     elif known:
         print(f"session {session} has ended")

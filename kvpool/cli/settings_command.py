@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from kvpool.cli.base import panels
+from kvpool.cli.base import panels, set_parameters
 
 if TYPE_CHECKING:
     from kvpool.config import Setting
@@ -75,7 +74,7 @@ def _options(struct: str) -> list[Any]:
     module, _, name = struct.partition(":")
     declared = settings_of(getattr(import_module(module), name))
     found = [each for each in declared.values() if each.option]
-    parameters = []
+    parameters: dict[str, tuple[Any, Any]] = {}
     for each in sorted(found, key=lambda each: PANELS.index(each.panel)):
         names = [each.option]
         if each.is_switch:
@@ -87,20 +86,12 @@ def _options(struct: str) -> list[Any]:
             rich_help_panel=each.panel or None,
         )
         value: Any = bool if each.is_switch else list[str] if each.is_list else str
-        parameters.append(
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[value | None, option],
-            )
-        )
+        parameters[each.name] = Annotated[value | None, option], None
 
     def takes_settings() -> None:
         pass
 
-    setattr(takes_settings, "__signature__", inspect.Signature(parameters))  # noqa: B010
-    takes_settings.__annotations__ = {each.name: each.annotation for each in parameters}
+    set_parameters(takes_settings, parameters)
     made = typer.Typer(add_completion=False)
     made.command()(takes_settings)
     return list(typer.main.get_command(made).params)

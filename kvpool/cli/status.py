@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, Session, asks
 from kvpool.errors import InvalidRequest
 
 
-@app.command()
+@asks()
 def status(
+    at: Session,
     node: Annotated[
         str,
         typer.Option(help="Of this node of the cluster instead of the local one.", metavar="NAME"),
@@ -29,9 +30,6 @@ def status(
             metavar="N",
         ),
     ] = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
     quiet: Annotated[
         bool,
         typer.Option("--quiet", "-q", help="Print nothing; only set the exit status."),
@@ -53,40 +51,32 @@ def status(
     if every:
         if node:
             raise InvalidRequest("--all and --node exclude each other")
-        _all(socket, tenant, expect, as_json=as_json, quiet=quiet)
+        _all(at, expect, quiet=quiet)
         return
     if expect is not None:
         raise InvalidRequest("--expect needs --all")
     from kvpool.cli.render.node import not_serving, show
 
-    with base.client_of(socket, tenant) as client:
-        stats = client.inspect(node) if node else client.stats()
-        names = {} if as_json or quiet else base.node_names(client)
-    if tenant not in stats.tenants:
+    stats = at.client.inspect(node) if node else at.client.stats()
+    names = {} if at.as_json or quiet else base.node_names(at.client)
+    if at.tenant not in stats.tenants:
         raise InvalidRequest(
-            f"node {stats.node} has no tenant {tenant}: check --tenant; the node's configuration lists its tenants"
+            f"node {stats.node} has no tenant {at.tenant}: check --tenant; the node's configuration lists its tenants"
         )
-    if as_json:
-        base.print_json(stats)
-    elif not quiet:
-        show(stats, tenant, names)
+    if at.as_json or not quiet:
+        at.show(stats, show, stats, at.tenant, names)
     if why := not_serving(stats):
         if not quiet:
             base.complain(why)
         raise typer.Exit(EXIT_ERROR)
 
 
-def _all(
-    socket: str | None, tenant: str, expect: int | None, *, as_json: bool, quiet: bool
-) -> None:
+def _all(at: Session, expect: int | None, *, quiet: bool) -> None:
     from kvpool.cli.render.health import look, show_health
 
-    with base.client_of(socket, tenant) as client:
-        found = look(client, expect or 0)
-    if as_json:
-        base.print_json(found)
-    elif not quiet:
-        show_health(found)
+    found = look(at.client, expect or 0)
+    if at.as_json or not quiet:
+        at.show(found, show_health, found)
     if found.problem:
         if not quiet:
             base.complain(found.problem)

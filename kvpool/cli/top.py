@@ -8,18 +8,16 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import OPERATORS, Session, asks
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def top(
+    at: Session,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     every_s: Annotated[
         float, typer.Option("--every-s", min=0.2, max=60.0, help="Seconds between updates.")
     ] = 1.0,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Show the activity of all nodes: usage, puts, reads and pulls a second, hits by node and namespace, leases, jobs.
 
@@ -32,13 +30,12 @@ def top(
     from kvpool.cli.render.top import once as look_once
     from kvpool.cli.render.top import plain, run, show_once
 
-    with base.client_of(socket, tenant) as client:
-        if as_json:
-            base.print_json(plain(look_once(client, every_s)))
-        elif once or not sys.stdout.isatty():
-            show_once(look_once(client, every_s))
-        else:
-            try:
-                run(client, every_s)
-            except KeyboardInterrupt:
-                raise typer.Exit(base.EXIT_INTERRUPTED) from None
+    if at.as_json:
+        base.print_json(plain(look_once(at.client, every_s)))
+    elif once or not sys.stdout.isatty():
+        show_once(look_once(at.client, every_s))
+    else:
+        try:
+            run(at.client, every_s)
+        except KeyboardInterrupt:
+            raise typer.Exit(base.EXIT_INTERRUPTED) from None

@@ -16,7 +16,6 @@ from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 
 EVICT_S = 60.0  # for all of a node's blocks
-SCRUB_S = 60.0
 
 
 class OperatorRequests(ABC):
@@ -113,12 +112,6 @@ class OperatorRequests(ABC):
         """As `pin`, by an operator, in one namespace or all of the tenant's; returns how many blocks are there."""
         message = operator_wire.PinBlocks(pack_keys(keys), kind, digest and check_digest(digest))
         return int(self._ask(message).value)
-
-    def scrub(self, cursor: int, count: int) -> dict[str, Any]:
-        """Compare some blocks on this node's disks with their checksums: see `kvpool.wire.operator.Scrub`."""
-        answer = self._ask(operator_wire.Scrub(cursor, count), SCRUB_S)
-        found: dict[str, Any] = json.loads(answer.data)
-        return found
 
     def inspect(self, node: str = "") -> NodeStats:
         """The numbers of a node of the cluster, of all its tenants. Empty: of this one."""

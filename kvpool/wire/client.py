@@ -51,6 +51,7 @@ import msgspec
 
 from kvpool.decoding import Finite
 from kvpool.types import PARTS_MAX, EngineRecord
+from kvpool.wire.command import Scope, command, in_json
 from kvpool.wire.frame import (
     PROTOCOL_OLDEST,
     AnyDigest,
@@ -70,6 +71,7 @@ from kvpool.wire.frame import (
 from kvpool.wire.operator import OperatorMessage
 
 TOKENS_MAX = 1024  # in one request
+PREFIXES_S_MAX = 10.0  # over HTTP
 
 
 class Hello(Message, tag=1):
@@ -370,6 +372,7 @@ class Pin(Message, tag=23):
     kind: str
 
 
+@command("viewer", Scope.SHOWN)
 class Stats(ReadOnly, tag=24):
     """The node's statistics, for the client's tenant."""
 
@@ -507,6 +510,7 @@ class AnnounceEngine(Message, tag=53):
     engine: EngineRecord | None
 
 
+@command("viewer", answer=list)
 class Engines(ReadOnly, tag=54):
     """The engines of this tenant that were announced, on all nodes. For each: what was announced, `node`,
     `incarnation`, `labels` and `host` of it, as in its record, and whether it is on this machine (`here`). The first
@@ -514,6 +518,7 @@ class Engines(ReadOnly, tag=54):
     """
 
 
+@command("viewer")
 class Prefixes(ReadOnly, tag=58):
     """How much of a prefix each node could provide, by the directory, in blocks: `{node: [in memory, with
     disks]}`.
@@ -524,9 +529,10 @@ class Prefixes(ReadOnly, tag=58):
 
     digest: Digest
     keys: bytes
-    wait_s: Finite
+    wait_s: Annotated[Finite, in_json(Annotated[float, msgspec.Meta(ge=0, le=PREFIXES_S_MAX)])]
 
 
+@command("viewer")
 class WhyMissing(ReadOnly, tag=145):
     """Why a node could not provide more of a prompt. JSON: `asked`; `memory_blocks` and `blocks` that it could, from
     memory and from disks too; `missing`, the first block that it could not, and `last`, the last read that ended at one
@@ -538,7 +544,7 @@ class WhyMissing(ReadOnly, tag=145):
 
     digest: Digest
     keys: bytes
-    node: str = ""
+    node: Annotated[str, in_json(None)] = ""
 
 
 ClientMessage = (

@@ -1,13 +1,15 @@
 """Operators' long-running jobs: their specifications and progress.
 
-Each is requested as JSON, with `kind` naming which. A job runs on one node; one that concerns a cluster has the
-same name on each of its nodes.
+Each kind is declared once, as a struct of `JobSpec`. From it come what is requested as JSON, with `kind` naming which,
+the body of `POST /v1/jobs` with its description, and `kvpool job start KIND` with its options and help. What a job does
+is in `kvpool.daemon.ops.jobs`. A job runs on one node; one that concerns a cluster has the same name on each of its
+nodes.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -18,58 +20,113 @@ from kvpool.wire.frame import Count
 JOB_KEYS_MAX = 1 << 16
 """Blocks that one job may name."""
 
-Hex = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*$", max_length=64)]
 Key = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$", description="A block's key, hex.")]
-Keys = Annotated[list[Key], msgspec.Meta(max_length=JOB_KEYS_MAX)]
+Keys = Annotated[
+    list[Key],
+    msgspec.Meta(max_length=JOB_KEYS_MAX, extra={"typed": "keys"}, description="Block keys."),
+]
 Digest = Annotated[
-    str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$", description="A namespace's digest, hex.")
+    str,
+    msgspec.Meta(
+        pattern=r"^([0-9a-f]{32})?$",
+        description="A namespace's digest, hex.",
+        extra={"typed": "digest"},
+    ),
 ]
 NodeName = Annotated[str, msgspec.Meta(max_length=63, description="A node's name.")]
 JobName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-z-]{1,64}$")]
-TierName = Literal["dram", "ssd", "device"]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=10 * 365 * 86_400)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=10 * 365 * 86_400, extra={"typed": "time"})]
+Size = Annotated[Count, msgspec.Meta(extra={"typed": "size"})]
+
+
+class TierName(StrEnum):
+    """A tier whose blocks a job may name."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+    DEVICE = "device"
+
+
+def typed(option: str, description: str, metavar: str | None = None) -> msgspec.Meta:
+    """The option of the command line that a field of a job is given by, and what it is."""
+    return msgspec.Meta(description=description, extra={"option": option, "metavar": metavar})
 
 
 class EvictJob(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="evict"
 ):
-    """Evict blocks. everything: all of the tenant's on the node; without it something has to limit what goes.
+    """Evict blocks on all nodes or some. Blocks with hard pins stay.
 
-    namespace: only its blocks. keys: only these; with `chains`, also the blocks behind them in their prefix
-    chains. tiers: only there; none: in all. unused_s: only blocks not used for this long. least_bytes: the least
-    valuable of these, until this many bytes are free. `tiers` alone limits nothing: it goes
-    together with `everything` or `least_bytes` too.
+    What goes has to be limited, by a namespace, keys, a time without use or a size, unless all of the tenant's blocks are
+    asked for. A tier alone limits nothing.
     """
 
-    namespace: Digest = ""
+    everywhere: ClassVar = True
+    words: ClassVar = ("evicted", "would be evicted")
+    examples: ClassVar = (
+        "kvpool job start evict --namespace 3fa9 --unused-s 2h --node host-7 --dry-run",
+        "kvpool job start evict 00112233445566778899aabbccddeeff --chain",
+    )
+
+    namespace: Annotated[Digest, typed("--namespace", "Only in this namespace.", "DIGEST")] = ""
     keys: Keys = []
-    chains: bool = False
-    tiers: list[TierName] = []
-    unused_s: Seconds = 0.0
-    least_bytes: Count = 0
-    everything: bool = False
+    chains: Annotated[
+        bool, typed("--chain", "Also evict the blocks after these in their prefix chains.")
+    ] = False
+    tiers: Annotated[
+        list[TierName], typed("--tier", "Only from this tier; may be repeated.", "dram|ssd|device")
+    ] = []
+    unused_s: Annotated[
+        Seconds, typed("--unused-s", "Only blocks not used for this long: 30m, 2h.", "TIME")
+    ] = 0.0
+    least_bytes: Annotated[
+        Size,
+        typed(
+            "--least",
+            "Evict the least valuable blocks until this much is freed on each node: 10GiB. With --tier only.",
+            "SIZE",
+        ),
+    ] = 0
+    everything: Annotated[bool, typed("--all", "All blocks of the tenant.")] = False
 
 
 class WarmJob(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="warm"
 ):
-    """Bring blocks into this node's memory, from any tier or node.
+    """Bring blocks into a node's memory, from any tier or node, before engines request them.
 
-    keys: in prefix order; none: all that node `source` has of the namespace. move: `source` drops the blocks that
-    have arrived; if there is room only by dropping other blocks' sole replicas, the job fails, and the rest stays
-    there.
+    A node that has room for moved blocks only by dropping other blocks' sole replicas fails; the rest stays at the
+    source.
     """
+
+    everywhere: ClassVar = False
+    words: ClassVar = ("brought", "would be brought")
+    examples: ClassVar = (
+        "kvpool job start warm 3fa9 00112233445566778899aabbccddeeff --node host-7",
+        "kvpool job start warm 3fa9 --from host-7 --move --node host-8",
+    )
 
     namespace: Digest
     keys: Keys = []
-    source: NodeName = ""
-    move: bool = False
+    source: Annotated[
+        NodeName, typed("--from", "Without keys: all blocks of the namespace on this node.", "NAME")
+    ] = ""
+    move: Annotated[
+        bool, typed("--move", "Drop the blocks that have arrived at the node they came from.")
+    ] = False
 
 
 class ScrubJob(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="scrub"
 ):
-    """Read all blocks on this node's disks and drop those that do not match their checksums."""
+    """Compare all blocks on a node's disks with their checksums. Exit status 1 if some were damaged.
+
+    Damaged blocks are dropped; engines compute them again.
+    """
+
+    everywhere: ClassVar = False
+    words: ClassVar = ("bad and dropped", "")
+    examples: ClassVar = ("kvpool job start scrub --node host-7 --no-wait",)
 
 
 JobSpec = EvictJob | WarmJob | ScrubJob
@@ -135,27 +192,26 @@ def parse_job(raw: bytes) -> JobSpec:
             spec.namespace or spec.keys or spec.unused_s
         ):
             raise InvalidRequest(
-                "least_bytes selects by value alone: do not combine it with namespace, keys or unused_s"
+                "`least_bytes` selects by value alone: do not combine it with `namespace`, keys or `unused_s`"
             )
         case EvictJob(everything=True) if (
             spec.namespace or spec.keys or spec.unused_s or spec.least_bytes
         ):
             raise InvalidRequest(
-                "everything is all of the tenant: do not combine it with namespace, keys, unused_s or least_bytes"
+                "`everything` is all of the tenant: do not combine it with `namespace`, keys, `unused_s` or `least_bytes`"
             )
         case EvictJob(keys=[], chains=True):
-            raise InvalidRequest("chains need keys: name at least one")
+            raise InvalidRequest("`chains` needs keys: name at least one")
         case EvictJob(everything=False) if not (
             spec.namespace or spec.keys or spec.unused_s or spec.least_bytes
         ):
             raise InvalidRequest(
-                "name the blocks to evict (namespace, keys, unused_s or least_bytes), or say that all of the tenant's "
-                "are meant (everything)"
+                "name the blocks to evict: keys, `namespace`, `unused_s` or `least_bytes`; or `everything` of the tenant"
             )
         case WarmJob(namespace=""):
             raise InvalidRequest("name the namespace of the blocks")
         case WarmJob(keys=[], source=""):
-            raise InvalidRequest("name keys, or the node to copy the blocks from (source)")
+            raise InvalidRequest("name keys, or the node to copy all blocks from: `source`")
         case WarmJob(source="", move=True):
-            raise InvalidRequest("to move blocks, name the node to move them from (source)")
+            raise InvalidRequest("to `move` blocks, name the node that they are on: `source`")
     return spec

@@ -1,54 +1,28 @@
 """Operators' requests to a daemon, over a client's connection or through `OnNode` to any node of the cluster.
 
-type  message          direction             answer
-----  ---------------  --------------------  ----------------
-31    Cluster          operator → daemon     Bytes: a JSON object
-32    Locate           operator → daemon     Bytes: a JSON object
-33    Drain            operator → daemon     Done
-34    Clear            operator → daemon     Done: the new epoch
-35    Configure        operator → daemon     Done
-37    Evict            operator → daemon     Done: evicted blocks
-38    PinBlocks        operator → daemon     Done: blocks pinned or unpinned
-39    Scrub            operator → daemon     Bytes: a JSON object
-100   OnNode           operator → daemon     the answer to the request in it
-101   Inspect          operator → daemon     Bytes: a JSON object
-102   ListBlocks       operator → daemon     Bytes: a JSON object
-103   ShowBlocks       operator → daemon     Bytes: a JSON array
-104   BeginJob         operator → daemon     Bytes: a JSON object
-105   Jobs             operator → daemon     Bytes: a JSON array
-106   StopJob          operator → daemon     Done: 1 if it was running
-107   Events           operator → daemon     Bytes: a JSON object
-108   Settings         operator → daemon     Bytes: a JSON array
-109   ChangeSettings   operator → daemon     Done
-121   TakeSpans        operator → daemon     Bytes: a JSON object
-142   ListSessions     operator → daemon     Bytes: a JSON object
-143   ShowSession      operator → daemon     Bytes: a JSON array
-144   EndSession       operator → daemon     Done: 1 if it was known
-146   HitCurves        operator → daemon     Bytes: a JSON object
-147   IntendBlocks     operator → daemon     Bytes: a JSON object
-150   ListAccounts     operator → daemon     Bytes: a JSON object
-151   ListReceipts     operator → daemon     Bytes: a JSON object
+Each is declared with `@command`: its answer, the least role of a token, and whose objects it concerns.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Union
+
 import msgspec
 
 from kvpool.decoding import Finite
-from kvpool.wire.frame import (
-    AnyDigest,
-    Count,
-    Digest,
-    Integer,
-    Message,
-    ReadOnly,
-)
+from kvpool.wire.command import COMMANDS, Scope, command, in_json
+from kvpool.wire.frame import AnyDigest, Count, Digest, Integer, Message, ReadOnly
+from kvpool.wire.jobs import JobName, JobSpec, JobView
+
+Changes = Annotated[dict[str, Any], msgspec.Meta(min_length=1, max_length=100)]
 
 
+@command("viewer", Scope.SHOWN)
 class Cluster(ReadOnly, tag=31):
     """What this node knows of the cluster: nodes, namespaces, directory."""
 
 
+@command("viewer", answer=list)
 class Locate(ReadOnly, tag=32):
     """Where these blocks are, by the directory. `digest`: of one namespace; empty: all of the tenant's."""
 
@@ -56,6 +30,7 @@ class Locate(ReadOnly, tag=32):
     digest: AnyDigest = b""
 
 
+@command("operator", Scope.WHOLE, answer=int)
 class Drain(Message, tag=33):
     """Have a node copy its sole replicas elsewhere and leave, or with `wanted` false, cancel that."""
 
@@ -63,6 +38,7 @@ class Drain(Message, tag=33):
     wanted: bool = True
 
 
+@command("admin", answer=int)
 class Clear(Message, tag=34):
     """Start a new epoch of a namespace. Engines continue in it, with `fence` only once they reopen it."""
 
@@ -70,6 +46,7 @@ class Clear(Message, tag=34):
     fence: bool = False
 
 
+@command("admin", answer=int)
 class Configure(Message, tag=35):
     """Change settings of a namespace in the whole cluster; null: unchanged.
 
@@ -90,6 +67,8 @@ class Configure(Message, tag=35):
     write_remote: str | None = None
 
 
+# The command line evicts by jobs, which can be stopped.
+@command(None, answer=int)
 class Evict(Message, tag=37):
     """Evict blocks on this node. Leased blocks are dropped when their readers are done.
 
@@ -104,6 +83,7 @@ class Evict(Message, tag=37):
     masks: bytes = b""
 
 
+@command("operator", answer=int)
 class PinBlocks(Message, tag=38):
     """As `Pin`, by an operator. `digest`: of one namespace; empty: all of the tenant's."""
 
@@ -112,16 +92,8 @@ class PinBlocks(Message, tag=38):
     digest: AnyDigest = b""
 
 
-class Scrub(Message, tag=39):
-    """Compare about `count` blocks on this node's disks with their checksums, from a cursor on (at first 0).
-
-    The answer: `seen`, `bad` (dropped), and the next `cursor`, null at the end.
-    """
-
-    cursor: Integer
-    count: Integer
-
-
+# The gateway makes one of each request that it forwards.
+@command(None, answer=msgspec.Raw)
 class OnNode(Message, tag=100):
     """An operator's request, for any node of the cluster and any tenant. Requests do not block each other.
 
@@ -137,10 +109,12 @@ class OnNode(Message, tag=100):
     by: str = ""
 
 
+@command("viewer", Scope.SHOWN)
 class Inspect(ReadOnly, tag=101):
     """All statistics of this node, for all its tenants."""
 
 
+@command("viewer")
 class ListBlocks(ReadOnly, tag=102):
     """Some of this node's blocks, from `cursor` on (empty: from the beginning). JSON: blocks, cursor (null: the
     end).
@@ -155,6 +129,8 @@ class ListBlocks(ReadOnly, tag=102):
     digest: AnyDigest = b""
 
 
+# No command needs it: GET /v1/blocks/{key}.
+@command(None, answer=list)
 class ShowBlocks(ReadOnly, tag=103):
     """This node's replicas of these blocks, tier by tier. JSON: one object for each block that is here.
 
@@ -165,29 +141,33 @@ class ShowBlocks(ReadOnly, tag=103):
     keys: bytes
 
 
+@command("operator", answer=JobView)
 class BeginJob(Message, tag=104):
     """`spec`: JSON, one of `kvpool.wire.jobs.JobSpec`. `job`: its name, new to this node.
 
     JSON: a `kvpool.wire.jobs.JobView`.
     """
 
-    job: str
-    spec: bytes
+    job: Annotated[str, in_json(JobName)]
+    spec: Annotated[bytes, in_json(JobSpec)]
     dry_run: bool = False
 
 
+@command("viewer", Scope.SHOWN, answer=list[JobView])
 class Jobs(ReadOnly, tag=105):
     """`jobs`: names; none: all that the node remembers. JSON: an array of `kvpool.wire.jobs.JobView`."""
 
     jobs: list[str] = msgspec.field(default_factory=list)
 
 
+@command("operator", Scope.JOB, answer=int)
 class StopJob(Message, tag=106):
     """Stop a running job."""
 
-    job: str
+    job: Annotated[str, in_json(JobName)]
 
 
+@command("viewer", Scope.SHOWN)
 class Events(ReadOnly, tag=107):
     """The events after number `after`; if there are none, those of the next `wait_s`.
 
@@ -196,19 +176,24 @@ class Events(ReadOnly, tag=107):
 
     after: Count
     count: Count
-    wait_s: Finite = 0.0
+    # A poll that waits would hold one of the gateway's places.
+    wait_s: Annotated[Finite, in_json(None)] = 0.0
 
 
+@command("viewer", Scope.WHOLE, answer=list)
 class Settings(ReadOnly, tag=108):
     """This node's current configuration; of secrets only whether they are set."""
 
 
+@command("admin", Scope.WHOLE, answer=int)
 class ChangeSettings(Message, tag=109):
     """`changes`: a JSON object, settings by name. They apply until the daemon ends."""
 
-    changes: bytes
+    changes: Annotated[bytes, in_json(Changes)]
 
 
+# It takes spans away from the collector that they are for.
+@command(None)
 class TakeSpans(Message, tag=121):
     """The oldest finished spans of this node, `count` at most; they are removed there.
 
@@ -218,6 +203,7 @@ class TakeSpans(Message, tag=121):
     count: Count
 
 
+@command("viewer")
 class ListSessions(ReadOnly, tag=142):
     """Some of the tenant's sessions that this node knows, by ascending names, from `after` on (empty: from the beginning).
 
@@ -229,6 +215,7 @@ class ListSessions(ReadOnly, tag=142):
     count: Count
 
 
+@command("viewer", answer=list)
 class ShowSession(ReadOnly, tag=143):
     """A session. JSON: an array of one, or of none if this node does not know it: as in `ListSessions`, and `chains`: of
     each agent namespace, agent, blocks, and how many of them are in memory, only on disks here, and not on this node.
@@ -237,12 +224,14 @@ class ShowSession(ReadOnly, tag=143):
     session: str
 
 
+@command("operator", answer=int)
 class EndSession(Message, tag=144):
     """A session has no further turns: its blocks go before others."""
 
     session: str
 
 
+@command("operator")
 class IntendBlocks(Message, tag=147):
     """As `kvpool.wire.client.Intend`, by an operator. `digest`: of the keys' namespace; with a session empty: all."""
 
@@ -255,6 +244,7 @@ class IntendBlocks(Message, tag=147):
     dry_run: bool = False
 
 
+@command("viewer")
 class HitCurves(ReadOnly, tag=146):
     """What a tenant has of this node's memory and disks, and the reuse distances of its reads.
 
@@ -262,6 +252,7 @@ class HitCurves(ReadOnly, tag=146):
     """
 
 
+@command("viewer", Scope.NAMED)
 class ListAccounts(ReadOnly, tag=150):
     """Periods of tenants' accounts that began at `since_s` or later and before `until_s`, in seconds since 1970, in their
     order. JSON: a `kvpool.telemetry.receipts.PeriodRows`.
@@ -280,6 +271,7 @@ class ListAccounts(ReadOnly, tag=150):
     from_row: Count = 0
 
 
+@command("viewer", Scope.NAMED)
 class ListReceipts(ReadOnly, tag=151):
     """The receipts of requests that began at `since_s` or later and before `until_s`, the last `count` of them.
     JSON: a `kvpool.telemetry.receipts.Receipts`.
@@ -295,31 +287,4 @@ class ListReceipts(ReadOnly, tag=151):
     digest: AnyDigest = b""
 
 
-OperatorMessage = (
-    Cluster
-    | Locate
-    | Drain
-    | Clear
-    | Configure
-    | Evict
-    | PinBlocks
-    | Scrub
-    | OnNode
-    | Inspect
-    | ListBlocks
-    | ShowBlocks
-    | BeginJob
-    | Jobs
-    | StopJob
-    | Events
-    | Settings
-    | ChangeSettings
-    | TakeSpans
-    | ListSessions
-    | ShowSession
-    | EndSession
-    | IntendBlocks
-    | HitCurves
-    | ListAccounts
-    | ListReceipts
-)
+OperatorMessage: Any = Union[tuple(COMMANDS)]  # noqa: UP007  (made of the declarations)

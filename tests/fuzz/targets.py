@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
 from msgspec import inspect
 from xxhash import xxh3_128_digest
 
-from kvpool.admin import routes
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import parse_body
@@ -49,6 +48,7 @@ from kvpool.wire import client, frame, jobs, operator, peer, storage, worker
 from tests.contract.suites.membership import entry, record
 from tests.contract.suites.transport import DIGEST, SEGMENT
 from tests.fuzz.mutation import mutate, mutate_frames
+from tests.support import rest
 from tests.support.fetches import fetch_of
 
 EXPECTED = (KvpoolError, Refused, bodies.BadRequest, PeerRefused)
@@ -385,7 +385,7 @@ def pack_tails() -> list[bytes]:
 
 # ---- people -------------------------------------------------------------------------------------------------
 
-_ROUTES = [route for route in routes.routes(*(Mock() for _ in range(9))) if route.body is not None]
+_ROUTES = [route for route in (*rest.TYPED, *rest.FORWARDED) if route.body is not None]
 
 
 def take_body(data: bytes) -> None:

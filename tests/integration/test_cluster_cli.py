@@ -195,15 +195,17 @@ def test_where_blocks_are(cluster, at_a, kvpool, until):
     with b.client(connect=True) as at_b:
         at_b.open(RECORD)
         until(lambda: at_b.locate([key(2)]), what="b is told")
-    done = kvpool(b, "locate", key(0).hex(), key(1).hex().upper(), "--namespace", DIGEST[:5])
+    done = kvpool(
+        b, "blocks", "locate", key(0).hex(), key(1).hex().upper(), "--namespace", DIGEST[:5]
+    )
     assert (done.status, done.err) == (0, "")
     rows = [line.split() for line in done.out.splitlines()[1:]]
     assert rows == [[key(n).hex(), DIGEST[:12], "a", "dram", "1", "of", "1"] for n in (0, 1)]
-    done = kvpool(a, "locate", key(0).hex(), ABSENT)
+    done = kvpool(a, "blocks", "locate", key(0).hex(), ABSENT)
     assert done.status == 1
     assert key(0).hex() in done.out
     assert done.err.startswith(f"kvpool: not found: {ABSENT} (")
-    (found,) = json.loads(kvpool(a, "locate", key(0).hex(), ABSENT, "--json").out)
+    (found,) = json.loads(kvpool(a, "blocks", "locate", key(0).hex(), ABSENT, "--json").out)
     assert [replica["node"] for replica in found["replicas"]] == ["a"]
 
 
@@ -302,7 +304,7 @@ def test_errors_are_a_line_that_names_the_remedy(start_cluster, kvpool):
             (("clear", ABSENT, "-y"), "`kvpool namespaces` lists"),
             (("configure", DIGEST[:4], "--replicas", "1000"), "replicas_max"),
             (("configure", DIGEST[:4], "--write", "later"), "back, through, none"),
-            (("locate", "abc"), "32 hex digits"),
+            (("blocks", "locate", "abc"), "32 hex digits"),
             (("drain", "nobody"), "`kvpool nodes` lists the nodes"),
             (("status", "--tenant", "nobody"), "check tenant and token"),
         ):
@@ -440,7 +442,12 @@ def test_a_node_without_etcd_says_what_that_means(folder, servers, kvpool, until
 def test_only_operators_are_shown_the_cluster(start_cluster, kvpool):
     token = "a token for operators"
     (a,) = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": token}).nodes
-    for words in (("nodes",), ("locate", ABSENT), ("drain", "a"), ("clear", ABSENT, "-y")):
+    for words in (
+        ("nodes",),
+        ("blocks", "locate", ABSENT),
+        ("drain", "a"),
+        ("clear", ABSENT, "-y"),
+    ):
         done = kvpool(a, *words)
         assert done.status == 4, words
         assert "KVPOOL_OPERATOR_TOKEN" in done.err

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvpool.cli.render.tiers import tier_rows
+from kvpool.cli.render.tiers import places
 from kvpool.client import OperatorClient
 from kvpool.errors import LeaseLost, SegmentError
 from kvpool.telemetry.tier_stats import DeviceStats
@@ -268,13 +268,9 @@ def test_a_device_that_is_not_there_is_told_and_the_node_serves(start, until):
 
 
 def test_operators_see_where_blocks_are(lifted):
-    rows = tier_rows(lifted.client.stats(), "default")
-    assert [row["tier"] for row in rows] == ["dram", "device"]
-    assert (rows[1]["state"], rows[1]["blocks"], rows[1]["used_bytes"]) == (
-        "serving",
-        32,
-        32 * NBYTES,
-    )
+    (memory, _), (tier, device) = places(lifted.client.stats(), "default")
+    assert (memory, tier) == ("dram", "device")
+    assert (device.state, device.blocks, device.used_bytes) == ("serving", 32, 32 * NBYTES)
     (found,) = lifted.client.locate([key(3)])
     assert [replica["tier"] for replica in found["replicas"]] == ["dram", "device"]
     lifted.forget_memory()

@@ -19,8 +19,8 @@ hear()
 """
 
 
-def tiers(daemon, *more):
-    command = [sys.executable, "-m", "kvpool.cli", "tiers", "--socket", daemon.socket, *more]
+def status(daemon, *more):
+    command = [sys.executable, "-m", "kvpool.cli", "status", "--socket", daemon.socket, *more]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -31,16 +31,15 @@ def test_operators_see_the_engines(start, folder, until):
     assert engine.hear() == "True"
     assert engine.hear() == "0"
     until(lambda: daemon.stats().tenants["default"].engines.followed[0].connected)
-    row, memory = json.loads(tiers(daemon, "--json"))
-    assert (row["tier"], row["where"], row["state"]) == ("gpu", f"ipc://{folder}/e", "followed")
-    assert (row["blocks"], row["complete"], row["size_bytes"]) == (0, False, None)
-    assert memory["tier"] == "dram"
-    shown = tiers(daemon)
+    (row,) = json.loads(status(daemon, "--json"))["tenants"]["default"]["engines"]["followed"]
+    assert (row["endpoint"], row["connected"]) == (f"ipc://{folder}/e", True)
+    assert (row["blocks"], row["complete"]) == (0, False)
+    shown = status(daemon)
     assert "at least 0" in shown
     assert "has not been heard of yet" in shown
     engine.kill()
     until(lambda: not daemon.stats().tenants["default"].engines.followed)
-    assert [row["tier"] for row in json.loads(tiers(daemon, "--json"))] == ["dram"]
+    assert "gpu" not in status(daemon)
 
 
 def test_a_client_that_is_idle_is_followed_on(start, folder, until):
@@ -64,6 +63,6 @@ def test_a_daemon_without_pyzmq_serves_all_the_same(start, folder):
         assert engine.hear() == "False"
         assert engine.hear() == "0"
     assert daemon.stats().tenants["default"].engines.error == NO_PYZMQ
-    assert NO_PYZMQ in " ".join(tiers(daemon).split())
+    assert NO_PYZMQ in " ".join(status(daemon).split())
     assert daemon.stop() == 0
     assert daemon.stderr.count(NO_PYZMQ) == 1

@@ -13,6 +13,7 @@ from kvpool.cli.render.text import size_text
 from kvpool.cli.render.tiers import show_tiers
 from kvpool.client import OperatorClient
 from kvpool.types import NamespaceRecord, PartSpec
+from tests.support.jobs import finished
 from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("blosc2")
@@ -181,12 +182,8 @@ def test_a_disk_that_is_full_of_whole_blocks_takes_packed_ones(begin, until):
 
 
 def scrubbed(client: OperatorClient) -> tuple[int, int]:
-    seen = bad = 0
-    cursor: int | None = 0
-    while cursor is not None:
-        step = client.scrub(cursor, 64)
-        seen, bad, cursor = seen + step["seen"], bad + step["bad"], step["cursor"]
-    return seen, bad
+    job = finished(client, kind="scrub")
+    return job["seen"], job["blocks"]
 
 
 def test_flipped_bits_are_misses_and_counted(begin, folder, until):

@@ -73,16 +73,13 @@ SERVERS = {
 }
 """How commands begin that do not end, and what they say when they are ready."""
 
-LOOKS = tuple(
-    f"kvpool {verb} "
-    for verb in ["nodes", "namespaces", "status", "locate", "lookup", "plan", "bench transfer"]
-)
+LOOKS = tuple(f"kvpool {verb} " for verb in ["nodes", "namespaces", "status", "blocks", "plan"])
 """Commands that change nothing, so that they can be typed again until what came before is known everywhere, and what is
 measured is not disturbed.
 """
 
 TURNS = {
-    "kvpool evict --namespace b950 --node a": ("[y/N]", "y\n"),
+    "kvpool job start evict --namespace b950 --node a": ("[y/N]", "y\n"),
     "kvpool clear b950": ("[y/N]", "y\n"),
     "kvpool top": ("q ends", "q"),
 }
@@ -125,7 +122,11 @@ SAYS = {
     ),
     (QUICKSTART, "Two nodes"): (
         Says("kvpool nodes", "Either shows both", ("host-a +serving", "host-b +serving")),
-        Says("kvpool locate 00000000000000000000000000000007", "is known on `host-b`", ("host-a",)),
+        Says(
+            "kvpool blocks locate 00000000000000000000000000000007",
+            "is known on `host-b`",
+            ("host-a",),
+        ),
     ),
     (OPERATIONS, "A first walk-through"): (
         Says("kvpool nodes", "`nodes` shows a, b and c, all `serving`", NODES_OF_CLUSTER),
@@ -136,22 +137,22 @@ SAYS = {
             ("b95003652934.* 100 ",),
         ),
         Says(
-            "kvpool warm b950 --from a --node b",
+            "kvpool job start warm b950 --from a --node b",
             "ends with `100 blocks brought, 6.2 MiB`",
             ("^100 blocks brought, 6.2 MiB",),
         ),
         Says(
-            "kvpool locate 00000000000000000000000000000000",
+            "kvpool blocks locate 00000000000000000000000000000000",
             "the first block is on a and b",
             (" a ", " b "),
         ),
         Says(
-            "kvpool evict --namespace b950 --node a --dry-run",
+            "kvpool job start evict --namespace b950 --node a --dry-run",
             "The dry run counts 99 blocks, since one is pinned",
             ("99 blocks would be evicted",),
         ),
         Says(
-            "kvpool evict --namespace b950 --node a",
+            "kvpool job start evict --namespace b950 --node a",
             "the other asks, and evicts them",
             ("99 blocks evicted",),
         ),
@@ -162,14 +163,14 @@ SAYS = {
             ("^  b +",),
         ),
         Says(
-            "kvpool lookup b950 00000000000000000000000000000000",
+            "kvpool blocks lookup b950 00000000000000000000000000000000",
             "no node has any of it, and `lookup` ends with 1",
             ("no node has the first of 1 block",),
             status=1,
         ),
         Says(
-            "kvpool jobs list",
-            "`jobs list` has the warm-up and both evictions",
+            "kvpool job list",
+            "`job list` has the warm-up and both evictions",
             (r"warm-(.*\n)*", r"evict-(.*\n)*.*evict-"),
         ),
         Says("kvpool events --limit 20", "`events` what was done last", ("clear", "drain")),
@@ -186,7 +187,6 @@ SAYS = {
     ),
     (OPERATIONS, "From another machine"): (
         Says("kvpool nodes", "`nodes` shows node-a, `serving`", (r"^\* node-a +serving",)),
-        Says("kvpool context list", "`list` has a star at prod", (r"^ *\* prod ",)),
         Says("kvpool config set replicas_max=2", "`config set` ends with 4", status=4),
     ),
 }

@@ -19,7 +19,6 @@ from tests.support.imports import modules_after
 NO_JSON = {  # and why
     "kvpool serve": "runs until it is stopped",
     "kvpool router": "the same",
-    "kvpool completion": "prints a script",
     "kvpool receipts": "has --format json, beside others",
 }
 
@@ -62,7 +61,7 @@ def test_the_man_page_is_well_formed(repo_root: Path) -> None:
 
 def test_every_verb_has_an_example_and_json(script) -> None:
     verbs = list(script["verbs"]())
-    assert len(verbs) > 35
+    assert len(verbs) > 30
     for verb in verbs:
         assert verb.text, verb.path
         assert verb.examples, f"{verb.path} has no example"
@@ -141,7 +140,12 @@ def test_a_configuration_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_is_a_usage_error() -> None:
-    for words in (("evict", "--nope"), ("nope",), ("move", "3fa9"), ("jobs", "show")):
+    for words in (
+        ("job", "start", "evict", "--nope"),
+        ("nope",),
+        ("job", "start", "warm"),
+        ("job", "show"),
+    ):
         assert kvpool(*words).returncode == base.EXIT_USAGE, words
 
 
@@ -158,27 +162,13 @@ def kvpool(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(shell: str) -> None:
-    done = kvpool("completion", shell)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"_KVPOOL_COMPLETE=complete_{shell}" in done.stdout
-    assert kvpool("completion", SHELL=f"/bin/{shell}").stdout == done.stdout
-
-
-def test_completion_of_an_unknown_shell() -> None:
-    done = kvpool("completion", SHELL="/bin/ksh")
-    assert done.returncode == 1
-    assert "name one of them" in done.stderr
-    assert kvpool("completion", "ksh").returncode == 2
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     program = tmp_path / "kvpool"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvpool.cli "$@"\n')
     program.chmod(0o755)
-    script = kvpool("completion", "bash").stdout
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = kvpool("--show-completion", "bash", **named).stdout
     ask = (
         'COMP_WORDS=(kvpool {}); COMP_CWORD=1; _kvpool_completion kvpool; echo "${{COMPREPLY[@]}}"'
     )
@@ -191,15 +181,3 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == "namespaces"
-
-
-def test_completion_is_installed_at_home(tmp_path: Path) -> None:
-    done = kvpool("completion", "fish", "--install", HOME=str(tmp_path))
-    path = tmp_path / ".config" / "fish" / "completions" / "kvpool.fish"
-    assert (done.returncode, str(path) in done.stdout) == (0, True)
-    assert "complete --command kvpool" in path.read_text()
-    # Where it cannot be written, the message says what to do instead.
-    other = tmp_path / "file"
-    other.write_text("")
-    done = kvpool("completion", "fish", "--install", HOME=str(other))
-    assert (done.returncode, "`kvpool completion fish` prints it" in done.stderr) == (1, True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvpool.cli.render.drain_engines import EnginesDrain, check_wanted
-from kvpool.cli.render.router_http import NoRouter, RouterHttp, routers_at
 from kvpool.errors import ClusterUnavailable, InvalidRequest, NotAuthenticated
+from kvpool.router.client import NoRouter, RouterHttp, routers_at
 from tests.support.servers.etcd import free_port
 
 
@@ -145,13 +145,14 @@ class Answers(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_router_is_asked_at_each_of_its_addresses() -> None:
+def test_a_router_is_asked_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPOOL_ROUTER_TOKEN", "secret")
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             url = f"http://localhost:{server.server_port}"
-            found = routers_at([url], "secret")
+            found = routers_at([url])
             assert f"{url} at 127.0.0.1" in [each.where for each in found]
             (here,) = [each for each in found if each.where.endswith("127.0.0.1")]
             assert here.ask("/engines") == {"engines": []}
@@ -159,12 +160,13 @@ def test_a_router_is_asked_at_each_of_its_addresses() -> None:
                 here.ask("/nothing")
             with pytest.raises(InvalidRequest, match="sent no JSON"):
                 here.ask("/text")
+            monkeypatch.setenv("KVPOOL_ROUTER_TOKEN", "wrong")
             with pytest.raises(NotAuthenticated, match="who"):
-                RouterHttp(url, "").ask("/engines")
+                RouterHttp(url).ask("/engines")
         finally:
             server.shutdown()
             thread.join()
     with pytest.raises(NoRouter):
-        RouterHttp(f"http://127.0.0.1:{free_port()}", "").ask("/engines")
+        RouterHttp(f"http://127.0.0.1:{free_port()}").ask("/engines")
     with pytest.raises(ClusterUnavailable):
-        routers_at(["http://nowhere.invalid:1"], "")
+        routers_at(["http://nowhere.invalid:1"])

@@ -125,7 +125,6 @@ METHODS = {
         "inspect",
         "locate",
         "pin_blocks",
-        "scrub",
     },
     "Lease": {"check", "release", "release_later", "report", "valid"},
     "Reservation": {"abandon", "abort", "settled", "slots"},

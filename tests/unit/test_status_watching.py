@@ -13,7 +13,6 @@ from kvpool.cli.render.blocks import check_open, list_some, show_blocks, show_pr
 from kvpool.cli.render.events import Feed, chosen, line
 from kvpool.cli.render.explain import show_past, show_possible
 from kvpool.cli.render.naming import block_keys, size
-from kvpool.cli.render.router_http import RouterHttp
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
 from kvpool.cli.render.top import (
     Asked,
@@ -28,6 +27,7 @@ from kvpool.cli.render.top import (
 )
 from kvpool.config import load
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
+from kvpool.router.client import RouterHttp
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 from tests.support.stats import node_stats
@@ -67,7 +67,7 @@ def stats(**fields) -> NodeStats:
 
 def test_all_tenants_are_summed():
     assert sums_of(stats()) == Sums(101, 61, 9, 11, 9)
-    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 15)}, "as `kvpool tiers` says"
+    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 15)}, "as `kvpool status` says"
 
 
 @given(st.tuples(*[st.integers(0, 1 << 40)] * 5), st.integers(1, 60))
@@ -437,7 +437,7 @@ def test_what_is_wrong_in_a_configuration_is_named(tmp_path):
 @pytest.mark.parametrize("url", ["", "localhost:8080", "file:///etc/passwd", "ftp://h", "http://"])
 def test_only_http_is_asked(url):
     with pytest.raises(InvalidRequest, match="give a router's URL"):
-        RouterHttp(url, "")
+        RouterHttp(url)
 
 
 OUTLOOK = {

@@ -11,8 +11,8 @@ from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.routing import Call
-from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
+from kvpool.admin.routing import Call, route
+from kvpool.admin.scope import having, holders, tenant_of
 from kvpool.admin.types import (
     BlockDetail,
     BlockInfo,
@@ -27,7 +27,7 @@ from kvpool.admin.types import (
     PinnedOn,
     PinRequest,
     PrefixOn,
-    WhyBlock,
+    WhyHere,
     WhyInfo,
     WhyOn,
     WhyRequest,
@@ -51,71 +51,32 @@ class _Listed(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-class _Found(msgspec.Struct, frozen=True):
-    key: str
-    namespace: str
-    parts: int
-    replicas: list[Any]
-
-
 class _Shown(msgspec.Struct, frozen=True):
     key: str
     namespace: str
     here: list[dict[str, Any]]
 
 
-class _Why(msgspec.Struct, frozen=True):
-    asked: int
-    memory_blocks: int
-    blocks: int
-    missing: WhyBlock | None
-    last: WhyBlock | None
-    reach_s: float | None
-
-
 class Blocks:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, cluster: Cluster, routers: Routers) -> None:
         self._cluster = cluster
         self._routers = routers
 
-    async def _places(
-        self, tenant: str, digest: str, node: str = "", *, now: bool = True
-    ) -> tuple[list[str], View, Answers[NodeStats]]:
-        """The nodes that may have blocks of it. Raises `Refused` for what does not exist."""
-
-        def find(
-            view: View, answers: Answers[NodeStats]
-        ) -> tuple[list[str], View, Answers[NodeStats]]:
-            if digest:
-                check_namespace(view, answers, tenant, digest)
-            else:
-                check_tenant(answers, tenant)
-            nodes = having(answers, tenant, digest)
-            if node:
-                check_node(view, node)
-                nodes = [each for each in nodes if each == node]
-            return nodes, view, answers
-
-        return await self._cluster.consult(find, now=now)
-
     # ---- lists -------------------------------------------------------------------------------------
 
+    @route("GET", "/v1/namespaces/{digest}/blocks", "viewer")
     async def list_blocks(self, call: Call, wanted: BlockPage) -> BlockList:
         """Blocks of a namespace: node by node, tier by tier."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, _, answers = await self._places(
-            tenant, wanted.digest, wanted.node, now=not wanted.cursor
+        nodes, _, answers, unreachable = await holders(
+            self._cluster, tenant, wanted.digest, wanted.node, now=not wanted.cursor
         )
         tiers = [wanted.tier] if wanted.tier else list(TIERS)
         walk = _Walk(nodes, tiers, wanted.cursor)
         items: list[BlockInfo] = []
-        failed = {
-            node: why
-            for node, why in answers.unreachable.items()
-            if not wanted.node or node == wanted.node
-        }
+        failed = dict(unreachable)
         clock = self._cluster.clock
         asks, until = 0, clock() + PAGE_S
         while walk.place and len(items) < wanted.limit and asks < ASKS_MAX and clock() < until:
@@ -158,10 +119,11 @@ class Blocks:
 
     # ---- one block ---------------------------------------------------------------------------------
 
+    @route("GET", "/v1/blocks/{key}", "viewer")
     async def get_block(self, call: Call, wanted: OfBlock) -> BlockDetail:
         """Where a block is, and its state on each node."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, view, answers = await self._places(tenant, wanted.namespace)
+        nodes, view, answers, _ = await holders(self._cluster, tenant, wanted.namespace, now=True)
         key, digest = bytes.fromhex(wanted.key), bytes.fromhex(wanted.namespace)
         shown = await self._cluster.json_each(
             nodes, operator_wire.ShowBlocks(digest, key), list[_Shown], tenant=tenant
@@ -192,9 +154,9 @@ class Blocks:
             return []
         node = view.node if view.node in nodes else nodes[0]
         try:
-            found = await self._cluster.daemon.json(
+            return await self._cluster.daemon.json(
                 operator_wire.Locate(key, digest),
-                list[_Found],
+                list[Located],
                 node=node,
                 tenant=tenant,
                 wait_s=LOCATE_S,
@@ -202,16 +164,10 @@ class Blocks:
         except KvpoolError as error:
             unreachable["directory"] = str(error)
             return []
-        return [
-            msgspec.convert(
-                {"namespace": each.namespace, "parts": each.parts, "replicas": each.replicas},
-                Located,
-            )
-            for each in found
-        ]
 
     # ---- prefixes ----------------------------------------------------------------------------------
 
+    @route("POST", "/v1/lookup", "viewer", routers=True)
     async def lookup(self, call: Call, wanted: OfTenant, body: LookupRequest) -> LookupInfo:
         """How much of a prompt each node holds."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -225,7 +181,7 @@ class Blocks:
         )
 
     async def _by_keys(self, tenant: str, body: LookupRequest) -> LookupInfo:
-        nodes, view, answers = await self._places(tenant, body.namespace)
+        nodes, view, answers, _ = await holders(self._cluster, tenant, body.namespace, now=True)
         nodes = nodes or having(answers, tenant)
         if not nodes:
             raise not_found(f"there is no tenant {tenant!r}")
@@ -244,42 +200,41 @@ class Blocks:
             len(body.keys),
         )
 
+    @route("POST", "/v1/why", "viewer")
     async def why(self, call: Call, wanted: OfTenant, body: WhyRequest) -> WhyInfo:
         """Why each node lacks the first block of a prompt that it lacks."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, _, answers = await self._places(tenant, body.namespace)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant, body.namespace, now=True)
         keys = b"".join(map(bytes.fromhex, body.keys))
         found = await self._cluster.json_each(
             nodes,
             client_wire.WhyMissing(bytes.fromhex(body.namespace), keys),
-            _Why,
+            WhyHere,
             tenant=tenant,
         )
         items = [
             WhyOn(node=node, **msgspec.structs.asdict(each))
             for node, each in sorted(found.by_node.items())
         ]
-        return WhyInfo(items, {**answers.unreachable, **found.unreachable})
+        return WhyInfo(items, {**unreachable, **found.unreachable})
 
     # ---- pins --------------------------------------------------------------------------------------
 
+    @route("POST", "/v1/pins", "operator")
     async def pin(self, call: Call, wanted: OfTenant, body: PinRequest) -> PinInfo:
         """Set or remove pins of blocks."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, _, answers = await self._places(tenant, body.namespace, body.node)
+        nodes, _, _, unreachable = await holders(
+            self._cluster, tenant, body.namespace, body.node, now=True
+        )
         keys = b"".join(dict.fromkeys(map(bytes.fromhex, body.keys)))
         message = operator_wire.PinBlocks(keys, body.kind, bytes.fromhex(body.namespace))
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(
-                message, node=node, tenant=tenant, by=call.by, wait_s=NODE_S, within_s=NODE_S
-            )
-
-        found = await self._cluster.ask_each(nodes, ask)
+        found = await self._cluster.number_each(
+            nodes, message, tenant=tenant, by=call.by, wait_s=NODE_S
+        )
         self._cluster.changed()
         items = [PinnedOn(node, blocks) for node, blocks in sorted(found.by_node.items())]
-        return PinInfo(items, {**answers.unreachable, **found.unreachable})
+        return PinInfo(items, {**unreachable, **found.unreachable})
 
 
 class _Walk:

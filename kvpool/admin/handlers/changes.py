@@ -11,7 +11,7 @@ from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import (
     check_namespace,
     check_node,
@@ -51,7 +51,7 @@ JOB_BITS = 32
 
 
 class Changing:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, cluster: Cluster, looking: Looking) -> None:
         self._cluster = cluster
@@ -59,10 +59,12 @@ class Changing:
 
     # ---- nodes -------------------------------------------------------------------------------------
 
+    @route("PUT", "/v1/nodes/{node}/drain", "operator", whole=True)
     async def drain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
         """Drain a node: copy its sole replicas elsewhere, and take it out of the cluster."""
         return await self._drain(call, wanted.node, wanted_so=True)
 
+    @route("DELETE", "/v1/nodes/{node}/drain", "operator", whole=True)
     async def undrain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
         """Cancel a drain."""
         return await self._drain(call, wanted.node, wanted_so=False)
@@ -82,6 +84,7 @@ class Changing:
 
     # ---- namespaces --------------------------------------------------------------------------------
 
+    @route("POST", "/v1/namespaces/{digest}/clear", "admin", body_optional=True)
     async def clear_namespace(
         self, call: Call, wanted: OfNamespace, body: ClearRequest
     ) -> ClearInfo:
@@ -102,6 +105,7 @@ class Changing:
         self._cluster.changed()
         return ClearInfo(wanted.digest, tenant, epoch)
 
+    @route("PATCH", "/v1/namespaces/{digest}", "admin")
     async def configure_namespace(
         self, call: Call, wanted: OfNamespace, body: SettingsPatch
     ) -> NamespaceInfo:
@@ -135,6 +139,7 @@ class Changing:
 
     # ---- settings ----------------------------------------------------------------------------------
 
+    @route("GET", "/v1/config", "viewer", whole=True)
     async def get_config(self, _call: Call, wanted: OnNode) -> SettingList:
         """The settings of a node, without secrets."""
         view = await self._cluster.view()
@@ -144,24 +149,21 @@ class Changing:
         )
         return SettingList(node, items)
 
+    @route("PATCH", "/v1/config", "admin", whole=True)
     async def change_config(self, call: Call, _: Nothing, body: ConfigPatch) -> SettingsChanged:
         """Change settings while daemons run. Permanent changes belong into their files."""
         nodes = chosen_nodes(await self._cluster.view(), [body.node] if body.node else [])
         message = operator_wire.ChangeSettings(msgspec.json.encode(body.changes))
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(message, node=node, by=call.by, within_s=NODE_S)
-
         # A setting that one node rejects is reported before the others have changed it.
-        first = await self._cluster.ask_each(nodes[:1], ask)
+        first = await self._cluster.number_each(nodes[:1], message, by=call.by)
         if not first.by_node:
             raise Refused(409, "conflict", "; ".join(first.unreachable.values()))
-        others = await self._cluster.ask_each(nodes[1:], ask)
+        others = await self._cluster.number_each(nodes[1:], message, by=call.by)
         return SettingsChanged(sorted((*first.by_node, *others.by_node)), others.unreachable)
 
     # ---- jobs --------------------------------------------------------------------------------------
 
+    @route("GET", "/v1/jobs", "viewer")
     async def list_jobs(self, call: Call, wanted: TenantPage) -> JobList:
         """Jobs that nodes remember."""
         tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
@@ -176,6 +178,7 @@ class Changing:
         items, after = page(found, lambda each: each.job, wanted.limit, wanted.cursor)
         return JobList(items, after, answers.unreachable)
 
+    @route("POST", "/v1/jobs", "operator", status=202)
     async def begin_job(self, call: Call, wanted: OfTenant, body: JobRequest) -> JobInfo:
         """Start a job: evict, warm, move or scrub blocks, on nodes."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -209,23 +212,20 @@ class Changing:
         (merged,) = merge_jobs(begun.by_node.values())
         return msgspec.structs.replace(merged, unreachable=begun.unreachable)
 
+    @route("GET", "/v1/jobs/{job}", "viewer")
     async def get_job(self, call: Call, wanted: OfJob) -> JobInfo:
         """A job's progress, on all its nodes."""
         return await self._job(call, wanted.job)
 
+    @route("DELETE", "/v1/jobs/{job}", "operator")
     async def stop_job(self, call: Call, wanted: OfJob) -> JobInfo:
         """Stop a job, on all its nodes. Work already done is kept."""
         job = await self._job(call, wanted.job)
         if any(view.kind == "scrub" for view in job.nodes):
             whole_only(call.who)
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(
-                operator_wire.StopJob(job.job), node=node, by=call.by, within_s=NODE_S
-            )
-
-        stopped = await self._cluster.ask_each([view.node for view in job.nodes], ask)
+        stopped = await self._cluster.number_each(
+            [view.node for view in job.nodes], operator_wire.StopJob(job.job), by=call.by
+        )
         after = await self._job(call, wanted.job)
         return msgspec.structs.replace(
             after, unreachable={**after.unreachable, **stopped.unreachable}

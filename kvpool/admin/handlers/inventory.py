@@ -11,7 +11,7 @@ import msgspec
 from kvpool.admin.cluster_view import Answers, Cluster, View
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
 from kvpool.admin.tokens import ALL, Principal
 from kvpool.admin.types import (
@@ -49,7 +49,7 @@ STANDINGS = ("member", "away")
 
 
 class Looking:
-    """Handlers; see `routes.py`. routers: how many this gateway asks."""
+    """Handlers. routers: how many this gateway asks."""
 
     def __init__(self, cluster: Cluster, routers: int) -> None:
         self._cluster = cluster
@@ -57,10 +57,12 @@ class Looking:
 
     # ---- the gateway itself ------------------------------------------------------------------------
 
+    @route("GET", "/healthz", None)
     async def get_health(self, _call: Call, _: Nothing) -> Status:
         """Whether this process is alive."""
         return Status("ok")
 
+    @route("GET", "/readyz", None)
     async def get_readiness(self, _call: Call, _: Nothing) -> Status:
         """Whether the daemon is a member of its cluster, and serves."""
         try:
@@ -75,6 +77,7 @@ class Looking:
             )
         return Status("ok")
 
+    @route("GET", "/v1/me", "viewer")
     async def get_me(self, call: Call, _: Nothing) -> Me:
         """The token's name, role and tenants."""
         who = call.who
@@ -82,6 +85,7 @@ class Looking:
 
     # ---- cluster and nodes -------------------------------------------------------------------------
 
+    @route("GET", "/v1/cluster", "viewer")
     async def get_cluster(self, call: Call, _: Nothing) -> ClusterInfo:
         """The cluster as this gateway's node sees it."""
         view = await self._cluster.view()
@@ -104,6 +108,7 @@ class Looking:
             routers=self._routers,
         )
 
+    @route("GET", "/v1/nodes", "viewer")
     async def list_nodes(self, call: Call, wanted: Page) -> NodeList:
         """The nodes of the cluster, by name."""
         view = await self._cluster.view()
@@ -111,6 +116,7 @@ class Looking:
         items, after = page(nodes, lambda node: node.node, wanted.limit, wanted.cursor)
         return NodeList(items, after)
 
+    @route("GET", "/v1/nodes/{node}", "viewer")
     async def get_node(self, call: Call, wanted: OfNode) -> NodeDetail:
         """One node, and its statistics."""
         view = await self._cluster.view()
@@ -120,6 +126,7 @@ class Looking:
             show_node(view, node, call.who), stats.uptime_s, _sections(stats, call.who)
         )
 
+    @route("GET", "/v1/nodes/{node}/segments", "viewer")
     async def list_segments(self, call: Call, wanted: OfNode) -> SegmentList:
         """The memory of each tenant on a node, and how it is divided."""
         node = check_node(await self._cluster.view(), wanted.node)
@@ -152,6 +159,7 @@ class Looking:
 
     # ---- namespaces and tenants --------------------------------------------------------------------
 
+    @route("GET", "/v1/namespaces", "viewer")
     async def list_namespaces(self, call: Call, wanted: TenantPage) -> NamespaceList:
         """Namespaces known in the cluster, or open on a node."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
@@ -161,6 +169,7 @@ class Looking:
         )
         return NamespaceList(items, after, answers.unreachable)
 
+    @route("GET", "/v1/namespaces/{digest}", "viewer")
     async def get_namespace(self, call: Call, wanted: OfNamespace) -> NamespaceInfo:
         """One namespace."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -177,6 +186,7 @@ class Looking:
 
         return await self._cluster.consult(find)
 
+    @route("GET", "/v1/tenants", "viewer")
     async def list_tenants(self, call: Call, wanted: TenantPage) -> TenantList:
         """Tenants, with their usage on all nodes together."""
         answers = await self._cluster.stats()
@@ -184,6 +194,7 @@ class Looking:
         items, after = page(found, lambda each: each.tenant, wanted.limit, wanted.cursor)
         return TenantList(items, after, answers.unreachable)
 
+    @route("GET", "/v1/memory", "viewer")
     async def get_memory(self, call: Call, wanted: OfTenant) -> MemoryInfo:
         """The hit rate over memory, and why blocks are missed now."""
         tenant = tenant_of(call.who, wanted.tenant)

@@ -14,7 +14,7 @@ from kvpool.admin.event_feed import Events, Heard, Listener, Moment
 from kvpool.admin.history import Sampler
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import sees_event
 from kvpool.admin.types import (
     AuditList,
@@ -49,7 +49,7 @@ class Dropped:
 
 
 class Watching:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(
         self, cluster: Cluster, events: Events, sampler: Sampler, dropped: Dropped
@@ -59,6 +59,7 @@ class Watching:
         self._events = events
         self._sampler = sampler
 
+    @route("GET", "/metrics", "viewer", whole=True, media=CONTENT_TYPE)
     async def get_metrics(self, _call: Call, _: Nothing) -> web.Response:
         """This node's metrics, in Prometheus' text format."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
@@ -69,10 +70,12 @@ class Watching:
         stats.http_dropped = self._dropped.count
         return web.Response(body=metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
 
+    @route("GET", "/v1/history", "viewer", whole=True)
     async def get_history(self, _call: Call, wanted: HistoryWanted) -> History:
         """Samples of the nodes' activity, for charts."""
         return self._sampler.history(wanted.seconds)
 
+    @route("GET", "/v1/hot", "viewer")
     async def get_hot(self, call: Call, wanted: HotWanted) -> HotList:
         """The most read prefixes, or the tenants that read most, recently."""
         if wanted.by == "tenant":
@@ -81,6 +84,7 @@ class Watching:
         found = hottest_prefixes(answers.by_node.values(), call.who.sees)
         return HotList("prefix", 0.0, found[: wanted.limit], answers.unreachable)
 
+    @route("GET", "/v1/audit", "admin")
     async def list_audit(self, call: Call, wanted: Page) -> AuditList:
         """Operators' changes and failed logins, newest first: as far as nodes remember them."""
         before = unpack_cursor(wanted.cursor, Moment) if wanted.cursor else None
@@ -93,6 +97,7 @@ class Watching:
         after = pack_cursor(*some[-1].moment) if len(found) > wanted.limit else None
         return AuditList([heard.event for heard in some], after, dict(self._events.unreachable))
 
+    @route("GET", "/v1/events", "viewer", media=EVENT_STREAM)
     async def stream_events(self, call: Call, wanted: EventsWanted) -> web.StreamResponse:
         """Events as they happen: server-sent events.
 

@@ -1,104 +1,95 @@
-"""Forwards operators' requests to a node: what `kvpool` asks from another machine."""
+"""The routes of operators' commands, which forward each to a node: what `kvpool` asks from another machine.
+
+They come from the declarations (`kvpool.wire.command`). A token may do here what it may do on the other routes, and no
+more: `tests/unit/test_operator_commands.py` compares them.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Annotated, Any
 
 import msgspec
 
 from kvpool.admin.cluster_view import Cluster
-from kvpool.admin.operator_rules import RULES, Scope, changes, narrowed, rule_for, shown
 from kvpool.admin.problems import not_found
-from kvpool.admin.routing import Call
-from kvpool.admin.scope import whole_only
+from kvpool.admin.routing import Call, Route
+from kvpool.admin.scope import sees_event, tenant_of, whole_only
 from kvpool.admin.tokens import Principal
-from kvpool.admin.types import AnyNode, Given, OfTenant
-from kvpool.decoding import JsonDecoder, decode_json
+from kvpool.admin.types import AnyNode, OfTenant
+from kvpool.decoding import decode_json
 from kvpool.errors import ProtocolError
+from kvpool.telemetry.cluster_stats import ClusterStats
+from kvpool.telemetry.node_stats import NodeStats
+from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
-from kvpool.wire.jobs import JobView
-from kvpool.wire.operator_json import CHANGES, OperatorAnswer, message_of, shape_of
+from kvpool.wire.command import COMMANDS, Command, Scope, message_of, shape_of
+from kvpool.wire.jobs import JobView, ScrubJob, parse_job
 
 WAIT_S_MAX = 60.0
 LOOK_S_MAX = 10.0  # of what changes nothing
 ANSWER_S = 20.0  # beyond what is asked for: etcd may take as long
 EVENTS_MAX, EVENT_PAGES_MAX = 1000, 8  # in a page, as a daemon has it; more than it remembers
 
-_KINDS = {shape_of(kind): kind for kind in RULES}
-Requests: Any = Union[tuple(_KINDS)]  # noqa: UP007  (made of the table)
 
+class ForNode(OfTenant, frozen=True):
+    """The node that answers, and how long it may take beyond the usual."""
 
-class OperatorRequest(Given, frozen=True):
-    """request: a message, by its name and fields; bytes are base64. node: which one answers; empty: the gateway's.
-    wait_s: how long the answer may take beyond the usual.
-    """
-
-    request: Requests
     node: AnyNode = ""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.0
 
 
-class _Name(msgspec.Struct):
-    message: str = ""
-
-
-class _Body(msgspec.Struct):
-    request: _Name
-
-
-_decode_name = JsonDecoder[_Body](_Body, "a request with a message")
-
-
-def is_change(who: Principal, raw: bytes) -> bool:
-    """Whether this body, of a request that may be invalid, changes something."""
-    try:
-        return changes(who, _decode_name(raw).request.message)
-    except ProtocolError:
-        return False
-
-
 class Forwarding:
-    """Handlers; see `routes.py`."""
+    """Forwards requests of the command line to nodes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    async def forward_request(
-        self, call: Call, wanted: OfTenant, body: OperatorRequest
-    ) -> OperatorAnswer:
-        """Forward a request of the command line to a node.
+    def routes(self) -> Iterator[Route]:
+        """One for each command that the gateway forwards."""
+        for command in COMMANDS.values():
+            if command.role is not None:
+                yield Route(
+                    *("POST", command.path, self._forwards(command), command.role),
+                    answer=command.answer,
+                    params=ForNode,
+                    body=shape_of(command.kind),
+                    whole=command.scope is Scope.WHOLE,
+                )
 
-        For `kvpool` on other machines; programs are better off with the other routes. What a token may ask for is what
-        it may do there: the least role depends on the request, and answers show a limited token its own tenants.
-        """
-        message = message_of(_KINDS[type(body.request)], body.request)
-        rule, tenant = rule_for(call.who, message, wanted.tenant)
-        if rule.scope is Scope.NAMED:
-            message = narrowed(call.who, message)
-        if isinstance(message, operator_wire.StopJob):
-            await self._check_job(call, message.job, body.node)
-        if isinstance(message, operator_wire.Events) and not call.who.whole:
-            return await self._events(call, tenant, message, body)
-        answer = await self._ask(call, tenant, message, body)
-        if type(message) in CHANGES:
-            self._cluster.changed()
-        if isinstance(answer, frame.Done):
-            return OperatorAnswer(answer.value, msgspec.Raw(b"null"))
-        data = answer.data
-        if rule.scope is Scope.SHOWN:
-            data = shown(call.who, message, data)
-        return OperatorAnswer(None, msgspec.Raw(data))
+    def _forwards(self, command: Command) -> Callable[..., Awaitable[Any]]:
+        async def forward(call: Call, wanted: ForNode, body: Any) -> Any:
+            message = message_of(command.kind, body)
+            tenant = check(call.who, message, wanted.tenant)
+            if command.scope is Scope.NAMED:
+                message = narrowed(call.who, message)
+            if command.scope is Scope.JOB:
+                await self._check_job(call, body.job, wanted.node)
+            if isinstance(message, operator_wire.Events) and not call.who.whole:
+                return await self._events(call, tenant, message, wanted)
+            answer = await self._ask(call, tenant, message, wanted)
+            if command.changes:
+                self._cluster.changed()
+            if isinstance(answer, frame.Done):
+                return answer.value
+            shows = command.scope is Scope.SHOWN
+            return msgspec.Raw(shown(call.who, message, answer.data) if shows else answer.data)
+
+        forward.__name__ = command.kind.__name__
+        forward.__doc__ = command.kind.__doc__
+        return forward
 
     async def _ask(
-        self, call: Call, tenant: str, message: frame.Message, body: OperatorRequest
+        self, call: Call, tenant: str, message: frame.Message, wanted: ForNode
     ) -> frame.Done | frame.Bytes:
+        changes = COMMANDS[type(message)].changes
         return await self._cluster.daemon.ask(
             message,
-            node=body.node,
+            node=wanted.node,
             tenant=tenant,
             by=call.by,
-            wait_s=body.wait_s if type(message) in CHANGES else min(body.wait_s, LOOK_S_MAX),
+            wait_s=wanted.wait_s if changes else min(wanted.wait_s, LOOK_S_MAX),
             within_s=ANSWER_S,
         )
 
@@ -113,25 +104,23 @@ class Forwarding:
             whole_only(call.who)
 
     async def _events(
-        self, call: Call, tenant: str, message: operator_wire.Events, body: OperatorRequest
-    ) -> OperatorAnswer:
+        self, call: Call, tenant: str, message: operator_wire.Events, wanted: ForNode
+    ) -> dict[str, Any]:
         """As many of the events that a limited token sees as it asks for, among all that are remembered."""
-        wanted = min(max(1, message.count), EVENTS_MAX)
+        count = min(max(1, message.count), EVENTS_MAX)
         message = msgspec.structs.replace(message, count=EVENTS_MAX)
         seen: list[dict[str, Any]] = []
         page: dict[str, Any] = {}
         for _ in range(EVENT_PAGES_MAX):
-            answer = await self._ask(call, tenant, message, body)
+            answer = await self._ask(call, tenant, message, wanted)
             assert isinstance(answer, frame.Bytes), "events are no number"
             page = decode_json(shown(call.who, message, answer.data), dict[str, Any], "events")
             seen += page["events"]
             every = decode_json(answer.data, _Page, "events").events
-            if len(seen) >= wanted or len(every) < EVENTS_MAX:
+            if len(seen) >= count or len(every) < EVENTS_MAX:
                 break
             message = msgspec.structs.replace(message, after=every[-1].number)
-        return OperatorAnswer(
-            None, msgspec.Raw(msgspec.json.encode({**page, "events": seen[:wanted]}))
-        )
+        return {**page, "events": seen[:count]}
 
 
 class _Numbered(msgspec.Struct):
@@ -140,3 +129,89 @@ class _Numbered(msgspec.Struct):
 
 class _Page(msgspec.Struct):
     events: list[_Numbered]
+
+
+def check(who: Principal, message: frame.Message, tenant: str) -> str:
+    """Return the tenant that is meant. Raises `Refused` for what this principal may not ask for."""
+    if isinstance(message, operator_wire.BeginJob) and isinstance(
+        parse_job(message.spec), ScrubJob
+    ):
+        whole_only(who)
+    return tenant_of(who, tenant)
+
+
+def narrowed(who: Principal, message: frame.Message) -> frame.Message:
+    """Return a request of `Scope.NAMED` for tenants of the token only. Raises `Refused`."""
+    assert isinstance(message, (operator_wire.ListAccounts, operator_wire.ListReceipts))
+    tenants = [tenant_of(who, tenant) for tenant in message.tenants if tenant]
+    if not tenants and who.tenants is not None:
+        tenants = sorted(who.tenants)
+    return msgspec.structs.replace(message, tenants=tenants)
+
+
+def shown(who: Principal, message: frame.Message, answer: bytes) -> bytes:
+    """Return an answer to a request of `Scope.SHOWN` as this principal may see it. Raises `ProtocolError`."""
+    if who.whole:
+        return answer
+    try:
+        return msgspec.json.encode(SHOWN[type(message)](who, answer))
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(
+            f"the answer to a {type(message).__name__} is not one of this version ({error}): upgrade that node"
+        ) from None
+
+
+def _cluster(who: Principal, raw: bytes) -> dict[str, Any]:
+    found = decode_json(raw, dict[str, Any], "a cluster")
+    sees = [entry for entry in found["namespaces"] if who.sees(entry["tenant"])]
+    nodes = []
+    for record in found["nodes"]:
+        engines = [engine for engine in record["engines"] if who.sees(engine["tenant"])]
+        about = {name: record[name] for name in _OF_NODES}
+        nodes.append(about | {"tiers": [], "drain": None, "engines": engines})
+    return {
+        **{name: found[name] for name in _OF_CLUSTER},
+        "nodes": nodes,
+        "namespaces": sees,
+        "peers": [],
+        "silent_peers": [],
+        "links": [],
+        "directory": None,
+        "errors": {},
+    }
+
+
+_OF_CLUSTER = ("cluster", "node", "incarnation", "standing", "state", "joined", "drains")
+_OF_NODES = ("node", "incarnation", "state", "transports", "labels", "version", "protocol")
+
+
+def _stats(who: Principal, raw: bytes) -> NodeStats:
+    found = decode_json(raw, NodeStats, "the statistics of a node")
+    return NodeStats(
+        node=found.node,
+        incarnation=found.incarnation,
+        version=found.version,
+        uptime_s=found.uptime_s,
+        cluster=ClusterStats(standing=found.cluster.standing, state=found.cluster.state),
+        tenants={name: each for name, each in found.tenants.items() if who.sees(name)},
+    )
+
+
+def _jobs(who: Principal, raw: bytes) -> list[dict[str, Any]]:
+    jobs = decode_json(raw, list[dict[str, Any]], "a list of jobs")
+    return [job for job in jobs if who.sees(job["tenant"])]
+
+
+def _events(who: Principal, raw: bytes) -> dict[str, Any]:
+    found = decode_json(raw, dict[str, Any], "a page of events")
+    some = [event for event in found["events"] if sees_event(who, event["details"])]
+    return {**found, "events": some}
+
+
+SHOWN: dict[type[frame.Message], Callable[[Principal, bytes], Any]] = {
+    operator_wire.Cluster: _cluster,
+    operator_wire.Inspect: _stats,
+    client_wire.Stats: _stats,
+    operator_wire.Jobs: _jobs,
+    operator_wire.Events: _events,
+}

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvpool.admin.openapi import describe
 from kvpool.admin.problems import not_found
-from kvpool.admin.routing import Call, Route
+from kvpool.admin.routing import Call, Route, route
 from kvpool.admin.types import Given, Nothing
 
 FILE_BYTES_MAX = 4 << 20
@@ -43,7 +43,7 @@ class OfFile(Given, frozen=True):
 
 
 class Pages:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(str(files("kvpool.admin"))) / "ui"
@@ -53,14 +53,17 @@ class Pages:
         """The description for `/openapi.json`."""
         self._document = msgspec.json.encode(describe(table))
 
+    @route("GET", "/openapi.json", "viewer", answer=dict)
     async def get_openapi(self, _call: Call, _: Nothing) -> web.Response:
         """This description."""
         return web.Response(body=self._document, content_type="application/json")
 
+    @route("GET", "/ui", None, media="text/html", hidden=True)
     async def redirect_ui(self, _call: Call, _: Nothing) -> web.Response:
         """Redirects to the dashboard at /ui/."""
         return web.Response(status=308, headers={"Location": "/ui/"})
 
+    @route("GET", "/", None, media="text/html", hidden=True)
     async def redirect_root(self, call: Call, _: Nothing) -> web.Response:
         """Redirects browsers to the dashboard; programs are told that there is nothing here."""
         if "text/html" not in call.http.headers.get("Accept", ""):
@@ -69,6 +72,7 @@ class Pages:
             )
         return web.Response(status=307, headers={"Location": "/ui/"})
 
+    @route("GET", "/ui/{path:.*}", None, media="text/html", hidden=True)
     async def get_ui(self, _call: Call, wanted: OfFile) -> web.Response:
         """The dashboard. It asks for a token, and has none of its own."""
         name = wanted.path or "index.html"

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.paging import pack_cursor, unpack_cursor
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_node, tenant_of
 from kvpool.admin.types import (
     AccountItem,
@@ -45,11 +45,12 @@ NOWHERE = ("", 0, 0)
 
 
 class Accounting:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
+    @route("GET", "/v1/receipts", "viewer", texts=tuple(MEDIA.values()), answer=AccountList)
     async def list_accounts(
         self, call: Call, wanted: AccountPage
     ) -> AccountList | web.StreamResponse:
@@ -104,6 +105,9 @@ class Accounting:
             return answer
         return _response(wanted.format, text, unreachable, next_, incomplete)
 
+    @route(
+        "GET", "/v1/receipts/requests", "viewer", texts=tuple(MEDIA.values()), answer=ReceiptList
+    )
     async def list_receipts(
         self, call: Call, wanted: ReceiptPage
     ) -> ReceiptList | web.StreamResponse:

@@ -14,7 +14,7 @@ import msgspec
 from kvpool.admin.cluster_view import Answers, Cluster
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.routing import Call
+from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import tenant_of, whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import (
@@ -50,7 +50,7 @@ class NotThere(InvalidRequest):
 
 
 class Routers:
-    """Handlers, see `routes.py`; and requests to routers. Event loop only; `close` ends it.
+    """Handlers, and requests to routers. Event loop only; `close` ends it.
 
     ca: the file of an authority for routers' certificates, beside the public ones; empty: none.
     """
@@ -68,6 +68,7 @@ class Routers:
 
     # ---- engines -----------------------------------------------------------------------------------
 
+    @route("GET", "/v1/engines", "viewer")
     async def list_engines(self, call: Call, wanted: TenantPage) -> EngineList:
         """Engines that were announced to the cluster, or that a router knows."""
         tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
@@ -116,10 +117,12 @@ class Routers:
         )
         return EngineList(items, after, told.unreachable)
 
+    @route("PUT", "/v1/engines/{name}/drain", "operator", whole=True, routers=True)
     async def drain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
         """Drain an engine: routers give it no new requests."""
         return await self._drain(wanted.name, draining=True)
 
+    @route("DELETE", "/v1/engines/{name}/drain", "operator", whole=True, routers=True)
     async def undrain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
         """Cancel an engine's drain."""
         return await self._drain(wanted.name, draining=False)
@@ -131,6 +134,7 @@ class Routers:
             raise not_found(f"no router knows an engine {name!r}; GET /v1/engines lists them")
         return EngineDrain(name, draining, sorted(told.by_node), told.unreachable)
 
+    @route("PUT", "/v1/engines/{name}/weight", "operator", whole=True, routers=True)
     async def weigh_engine(
         self, _call: Call, wanted: OfEngine, body: WeightRequest
     ) -> EngineWeight:
@@ -147,6 +151,7 @@ class Routers:
 
     # ---- requests ----------------------------------------------------------------------------------
 
+    @route("GET", "/v1/requests/{id}", "viewer", routers=True)
     async def get_request(self, call: Call, wanted: OfRequest) -> Explained:
         """How a request was routed, and why."""
         path = f"/explain/{quote(wanted.id, safe='')}"
@@ -158,6 +163,7 @@ class Routers:
             raise Unavailable(_why(told.unreachable))
         raise not_found("no router knows this request, or it has expired")
 
+    @route("POST", "/v1/explain", "viewer", whole=True, routers=True)
     async def explain(self, _call: Call, _: Nothing, body: ExplainRequest) -> Explained:
         """Where a request would go, and why."""
         if (body.prompt is None) == (body.messages is None):

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
+from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.handlers.routers import Routers
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused, not_found
-from kvpool.admin.routing import Call
-from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
+from kvpool.admin.routing import Call, route
+from kvpool.admin.scope import holders, tenant_of
 from kvpool.admin.types import (
     IntentInfo,
     IntentOn,
@@ -27,7 +27,6 @@ from kvpool.admin.types import (
     SessionOn,
     SessionPage,
 )
-from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import IntentAnswer
 from kvpool.wire import operator as operator_wire
 
@@ -40,36 +39,19 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class Sessions:
-    """Handlers; see `routes.py`."""
+    """Handlers."""
 
     def __init__(self, cluster: Cluster, routers: Routers) -> None:
         self._cluster = cluster
         self._routers = routers
 
-    async def _nodes(
-        self, tenant: str, node: str = "", digest: str = "", *, now: bool = False
-    ) -> tuple[list[str], dict[str, str]]:
-        """The nodes that have this tenant, or that one of them; and why others did not answer. Raises `Refused`."""
-
-        def find(view: View, answers: Answers[NodeStats]) -> tuple[list[str], dict[str, str]]:
-            if digest:
-                check_namespace(view, answers, tenant, digest)
-            else:
-                check_tenant(answers, tenant)
-            if not node:
-                return having(answers, tenant, digest), answers.unreachable
-            check_node(view, node)
-            unreachable = {k: why for k, why in answers.unreachable.items() if k == node}
-            return [each for each in having(answers, tenant) if each == node], unreachable
-
-        return await self._cluster.consult(find, now=now)
-
     # ---- sessions ----------------------------------------------------------------------------------
 
+    @route("GET", "/v1/sessions", "viewer")
     async def list_sessions(self, call: Call, wanted: SessionPage) -> SessionList:
         """Sessions, by their names, and what each node knows of them."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, unreachable = await self._nodes(tenant, wanted.node)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant, node=wanted.node)
         after = unpack_cursor(wanted.cursor, tuple[str])[0] if wanted.cursor else ""
         listed = await self._cluster.json_each(
             nodes, operator_wire.ListSessions(after, wanted.limit), _Listed, tenant=tenant
@@ -90,10 +72,11 @@ class Sessions:
             {**unreachable, **listed.unreachable},
         )
 
+    @route("GET", "/v1/sessions/{session}", "viewer")
     async def get_session(self, call: Call, wanted: OfSession) -> SessionDetail:
         """A session: on each node that knows it, the prompts of its agents, and where their blocks are."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, unreachable = await self._nodes(tenant)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant)
         shown = await self._cluster.json_each(
             nodes,
             operator_wire.ShowSession(wanted.session),
@@ -110,22 +93,14 @@ class Sessions:
             raise _unknown(wanted.session)
         return SessionDetail(wanted.session, on, unreachable)
 
+    @route("DELETE", "/v1/sessions/{session}", "operator")
     async def end_session(self, call: Call, wanted: OfSession) -> SessionEnded:
         """End a session: its blocks go before others."""
         tenant = tenant_of(call.who, wanted.tenant)
-        nodes, unreachable = await self._nodes(tenant, now=True)
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> int:
-            return await daemon.number(
-                operator_wire.EndSession(wanted.session),
-                node=node,
-                tenant=tenant,
-                by=call.by,
-                within_s=NODE_S,
-            )
-
-        found = await self._cluster.ask_each(nodes, ask)
+        nodes, _, _, unreachable = await holders(self._cluster, tenant, now=True)
+        found = await self._cluster.number_each(
+            nodes, operator_wire.EndSession(wanted.session), tenant=tenant, by=call.by
+        )
         unreachable = {**unreachable, **found.unreachable}
         ended = sorted(node for node, known in found.by_node.items() if known)
         if not ended and not unreachable:
@@ -134,6 +109,7 @@ class Sessions:
 
     # ---- intents -----------------------------------------------------------------------------------
 
+    @route("POST", "/v1/intents", "operator", routers=True)
     async def intend(self, call: Call, wanted: OfTenant, body: IntentRequest) -> IntentInfo:
         """Pin, keep, prefetch, expend or drop blocks of a prompt or a session; each node tells for how many it holds."""
         tenant = tenant_of(call.who, wanted.tenant)
@@ -162,7 +138,10 @@ class Sessions:
             return answer
         if body.keys and body.intent == "prefetch" and not body.node:
             raise Refused(400, "invalid", "name the node into whose memory the prompt is brought")
-        nodes, unreachable = await self._nodes(tenant, body.node, body.namespace, now=True)
+        # A node is filled before its engines open the namespace.
+        nodes, _, _, unreachable = await holders(
+            self._cluster, tenant, body.namespace, body.node, now=True, unopened=True
+        )
         message = operator_wire.IntendBlocks(
             body.intent,
             bytes.fromhex(body.namespace),
@@ -172,19 +151,9 @@ class Sessions:
             body.for_s,
             body.dry_run,
         )
-        daemon = self._cluster.daemon
-
-        async def ask(node: str) -> IntentAnswer:
-            return await daemon.json(
-                *(message, IntentAnswer),
-                node=node,
-                tenant=tenant,
-                by=call.by,
-                wait_s=INTENT_S,
-                within_s=NODE_S,
-            )
-
-        found = await self._cluster.ask_each(nodes, ask)
+        found = await self._cluster.json_each(
+            nodes, message, IntentAnswer, tenant=tenant, by=call.by, wait_s=INTENT_S
+        )
         if not body.dry_run:
             self._cluster.changed()
         items = [

@@ -1,4 +1,4 @@
-"""What `kvpool lookup` and `kvpool blocks` print."""
+"""What `kvpool blocks lookup` and `kvpool blocks` print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvpool nodes`, `kvpool namespaces` and `kvpool locate` print."""
+"""What `kvpool nodes`, `kvpool namespaces` and `kvpool blocks locate` print."""
 
 from __future__ import annotations
 

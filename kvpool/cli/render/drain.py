@@ -17,7 +17,7 @@ from kvpool.errors import ClusterUnavailable, Unavailable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.gateway_http import Operator
+    from kvpool.client.gateway import Operator
 
 LOOK_S = 0.2
 PATIENCE_S = 15.0  # so long the daemon of this node may fail to answer

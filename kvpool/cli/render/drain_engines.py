@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from kvpool.cli.render.router_http import NoRouter
 from kvpool.cli.render.text import count
 from kvpool.errors import ClusterUnavailable, InvalidRequest
+from kvpool.router.client import NoRouter
 
 LOOK_S = 0.2
 IDLE = frozenset(("drained", "away"))

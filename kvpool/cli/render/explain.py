@@ -16,7 +16,7 @@ from kvpool.errors import InvalidRequest
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.router_http import RouterHttp
+    from kvpool.router.client import RouterHttp
 
 _OUTLOOK = {
     "cached_blocks": ">cached",

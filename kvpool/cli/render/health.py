@@ -18,7 +18,7 @@ from kvpool.telemetry.node_stats import NodeStats
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.gateway_http import Operator
+    from kvpool.client.gateway import Operator
 
 Health = Literal["well", "degraded", "lost"]
 STYLES = {"well": "green", "degraded": "yellow", "lost": "bold red"}

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +18,7 @@ from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
-from kvpool.wire.jobs import JobState
+from kvpool.wire.jobs import JobSpec, JobState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,11 +36,10 @@ STATE_STYLES = {
     JobState.CANCELLED: "yellow",
     SILENT: "bold red",
 }
-DONE_WORDS = {
-    "evict": ("evicted", "would be evicted"),
-    "warm": ("brought", "would be brought"),
-    "scrub": ("bad and dropped", ""),
+WORDS: dict[str, tuple[str, str]] = {
+    kind.__struct_config__.tag: kind.words for kind in get_args(JobSpec)
 }
+"""What a job of each kind has done, and in a dry run would do."""
 
 
 class Asks(Protocol):
@@ -208,7 +207,7 @@ def _on_bar(bar: Progress) -> Callable[[Job], None]:
 
 def _word(job: Job) -> str:
     view = next(iter(job.views.values()))
-    done, would = DONE_WORDS[view["kind"]]
+    done, would = WORDS[view["kind"]]
     return would if view["dry_run"] else done
 
 

@@ -1,4 +1,4 @@
-"""What `kvpool lookup --why` asks and prints: why a node lacks a block of a prompt."""
+"""What `kvpool blocks lookup --why` asks and prints: why a node lacks a block of a prompt."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def block_key(text: str) -> bytes:
     """A block key from its 32 hex digits. Raises `InvalidRequest`."""
     if len(text) != 2 * KEY_BYTES or not _HEX.fullmatch(text.lower()):
         raise InvalidRequest(
-            f"{text!r} is no block key: {2 * KEY_BYTES} hex digits, as `locate --json` shows them"
+            f"{text!r} is no block key: {2 * KEY_BYTES} hex digits, as `kvpool blocks locate --json` shows them"
         )
     return bytes.fromhex(text)
 

@@ -22,6 +22,7 @@ from kvpool.cli.render.text import (
     make_table,
     size_text,
 )
+from kvpool.cli.render.tiers import show_tiers
 from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, PeerStats, WorkerStats
 from kvpool.telemetry.memory_stats import NamespaceStats, SlabClass, TenantStats
 from kvpool.telemetry.node_stats import NodeStats
@@ -204,6 +205,8 @@ def show(
         if table is not None:
             console.print()
             console.print(table)
+    console.print()
+    show_tiers(stats, tenant, console)
 
 
 def _headline(stats: NodeStats) -> Text:

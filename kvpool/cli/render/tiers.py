@@ -1,20 +1,17 @@
-"""What `kvpool tiers` and `kvpool scrub` print."""
+"""The tiers of a node, as `kvpool status` prints them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     count,
     duration,
-    make_bar,
     make_console,
     make_table,
     size_text,
@@ -28,9 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kvpool.cli.render.gateway_http import Operator
 
-SCRUB_BLOCKS = 64  # asked for at a time
 SAVED_FROM = 0.99  # of the raw bytes; slots are whole pages, and hide what is less
 _STATES = {
     "serving": "green",
@@ -44,80 +39,26 @@ _STATES = {
 }
 
 
-def tier_rows(stats: NodeStats, tenant: str) -> list[dict[str, Any]]:
-    """One row a segment, the fastest tier first; plain values.
-
-    Of an engine's own cache only events are known: how many blocks, or at least how many (`complete`), and
-    how long ago it was heard of. `usage`: what the tenant and its namespaces have of memory, or of a disk;
-    null while that is not open.
-    """
-    on_disks = {place.where: place for place in stats.tenants[tenant].usage.ssd}
-    mine = stats.tenants[tenant]
-    counters = stats.counters
-    unknown = dict.fromkeys(
-        ("size_bytes", "used_bytes", "read_bytes", "written_bytes", "damaged", "errors")
+def places(stats: NodeStats, tenant: str) -> list[tuple[str, PlaceStats]]:
+    """The places where this node keeps blocks, by tier, the fastest first. Of memory the tenant's segment."""
+    mine, counters = stats.tenants[tenant], stats.counters
+    memory = PlaceStats(
+        path=f"segment of tenant {tenant}",
+        state="serving",
+        size_bytes=mine.segment_bytes,
+        used_bytes=mine.space.bytes_used,
+        blocks=mine.blocks,
+        read_bytes=counters.leased_bytes,
+        written_bytes=counters.committed_bytes,
+        mismatches=counters.checksum_mismatches,
     )
-    rows = [
-        {
-            "tier": "gpu",
-            "where": engine.endpoint,
-            "state": _engine_state(engine),
-            "error": engine.error,
-            **unknown,
-            "blocks": engine.blocks,
-            "complete": engine.complete,
-            "age_s": engine.age_s,
-        }
-        for engine in mine.engines.followed
-    ]
-    rows += [
-        {
-            "tier": "dram",
-            "where": f"segment of tenant {tenant}",
-            "state": "serving",
-            "error": "",
-            "size_bytes": mine.segment_bytes,
-            "used_bytes": mine.space.bytes_used,
-            "blocks": mine.blocks,
-            "read_bytes": counters.leased_bytes,
-            "written_bytes": counters.committed_bytes,
-            "damaged": counters.checksum_mismatches,
-            "errors": 0,
-            "usage": next(iter(mine.usage.dram), None),
-        }
-    ]
-    rows += [_place_row("device", device, device.segment_bytes) for device in stats.tiers.device]
-    rows += [
-        _place_row("ssd", disk, disk.segment_bytes)
-        | {
-            "raw_bytes": disk.raw_bytes,
-            "stored_bytes": disk.stored_bytes,
-            "packed_blocks": disk.packed_blocks,
-            "unpacked_blocks": disk.unpacked_blocks,
-            "undecoded_blocks": disk.undecoded_blocks,
-            "retired_bytes": disk.retired_bytes,
-            "usage": on_disks.get(disk.path),
-        }
-        for disk in stats.tiers.ssd
-    ]
-    rows += [_place_row("object", store, 0) for store in stats.tiers.object]
-    return rows
-
-
-def _place_row(tier: str, place: PlaceStats, segment_bytes: int) -> dict[str, Any]:
-    return {
-        "tier": tier,
-        "where": place.path,
-        "state": place.state,
-        "error": place.error,
-        "size_bytes": segment_bytes or place.size_bytes,
-        "used_bytes": place.used_bytes,
-        "blocks": place.blocks,
-        "read_bytes": place.read_bytes,
-        "written_bytes": place.written_bytes,
-        "damaged": place.mismatches,
-        "errors": place.read_errors + place.write_errors,
+    tiers = stats.tiers
+    below: dict[str, Sequence[PlaceStats]] = {
+        "device": tiers.device,
+        "ssd": tiers.ssd,
+        "object": tiers.object,
     }
+    return [("dram", memory), *((tier, each) for tier, some in below.items() for each in some)]
 
 
 def _engine_state(engine: EngineStats) -> str:
@@ -131,7 +72,7 @@ def _engine_state(engine: EngineStats) -> str:
 def show_tiers(stats: NodeStats, tenant: str, console: Console | None = None) -> None:
     """Print where this node keeps blocks."""
     console = console or make_console()
-    console.print(_tiers(tier_rows(stats, tenant)))
+    console.print(_tiers(stats, tenant))
     console.print()
     console.print(_usage(stats.tenants[tenant].usage, tenant))
     remarks = [
@@ -145,29 +86,38 @@ def show_tiers(stats: NodeStats, tenant: str, console: Console | None = None) ->
         console.print(line)
 
 
-def _tiers(rows: list[dict[str, Any]]) -> Table:
+def _tiers(stats: NodeStats, tenant: str) -> Table:
     table = make_table(
-        "", "tier", "where", "state", ">used", ">blocks", ">read", ">written", ">damaged", ">errors"
+        *("Tiers", "tier", "where", "state", ">used", ">blocks", ">read", ">written"),
+        *(">damaged", ">errors"),
     )
     table.columns[1].overflow = "fold"
-    for row in rows:
-        state = Text(row["state"], style=_STATES[row["state"]])
-        if row["tier"] == "gpu":
-            at_least = "" if row["complete"] else "at least "
-            table.add_row("gpu", escape(row["where"]), state, "", f"{at_least}{row['blocks']:,}")
-            continue
+    for engine in stats.tenants[tenant].engines.followed:
+        # Of an engine's own cache only events are known.
+        at_least = "" if engine.complete else "at least "
+        blocks = f"{at_least}{engine.blocks:,}"
+        table.add_row("gpu", escape(engine.endpoint), _styled(_engine_state(engine)), "", blocks)
+    for tier, place in places(stats, tenant):
         table.add_row(
-            row["tier"],
-            escape(row["where"]),
-            state,
-            used_text(row["used_bytes"], row["size_bytes"]),
-            f"{row['blocks']:,}",
-            size_text(row["read_bytes"]),
-            size_text(row["written_bytes"]),
-            Text(f"{row['damaged']:,}", style="yellow" if row["damaged"] else ""),
-            Text(f"{row['errors']:,}", style="yellow" if row["errors"] else ""),
+            tier,
+            escape(place.path),
+            _styled(place.state),
+            used_text(place.used_bytes, getattr(place, "segment_bytes", 0) or place.size_bytes),
+            f"{place.blocks:,}",
+            size_text(place.read_bytes),
+            size_text(place.written_bytes),
+            _trouble(place.mismatches),
+            _trouble(place.read_errors + place.write_errors),
         )
     return table
+
+
+def _styled(state: str) -> Text:
+    return Text(state, style=_STATES.get(state, ""))
+
+
+def _trouble(number: int) -> Text:
+    return Text(f"{number:,}", style="yellow" if number else "")
 
 
 def _usage(usage: Usage, tenant: str) -> Table:
@@ -259,30 +209,3 @@ def _remarks(tiers: TiersStats) -> Iterator[Text]:
     ):
         if number := getattr(tiers, key):
             yield Text(f"{count(number, 'block')} {what}")
-
-
-def scrub(client: Operator, console: Console | None = None) -> tuple[int, int]:
-    """Have all blocks on this node's disks compared with their checksums: (seen, bad).
-
-    Shows a progress bar where there is a terminal.
-    """
-    total = sum(disk.blocks for disk in client.stats().tiers.ssd)
-    seen = bad = 0
-    cursor: int | None = 0
-    columns = (
-        TextColumn("scrubbing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeRemainingColumn(),
-    )
-    with make_bar(*columns, console=console) as progress:
-        task = progress.add_task("", total=total)
-        while cursor is not None:
-            started = time.monotonic()
-            step = client.scrub(cursor, SCRUB_BLOCKS)
-            seen, bad, cursor = seen + step["seen"], bad + step["bad"], step["cursor"]
-            progress.update(task, completed=seen)
-            # Engines' reads come first: half of the disk's time is theirs.
-            time.sleep(time.monotonic() - started)
-    return seen, bad

@@ -37,7 +37,7 @@ from kvpool.wire import operator as operator_wire
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvpool.cli.render.gateway_http import Operator
+    from kvpool.client.gateway import Operator
 
 NODES_MAX = 256  # that are looked at, in the order of their names
 ASKING_MAX = 8  # nodes at a time

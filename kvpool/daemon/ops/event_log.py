@@ -76,6 +76,10 @@ class EventLog:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
+    def audit(self, by: str, what: str, /, **details: Any) -> None:
+        """Note an operator's change. by: who made it."""
+        self.note(AUDIT, by=by, what=what, **details)
+
     @property
     def first(self) -> int:
         """The number of the oldest event that is remembered, or of the next one."""

@@ -10,20 +10,23 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 
+from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.blocks import PIN_HARD, Block, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.shares import Shares
 from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.fetcher import BlockFetcher
+from kvpool.daemon.ops.commands import Asker, answers, namespaces_of
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import part_bytes
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded
-from kvpool.wire.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob
+from kvpool.wire import operator as operator_wire
+from kvpool.wire.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob, parse_job
 
 REMEMBERED_MAX = 100
 RUNNING_MAX = 8
@@ -364,7 +367,7 @@ class Work:
         if left:
             raise LimitExceeded(
                 f"this node has no room for more blocks of namespace {namespace.base.hex()}: the remaining blocks stay "
-                f"on node {spec.source}. Evict blocks here first (kvpool evict --least SIZE), then move the rest"
+                f"on node {spec.source}. Evict blocks here first (kvpool job start evict --least SIZE), then move the rest"
             )
 
     async def _take_over(
@@ -497,3 +500,53 @@ def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
 
 def _kind(spec: JobSpec) -> str:
     return str(type(spec).__struct_config__.tag)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class JobCommands:
+    """Answers commands about jobs."""
+
+    name: str
+    cluster: ClusterMember
+    jobs: JobRunner
+    journal: EventLog
+
+    @answers
+    async def _begin_job(self, who: Asker, m: operator_wire.BeginJob) -> Any:
+        spec = parse_job(m.spec)
+        digest = bytes.fromhex(getattr(spec, "namespace", ""))
+        if isinstance(spec, WarmJob):
+            if spec.source == self.name:
+                raise InvalidRequest(
+                    f"node {spec.source} is both source and destination: start this on the nodes that should receive "
+                    "the blocks"
+                )
+            self.cluster.namespaces.open_known(
+                who.tenant, digest
+            )  # a new node is warmed before its engines start
+        namespaces = namespaces_of(who.tenant, digest)
+        view = self.jobs.begin(m.job, spec, namespaces, who.tenant, who.by, dry_run=m.dry_run)
+        if not m.dry_run:
+            self.journal.audit(
+                who.by, view.kind, tenant=who.tenant.name, job=m.job, **_chosen_by(spec)
+            )
+        return view
+
+    @answers
+    async def _jobs(self, _who: Asker, m: operator_wire.Jobs) -> Any:
+        return self.jobs.views(m.jobs)
+
+    @answers
+    async def _stop_job(self, who: Asker, m: operator_wire.StopJob) -> int:
+        stopped = self.jobs.stop(m.job)
+        if stopped:
+            self.journal.audit(who.by, "stop job", job=m.job)
+        return int(stopped)
+
+
+def _chosen_by(spec: JobSpec) -> dict[str, Any]:
+    """A short description of a job: how many keys, not which."""
+    asked = {name: value for name, value in msgspec.structs.asdict(spec).items() if value}
+    if "keys" in asked:
+        asked["keys"] = len(asked["keys"])
+    return asked

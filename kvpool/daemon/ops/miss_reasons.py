@@ -1,7 +1,7 @@
 """Why a block is not here: what this node's books, its tiers and the directory know of it. Event loop only.
 
 Nobody is asked: a verdict costs some microseconds, and is made for the first missing block of a read only. A block that
-another node has dropped is known to that node; `kvpool lookup --why` asks all.
+another node has dropped is known to that node; `kvpool blocks lookup --why` asks all.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from itertools import compress
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.ports import ClusterView, LivingNode, PeerTransport
-from kvpool.daemon.ops.operators import asking_others
+from kvpool.daemon.ops.commands import asking_others
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier

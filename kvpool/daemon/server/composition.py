@@ -37,18 +37,23 @@ from kvpool.daemon.fetch.ports import DISKS_MAX, NOT_NODES, PeerTransport
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.fetch.probing import Prober
 from kvpool.daemon.ops.audit_file import AuditFile
+from kvpool.daemon.ops.changes import Changes
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.event_publisher import EventPublisher
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.intents import Intents
+from kvpool.daemon.ops.jobs import JobCommands, JobRunner, Work
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
+from kvpool.daemon.ops.peer_requests import OtherNodes
 from kvpool.daemon.ops.prefetcher import Prefetcher
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.receipts import AccountPeriods, ReceiptsFile
 from kvpool.daemon.ops.removals import Removals
+from kvpool.daemon.ops.reports import BlockReports, Reports
 from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.ops.session_commands import SessionCommands
 from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.shared_holdings import SharedHoldings
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
@@ -322,26 +327,25 @@ def compose(
         accounts,
         clock,
     )
-    operators = Operators(
-        config,
-        node,
-        cluster,
-        ssd,
-        objects,
-        device,
-        rules,
-        fetcher,
-        replication,
-        engines,
-        transport,
-        sessions,
-        intents,
+    others = OtherNodes(config.node, cluster, transport)
+    jobs = JobRunner(
+        config.node,
+        Work(ssd, fetcher, rules.by_tier, others.list_blocks, others.evict, clock),
         events,
-        stats,
-        miss_reasons,
-        receipts,
-        spans,
         clock,
+        [tenant.name for tenant in config.all_tenants()],
+    )
+    operators = Operators(
+        node,
+        Changes(config, node, cluster, ssd, rules, replication, events, clock),
+        others,
+        jobs,
+        Reports(cluster, stats, events, miss_reasons, receipts, spans),
+        BlockReports(
+            *(config.node, cluster, node, ssd, objects, device, rules, fetcher, engines, clock)
+        ),
+        SessionCommands(node, cluster, ssd, sessions, intents, events, clock),
+        JobCommands(config.node, cluster, jobs, events),
     )
     requests = ClientRequests(
         config,

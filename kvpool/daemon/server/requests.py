@@ -33,10 +33,11 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_counts, parse_parts, parse_wish, rows
 from kvpool.daemon.fetch.fetcher import BlockFetcher, Pulled
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
+from kvpool.daemon.ops.commands import KEYS_BYTES_MAX, asking_others
 from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.intents import Intents, parse_wanted
 from kvpool.daemon.ops.miss_reasons import MissReasons
-from kvpool.daemon.ops.operators import KEYS_BYTES_MAX, Operators, asking_others
+from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.presence import Presences
@@ -57,10 +58,7 @@ from kvpool.errors import (
     ProtocolError,
     UnknownReservation,
 )
-from kvpool.placement.records import (
-    NamespaceSettings,
-    NodeState,
-)
+from kvpool.placement.records import NamespaceSettings, NodeState
 from kvpool.telemetry.spans import Spans
 from kvpool.types import KEY_BYTES, NO_PARENT, Recompute, split_keys
 from kvpool.wire import client as client_wire
@@ -737,7 +735,7 @@ class ClientRequests:
 
     async def _intend(self, holder: Holder, m: client_wire.Intend) -> Any:
         if m.digest:
-            return await self._operators.intend_on(holder, m)
+            return await self._operators.intend(holder, m)
         namespace = self._namespace(holder, m.ns, m.keys)
         wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)
         answer = await self._intents.answer(holder.tenant, namespace, m.keys, m.session, wanted)
@@ -769,9 +767,7 @@ class ClientRequests:
         return frame.Bytes(msgspec.json.encode(found))
 
     async def _why_missing(self, holder: Holder, m: client_wire.WhyMissing) -> Any:
-        if m.node in {"", self._config.node}:
-            return self._operators.why_missing(holder.tenant, m)
-        return await self._operators.why_missing_on(holder, m)
+        return await self._operators.why_missing(holder, m)
 
     async def _reset(self, holder: Holder, m: client_wire.Reset) -> client_wire.Opened:
         namespace = self._opened(holder, m.ns)

@@ -6,6 +6,8 @@ import re
 import runpy
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,7 +141,13 @@ def test_the_hit_rate_of_a_namespace(pair, numbers, kvpool):
 def test_who_may_not_ask_is_told_so_by_the_exit_status(start_cluster, kvpool):
     world = start_cluster(nodes=1, environ={"KVPOOL_OPERATOR_TOKEN": "o" * 20})
     node = world.node("a")
-    for words in (("nodes",), ("evict", "--all"), ("events",), ("jobs", "list"), ("top", "--once")):
+    for words in (
+        ("nodes",),
+        ("job", "start", "evict", "--all"),
+        ("events",),
+        ("job", "list"),
+        ("top", "--once"),
+    ):
         done = kvpool(node, *words)
         assert (done.status, done.out) == (4, ""), words
         assert re.fullmatch(r"kvpool: [^\n]*KVPOOL_OPERATOR_TOKEN[^\n]*\n", done.err)
@@ -153,18 +161,18 @@ def test_the_longest_prefix_by_node(pair, numbers, kvpool, until, tmp_path):
     b.put(some)
     until(lambda: a.announced and b.announced)
     until(lambda: a.holders(some[11]) == {"b"})
-    done = kvpool(a.node, "lookup", DIGEST[:6], *hexes(some))
+    done = kvpool(a.node, "blocks", "lookup", DIGEST[:6], *hexes(some))
     assert (done.status, done.err) == (0, "")
     assert rows(done.out)[1:] == [["b", "12", "12", "12"], ["a", "5", "5", "12"]]
     file = tmp_path / "keys"
     file.write_text("\n".join(hexes(some[:8])) + "\n")
-    found = kvpool.json(a.node, "lookup", DIGEST, "--keys-file", str(file))
+    found = kvpool.json(a.node, "blocks", "lookup", DIGEST, "--keys-file", str(file))
     assert found["keys"] == 8
     assert {row["node"]: row["memory_blocks"] for row in found["items"]} == {"a": 5, "b": 8}
-    done = kvpool(a.node, "lookup", DIGEST, ABSENT)
+    done = kvpool(a.node, "blocks", "lookup", DIGEST, ABSENT)
     assert (done.status, done.out) == (1, "no node has the first of 1 block\n")
     file.write_text("00\n")
-    done = kvpool(a.node, "lookup", DIGEST, "--keys-file", str(file))
+    done = kvpool(a.node, "blocks", "lookup", DIGEST, "--keys-file", str(file))
     assert (done.status, f"{file}, line 1: '00' is no block key" in done.err) == (1, True)
 
 
@@ -175,21 +183,21 @@ def test_why_a_prompt_is_not_all_there(pair, numbers, kvpool, until):
     b.client.remove(b.ns, keys_of(some[2:3]))
     until(lambda: b.announced)
     until(lambda: a.holders(some[0]) == {"b"})
-    done = kvpool(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    done = kvpool(a.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     assert (done.status, done.err) == (0, "")
     assert "a: block 1 of 4: never stored" in done.out
     text = r"b: block 3 of 4: removed by a client, \d+ s ago from dram, \d+ s after its last use"
     assert re.search(text, done.out), done.out
-    told = kvpool.json(a.node, "lookup", DIGEST, *hexes(some), "--why")
+    told = kvpool.json(a.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     assert told["silent"] == {}
     assert told["why"]["b"]["missing"]["key"] == hexes(some)[2]
     b.put(some[2:3])
     until(lambda: b.announced)
-    done = kvpool(b.node, "lookup", DIGEST, *hexes(some), "--why")
+    done = kvpool(b.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     assert "b: all 4 blocks are there" in done.out
     b.node.signal(signal.SIGSTOP)
     try:
-        done = kvpool(a.node, "lookup", DIGEST, *hexes(some), "--why")
+        done = kvpool(a.node, "blocks", "lookup", DIGEST, *hexes(some), "--why")
     finally:
         b.node.signal(signal.SIGCONT)
     assert "kvpool: b: " in done.err
@@ -237,20 +245,22 @@ def test_blocks_are_listed_page_by_page(pair, numbers, kvpool):
     assert kvpool(a.node, "pin", hexes(some)[4], "--kind", "hard", "--node", "b").status == 0
     seen, cursor = [], []
     while True:
-        page = kvpool.json(a.node, "blocks", DIGEST, "--node", "b", "--limit", "13", *cursor)
+        page = kvpool.json(
+            a.node, "blocks", "list", DIGEST, "--node", "b", "--limit", "13", *cursor
+        )
         seen += page["items"]
         if page["next"] is None:
             break
         cursor = ["--cursor", page["next"]]
     assert sorted(each["key"] for each in seen) == sorted(hexes(some))
-    done = kvpool(a.node, "blocks", "--node", "b", "--limit", "40")
+    done = kvpool(a.node, "blocks", "list", "--node", "b", "--limit", "40")
     line = next(line for line in done.out.splitlines() if hexes(some)[4] in line)
     assert done.out.splitlines()[0].rstrip() == f"namespace {DIGEST[:12]}"
     assert line.split()[:3] == [hexes(some)[4], "4", "1"]
     assert line.split()[-1] == "hard"
-    assert kvpool(a.node, "blocks").out == "no blocks here\n"
-    assert "--cursor" in kvpool(a.node, "blocks", "--node", "b", "--limit", "7").out
-    done = kvpool(a.node, "blocks", "--tier", "tape")
+    assert kvpool(a.node, "blocks", "list").out == "no blocks here\n"
+    assert "--cursor" in kvpool(a.node, "blocks", "list", "--node", "b", "--limit", "7").out
+    done = kvpool(a.node, "blocks", "list", "--tier", "tape")
     assert (done.status, "dram" in done.err) == (1, True)
 
 
@@ -312,35 +322,37 @@ def test_blocks_are_evicted_everywhere_or_on_some_nodes(pair, numbers, kvpool):
     some = numbers(20)
     for seat in pair:
         seat.put(some)
-    done = kvpool(a.node, "evict", *hexes(some[:3]), "--dry-run")
+    done = kvpool(a.node, "job", "start", "evict", *hexes(some[:3]), "--dry-run")
     assert done.status == 0
     assert done.out.splitlines()[-1].startswith("6 blocks would be evicted, ")
     assert re.match(r"job evict-[0-9a-f]{8} runs on a, b\n", done.err)
     assert (a.here(some), b.here(some)) == (20, 20)
-    assert kvpool(a.node, "evict", *hexes(some[:3]), "--node", "b").status == 0
+    assert kvpool(a.node, "job", "start", "evict", *hexes(some[:3]), "--node", "b").status == 0
     assert (a.here(some), b.here(some)) == (20, 17)
-    done = kvpool(a.node, "evict", hexes(some)[15], "--chain", "--namespace", DIGEST[:4])
+    done = kvpool(
+        a.node, "job", "start", "evict", hexes(some)[15], "--chain", "--namespace", DIGEST[:4]
+    )
     assert done.out.splitlines()[-1].startswith("10 blocks evicted, ")
     assert (a.here(some), b.here(some)) == (15, 12)
     assert kvpool(a.node, "pin", *hexes(some[4:6]), "--kind", "hard").status == 0
-    found = kvpool.json(a.node, "evict", "--all", "--tier", "dram", "--yes")
+    found = kvpool.json(a.node, "job", "start", "evict", "--all", "--tier", "dram", "--yes")
     by_node = {view["node"]: view for view in found["nodes"]}
     assert (by_node["a"]["blocks"], by_node["a"]["kept"], by_node["b"]["blocks"]) == (13, 2, 12)
     assert found["failures"] == {}
     assert (a.here(some), b.here(some)) == (2, 0)
-    refused = kvpool(a.node, "evict", "--all")
+    refused = kvpool(a.node, "job", "start", "evict", "--all")
     assert (refused.status, refused.out) == (2, "")
     assert "There is no terminal to ask: repeat with --yes" in refused.err
-    done = kvpool(a.node, "evict", "--all", "--yes")
+    done = kvpool(a.node, "job", "start", "evict", "--all", "--yes")
     assert "2 blocks stay, pinned" in done.out
     assert kvpool(a.node, "unpin", *hexes(some[4:6])).out == "2 of 2 blocks unpinned\n"
     done = kvpool(a.node, "pin", ABSENT)
     assert (done.status, done.out) == (1, "0 of 1 block pinned soft\n")
-    assert "`kvpool locate KEY`" in done.err
-    assert kvpool(a.node, "evict", "--least", "1MiB", "--yes").status == 0
+    assert "`kvpool blocks locate KEY`" in done.err
+    assert kvpool(a.node, "job", "start", "evict", "--least", "1MiB", "--yes").status == 0
     assert a.here(some) == 0
     a.put(some)
-    done = kvpool(a.node, "evict", "--namespace", DIGEST, "--unused-s", "2h", "-y")
+    done = kvpool(a.node, "job", "start", "evict", "--namespace", DIGEST, "--unused-s", "2h", "-y")
     assert done.out.splitlines()[-1] == "0 blocks evicted"
     assert a.here(some) == 20
 
@@ -348,22 +360,23 @@ def test_blocks_are_evicted_everywhere_or_on_some_nodes(pair, numbers, kvpool):
 def test_what_evict_refuses(pair, kvpool):
     a, _ = pair
     for words, hint in (
-        ((), "or --all"),
-        (("--all", ABSENT), "so it excludes keys"),
-        (("--all", "--unused-s", "2h"), "leave out --all to evict what the others choose"),
+        ((), "or --all of the tenant"),
+        (("--all", ABSENT), "do not combine it with"),
+        (("--all", "--unused-s", "2h"), "--all is all of the tenant"),
         (("--namespace", DIGEST, "--chain"), "--chain needs keys"),
         (("--namespace", "beef"), "`kvpool namespaces` shows"),
         (("--unused-s", "5"), "30s, 15m, 12h"),
-        (("--all", "--tier", "tape"), "must be one of dram, ssd, device"),
         (("--least", "many"), "10GiB"),
-        (("--least", "1MiB", "--namespace", DIGEST, "-y"), "least_bytes selects by value alone"),
+        (("--least", "1MiB", "--namespace", DIGEST, "-y"), "--least selects by value alone"),
         (("--all", "--node", "z", "-y"), "`kvpool nodes` lists the nodes"),
     ):
-        done = kvpool(a.node, "evict", *words)
+        done = kvpool(a.node, "job", "start", "evict", *words)
         assert (done.status, done.out) == (1, ""), words
         assert re.fullmatch(r"kvpool: [^\n]+\n", done.err), words
         assert hint in done.err
-    assert kvpool(a.node, "evict", "--no-such-flag").status == 2
+    assert kvpool(a.node, "job", "start", "evict", "--no-such-flag").status == 2
+    done = kvpool(a.node, "job", "start", "evict", "--all", "--tier", "tape")
+    assert (done.status, "'ssd'" in done.err) == (2, True)
 
 
 def test_a_node_that_does_not_answer_is_named_and_the_others_are_done(pair, numbers, kvpool):
@@ -372,7 +385,7 @@ def test_a_node_that_does_not_answer_is_named_and_the_others_are_done(pair, numb
     a.put(some)
     b.node.signal(signal.SIGSTOP)
     try:
-        done = kvpool(a.node, "evict", *hexes(some), "--node", "a", "--node", "b")
+        done = kvpool(a.node, "job", "start", "evict", *hexes(some), "--node", "a", "--node", "b")
     finally:
         b.node.signal(signal.SIGCONT)
     assert done.status == 1
@@ -385,19 +398,19 @@ def test_on_a_terminal_it_asks_first(pair, numbers, kvpool):
     a, _ = pair
     some = numbers(6)
     a.put(some)
-    screen = on_terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
+    screen = on_terminal(kvpool, a.node, "job", "start", "evict", "--namespace", DIGEST)
     screen.until(f"Evict all blocks of namespace {DIGEST[:12]} on a, b? [y/N]")
     screen.type("n\n")
     assert screen.end() == 1
     assert a.here(some) == 6
-    screen = on_terminal(kvpool, a.node, "evict", "--namespace", DIGEST)
+    screen = on_terminal(kvpool, a.node, "job", "start", "evict", "--namespace", DIGEST)
     screen.until("[y/N]")
     screen.type("y\n")
     screen.until("6 blocks evicted")
     assert screen.end() == 0
     assert a.here(some) == 0
     a.put(some)
-    screen = on_terminal(kvpool, a.node, "evict", "--namespace", DIGEST, "--yes")
+    screen = on_terminal(kvpool, a.node, "job", "start", "evict", "--namespace", DIGEST, "--yes")
     screen.until("6 blocks evicted")
     assert screen.end() == 0
 
@@ -415,7 +428,9 @@ def long_job(start_cluster, numbers):
 def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
     def interrupted():
         """A job's name and what was said of it, unless the job ended before the interrupt came."""
-        with kvpool.begin(long_job.node, "evict", "--unused-s", "1h", "--yes") as process:
+        with kvpool.begin(
+            long_job.node, "job", "start", "evict", "--unused-s", "1h", "--yes"
+        ) as process:
             name = re.search(r"job (evict-\w+) runs on a\n", hear(process, "runs on a\n"))[1]
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=PATIENCE_S)
@@ -425,9 +440,9 @@ def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
         return name, err
 
     name, err = until(interrupted)
-    assert f"job {name} continues: `kvpool jobs show {name}`" in err
+    assert f"job {name} continues: `kvpool job show {name}`" in err
     assert "Traceback" not in err
-    (view,) = kvpool.json(long_job.node, "jobs", "show", name)["jobs"]
+    (view,) = kvpool.json(long_job.node, "job", "show", name)["jobs"]
     assert view["state"] in {"running", "done"}
     until(lambda: long_job.client.ask_node(operator_wire.Jobs([name]))[0]["state"] == "done")
 
@@ -435,7 +450,9 @@ def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
 def test_ctrl_c_on_a_terminal_offers_to_stop_the_job(long_job, kvpool, until):
     def interrupted():
         """The terminal, unless the job ended before the key was read."""
-        screen = on_terminal(kvpool, long_job.node, "evict", "--unused-s", "1h", "--yes")
+        screen = on_terminal(
+            kvpool, long_job.node, "job", "start", "evict", "--unused-s", "1h", "--yes"
+        )
         screen.until("evict-")
         screen.type("\x03")
         try:
@@ -459,25 +476,27 @@ def test_ctrl_c_on_a_terminal_offers_to_stop_the_job(long_job, kvpool, until):
 def test_jobs_are_listed_shown_and_stopped(pair, numbers, kvpool, until):
     a, b = pair
     b.put(numbers(5))
-    assert kvpool(a.node, "jobs", "list").out == "no node remembers a job\n"
-    done = kvpool(a.node, "evict", "--all", "--node", "b", "--no-wait", "--yes")
+    assert kvpool(a.node, "job", "list").out == "no node remembers a job\n"
+    done = kvpool(a.node, "job", "start", "evict", "--all", "--node", "b", "--no-wait", "--yes")
     assert (done.status, done.err) == (0, "")
     name = done.out.strip()
     assert re.fullmatch(r"evict-[0-9a-f]{8}", name)
     until(lambda: a.client.ask_node(operator_wire.Jobs([name]), node="b")[0]["state"] == "done")
-    (view,) = kvpool.json(a.node, "jobs", "show", name)["jobs"]
+    (view,) = kvpool.json(a.node, "job", "show", name)["jobs"]
     assert (view["node"], view["state"], view["blocks"]) == ("b", "done", 5)
-    (row,) = rows(kvpool(a.node, "jobs", "list").out)[1:]
+    (row,) = rows(kvpool(a.node, "job", "list").out)[1:]
     assert row[:3] == [name, "b", "done"]
-    assert kvpool(b.node, "jobs", "stop", name).out == f"job {name} is not running: it has ended\n"
-    for words in (("jobs", "show", "nobody-s"), ("jobs", "stop", "nobody-s")):
+    assert kvpool(b.node, "job", "stop", name).out == f"job {name} is not running: it has ended\n"
+    for words in (("job", "show", "nobody-s"), ("job", "stop", "nobody-s")):
         done = kvpool(a.node, *words)
-        assert (done.status, "`kvpool jobs list`" in done.err) == (1, True)
+        assert (done.status, "`kvpool job list`" in done.err) == (1, True)
 
 
 def test_a_running_job_is_stopped(long_job, kvpool, until):
-    name = kvpool(long_job.node, "evict", "--unused-s", "1h", "--no-wait", "-y").out.strip()
-    done = kvpool(long_job.node, "jobs", "stop", name)
+    name = kvpool(
+        long_job.node, "job", "start", "evict", "--unused-s", "1h", "--no-wait", "-y"
+    ).out.strip()
+    done = kvpool(long_job.node, "job", "stop", name)
     assert done.status == 0
     assert done.out.startswith(f"job {name} ")
     until(lambda: long_job.client.ask_node(operator_wire.Jobs([name]))[0]["state"] != "running")
@@ -488,17 +507,24 @@ def test_blocks_are_brought_and_moved(pair, numbers, kvpool, until):
     some = numbers(20)
     b.put(some)
     until(lambda: b.announced)
-    done = kvpool(a.node, "warm", DIGEST[:8], *hexes(some[:4]))
+    done = kvpool(a.node, "job", "start", "warm", DIGEST[:8], *hexes(some[:4]))
     assert done.status == 0, done.err
     assert done.out.splitlines()[-1].startswith("4 blocks brought, ")
     assert a.get(some) == 4
-    done = kvpool(b.node, "move", DIGEST[:8], "--from", "b", "--to", "a")
+    done = kvpool(
+        b.node, "job", "start", "warm", DIGEST[:8], "--from", "b", "--move", "--node", "a"
+    )
     assert done.status == 0, done.err
     assert done.out.splitlines()[-1].startswith("16 blocks brought, ")
     assert (a.get(some), b.here(some)) == (20, 0)
-    found = kvpool.json(a.node, "warm", DIGEST, "--from", "a", "--node", "b", "--dry-run")
+    found = kvpool.json(
+        a.node, "job", "start", "warm", DIGEST, "--from", "a", "--node", "b", "--dry-run"
+    )
     assert (found["nodes"][0]["blocks"], b.here(some)) == (20, 0)
-    for words in (("warm", DIGEST), ("move", DIGEST, "--from", "a", "--to", "a")):
+    for words in (
+        ("job", "start", "warm", DIGEST),
+        ("job", "start", "warm", DIGEST, "--from", "a", "--move", "--node", "a"),
+    ):
         assert kvpool(a.node, *words).status == 1
 
 
@@ -508,8 +534,9 @@ def test_disks_are_scrubbed_on_any_node(start_cluster, numbers, kvpool, until):
     some = numbers(40)
     b.put(some)
     until(lambda: sum(disk.blocks for disk in b.stats.tiers.ssd) == 40)
-    assert kvpool.json(a.node, "scrub") == {"seen": 0, "bad": 0}
-    done = kvpool(b.node, "scrub")
+    (view,) = kvpool.json(a.node, "job", "start", "scrub")["nodes"]
+    assert (view["seen"], view["blocks"]) == (0, 0)
+    done = kvpool(b.node, "job", "start", "scrub")
     assert (done.status, done.out) == (0, "40 blocks seen, 0 bad and dropped\n")
     (file,) = (Path(b.node.socket).parent / "b-ssd").rglob("segment")
     content = file.read_bytes()
@@ -519,11 +546,11 @@ def test_disks_are_scrubbed_on_any_node(start_cluster, numbers, kvpool, until):
         opened.write(bytes([content[where + 100] ^ 1]))
         opened.flush()
         os.fsync(opened.fileno())
-    done = kvpool(a.node, "scrub", "--node", "b")
+    done = kvpool(a.node, "job", "start", "scrub", "--node", "b")
     assert (done.status, done.out) == (1, "40 blocks seen, 1 bad and dropped\n")
-    done = kvpool(a.node, "scrub", "--node", "b")
+    done = kvpool(a.node, "job", "start", "scrub", "--node", "b")
     assert (done.status, done.out) == (0, "39 blocks seen, 0 bad and dropped\n")
-    assert re.fullmatch(r"scrub-\w{8}\n", kvpool(a.node, "scrub", "--no-wait").out)
+    assert re.fullmatch(r"scrub-\w{8}\n", kvpool(a.node, "job", "start", "scrub", "--no-wait").out)
 
 
 # ---- events, measuring, settings -------------------------------------------------------------------
@@ -559,18 +586,23 @@ def test_events_are_followed(pair, numbers, kvpool):
     assert (process.returncode, err) == (130, "")
 
 
-def test_bench_leaves_nothing_behind(pair, numbers, kvpool):
+def test_a_measurement_leaves_nothing_behind(pair, numbers, repo_root):
     a, _ = pair
     some = numbers(5)
     a.put(some)
-    found = kvpool.json(a.node, "bench", "--block-size", "16KiB", "--size", "2MiB")
+
+    def local(*words: str) -> "subprocess.CompletedProcess[str]":
+        script = repo_root / "bench" / "node.py"
+        command = [sys.executable, str(script), "local", *words, "--socket", a.node.socket]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    found = json.loads(local("--block-size", "16KiB", "--size", "2MiB", "--json").stdout)
     assert [row["what"] for row in found["measured"]] == ["memcpy", "put", "match", "get"]
     assert all(row["blocks"] == 128 and row["seconds"] > 0 for row in found["measured"])
     assert a.stats.tenants["default"].blocks == a.here(some) == 5
-    done = kvpool(a.node, "bench", "--size", "1MiB")
-    assert done.out.startswith("16 blocks of 64 KiB, the best of 3\n")
-    done = kvpool(a.node, "bench", "--block-size", "32MiB")
-    assert (done.status, "--block-size" in done.err) == (1, True)
+    assert local("--size", "1MiB").stdout.startswith("16 blocks of 64 KiB, the best of 3\n")
+    done = local("--block-size", "32MiB")
+    assert (done.returncode, "--block-size" in done.stderr) == (1, True)
 
 
 def test_changes_answer_in_json(pair, numbers, kvpool):
@@ -674,10 +706,9 @@ ELSEWHERE = {
     "kvpool certs": "needs no daemon: its own tests",
     "kvpool secret": "needs no daemon: tests/unit/cli/test_commands.py",
     "kvpool token": "needs no daemon: its own tests",
-    "kvpool context": "asks no daemon: tests/integration/admin/test_contexts.py",
     "kvpool audit": "needs no daemon: tests/unit/daemon/test_audit_file.py",
 }
-LAST = ("kvpool evict", "kvpool move", "kvpool clear", "kvpool drain")
+LAST = ("kvpool job start evict", "kvpool clear", "kvpool drain")
 
 
 def examples(repo_root: Path) -> list[str]:
@@ -689,7 +720,9 @@ def examples(repo_root: Path) -> list[str]:
         if " ".join(verb.path.split()[:2]) not in ELSEWHERE
         and "--router" not in example  # there is none here: test_scale_in.py
     ]
-    return sorted(found, key=lambda text: LAST.index(p) if (p := text[:13].strip()) in LAST else -1)
+    return sorted(
+        found, key=lambda text: next((n for n, p in enumerate(LAST) if text.startswith(p)), -1)
+    )
 
 
 def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_path, until):
@@ -728,7 +761,7 @@ def test_the_examples_of_the_help_work(pair, numbers, kvpool, repo_root, tmp_pat
         for name, value in real.items():
             command = command.replace(name, value)
         words = shlex.split(command)[1:]
-        if {"completion", "check", "version"} & set(words):
+        if {"check", "version"} & set(words):
             done = kvpool.alone(*words)
         else:
             node = b.node if text.startswith(on_b) else a.node

@@ -43,22 +43,20 @@ COMMANDS = (
     "status",
     "doctor",
     "nodes",
-    "locate",
+    "blocks locate",
     "drain",
     "namespaces",
     "clear",
     "configure",
     "top",
     "events",
-    "lookup",
-    "blocks",
+    "blocks lookup",
+    "blocks list",
     "pin",
     "unpin",
-    "evict",
-    "warm",
-    "move",
-    "scrub",
-    "tiers",
+    "job start evict",
+    "job start warm",
+    "job start scrub",
     "put",
     "get",
     "ls",
@@ -211,12 +209,12 @@ def test_locate(daemon):
 
     asked: list = []
     daemon.ask_node.side_effect = answer
-    done = run("locate", "00" * 16)
+    done = run("blocks", "locate", "00" * 16)
     assert (done.status, done.err) == (0, "")
     assert "host-2" in done.out
     assert asked == [("host-1", bytes(16), b"")]
     asked.clear()
-    done = run("locate", "00" * 16, "FF" * 16, "ff" * 16, "--namespace", "0123")
+    done = run("blocks", "locate", "00" * 16, "FF" * 16, "ff" * 16, "--namespace", "0123")
     assert done.status == 1
     assert done.err.startswith(f"kvpool: not found: {'ff' * 16} (")
     assert "host-2" in done.out
@@ -225,25 +223,25 @@ def test_locate(daemon):
         ("host-1", bytes(16) + b"\xff" * 16, digest),
         ("host-2", b"\xff" * 16, digest),
     ]
-    done = run("locate", "00" * 16, "ff" * 16, "--json")
+    done = run("blocks", "locate", "00" * 16, "ff" * 16, "--json")
     assert done.status == 1
     assert json.loads(done.out) == FOUND
 
 
 def test_locate_goes_on_where_a_namespace_is_not_open_or_nobody_answers(daemon):
     daemon.ask_node.side_effect = [InvalidRequest("it is not open here"), FOUND]
-    done = run("locate", "00" * 16, "--namespace", "0123")
+    done = run("blocks", "locate", "00" * 16, "--namespace", "0123")
     assert (done.status, done.err) == (0, "")
     assert "host-2" in done.out
     daemon.ask_node.side_effect = [ClusterUnavailable("it hangs"), FOUND]
-    done = run("locate", "00" * 16)
+    done = run("blocks", "locate", "00" * 16)
     assert (done.status, done.err) == (0, "kvpool: host-1: it hangs\n")
     daemon.ask_node.side_effect = [InvalidRequest("too many keys"), InvalidRequest("so many")]
-    assert str(run("locate", "00" * 16).error) == "too many keys"
+    assert str(run("blocks", "locate", "00" * 16).error) == "too many keys"
 
 
 def test_locate_refuses_what_is_no_key_before_it_asks(daemon):
-    assert isinstance(run("locate", "abcd").error, InvalidRequest)
+    assert isinstance(run("blocks", "locate", "abcd").error, InvalidRequest)
     daemon.ask_node.assert_not_called()
 
 

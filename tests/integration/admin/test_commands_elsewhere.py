@@ -1,4 +1,4 @@
-"""The command line in a context: what it asks another cluster's gateway, what a token may do there, and what goes wrong."""
+"""The command line elsewhere: what it asks a cluster's gateway, what a token may do there, and what goes wrong."""
 
 import http.server
 import json
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvpool.admin.tokens import add_token
-from kvpool.cli.render.contexts import Context, Contexts, changed, read, write
 from tests.integration.admin.conftest import Gate
 from tests.integration.cluster.conftest import PLAIN, keys_of
 from tests.integration.test_cluster_cli import Commands
@@ -27,35 +26,37 @@ def hexes(some: list[int]) -> list[str]:
 
 
 class Shell:
-    """`kvpool` of a user who has contexts, and no daemon."""
+    """`kvpool` of a user who has tokens of gateways, and no daemon."""
 
     def __init__(self, environ: dict[str, str], home: Path) -> None:
         self._commands = Commands(environ)
         self._home = home
-        self._file = home / ".config" / "kvpool" / "contexts.toml"
+        self._gateways: dict[str, tuple[str, dict[str, str]]] = {}
 
     def add(self, name: str, url: str, token: str, ca: str = "", tenant: str = "") -> None:
         file = self._home / f"{name}.token"
         file.write_text(token)
-        file.chmod(0o600)
-        made = Context(name, url, str(file), ca, tenant)
-        write(self._file, changed(read(self._file), made))
+        environ = {"KVPOOL_GATEWAY": url, "KVPOOL_GATEWAY_TOKEN_FILE": str(file)}
+        if ca:
+            environ["SSL_CERT_FILE"] = ca
+        self._gateways[name] = tenant, environ
 
-    def __call__(self, context: str, *words: str, **environ: str) -> SimpleNamespace:
-        done = self._commands.alone("--context", context, *words, **environ)
+    def __call__(self, name: str, *words: str, **environ: str) -> SimpleNamespace:
+        """At the gateway of this name, with its tenant unless the words name one."""
+        tenant, gateway = self._gateways[name]
+        if tenant and "--tenant" not in words:
+            words = (*words, "--tenant", tenant)
+        done = self._commands.alone(*words, **{**gateway, **environ})
         assert "Traceback" not in done.err, done.err
         return done
 
-    def json(self, context: str, *words: str) -> Any:
-        done = self(context, *words, "--json")
+    def json(self, name: str, *words: str) -> Any:
+        done = self(name, *words, "--json")
         assert (done.status, done.err) == (0, ""), done
         return json.loads(done.out)
 
     def alone(self, *words: str, **environ: str) -> SimpleNamespace:
         return self._commands.alone(*words, **environ)
-
-    def contexts(self) -> Contexts:
-        return read(self._file)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def shell(clean_environ: Callable[..., dict[str, str]], tmp_path: Path) -> Shell
 
 @pytest.fixture
 def kvpool(shell: Shell, gate: Gate) -> Shell:
-    """With a context of each of the gateway's principals, by its name."""
+    """With the token of each of the gateway's principals, by its name."""
     for name, token in gate.tokens.items():
         tenant = next((each for each in ("red", "blue") if name.startswith(each)), "")
         shell.add(name, f"http://127.0.0.1:{gate.port}", token, tenant=tenant)
@@ -101,12 +102,11 @@ def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, 
         ("namespaces",),
         ("status", "--node", "a"),
         ("status", "--all"),
-        ("tiers",),
-        ("blocks", DIGEST[:6], "--node", "a"),
-        ("lookup", DIGEST[:6], *keys),
-        ("locate", *keys[:3]),
+        ("blocks", "list", DIGEST[:6], "--node", "a"),
+        ("blocks", "lookup", DIGEST[:6], *keys),
+        ("blocks", "locate", *keys[:3]),
         ("config", "show"),
-        ("jobs", "list"),
+        ("job", "list"),
         ("sessions", "list"),
         ("sessions", "show", "conversation-9"),
         ("plan", "memory"),
@@ -127,7 +127,7 @@ def test_looking_from_elsewhere_shows_what_the_node_shows(kvpool, two, seat_of, 
     assert kvpool("root", "status", "--quiet").status == 0
     assert {each["node"] for each in kvpool.json("eye", "top", "--once")["nodes"]} == {"a", "g"}
     assert kvpool("root", "receipts", "--format", "json").status == 0
-    done = kvpool("root", "lookup", DIGEST[:6], "ff" * 16)
+    done = kvpool("root", "blocks", "lookup", DIGEST[:6], "ff" * 16)
     assert done.status == 1
 
 
@@ -137,27 +137,32 @@ def test_changes_from_elsewhere_are_made_there(kvpool, seat_of, numbers, until):
     keys = hexes(some)
     a.put(some)
     until(lambda: g.holders(some[0]) == {"a"})
-    done = kvpool("op", "warm", DIGEST[:6], *keys[:4])
+    done = kvpool("op", "job", "start", "warm", DIGEST[:6], *keys[:4])
     assert done.status == 0, done
     assert "4 blocks brought" in done.out
     done = kvpool("op", "pin", keys[0])
     assert (done.status, done.err) == (0, ""), done
     assert kvpool("op", "unpin", keys[0]).status == 0
-    found = kvpool.json("op", "evict", *keys[:4], "--node", "g")
+    found = kvpool.json("op", "job", "start", "evict", *keys[:4], "--node", "g")
     job = found["job"]
-    assert job in kvpool("eye", "jobs", "list").out
-    assert kvpool("op", "jobs", "stop", job).out == f"job {job} is not running: it has ended\n"
-    assert kvpool("op", "move", DIGEST[:6], "--from", "a", "--to", "g").status == 0
+    assert job in kvpool("eye", "job", "list").out
+    assert kvpool("op", "job", "stop", job).out == f"job {job} is not running: it has ended\n"
+    assert (
+        kvpool(
+            "op", "job", "start", "warm", DIGEST[:6], "--from", "a", "--move", "--node", "g"
+        ).status
+        == 0
+    )
     until(lambda: a.holders(some[5]) == {"g"})
     done = kvpool("op", "intend", "keep", *keys[4:], "--namespace", DIGEST, "--for", "15m")
     assert (done.status, done.err) == (0, ""), done
-    assert kvpool.json("op", "scrub")["bad"] == 0
+    assert kvpool("op", "job", "start", "scrub").status == 0
     done = kvpool("root", "config", "set", "ssd_flush_s=7", "--node", "g")
     assert (done.status, done.err) == (0, ""), done
     assert kvpool("root", "configure", DIGEST[:6], "--ttl", "12h").status == 0
     done = kvpool("root", "clear", DIGEST[:6])
     assert done.status == 2  # there is no terminal
-    assert re.match(r"kvpool: In context root \(http://127\.0\.0\.1:\d+\): ", done.err)
+    assert re.match(r"kvpool: At http://127\.0\.0\.1:\d+: ", done.err)
     assert kvpool("root", "clear", DIGEST[:6], "--yes").status == 0
     until(lambda: g.holders(some[5]) == set())
     by = [each["details"].get("by") for each in kvpool.json("root", "events", "--kind", "change")]
@@ -179,11 +184,15 @@ def test_a_node_is_drained_and_comes_back(kvpool, until):
 CHANGES = {
     "operator": (
         ("pin", "ff" * 16),
-        ("evict", "ff" * 16, "--yes"),
+        ("job", "start", "evict", "ff" * 16, "--yes"),
         ("intend", "keep", "ff" * 16, "--namespace", DIGEST),
         ("sessions", "end", "nobody"),
         ("drain", "a", "--no-wait"),
-        ("scrub",),
+        (
+            "job",
+            "start",
+            "scrub",
+        ),
     ),
     "admin": (
         ("clear", DIGEST, "--yes"),
@@ -194,11 +203,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("context", "role", "wanted"), [("eye", "viewer", "operator"), ("op", "operator", "admin")]
+    ("name", "role", "wanted"), [("eye", "viewer", "operator"), ("op", "operator", "admin")]
 )
-def test_a_role_that_is_too_small(kvpool, context, role, wanted):
+def test_a_role_that_is_too_small(kvpool, name, role, wanted):
     for words in CHANGES[wanted]:
-        done = kvpool(context, *words)
+        done = kvpool(name, *words)
         assert (done.status, done.out) == (4, ""), (words, done)
         assert f"requires the role {wanted}" in done.err, done
         assert f"has the role {role}" in done.err
@@ -208,28 +217,36 @@ def test_a_limited_token_sees_and_changes_its_own_tenant_only(kvpool, seat_of, n
     red, blue = seat_of("g", "red"), seat_of("g", "blue")
     red.put(numbers(3))
     blue.put(some := numbers(2))
-    job = kvpool.json("blue", "evict", *hexes(some[:1]), "--node", "g")["job"]
+    job = kvpool.json("blue", "job", "start", "evict", *hexes(some[:1]), "--node", "g")["job"]
 
     def others(*words: str) -> set[str]:
         """The tenants that stand in an answer."""
         return set(re.findall(r'"(red|blue|default)"', kvpool("redeye", *words, "--json").out))
 
     until(lambda: "red" in others("namespaces"))
-    for words in (("namespaces",), ("status",), ("nodes",), ("jobs", "list"), ("events",)):
+    for words in (("namespaces",), ("status",), ("nodes",), ("job", "list"), ("events",)):
         assert others(*words) <= {"red"}, words
     assert set(kvpool.json("redeye", "status")["tenants"]) == {"red"}
     assert kvpool("redeye", "config", "show").status == 4
     # As for a tenant that is not there: who others are is not this token's to know.
-    for change in (("lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
+    for change in (("blocks", "lookup", DIGEST, "ff" * 16), ("clear", DIGEST, "--yes")):
         done = kvpool("red", *change, "--tenant", "blue")
         assert (done.status, done.out) == (1, ""), (change, done)
         assert "there is no tenant 'blue'" in done.err
-    for wider in (("drain", "a", "--no-wait"), ("scrub",), ("config", "set", "ssd_flush_s=7")):
+    for wider in (
+        ("drain", "a", "--no-wait"),
+        (
+            "job",
+            "start",
+            "scrub",
+        ),
+        ("config", "set", "ssd_flush_s=7"),
+    ):
         done = kvpool("red", *wider)
         assert (done.status, done.out) == (4, ""), (wider, done)
-    assert job in kvpool("blue", "jobs", "list").out
-    assert job not in kvpool("redop", "jobs", "list").out
-    done = kvpool("redop", "jobs", "stop", job)
+    assert job in kvpool("blue", "job", "list").out
+    assert job not in kvpool("redop", "job", "list").out
+    done = kvpool("redop", "job", "stop", job)
     assert (done.status, done.out) == (1, "")
     assert blue.holders(some[1]) == {"g"}
 
@@ -248,7 +265,7 @@ def test_nobody_at_the_address(shell):
     shell.add("gone", f"http://127.0.0.1:{free_port()}", "t" * 40)
     done = shell("gone", "status")
     assert (done.status, done.out) == (3, "")
-    assert re.match(r"kvpool: no gateway answers at context gone \(http://127", done.err)
+    assert done.err.startswith("kvpool: no gateway answers at http://127")
 
 
 @pytest.fixture
@@ -304,7 +321,7 @@ def test_a_gateway_that_is_older(shell, serve):
     shell.add("old", serve(post, described), "t" * 40)
     done = shell("old", "nodes")
     assert (done.status, done.out) == (1, "")
-    assert "is older than this command" in done.err
+    assert "is of another version than this command" in done.err
 
 
 def test_an_authority_is_named_or_not_trusted(shell, start, tmp_path, until):
@@ -325,44 +342,20 @@ def test_an_authority_is_named_or_not_trusted(shell, start, tmp_path, until):
     for name in ("unknown", "other"):
         done = shell(name, "status")
         assert (done.status, done.out) == (4, "")
-        assert f"the certificate of context {name} " in done.err and "--ca" in done.err
+        assert "the certificate of https://" in done.err and "SSL_CERT_FILE" in done.err
 
 
-# ---- the verbs of contexts -----------------------------------------------------------------------
+# ---- which one -----------------------------------------------------------------------------------
 
 
-def test_contexts_are_set_used_and_removed(shell, gate, two, tmp_path):
-    url = f"http://127.0.0.1:{gate.port}"
-    file = tmp_path / "eye.token"
-    file.write_text(gate.tokens["eye"])
-    file.chmod(0o600)
-    done = shell.alone("context", "set", "test", "--url", url, "--token-file", str(file))
-    assert (done.status, done.err) == (0, ""), done
-    assert shell.alone("context", "set", "env", "--url", url).status == 0
-    assert shell.alone("context", "set", "far", "--url", "http://10.0.0.1:7071").status == 1
-    assert shell.alone("context", "use", "far").status == 1
-    assert shell.alone("context", "use", "test").status == 0
-    assert shell.contexts().current == "test"
-    done = shell.alone("nodes")
-    assert (done.status, done.err) == (0, ""), done
-    assert re.search("^. g +serving", done.out, re.MULTILINE)
-    assert "* test" in shell.alone("context", "list").out
-    done = shell.alone("nodes", KVPOOL_CONTEXT="env", KVPOOL_GATEWAY_TOKEN=gate.tokens["op"])
-    assert (done.status, done.err) == (0, ""), done
-    done = shell.alone("nodes", KVPOOL_CONTEXT="env")
-    assert done.status == 1 and "KVPOOL_GATEWAY_TOKEN" in done.err
-    assert shell.alone("nodes", "--socket", two.node("a").socket).status == 0
-    assert shell("local", "nodes").status == 3
+def test_a_socket_and_commands_of_this_machine(kvpool, two):
+    assert kvpool("eye", "nodes", "--socket", two.node("a").socket).status == 0
+    assert kvpool.alone("nodes").status == 3
     for words in (("rm", "x"), ("ls",)):
-        done = shell.alone(*words)
+        done = kvpool("eye", *words)
         assert (done.status, done.out) == (1, "")
         assert done.err.startswith(f"kvpool: {words[0]} works with this machine's daemon only")
-    for words in (("put", "x"), ("config", "check"), ("plan", "workload")):
-        done = shell("test", *words)
-        assert (done.status, done.out) == (2, "")
-        assert "works on this machine only: leave out --context" in done.err
-    assert shell.alone("context", "rm", "test").status == 1
-    assert shell.alone("context", "use", "local").status == 0
-    assert shell.alone("context", "rm", "test").status == 0
-    assert list(shell.contexts().context) == ["env"]
-    assert file.exists()
+    done = kvpool.alone("nodes", KVPOOL_GATEWAY="http://127.0.0.1:1")
+    assert done.status == 1 and "KVPOOL_GATEWAY_TOKEN" in done.err
+    done = kvpool("eye", "nodes", KVPOOL_GATEWAY="http://10.0.0.1:7071")
+    assert done.status == 1 and "in clear" in done.err

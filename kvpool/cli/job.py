@@ -1,0 +1,309 @@
+"""`kvpool job`: operators' long-running work. `job start` has a command for each kind that `kvpool.wire.jobs` declares."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from kvpool.cli import base
+from kvpool.cli.base import (
+    EXIT_ERROR,
+    EXIT_INTERRUPTED,
+    OPERATORS,
+    BlockKeys,
+    Digest,
+    KeysFile,
+    OnNodes,
+    Session,
+    Yes,
+    app,
+    asks,
+    complain_of,
+    named_nodes,
+)
+from kvpool.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvpool.cli.render.jobs import Job
+
+Wait = Annotated[
+    bool,
+    typer.Option("--wait/--no-wait", help="Wait for the end, or print the job's name at once."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
+OnSomeNodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
+    ),
+]
+JobName = Annotated[str, typer.Argument(help="The job's name.", metavar="JOB")]
+
+
+class StartGroup(base.Commands):
+    """A command for each kind of job. They are made on first use, so that other commands do not wait for them."""
+
+    _made: dict[str, Any] | None = None
+
+    @property
+    def commands(self) -> Any:
+        """The commands by kind."""
+        if self._made is None:
+            from kvpool.wire.jobs import JobSpec
+
+            self._made = {kind.__struct_config__.tag: _command(kind) for kind in get_args(JobSpec)}
+        return self._made
+
+    @commands.setter
+    def commands(self, _: Any) -> None:
+        """What the base class has is empty."""
+
+
+job = typer.Typer(
+    cls=base.Commands,
+    help="Operators' long-running work: start, list, show, stop.",
+    no_args_is_help=True,
+)
+start = typer.Typer(
+    cls=StartGroup,
+    help="Start a job. It goes on if the command that waits for it ends.",
+    no_args_is_help=True,
+)
+app.add_typer(job, name="job", rich_help_panel=OPERATORS)
+job.add_typer(start, name="start")
+
+
+@asks(job, "list")
+def job_list(
+    at: Session,
+    node: OnNodes = None,
+) -> None:
+    """Show the jobs that nodes remember, newest first.
+
+    Example: kvpool job list
+    """
+    _print_jobs(at, [], node)
+
+
+@asks(job, "show")
+def job_show(
+    at: Session,
+    job: JobName,
+    node: OnNodes = None,
+) -> None:
+    """Show a job's progress on each node. Exit status 1 if no node knows it.
+
+    Example: kvpool job show evict-5f21c09a
+    """
+    _print_jobs(at, [job], node)
+
+
+@asks(job, "stop")
+def job_stop(
+    at: Session,
+    job: JobName,
+    node: OnNodes = None,
+) -> None:
+    """Stop a job; work already done is kept.
+
+    Example: kvpool job stop evict-5f21c09a
+    """
+    from kvpool.cli.render.jobs import Job, complaints
+
+    found = Job(at.client, job)
+    found.look(named_nodes(at.client, node))
+    if not found.views:
+        raise InvalidRequest(_unknown(job, found.failures))
+    told = found.stop()
+    if at.as_json:
+        base.print_json({"job": job, "stopped": told, "failures": found.failures})
+    elif told:
+        print(f"job {job} is stopped on {', '.join(told)}")
+    else:
+        print(f"job {job} is not running: it has ended")
+    complain_of(complaints(found) if found.failures else [])
+
+
+def _print_jobs(at: Session, names: list[str], node: list[str] | None) -> None:
+    from kvpool.cli.render.jobs import jobs_on, show_jobs
+
+    views, silent = jobs_on(at.client, named_nodes(at.client, node), names)
+    if names and not views:
+        raise InvalidRequest(_unknown(names[0], silent))
+    at.show({"jobs": views, "failures": silent}, show_jobs, views)
+    complain_of([f"{name}: {why}" for name, why in silent.items()])
+
+
+def _unknown(job: str, silent: dict[str, str]) -> str:
+    hint = f"; not answered: {', '.join(silent)}" if silent else ""
+    return f"no node knows a job {job}: `kvpool job list` shows those that are remembered{hint}"
+
+
+# ---- start -----------------------------------------------------------------------------------------
+
+
+def _fields(kind: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The type of each field of a job, and what `kvpool.wire.jobs.typed` and the type say of it."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if name in kind.__struct_fields__:
+            about: dict[str, Any] = {}
+            for meta in getattr(hint, "__metadata__", ()):
+                about |= {"help": meta.description} | (meta.extra or {})
+            found[name] = get_args(hint)[0] if about else hint, about
+    return found
+
+
+def _command(kind: Any) -> Any:
+    """The command that starts jobs of a kind, with an option for each field."""
+    parameters: dict[str, tuple[Any, Any]] = {}
+    for name, (hint, about) in _fields(kind).items():
+        option = about.get("option")
+        if about.get("typed") == "keys":
+            parameters |= {"keys": (BlockKeys, None), "keys_file": (KeysFile, None)}
+        elif option is None:
+            parameters[name] = Digest, inspect.Parameter.empty
+        else:
+            plain = hint | None if hint is bool or about.get("typed") is None else str | None
+            shown = typer.Option(option, help=about["help"], metavar=about.get("metavar"))
+            parameters[name] = Annotated[plain, shown], False if hint is bool else None
+    parameters |= {
+        "node": (OnNodes if kind.everywhere else OnSomeNodes, None),
+        **({"dry_run": (DryRun, False)} if kind.words[1] else {}),
+        **({"yes": (Yes, False)} if kind.everywhere else {}),
+        "wait": (Wait, True),
+    }
+
+    def begin(at: Session, **given: Any) -> None:
+        _start(at, kind, **given)
+
+    base.set_parameters(begin, parameters)
+    begin.__doc__ = "\n\n".join(
+        [inspect.cleandoc(kind.__doc__), *(f"Example: {each}" for each in kind.examples)]
+    )
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+    asks(made, kind.__struct_config__.tag)(begin)
+    return typer.main.get_command(made)
+
+
+def _start(
+    at: Session,
+    kind: Any,
+    *,
+    node: list[str] | None,
+    wait: bool,
+    dry_run: bool = False,
+    yes: bool = False,
+    keys_file: Path | None = None,
+    **given: Any,
+) -> None:
+    """Start a job of this kind, follow it unless told not to, and print its result."""
+    import json
+
+    from kvpool.cli.render.jobs import holders
+    from kvpool.cli.render.naming import block_keys, period, size
+    from kvpool.wire.jobs import parse_job
+
+    fields = _fields(kind)
+    spec: dict[str, Any] = {"kind": kind.__struct_config__.tag}
+    if "keys" in fields:
+        spec["keys"] = [key.hex() for key in block_keys(given.pop("keys") or [], keys_file)]
+    parsers: dict[str, Callable[[str], Any]] = {
+        "time": period,
+        "size": size,
+        "digest": lambda text: at.resolve(text).hex(),
+    }
+    for name, value in given.items():
+        if value:
+            parse = parsers.get(fields[name][1].get("typed", ""))
+            spec[name] = parse(value) if parse else value
+    try:
+        parsed = parse_job(json.dumps(spec).encode())
+    except InvalidRequest as error:
+        raise InvalidRequest(_in_options(str(error), fields)) from None
+    nodes, silent = list(dict.fromkeys(node or ())), dict[str, str]()
+    if not nodes and kind.everywhere:
+        every = named_nodes(at.client, None)
+        nodes, silent = holders(at.client, every, at.tenant, spec.get("namespace", ""))
+    nodes = nodes or [at.client.cluster()["node"]]
+    if kind.everywhere and not (spec["keys"] or dry_run):
+        base.confirm(f"Evict {_what(parsed, at.tenant)} on {', '.join(nodes)}?", at.socket, yes=yes)
+    _run(at, parsed, nodes, spec, silent, dry_run=dry_run, wait=wait)
+
+
+def _in_options(text: str, fields: dict[str, tuple[Any, dict[str, Any]]]) -> str:
+    """An error about fields of a job, as one about the options that they are given by."""
+    return re.sub(r"`(\w+)`", lambda m: str(fields[m[1]][1].get("option", m[1])), text)
+
+
+def _run(
+    at: Session,
+    parsed: Any,
+    nodes: list[str],
+    spec: dict[str, Any],
+    silent: dict[str, str],
+    *,
+    dry_run: bool,
+    wait: bool,
+) -> None:
+    """silent: selected nodes that do not answer; they make the exit status 1."""
+    import secrets
+
+    from kvpool.cli.render.jobs import Job, carry_out, complaints, show_job
+    from kvpool.wire.jobs import job_name, verb_of
+
+    job = Job(at.client, job_name(verb_of(parsed), secrets.randbits(32)))
+    job.begin(nodes, spec, dry_run=dry_run)
+    job.failures.update(silent)
+    if wait:
+        try:
+            carry_out(job, quiet=at.as_json)
+        except KeyboardInterrupt:
+            _interrupted(job)
+    if at.as_json:
+        base.print_json(job.plain())
+    elif wait:
+        show_job(job)
+    else:
+        print(job.name)
+    complain_of(complaints(job))
+    damaged = spec["kind"] == "scrub" and job.sum("blocks")
+    if wait and (damaged or not job.good):
+        raise typer.Exit(EXIT_ERROR)
+
+
+def _interrupted(job: Job) -> None:
+    """The job continues unless the user asks to stop it."""
+    hint = f"`kvpool job show {job.name}` shows it, `kvpool job stop {job.name}` stops it"
+    stop = False
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        try:
+            stop = typer.confirm(f"\nStop job {job.name}?", err=True)
+        except typer.Abort:
+            stop = False
+    if stop:
+        told = job.stop()
+        base.complain(f"job {job.name} is stopped on {', '.join(told) or 'no node: it has ended'}")
+    else:
+        base.complain(f"job {job.name} continues: {hint}")
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _what(spec: Any, tenant: str) -> str:
+    """The blocks that an `EvictJob` without keys takes away."""
+    from kvpool.cli.render.text import period_text, size_text
+
+    of = f"namespace {spec.namespace[:12]}" if spec.namespace else f"tenant {tenant}"
+    if spec.least_bytes:
+        text = f"the least valuable blocks of {of}, {size_text(spec.least_bytes)}"
+    elif spec.unused_s:
+        text = f"all of {of} that was not used for {period_text(spec.unused_s)}"
+    else:
+        text = f"all blocks of {of}"
+    return text + (f" in {', '.join(spec.tiers)}" if spec.tiers else "")

@@ -1,0 +1,183 @@
+"""Operators' changes of a node and its cluster: drains, epochs, settings, evictions, pins. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.member import ClusterMember
+from kvpool.daemon.cluster.replication import Replication
+from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.masks import unpack_masks, width_of
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import parse_change
+from kvpool.daemon.ops.commands import (
+    Asker,
+    answers,
+    asking_others,
+    namespace_of,
+    namespaces_of,
+    unpacked,
+)
+from kvpool.daemon.ops.event_log import EventLog
+from kvpool.daemon.ops.pins import pin_in_all_tiers
+from kvpool.daemon.ops.runtime_settings import changed, describe
+from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.decoding import decode_json
+from kvpool.errors import InvalidRequest, ProtocolError
+from kvpool.telemetry import logs
+from kvpool.types import KEY_BYTES, split_keys
+from kvpool.wire import frame
+from kvpool.wire import operator as operator_wire
+
+EVICT_TOGETHER = 500  # in one go: about a millisecond
+
+
+@dataclass(eq=False, slots=True)
+class Changes:
+    """Answers commands that change something. config: the current one, including operators' changes."""
+
+    config: DaemonConfig
+    node: Node
+    cluster: ClusterMember
+    tiers: SsdTier
+    rules: TierRules
+    replication: Replication
+    journal: EventLog
+    clock: Callable[[], float]
+
+    @answers
+    async def _drain(self, who: Asker, m: operator_wire.Drain) -> int:
+        known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
+        if m.node not in known:
+            raise InvalidRequest(
+                f"there is no node {m.node!r} in this cluster; `kvpool nodes` lists the nodes"
+            )
+        if not self.config.join:
+            raise InvalidRequest(
+                "this node is alone: no other node can take its blocks. Stop it instead"
+            )
+        with asking_others():
+            await self.cluster.membership.set_drain(m.node, m.wanted)
+        self.journal.audit(who.by, "drain" if m.wanted else "undrain", of=m.node)
+        return 0
+
+    @answers
+    async def _clear(self, who: Asker, m: operator_wire.Clear) -> int:
+        return await self.clear(who.tenant, who.by, m.digest, fence=m.fence)
+
+    async def clear(self, tenant: Tenant, by: str, digest: bytes, *, fence: bool) -> int:
+        """Start a new epoch of a namespace; returns it. by: who wants it, for the audit."""
+        with asking_others():
+            epoch = await self.cluster.namespaces.clear(tenant, digest, fence=fence)
+        self.journal.audit(
+            by, "clear", tenant=tenant.name, namespace=digest.hex(), fence=fence, epoch=epoch
+        )
+        return epoch
+
+    @answers
+    async def _configure(self, who: Asker, m: operator_wire.Configure) -> int:
+        change = parse_change(m)
+        with asking_others():
+            await self.cluster.namespaces.configure(who.tenant, m.digest, change)
+        set_to = {
+            name: value for name, value in msgspec.to_builtins(change).items() if value is not None
+        }
+        self.journal.audit(
+            who.by, "configure", tenant=who.tenant.name, namespace=m.digest.hex(), to=set_to
+        )
+        return 0
+
+    @answers
+    async def _evict(self, who: Asker, m: operator_wire.Evict) -> int:
+        if m.tier not in {"", "dram", "ssd", "device"}:
+            raise InvalidRequest(
+                f"blocks can be evicted from tier dram, ssd or device, not {m.tier!r}"
+            )
+        rules = [node for tier, node in self.rules if m.tier in {"", tier}]
+        gone = 0
+        named: Sequence[bytes] = split_keys(m.keys)
+        if m.masks:
+            if not m.digest:
+                raise InvalidRequest("masks of parts need a namespace: name it")
+            named = self._taken_over(namespace_of(who.tenant, m.digest), m)
+            if not named:
+                return 0
+        wanted = {namespace.directory_digest for namespace in namespaces_of(who.tenant, m.digest)}
+        for node in rules:
+            for state, keys in _some_each(node, who.tenant.name, wanted, named):
+                gone += node.removal.give_up(state, keys)
+                await asyncio.sleep(0)
+        what = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
+        self.journal.audit(who.by, "evict", tenant=who.tenant.name, **what, gone=gone)
+        return gone
+
+    def _taken_over(self, namespace: NamespaceState, m: operator_wire.Evict) -> list[bytes]:
+        """Blocks without any part here, in any tier, beyond those that another node reports."""
+        keys = split_keys(m.keys)
+        theirs = unpack_masks(m.masks, width_of(m.keys, m.masks))
+        more = set()
+        for _, node in self.rules:
+            _, ours = node.inventory.masks(namespace.directory_digest, keys)
+            more |= {k for k, our, their in zip(keys, ours, theirs, strict=False) if our & ~their}
+        return [key for key in keys if key not in more]
+
+    @answers
+    async def _pin_blocks(self, who: Asker, m: operator_wire.PinBlocks) -> int:
+        unpacked(m.keys, frame.KEYS_MAX)
+        count = await pin_in_all_tiers(
+            self.node, self.tiers, namespaces_of(who.tenant, m.digest), m.keys, m.kind
+        )
+        named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "kind": m.kind}
+        self.journal.audit(who.by, "pin", tenant=who.tenant.name, **named, blocks=count)
+        return count
+
+    @answers
+    async def _settings(self, _who: Asker, _m: operator_wire.Settings) -> Any:
+        return describe(self.config)
+
+    @answers
+    async def _change_settings(self, who: Asker, m: operator_wire.ChangeSettings) -> int:
+        try:
+            changes = decode_json(m.changes, dict[str, Any], "a JSON object with settings")
+        except ProtocolError as error:
+            raise InvalidRequest(str(error)) from None
+        self._follow(changed(self.config, changes))
+        logs.set_level(self.config.log_level)
+        self.journal.audit(who.by, "settings", to=changes)
+        return len(changes)
+
+    def _follow(self, config: DaemonConfig) -> None:
+        """Apply a configuration in which some settings have changed."""
+        before, self.config = self.config, config
+        self.cluster.follow(config)
+        if config.replication_bandwidth != before.replication_bandwidth:
+            self.replication.set_bandwidth(config.replication_bandwidth)
+        if config.ssd_bytes_per_day != before.ssd_bytes_per_day:
+            self.tiers.budget.change(config.ssd_bytes_per_day, self.clock())
+
+
+def _some_each(
+    node: Node, tenant: str, wanted: set[bytes], named: Sequence[bytes]
+) -> Iterator[tuple[NamespaceState, Sequence[bytes]]]:
+    """The named blocks of these namespaces, or all that are here, a few at a time."""
+    states = {digest: state for digest in wanted if (state := node.namespaces.by_directory(digest))}
+    for state in states.values() if named else ():
+        for at in range(0, len(named), EVICT_TOGETHER):
+            yield state, named[at : at + EVICT_TOGETHER]
+    owner = node.tenants.get(tenant)
+    cursor: int | None = None if named or owner is None else 0
+    while cursor is not None:
+        blocks, cursor = node.inventory.scan(cursor, EVICT_TOGETHER, owner)
+        found: dict[bytes, list[bytes]] = {digest: [] for digest in states}
+        for block in blocks:
+            if (digest := block.table.namespace.directory_digest) in found:
+                found[digest].append(block.key)
+        for digest, keys in found.items():
+            yield states[digest], keys
