@@ -119,7 +119,7 @@ def convert_setting(struct: type[msgspec.Struct], name: str, value: object, wher
 
 @cache
 def settings_of(struct: type[msgspec.Struct]) -> Mapping[str, Setting]:
-    """All settings of a struct, by name."""
+    """All settings of a struct, by name. A field without a `setting` is a constant, which tests may change."""
     hints = get_type_hints(struct, include_extras=True)
     found = {}
     for field in msgspec.structs.fields(struct):
@@ -127,6 +127,9 @@ def settings_of(struct: type[msgspec.Struct]) -> Mapping[str, Setting]:
         metas = [
             item for item in getattr(hint, "__metadata__", ()) if isinstance(item, msgspec.Meta)
         ]
+        description = next((meta.description for meta in metas if meta.description), "")
+        if not description:
+            continue
         extra: dict[str, Any] = {}
         for meta in metas:
             extra |= {key: value for key, value in (meta.extra or {}).items() if value}
@@ -141,7 +144,7 @@ def settings_of(struct: type[msgspec.Struct]) -> Mapping[str, Setting]:
             type=hint,
             parse=extra.get("parse"),
             wanted=extra.get("wanted") or _wanted(plain_type(hint), metas),
-            description=next((meta.description for meta in metas if meta.description), ""),
+            description=description,
             default=default,
             shown=extra.get("default") or _shown(default),
             option=extra.get("option", option),

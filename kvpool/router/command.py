@@ -452,7 +452,7 @@ def _isolation(config: RouterConfig, secrets: Secrets) -> Isolation | None:
 
 def _settings(config: RouterConfig) -> Settings:
     return Settings(
-        queue_max=config.queue_max,
+        queue_max=config.requests_max,
         ttft_slo_s=math.inf if config.ttft_slo_s is None else config.ttft_slo_s,
         tpot_slo_s=math.inf if config.tpot_slo_s is None else config.tpot_slo_s,
         retries_max=config.retries_max,

@@ -83,7 +83,7 @@ def test_models_have_names_with_slashes(tmp_path: Path) -> None:
         'record_full = "forget"',
         'listen = "8080"',
         'listen = "localhost:70000"',
-        "backoff_s = 60",
+        "backoff_s = 2",
         "[[engines]]",
         '[[engines]]\nurl = "ftp://a"',
         '[[engines]]\nurl = "http://user@a"',
