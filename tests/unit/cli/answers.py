@@ -158,7 +158,14 @@ def node(name: str, letter: str, **changes) -> dict:
         "incarnation": letter * 16,
         "state": "serving",
         "transports": [{"url": f"tcp://10.0.0.{ord(letter) - 96}:7070", "metadata": ""}],
-        "tiers": [{"name": "dram", "capacity_bytes": 64 << 30, "used_bytes": 3 << 29}],
+        "tiers": [
+            {
+                "name": "dram",
+                "capacity_bytes": 64 << 30,
+                "used_bytes": 3 << 29,
+                "secondary_bytes": 0,
+            }
+        ],
         "labels": {"zone": "a", "rack": "7"},
         "version": "1.2.3",
         "protocol": 2,
@@ -196,7 +203,9 @@ CLUSTER = {
     "standing": "member",
     "state": "serving",
     "nodes": [node("host-1", "a"), node("host-2", "b")],
+    "joined": True,
     "peers": [],
+    "silent_peers": [],
     "drains": [],
     "namespaces": [ENTRY],
     "directory": DIRECTORY,
