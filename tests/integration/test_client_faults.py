@@ -499,7 +499,7 @@ def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, 
 @pytest.mark.parametrize(
     ("answer", "error", "match"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, ""),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, None),
         (frame.encode(frame.Done(1), 1), ProtocolError, "not a Welcome"),
         (frame.encode(client_wire.Welcome(1, "n", "i", 0, 4096), 1), ProtocolError, "segment"),
         (
@@ -509,8 +509,8 @@ def test_a_put_on_a_daemon_that_stops_between_reserve_and_commit(daemon, until, 
         ),
         (frame.encode(frame.Error("not_authenticated", "no"), 1), NotAuthenticated, "no"),
         (frame.encode(frame.Error("limit", "full"), 0), Unavailable, "full"),
-        (b"", Unavailable, ""),
-        (b"\x01", Unavailable, ""),
+        (b"", Unavailable, None),
+        (b"\x01", Unavailable, None),
     ],
 )
 def test_strange_first_answers(folder, answer, error, match):

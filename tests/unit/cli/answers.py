@@ -204,6 +204,7 @@ CLUSTER = {
     "state": "serving",
     "joined": True,
     "nodes": [node("host-1", "a"), node("host-2", "b")],
+    "joined": True,
     "peers": [],
     "silent_peers": [],
     "drains": [],
