@@ -42,7 +42,6 @@ TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
 API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
 RECORD_BYTES_MIN = 4096
 FOLLOW_S_MAX = 600
-"""Block hash algorithms that the vLLM plugin accepts."""
 
 _ENDPOINT = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 
