@@ -54,6 +54,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import agent_sessions
+from s3fifo import S3Fifo
 
 from kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Costs, Lru, make_policy
 
@@ -159,6 +160,7 @@ class Lfu:
 MAKERS: dict[str, Callable[..., Any]] = {
     **{name: (lambda *args, name=name: make_policy(name, *args)) for name in POLICIES},
     "lfu": Lfu,
+    "s3fifo": S3Fifo,
 }
 
 

@@ -1,4 +1,4 @@
-"""Folders on stable storage."""
+"""Files and folders on stable storage."""
 
 from __future__ import annotations
 
@@ -13,3 +13,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, in as many turns as the disk takes. Raises `OSError`: then some of it may be there."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def shift_files(path: Path, files_max: int) -> None:
+    """Rename NAME to NAME.1, NAME.1 to NAME.2 and so on, over the last of so many files. Raises `OSError`."""
+    for number in range(files_max - 1, 0, -1):
+        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+        if newer.exists():
+            newer.replace(path.with_name(f"{path.name}.{number}"))

@@ -40,6 +40,13 @@ class Backoff:
         self.failures = 0
         self.retry_at = 0.0
 
+    def note(self, now: float, *, failed: bool) -> None:
+        """Record how an attempt ended."""
+        if failed:
+            self.failed(now)
+        else:
+            self.succeeded()
+
     def due(self, now: float) -> bool:
         """Whether to try: no failure, or the wait is over."""
         return now >= self.retry_at

@@ -13,7 +13,7 @@ must go before its head. Callers pass every batch head first, and policies queue
   their children, restores the order without counting as a read;
 * a read must `touch` the whole prefix that it used, never its last blocks only.
 
-Names for the configuration: `aged` (`DEFAULT_POLICY`), `lru`, `s3fifo`; see `bench/eviction.py`.
+Names for the configuration: `aged` (`DEFAULT_POLICY`), `lru`; see `bench/eviction.py`.
 
 Nothing here is thread-safe; the process that decides has one thread.
 """
@@ -128,13 +128,10 @@ class EvictionPolicy(Protocol):
         """The next n victims at once: those of n calls of `pop`, in about that order."""
 
     def peek(self) -> Evictable | None:
-        """The entry that `pop` would return, still held. In `S3Fifo` only the first candidate."""
+        """The entry that `pop` would return, still held."""
 
     def coldest(self, n: int) -> list[Evictable]:
-        """The next n victims, still held: those of n calls of `pop`, in that order. O(n).
-
-        In `S3Fifo` about: those that it has yet to find among the n oldest of each queue.
-        """
+        """The next n victims, still held: those of n calls of `pop`, in that order. O(n)."""
 
     def resize(self, capacity: int) -> None:
         """The tier now holds this many entries. Evicts nothing; ghosts shrink with later pops."""
@@ -163,12 +160,8 @@ def make_policy(
 ) -> EvictionPolicy:
     """The policy called `name`, for a tier of `capacity` entries. Raises `ConfigError`.
 
-    Without costs all blocks are worth the same. `lru` and `s3fifo` ignore costs.
+    Without costs all blocks are worth the same. `lru` ignores them.
     """
-    if name == "a2q":
-        raise ConfigError(
-            f"the eviction policy 'a2q' was replaced by {DEFAULT_POLICY!r}, the default; name that, or none"
-        )
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"there is no eviction policy {name!r}; known are {known}")
@@ -256,154 +249,6 @@ class Lru:
 
     def __len__(self) -> int:
         return self._queue.length
-
-
-class S3Fifo:
-    """S3-FIFO (SOSP'23): a small queue for newcomers, a main one for entries that were read or came back.
-
-    Small has a tenth of the held entries, and reads count to 3. The ghosts are as many as the tier has
-    places; only main's places, as in the paper, lose up to half a point on the conversation trace.
-
-    Both queues are FIFOs, so `touch` is the cheapest of all policies. In return a pop first moves
-    the entries that were read; earlier touches have paid for that, but one pop after many touches
-    can take long. Queues are scanned from their old end, tails of batches first; yet a head can go
-    before a tail that was read as often, when the two are in different queues.
-
-    `freq` is the count in its lowest two bits, with _IN_MAIN for an entry of main, so that a lease
-    does not send it back, and _KNOWN for one that was held before, whose ghost proves nothing.
-    """
-
-    __slots__ = ("_ghosts", "_main", "_small")
-
-    _READS, _IN_MAIN, _KNOWN = 3, 4, 8
-    _SMALL_SHARE = 0.1
-    _SMALL, _MAIN = 1, 2
-
-    def __init__(
-        self, capacity: int, costs: Costs | None = None, new_queue: NewQueue = EvictionQueue
-    ) -> None:
-        self._small = new_queue()
-        self._main = new_queue()
-        self._ghosts = Ghosts(self._ghosts_of(capacity))  # of small
-
-    def resize(self, capacity: int) -> None:
-        self._ghosts.resize(self._ghosts_of(capacity))
-
-    def succeed(self, other: EvictionPolicy) -> None:
-        """See the protocol: what entries know is the same in all of them."""
-
-    @staticmethod
-    def _ghosts_of(capacity: int) -> int:
-        """So many that from 0.8 to 1.2 capacities are remembered, one in the mean."""
-        return min(GHOSTS_MAX, -(-_checked(capacity) * 4 // 5))
-
-    def insert(self, entries: Sequence[Any]) -> None:
-        small: list[Any] = []
-        main: list[Any] = []
-        ghosts = self._ghosts.take([entry.ident for entry in entries])
-        for entry in reversed(entries):
-            if entry.queue:
-                raise _held_already(entry)
-            if not entry.freq & self._KNOWN:
-                came_back = bool(ghosts) and entry.ident in ghosts
-                entry.freq = self._KNOWN | self._IN_MAIN if came_back else self._KNOWN
-            if entry.freq & self._IN_MAIN:
-                main.append(entry)
-                entry.queue = self._MAIN
-            else:
-                small.append(entry)
-                entry.queue = self._SMALL
-        self._small.append(small)
-        self._main.append(main)
-
-    def put_back(self, entries: Sequence[Any]) -> None:
-        for entry in entries:
-            if entry.queue:
-                raise _held_already(entry)
-            self._ghosts.take([entry.ident])
-            entry.queue = self._MAIN if entry.freq & self._IN_MAIN else self._SMALL
-            (self._main if entry.queue == self._MAIN else self._small).put_first(entry)
-
-    def touch(self, entries: Sequence[Any]) -> None:
-        for entry in entries:
-            if entry.freq & 3 != 3:  # _READS, inlined: this is the hottest line
-                entry.freq += 1
-
-    def refresh(self, entries: Sequence[Any]) -> None:
-        found = entries[::-1]
-        self._small.renew([entry for entry in found if entry.queue == self._SMALL])
-        self._main.renew([entry for entry in found if entry.queue == self._MAIN])
-
-    def discard(self, entries: Sequence[Any]) -> None:
-        self._small.remove([entry for entry in entries if entry.queue == self._SMALL])
-        self._main.remove([entry for entry in entries if entry.queue == self._MAIN])
-        for entry in entries:
-            entry.queue = 0
-
-    def _from_small(self) -> bool:
-        small = self._small.length
-        return small > self._SMALL_SHARE * (small + self._main.length)
-
-    def pop(self) -> Any:
-        small, main = self._small, self._main
-        while self._from_small():
-            entry = small.pop()
-            if entry.freq & self._READS:
-                main.append([entry])
-                entry.freq = self._KNOWN | self._IN_MAIN
-                entry.queue = self._MAIN
-            else:
-                entry.queue = 0
-                self._ghosts.remember([entry.ident])
-                return entry
-        while main:
-            entry = main.pop()
-            if entry.freq & self._READS:
-                entry.freq -= 1
-                main.append([entry])
-            else:
-                entry.queue = 0
-                return entry
-        return None
-
-    def take(self, n: int) -> list[Any]:
-        return list(islice(iter(self.pop, None), n))
-
-    def peek(self) -> Any:
-        """The entry that `pop` examines first; it is spared if it was read since."""
-        return (self._small if self._from_small() else self._main).peek()
-
-    def coldest(self, n: int) -> list[Any]:
-        """As `pop` would find them; then those that it would spare, and those behind them."""
-        small, main = self._small.oldest(n), self._main.oldest(n)
-        small.reverse()
-        main.reverse()
-        in_small, in_main = self._small.length, self._main.length
-        found: list[Any] = []
-        spared: list[Any] = []
-        while len(found) < n:
-            if in_small > self._SMALL_SHARE * (in_small + in_main):
-                if not small:
-                    break
-                entry = small.pop()
-                in_small -= 1
-                if entry.freq & self._READS:
-                    in_main += 1
-                    spared.append(entry)
-                    continue
-            else:
-                if not main:
-                    break
-                entry = main.pop()
-                if entry.freq & self._READS:
-                    spared.append(entry)
-                    continue
-                in_main -= 1
-            found.append(entry)
-        return (found + spared + small[::-1] + main[::-1])[:n]
-
-    def __len__(self) -> int:
-        return self._small.length + self._main.length
 
 
 class Aged:
@@ -652,6 +497,5 @@ class Aged:
 POLICIES: dict[str, Callable[[int, Costs | None, NewQueue], EvictionPolicy]] = {
     "aged": Aged,
     "lru": Lru,
-    "s3fifo": S3Fifo,
 }
 """Every policy by the name that configuration uses."""

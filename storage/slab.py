@@ -478,16 +478,6 @@ class SlabAllocator:
         rows: list[int] = (np.flatnonzero(busy) + extent.first).tolist()
         return rows
 
-    def owned_slabs(self) -> Iterator[tuple[int, int]]:
-        """(first slab, stride) of every extent that has slots in use, in no useful order.
-
-        O(extents). Read it to its end, or stop, before anything else is called here.
-        """
-        for cls in self._classes.values():
-            for extent in cls.extents.values():
-                if extent.used:
-                    yield extent.slab, cls.stride
-
     def victims(self, nbytes: int) -> Iterator[tuple[int, ...]]:
         """Sets of extents to empty so that the class of `nbytes` gets one more: any one of these sets.
 

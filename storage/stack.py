@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvpool.storage.eviction import Costs
+from kvpool.token_bucket import TokenBucket
 from kvpool.types import Recompute
 
 DRAM_S, SSD_S = 0.0067, 0.028
@@ -74,33 +75,24 @@ class Budget:
     def __init__(self, bytes_a_day: int, now: float) -> None:
         """bytes_a_day: 0 for no limit."""
         self.bytes_a_day = bytes_a_day
-        self._rate = bytes_a_day / DAY_S
-        self._most = self._rate * BURST_S
-        self._left = self._most
-        self._at = now
+        rate = bytes_a_day / DAY_S
+        self._bucket = TokenBucket(rate, rate * BURST_S, now)
         self.refused_bytes = 0
 
     def change(self, bytes_a_day: int, now: float) -> None:
         """From now on; the unspent amount is kept, if it fits."""
-        self._fill(now)
+        self._bucket.left(now)
         self.bytes_a_day = bytes_a_day
-        self._rate = bytes_a_day / DAY_S
-        self._most = self._rate * BURST_S
-        self._left = min(self._left, self._most)
-
-    def _fill(self, now: float) -> None:
-        self._left = min(self._most, self._left + (now - self._at) * self._rate)
-        self._at = now
+        self._bucket.rate = bytes_a_day / DAY_S
+        self._bucket.most = self._bucket.rate * BURST_S
 
     def left_bytes(self, now: float) -> int:
         """Bytes that may be written now; 0 without a limit."""
-        self._fill(now)
-        return max(0, int(self._left))
+        return max(0, int(self._bucket.left(now)))
 
     def scarce(self, now: float) -> bool:
         """Whether only blocks that were read again should be written."""
-        self._fill(now)
-        return bool(self.bytes_a_day) and self._left < SCARCE * self._most
+        return bool(self.bytes_a_day) and self._bucket.left(now) < SCARCE * self._bucket.most
 
     def spend(self, nbytes: int, now: float) -> bool:
         """Whether this much may be written now; if so, it is taken off.
@@ -109,11 +101,10 @@ class Budget:
         """
         if not self.bytes_a_day:
             return True
-        self._fill(now)
-        if self._left <= 0:
+        if self._bucket.left(now) <= 0:
             self.refused_bytes += nbytes
             return False
-        self._left -= nbytes
+        self._bucket.take(nbytes, now)
         return True
 
 

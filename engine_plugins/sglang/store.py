@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client import NO_ROW, Client, Presence
-from kvpool.engine_plugins.complaint import Complaint
+from kvpool.complaint import Complaint
 from kvpool.engine_plugins.sglang.facts import key_of, packed_keys
 from kvpool.engine_plugins.sglang.pages import HostPages, Numbers
 from kvpool.errors import KvpoolError

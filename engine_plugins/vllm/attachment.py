@@ -12,8 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from typing import TYPE_CHECKING
 
-from kvpool.engine_plugins.vllm.plan import Quiet
+from kvpool.engine_plugins.vllm.plan import QUIET_S
 from kvpool.errors import KvpoolError
+from kvpool.retry import Backoff
 
 if TYPE_CHECKING:
     from kvpool.client.device_memory import DeviceMemory
@@ -42,7 +43,7 @@ class Attachment:
         self._thread = thread
         self._clock = clock
         self._trying: Future[DeviceMemory | None] | None = None
-        self._quiet = Quiet()
+        self._quiet = Backoff(*QUIET_S)
         self._refused_until = 0.0
 
     @property
@@ -61,7 +62,7 @@ class Attachment:
         if self._trying is not None and self._trying.done():
             self.memory, self._trying = self._outcome(self._trying), None
         now = self._clock()
-        paused = self._quiet.holds(now) or now < self._refused_until
+        paused = not self._quiet.due(now) or now < self._refused_until
         if self.memory is None and self._trying is None and not paused:
             self._trying = self._thread.submit(self._attach)
         return ended

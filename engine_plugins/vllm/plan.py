@@ -22,7 +22,7 @@ NULL_BLOCK = 0
 SAVE_WEIGHT = 0.2
 """Of a save in the average of all of its size."""
 
-QUIET_MIN_S, QUIET_MAX_S = 0.5, 30.0
+QUIET_S = 0.5, 30.0
 
 
 @dataclass(frozen=True)
@@ -442,22 +442,3 @@ class SaveTimes:
             near = min(self._seconds, key=lambda known: (abs(known - size), known))
             expected_s += self._seconds[near] * 2.0 ** max(0, size - near)
         return expected_s
-
-
-class Quiet:
-    """A pause in asking for what was of no use of late: twice as long after each further failure."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self._pause_s = 0.0
-
-    def holds(self, now: float) -> bool:
-        return now < self._until
-
-    def note(self, now: float, *, failed: bool) -> None:
-        """How the last try ended."""
-        if not failed:
-            self._pause_s = 0.0
-            return
-        self._pause_s = min(max(2 * self._pause_s, QUIET_MIN_S), QUIET_MAX_S)
-        self._until = now + self._pause_s

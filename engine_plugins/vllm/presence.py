@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvpool.complaint import Complaint
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import reachable
 from kvpool.engine_plugins.vllm.plan import GroupRule
@@ -110,13 +111,12 @@ class Presence:
             self._thread.join()
 
     def _run(self) -> None:
-        told = ""
+        complaint = Complaint(log, "this engine is not announced to routers")
         while True:
             try:
                 self._announce()
+                complaint.worked()
             except KvpoolError as error:
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("this engine is not announced to routers: %s", error)
+                complaint.failed(str(error), error)
             if self._ended.wait(self._every_s):
                 return

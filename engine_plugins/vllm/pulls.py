@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool.engine_plugins.vllm.following import Following
-from kvpool.engine_plugins.vllm.plan import Quiet
+from kvpool.engine_plugins.vllm.plan import QUIET_S
 from kvpool.errors import KvpoolError
+from kvpool.retry import Backoff
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, Recompute
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Pulls:
         self._free_to_follow = threading.Semaphore(follows_max)
         self._namespace: Future[Namespace] | None = None
         self._alone_until = self._known_until = 0.0
-        self._quiet = Quiet()
+        self._quiet = Backoff(*QUIET_S)
 
     def enter(self, record: NamespaceRecord) -> None:
         """Open the namespace, in its present epoch, for all pulls that begin later."""
@@ -114,7 +115,7 @@ class Pulls:
         now = self._clock()
         if following is not None:
             pull = Pull(start, keys, now, following.follow_s, following, trace=trace)
-        elif now < self._alone_until or self._quiet.holds(now):
+        elif now < self._alone_until or not self._quiet.due(now):
             return None
         else:
             pull = Pull(start, keys, now, self._wait_s, None, recompute, life, trace)

@@ -38,13 +38,13 @@ from kvpool.engine_plugins.vllm.load_cost import LoadCost
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.pins import Pins
 from kvpool.engine_plugins.vllm.plan import (
+    QUIET_S,
     GroupRule,
     GroupSave,
     Handover,
     LoadJob,
     Offered,
     Opening,
-    Quiet,
     SaveJob,
     SaveTimes,
     StepDone,
@@ -63,6 +63,7 @@ from kvpool.engine_plugins.vllm.rank_lookups import Question, RankLease, RankLoo
 from kvpool.engine_plugins.vllm.session_turns import SessionTurn, session_turn
 from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.prefill_cost import PrefillFit, StepWork
+from kvpool.retry import Backoff
 from kvpool.types import (
     KEY_BYTES,
     EngineRecord,
@@ -300,7 +301,7 @@ class SchedulerHalf:
         self._unsure = False  # which weights there are since then
         self._shut = False
         self._pinned = True
-        self._quiet = Quiet()
+        self._quiet = Backoff(*QUIET_S)
         self._adapters = Adapters()
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
@@ -523,7 +524,7 @@ class SchedulerHalf:
         end = self._end(state)
         if lookup.known is None:
             lookup.known = lookup.end
-            if lookup.end < end and self._engine.saves and not self._quiet.holds(self._clock()):
+            if lookup.end < end and self._engine.saves and self._quiet.due(self._clock()):
                 keys = pack(state.hashes(end)[lookup.start : end])
                 lookup.known = lookup.start + self._match(keys, self._whole_parts)
         request = state.request
@@ -602,7 +603,7 @@ class SchedulerHalf:
         """Lease what the node has beyond the engine's own hit, or begin to."""
         start, end = state.local, self._end(state)
         lease = None
-        if end - start >= self._config.min_load_blocks and not self._quiet.holds(self._clock()):
+        if end - start >= self._config.min_load_blocks and self._quiet.due(self._clock()):
             self.counters.add(lookups=1)
             assert self._namespace is not None
             parts = len(self._namespace.parts)
@@ -736,7 +737,7 @@ class SchedulerHalf:
             return
         # The block of a prompt's last token is computed in part anyway.
         worth = min(self._end(state), (state.request.num_tokens - 1) // self._engine.hash_tokens)
-        if worth - lookup.end < self._config.min_load_blocks or self._quiet.holds(self._clock()):
+        if worth - lookup.end < self._config.min_load_blocks or not self._quiet.due(self._clock()):
             return
         end = self._end(state)
         keys = lookup.keys or pack(state.hashes(end)[lookup.start : end])
@@ -1098,7 +1099,7 @@ class SchedulerHalf:
         if state is None:
             return None
         report = self._finish(state, tables, completed=completed)
-        if state.served and self._namespace is not None and not self._quiet.holds(self._clock()):
+        if state.served and self._namespace is not None and self._quiet.due(self._clock()):
             session = "" if state.turn is None else state.turn.id
             self._client.end_request(self._namespace, state.label, session=session)
         if not self._requests:
@@ -1130,7 +1131,7 @@ class SchedulerHalf:
         """The daemon hears which blocks a session has used, unless it hangs. One message a request."""
         assert self._namespace is not None, "its blocks are shared"
         whole = min(whole, TURN_BLOCKS_MAX)
-        if not whole or self._quiet.holds(self._clock()):
+        if not whole or not self._quiet.due(self._clock()):
             return
         self._client.session_turn(
             self._namespace,

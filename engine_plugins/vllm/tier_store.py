@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpool.client import Presence
-from kvpool.engine_plugins.complaint import Complaint
+from kvpool.complaint import Complaint
 from kvpool.errors import KvpoolError
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord
 

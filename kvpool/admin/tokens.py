@@ -28,6 +28,7 @@ import msgspec
 from kvpool.errors import ConfigError
 from kvpool.secret_files import write_whole
 from kvpool.security.file_watch import FileWatch
+from kvpool.token_bucket import TokenBucket
 from kvpool.wire.command import Role
 
 ROLES: tuple[Role, ...] = ("viewer", "operator", "admin")
@@ -202,30 +203,6 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
     return token
 
 
-class Bucket:
-    """A token bucket: a burst of this many, and `rate` a second after that."""
-
-    __slots__ = ("_at", "_left")
-
-    def __init__(self, most: float, now: float) -> None:
-        self._left = most
-        self._at = now
-
-    def left(self, rate: float, most: float, now: float) -> float:
-        """How many there are now."""
-        self._left = min(most, self._left + (now - self._at) * rate)
-        self._at = now
-        return self._left
-
-    def take(self, rate: float, most: float, now: float) -> float:
-        """Take one. 0: available; else the seconds until one is."""
-        left = self.left(rate, most, now)
-        if left >= 1:
-            self._left -= 1
-            return 0.0
-        return (1 - left) / rate
-
-
 class Rates:
     """Buckets by name, of bounded number: the longest unused are dropped."""
 
@@ -234,20 +211,24 @@ class Rates:
         self._most = most
         self._clock = clock
         self._names = names
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, name: str) -> float:
         """0, or the seconds to wait."""
-        return self._bucket(name).take(self._rate, self._most, self._clock())
+        bucket, now = self._bucket(name), self._clock()
+        wait_s = bucket.wait_s(1, now)
+        if not wait_s:
+            bucket.take(1, now)
+        return wait_s
 
     def empty(self, name: str) -> bool:
         bucket = self._buckets.get(name)
-        return bucket is not None and bucket.left(self._rate, self._most, self._clock()) < 1
+        return bucket is not None and bucket.left(self._clock()) < 1
 
-    def _bucket(self, name: str) -> Bucket:
+    def _bucket(self, name: str) -> TokenBucket:
         bucket = self._buckets.get(name)
         if bucket is None:
-            bucket = self._buckets[name] = Bucket(self._most, self._clock())
+            bucket = self._buckets[name] = TokenBucket(self._rate, self._most, self._clock())
             if len(self._buckets) > self._names:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(name)

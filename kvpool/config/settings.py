@@ -84,9 +84,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             "only when they learn of its end. 0: not at all.",
         ),
     ] = 30.0
-    policy: Annotated[
-        Text, setting("Eviction policy: `aged`, `s3fifo` or `lru`.", default="aged")
-    ] = ""
+    policy: Annotated[Text, setting("Eviction policy: `aged` or `lru`.", default="aged")] = ""
     listen: Annotated[
         Urls,
         setting(

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 import xxhash
 
-from kvpool.errors import ConfigError
 from kvpool.placement.records import NodeRecord, NodeState
 
 MEMORY_TIER = "dram"
@@ -134,38 +133,3 @@ def accept_forward(
     if hops > hops_max:
         return False
     return free_bytes >= nbytes or own_coldest_age_s > MUCH_OLDER * offered_age_s
-
-
-class Pace:
-    """A token bucket, so that repair and drain leave the network to readers.
-
-    bytes_per_s: on average. burst_bytes: how much may go at once after a pause. Raises `ConfigError`
-    unless both are positive.
-    """
-
-    def __init__(self, bytes_per_s: float, burst_bytes: float) -> None:
-        if not (bytes_per_s > 0 and burst_bytes > 0):
-            raise ConfigError(
-                f"a pace of {bytes_per_s} bytes/s in bursts of {burst_bytes} bytes: both must be positive"
-            )
-        self._bytes_per_s = bytes_per_s
-        self._burst_bytes = burst_bytes
-        self._tokens = burst_bytes
-        self._at: float | None = None
-
-    def change(self, bytes_per_s: float) -> None:
-        """From now on."""
-        self._bytes_per_s = bytes_per_s
-
-    def delay(self, nbytes: int, now: float) -> float:
-        """Take this much, and return how many seconds to wait before sending it. 0.0: send now.
-
-        It is booked at once, so send it after the wait. More than a burst is waited for at the same rate.
-        """
-        if self._at is not None and now > self._at:
-            earned = (now - self._at) * self._bytes_per_s
-            self._tokens = min(self._burst_bytes, self._tokens + earned)
-        if self._at is None or now > self._at:
-            self._at = now
-        self._tokens -= nbytes
-        return max(0.0, -self._tokens / self._bytes_per_s)

@@ -54,7 +54,6 @@ class Caches:
         on_lag: Callable[[float], None],
     ) -> None:
         self._index = index
-        self._clock = clock
         self._wall = wall
         self._on_lag = on_lag
         self._followed: dict[str, _Followed] = {}
@@ -144,13 +143,12 @@ class Caches:
         if changes.reset:
             index.join(holder, pool=False, namespace=followed.namespace)
         lag = max(0.0, self._wall() - feed.told_at)
-        now = self._clock()
         held: list[int] = []
         gone: list[int] = []
         for short, mask in zip(changes.hashes, changes.masks, strict=True):
             (held if mask & followed.need == followed.need else gone).append(short ^ salt)
-        index.add(holder, held, told_at=now - lag, now=now)
-        index.discard(holder, gone, told_at=now - lag, now=now)
+        index.add(holder, held)
+        index.discard(holder, gone)
         if not feed.blocks.has_changes:
             del self._dirty[name]
             if feed.told_at >= 0:

@@ -217,7 +217,7 @@ class Router:
             orders=self._orders,
             among=self._roster.among,
             engine_of=engine_of,
-            told=lambda namespace, keys, lengths: pools.told(namespace, keys, lengths, clock()),
+            told=pools.told,
             blame=self.health.failed,
             praise=self.health.succeeded,
             clock=clock,

@@ -41,7 +41,6 @@ TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
 API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
 RECORD_BYTES_MIN = 4096
-"""Block hash algorithms that the vLLM plugin accepts."""
 
 _ENDPOINT = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 

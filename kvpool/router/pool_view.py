@@ -70,7 +70,7 @@ class PoolView:
         self._counts.clear()
         self._keys.clear()
 
-    def told(self, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]], now: float) -> None:
+    def told(self, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]]) -> None:
         """Each node has this much of this prefix: a length for each of its holders. O(keys + holders)."""
         reach = sorted(
             (min(length, len(keys)), holder)
@@ -106,26 +106,26 @@ class PoolView:
                     known[key] = new
                     self._turn += 1
         for (had, having), some in changed.items():
-            self._change(some, had, having, now)
+            self._change(some, had, having)
         if len(known) > self._keys_max:
-            self._forget(len(known) - self._keys_max, now)
+            self._forget(len(known) - self._keys_max)
         self._tidy()
 
-    def _forget(self, count: int, now: float) -> None:
+    def _forget(self, count: int) -> None:
         oldest = iter(self._keys)
         groups: dict[Holders, list[int]] = {}
         for key in [next(oldest) for _ in range(count)]:
             groups.setdefault(self._keys.pop(key)[0], []).append(key)
         for had, keys in groups.items():
-            self._change(keys, had, (), now)
+            self._change(keys, had, ())
 
-    def _change(self, keys: list[int], had: Holders, having: Holders, now: float) -> None:
+    def _change(self, keys: list[int], had: Holders, having: Holders) -> None:
         for holder in _without(having, had):
             self._counts[holder] += len(keys)
-            self._index.add(holder, keys, told_at=now, now=now)
+            self._index.add(holder, keys)
         for holder in _without(had, having):
             self._counts[holder] -= len(keys)
-            self._index.discard(holder, keys, told_at=now, now=now)
+            self._index.discard(holder, keys)
 
     def _begin(self, holder: str, node: str) -> None:
         if holder not in self._counts:
@@ -169,11 +169,10 @@ class PoolViews:
         namespace: bytes,
         keys: Sequence[int],
         lengths: Mapping[str, tuple[int, ...]],
-        now: float,
     ) -> None:
         """As `PoolView.told`. Ignored if no engine uses the namespace, or no longer."""
         if (view := self._views.get(namespace)) is not None:
-            view.told(keys, lengths, now)
+            view.told(keys, lengths)
 
     def keep(self, specs: Iterable[EngineSpec]) -> None:
         """Set the index's holders to exactly: the nodes of these engines, and others with their namespaces' blocks."""

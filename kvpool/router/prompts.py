@@ -232,7 +232,7 @@ class Prompts:
             return
         finally:
             self._looking -= 1
-        self._pools.told(namespace, keys, found, self._clock())
+        self._pools.told(namespace, keys, found)
         self._told(namespace, keys, found)
 
     async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 from kvpool.errors import ConfigError
+from kvpool.folders import write_all
 from kvpool.simulator.recordings import MARKER
 
 
@@ -51,10 +52,8 @@ class RecordFile:
             self._begin()
         elif there.st_size > self._size:
             os.ftruncate(self._fd, self._size)  # a part of a line, by an attempt that has failed
-        view = memoryview(line)
         try:
-            while view:
-                view = view[os.write(self._fd, view) :]
+            write_all(self._fd, line)
         except OSError:
             with contextlib.suppress(OSError):  # then before the next line
                 os.ftruncate(self._fd, self._size)

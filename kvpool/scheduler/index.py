@@ -28,7 +28,6 @@ FORGET_BATCH = 4096
 """Keys of a removed holder that each change of the index forgets."""
 EXPIRE_BATCH = 1024
 """Expired keys that each match forgets; a few more at most."""
-LAG_WEIGHT = 0.1
 
 
 class _Expected:
@@ -116,7 +115,7 @@ class Match(NamedTuple):
 
 
 class _Holder:
-    __slots__ = ("bit", "expected", "heard_at", "keys", "lag_s", "name", "namespace")
+    __slots__ = ("bit", "expected", "keys", "name", "namespace")
 
     def __init__(self, name: str, bit: int, namespace: str) -> None:
         self.name = name
@@ -124,8 +123,6 @@ class _Holder:
         self.namespace = namespace
         self.keys: set[Hashable] = set()
         self.expected: set[_Expected] = set()  # in this engine's cache, or in this tier
-        self.heard_at = -math.inf
-        self.lag_s = 0.0
 
 
 class PrefixIndex:
@@ -175,22 +172,20 @@ class PrefixIndex:
         for expected in list(holder.expected):
             self._end(expected)  # blocks sent to it will not come
 
-    def add(
-        self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
-    ) -> None:
-        """The holder has these. told_at: when it reported them, by its own clock; for `lag_s`."""
-        holder = self._heard(name, told_at, now)
+    def add(self, name: str, keys: Iterable[Hashable]) -> None:
+        """The holder has these."""
+        self._forget_some()
+        holder = self._holders[name]
         bit, masks = holder.bit, self._masks
         get = masks.get
         for key in keys:
             masks[key] = get(key, 0) | bit
             holder.keys.add(key)
 
-    def discard(
-        self, name: str, keys: Iterable[Hashable], *, told_at: float = 0.0, now: float = 0.0
-    ) -> None:
+    def discard(self, name: str, keys: Iterable[Hashable]) -> None:
         """The holder no longer has these. Unknown ones are ignored."""
-        self._drop(self._heard(name, told_at, now), keys)
+        self._forget_some()
+        self._drop(self._holders[name], keys)
 
     def expect(
         self,
@@ -328,23 +323,11 @@ class PrefixIndex:
                 self._name(bits, length, lengths)
         return lengths, reach
 
-    def freshness(self, name: str, now: float) -> tuple[float, float]:
-        """Seconds since the holder was last heard of, and the usual delay of its events."""
-        holder = self._holders[name]
-        return now - holder.heard_at, holder.lag_s
-
     def _name(self, mask: int, length: int, lengths: dict[str, int]) -> None:
         while mask:
             bit = mask & -mask
             lengths[self._by_bit[bit].name] = length
             mask ^= bit
-
-    def _heard(self, name: str, told_at: float, now: float) -> _Holder:
-        holder = self._holders[name]
-        holder.heard_at = now
-        holder.lag_s += LAG_WEIGHT * (now - told_at - holder.lag_s)
-        self._forget_some()
-        return holder
 
     def _drop(self, holder: _Holder, keys: Iterable[Hashable]) -> None:
         had = [key for key in dict.fromkeys(keys) if key in holder.keys]

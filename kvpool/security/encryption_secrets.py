@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 
+from kvpool.complaint import Complaint
 from kvpool.errors import ConfigError
 from kvpool.plain_text import plain
 from kvpool.secret_files import SECRET_FILE_BYTES_MAX
@@ -55,7 +56,7 @@ class EncryptionSecrets:
         self._since = -math.inf  # how long it has known the first one, by the machine's clock
         self._files: Reloaded[tuple[ClusterSecret, ...]] | None = None
         self._asked_at = -math.inf
-        self._complaint = ""
+        self._complaint = Complaint(log, "the previous encryption secrets stay in use")
 
     async def open(self) -> None:
         """Read them for the first time. Raises `ConfigError`, which shows none of them."""
@@ -104,11 +105,9 @@ class EncryptionSecrets:
     async def _ask_again(self) -> None:
         try:
             self._take(await self._ask())
-            self._complaint = ""
+            self._complaint.worked()
         except ConfigError as error:
-            if str(error) != self._complaint:
-                log.warning("the previous encryption secrets stay in use: %s", error)
-            self._complaint = str(error)
+            self._complaint.failed(str(error), error)
 
     async def _ask(self) -> tuple[ClusterSecret, ...]:
         self._asked_at = self._clock()  # a failure is not repeated sooner

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from kvpool.complaint import Complaint
 from kvpool.errors import ConfigError
 
 T = TypeVar("T")
@@ -63,9 +64,10 @@ class Reloaded(Generic[T]):
         self._load = load
         self._what = what
         self._log = log
+        wrong = f"the new {what} are invalid, the previous ones stay in use"
+        self._complaint = Complaint(log, wrong)
         self._where = ", ".join(paths[:1])
         self._lock = threading.Lock()
-        self._complaint = ""  # of the last reading
         self._watch = FileWatch(paths, clock)
         if before is None:
             self._value = load()
@@ -85,17 +87,13 @@ class Reloaded(Generic[T]):
                 except ConfigError as error:
                     self._complain(error)
                 else:
-                    self._complaint = ""
+                    self._complaint.worked()
                     self._log.warning("new %s are in use: %s", self._what, self._where)
             return self._value
 
     def _complain(self, error: ConfigError) -> None:
         self._watch.forget()  # they may have been copied half, or be unreadable for a moment
-        if str(error) != self._complaint:
-            self._log.warning(
-                "the new %s are invalid, the previous ones stay in use: %s", self._what, error
-            )
-        self._complaint = str(error)
+        self._complaint.failed(str(error), error)
 
 
 def _state(path: str) -> tuple[int, ...] | None:

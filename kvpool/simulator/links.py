@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 from kvpool.simulator.events import Timeline
 
-DONE_BYTES = 1.0
-
 
 class Link:
     """capacity: bytes a second, in one direction."""

@@ -25,7 +25,6 @@ from kvpool.plain_text import plain
 from kvpool.scheduler.values import Request
 from kvpool.simulator.traces import BLOCK_TOKENS, Entry, arrivals, read_trace, step_of
 
-VERSION = 1
 MARKER = b'{"kvpool_trace":'
 """How each line of a recording begins."""
 LINE_BYTES_MAX = 64 << 20

@@ -560,12 +560,9 @@ class Simulation:
 
     def _tell(self, holder: str, new: Sequence[Hashable], gone: Sequence[Hashable]) -> None:
         if new or gone:
-            now = self.timeline.now
-            self.timeline.at(now + self._shape.lag_s, self._hear, holder, new, gone, now)
+            at = self.timeline.now + self._shape.lag_s
+            self.timeline.at(at, self._hear, holder, new, gone)
 
-    def _hear(
-        self, holder: str, new: Sequence[Hashable], gone: Sequence[Hashable], told_at: float
-    ) -> None:
-        now = self.timeline.now
-        self._index.discard(holder, gone, told_at=told_at, now=now)
-        self._index.add(holder, new, told_at=told_at, now=now)
+    def _hear(self, holder: str, new: Sequence[Hashable], gone: Sequence[Hashable]) -> None:
+        self._index.discard(holder, gone)
+        self._index.add(holder, new)

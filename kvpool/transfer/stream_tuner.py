@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 LADDER = (1, 2, 4, 8)
 START = 2  # while one waits for its peer, the other one moves bytes
@@ -22,6 +24,42 @@ RECENT = 0.5  # of a new pull over the usual number
 PEERS_MAX = 256
 
 
+A = TypeVar("A")
+
+
+@dataclass(slots=True)
+class Comparison:
+    """How often as fast as the usual way another one was. speed: the last one seen, bytes a second."""
+
+    samples: int = 0
+    gain: float = 0.0
+    speed: float = 0.0
+
+
+class Speeds(Generic[A]):
+    """How fast the usual way is, and others beside it. Not thread-safe.
+
+    Another way is compared with the pulls just before, so that a network that changes between two tries looks neither
+    better nor worse.
+    """
+
+    def __init__(self) -> None:
+        self.usual = 0.0  # of the last pulls, bytes a second; 0: of none yet
+        self.others: dict[A, Comparison] = {}
+
+    def used(self, speed: float) -> None:
+        """A pull went by the usual way."""
+        self.usual = self.usual + RECENT * (speed - self.usual) if self.usual else speed
+
+    def tried(self, other: A, speed: float) -> Comparison:
+        """A pull went by another way, and the speed of the usual one is known."""
+        seen = self.others.setdefault(other, Comparison())
+        seen.samples += 1
+        seen.gain += max(WEIGHT, 1 / seen.samples) * (speed / self.usual - seen.gain)
+        seen.speed = speed
+        return seen
+
+
 class StreamTuner:
     """The number for one peer. Not thread-safe.
 
@@ -32,8 +70,7 @@ class StreamTuner:
     def __init__(self) -> None:
         self.usual = START
         self._pulls = 0
-        self._speed = 0.0  # of the last pulls over the usual number, bytes a second; 0: of none yet
-        self._gains: dict[int, tuple[int, float]] = {}  # by number: samples, and how often as fast
+        self._speeds: Speeds[int] = Speeds()
 
     def choose(self, nbytes: int, blocks: int) -> int:
         """For a pull of so many bytes and blocks."""
@@ -48,25 +85,19 @@ class StreamTuner:
         return max(step for step in LADDER if step <= min(wanted, most))
 
     def learn(self, streams: int, nbytes: int, seconds: float) -> None:
-        """All of a pull came. What is too small to be spread says nothing.
-
-        Another number is compared with the pulls just before, so that a network that changes between two
-        tries looks neither better nor worse.
-        """
+        """All of a pull came. What is too small to be spread says nothing."""
         if nbytes < SPLIT_BYTES or seconds <= 0:
             return
         speed = nbytes / seconds
         if streams == self.usual:
-            self._speed = self._speed + RECENT * (speed - self._speed) if self._speed else speed
+            self._speeds.used(speed)
             return
-        if not self._speed:
+        if not self._speeds.usual:
             return
-        samples, gain = self._gains.get(streams, (0, 0.0))
-        gain += max(WEIGHT, 1 / (samples + 1)) * (speed / self._speed - gain)
-        self._gains[streams] = samples + 1, gain
-        if samples + 1 >= SAMPLES_MIN and gain > (BETTER if streams > self.usual else AS_GOOD):
-            self.usual, self._speed = streams, 0.0
-            self._gains.clear()
+        seen = self._speeds.tried(streams, speed)
+        wanted = BETTER if streams > self.usual else AS_GOOD
+        if seen.samples >= SAMPLES_MIN and seen.gain > wanted:
+            self.usual, self._speeds = streams, Speeds()
 
 
 class StreamCounts:

@@ -51,9 +51,6 @@ ENTRY_BYTES = 256
 
 OPERATIONS_MAX = 4096
 SEAL_BYTES = 8
-ITEMS_MAX = 16
-NAME_BYTES_MAX = 256
-VALUE_BYTES_MAX = 4096
 
 ENTRY = np.dtype(
     [
@@ -87,7 +84,7 @@ _FOLD = 0x9E3779B97F4A7C15
 _FACTORS = np.array([pow(_FOLD, n, 1 << 64) for n in range(1, _WORDS + 1)], dtype=np.uint64)
 _HEADER = struct.Struct("<IQQI16s")  # format, size of the segment, next generation, next table, id
 _ENTRIES, _TABLES, _META = b"entries", b"tables", b"meta"
-_HEADER_NAME, _USER = b"kvpool", b"user:"
+_HEADER_NAME = b"kvpool"
 
 
 def check_of(entries: Entries) -> npt.NDArray[np.uint32]:
@@ -391,15 +388,11 @@ class SsdIndex:
         )
         return sound
 
-    def fill(
-        self, tables: Mapping[int, bytes], items: Mapping[bytes, bytes], old: Iterable[Entries]
-    ) -> None:
+    def fill(self, tables: Mapping[int, bytes], old: Iterable[Entries]) -> None:
         """Give a new index its header, and the fitting contents of another. It is not in use yet."""
         held = 0
         with self._writing() as txn:
             txn.put(_HEADER_NAME, self._header.pack(), db=self._meta)
-            for name, value in items.items():
-                txn.put(_USER + name, _seal(value), db=self._meta)
             for table, record in sorted(tables.items()):
                 held += _pages_bytes(record)
                 if held <= self.tables_bytes_max:
@@ -477,27 +470,6 @@ class SsdIndex:
                 if (record := self._tables.pop(table, None)) is not None:
                     del self._ids[record]
 
-    def items(self) -> dict[bytes, bytes]:
-        """The caller's small items."""
-        with self._lock, self._ready().begin() as txn:
-            plain = {name: _unseal(value) for name, value in txn.cursor(self._meta)}
-        return {
-            name.removeprefix(_USER): value
-            for name, value in plain.items()
-            if value is not None and name.startswith(_USER)
-        }
-
-    def set_item(self, name: bytes, value: bytes) -> None:
-        names = self.items().keys() | {name}
-        if not 0 < len(name) <= NAME_BYTES_MAX or len(value) > VALUE_BYTES_MAX:
-            raise LimitExceeded(
-                f"a small item must have a name of 1 to {NAME_BYTES_MAX} bytes and at most {VALUE_BYTES_MAX} bytes"
-            )
-        if len(names) > ITEMS_MAX:
-            raise LimitExceeded(f"the SSD store holds at most {ITEMS_MAX} small items")
-        with self._lock, self._writing() as txn:
-            txn.put(_USER + name, _seal(value), db=self._meta)
-
     def set_segment_bytes(self, nbytes: int) -> None:
         with self._lock:
             header = replace(self._header, segment_bytes=nbytes)
@@ -545,8 +517,8 @@ def open_index(folder: Path, *, map_bytes: int, segment_bytes: int, new_id: byte
             _make(folder, map_bytes, fresh)
             index, lost = _open(folder, map_bytes), True
         if index.segment_bytes > segment_bytes or index.map_bytes > map_bytes:
-            header, tables, items = index.header_for(segment_bytes), index.tables(), index.items()
-            _make(folder, map_bytes, header, tables, items, index.chunks(OPERATIONS_MAX))
+            header, tables = index.header_for(segment_bytes), index.tables()
+            _make(folder, map_bytes, header, tables, index.chunks(OPERATIONS_MAX))
             index.close()
             index = _open(folder, map_bytes)
     except OSError as error:
@@ -633,7 +605,6 @@ def _make(
     map_bytes: int,
     header: _Header,
     tables: Mapping[int, bytes] | None = None,
-    items: Mapping[bytes, bytes] | None = None,
     entries: Iterable[Entries] = (),
 ) -> None:
     """Write an index with these contents, and replace the old one. Durable, and all or nothing."""
@@ -642,7 +613,7 @@ def _make(
     try:
         with _environment(new, map_bytes, sync=False) as env:
             index = SsdIndex(folder, env, map_bytes, header)
-            index.fill(tables or {}, items or {}, entries)
+            index.fill(tables or {}, entries)
             env.sync(True)
     except lmdb.Error as error:
         raise _cannot(new, str(error)) from None

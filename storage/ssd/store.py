@@ -314,14 +314,6 @@ class SsdStore:
         """
         self._index.drop_tables(ids)
 
-    def get_meta(self, name: bytes) -> bytes | None:
-        """A small item that `set_meta` has kept."""
-        return self._index.items().get(name)
-
-    def set_meta(self, name: bytes, value: bytes) -> None:
-        """Keep a small item durably: up to 16 names of up to 256 bytes, values of up to 4 KiB."""
-        self._index.set_item(name, value)
-
     def stats(self) -> SsdStoreStats:
         with self._calls:
             counts = dict(self._counts)

@@ -123,3 +123,11 @@ def test_years_of_failures_are_survived() -> None:
         breaker.failed(now)
         assert now < breaker.retry_at <= now + 60.0
         now += 60.0
+
+
+def test_a_note_of_an_attempt_fails_or_succeeds() -> None:
+    backoff = Backoff(0.5, 30.0)
+    backoff.note(10.0, failed=True)
+    assert not backoff.due(10.25) and backoff.due(10.5)
+    backoff.note(10.25, failed=False)
+    assert backoff.due(10.25)

@@ -50,6 +50,7 @@ from kvpool.placement.records import (
     new_incarnation,
     plain,
 )
+from kvpool.retry import Backoff
 from kvpool.telemetry.cluster_stats import AnnouncerStats, ClusterStats, DrainProgress
 from kvpool.wire import frame
 
@@ -419,7 +420,7 @@ class ClusterMember:
     async def _rejoin(self, *, leave_first: bool = False) -> None:
         """Join as a new incarnation, however long that takes. leave_first: a leave may not have ended."""
         self._rejoining = True
-        pause, most = REJOIN_S
+        backoff = Backoff(*REJOIN_S)
         told: set[type[KvpoolError]] = set()
         try:
             if leave_first:
@@ -434,8 +435,7 @@ class ClusterMember:
                     log.log(
                         level, "joining again failed, and is tried until it succeeds: %s", error
                     )
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, most)
+                    await asyncio.sleep(backoff.failed(self._clock()))
                     continue
                 if self._is_gone():  # drained while it joined
                     await self.membership.leave()

@@ -31,13 +31,13 @@ from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.records import NodeState
 from kvpool.placement.replica_targets import (
-    Pace,
     accept_forward,
     choose_targets,
     is_needed,
     responsible,
 )
 from kvpool.telemetry.cluster_stats import ReplicationStats
+from kvpool.token_bucket import TokenBucket
 from kvpool.types import plain_parts, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -84,8 +84,9 @@ class Replication:
         self._transport = transport
         self._clock = clock
         bandwidth = cluster.config.replication_bandwidth
-        self._pace_out = Pace(bandwidth, 2 * OFFER_BYTES)
-        self._pace_in = Pace(bandwidth, 2 * OFFER_BYTES)
+        now = self._clock()
+        self._pace_out = TokenBucket(bandwidth, 2 * OFFER_BYTES, now)
+        self._pace_in = TokenBucket(bandwidth, 2 * OFFER_BYTES, now)
         # namespace and key → how many replicas, how often it was tried
         self._wanted: dict[tuple[NamespaceState, bytes], tuple[int, int]] = {}
         self._awake = asyncio.Event()
@@ -102,7 +103,7 @@ class Replication:
     def set_bandwidth(self, bytes_s: int) -> None:
         """How much copying may take from now on, in and out each."""
         for pace in (self._pace_in, self._pace_out):
-            pace.change(bytes_s)
+            pace.rate = bytes_s
 
     def stats(self) -> ReplicationStats:
         """Counters, with what is lacking now."""
@@ -144,7 +145,7 @@ class Replication:
             to=target.record.node,
         )
         nbytes = len(keys) * block_bytes(namespace, mask)
-        await asyncio.sleep(self._pace_out.delay(nbytes, self._clock()))
+        await asyncio.sleep(self._pace_out.take(nbytes, self._clock()))
         self._stats.offered_blocks += len(keys)
         try:
             answer = await self._transport.ask(worker_wire.AskPeer(target.url, offer, OFFER_S))
@@ -230,7 +231,7 @@ class Replication:
             self._stats.refused_offers += 1
             return nothing
         nbytes = sum(t.stride for t in tables for key in keys if key not in t.blocks)
-        wait_s = self._pace_in.delay(nbytes, self._clock())
+        wait_s = self._pace_in.take(nbytes, self._clock())
         await asyncio.sleep(wait_s)
         origin = Origin(False, offer.hops, offer.replicas)
         self._replicas_known |= offer.replicas > 1

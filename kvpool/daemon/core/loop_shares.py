@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from kvpool.token_bucket import TokenBucket
+
 OPERATORS = ""
 """All of them together, as one who needs the loop."""
 BURST_S = 0.04
@@ -18,20 +20,18 @@ class LoopShares:
     """A tenant may use half of the time and its part of the other half, which is divided evenly among the tenants.
     Who has used more waits, as long as any other tenant needs the loop; alone, a tenant has all of it.
 
-    Used time is a level that falls at the rate of the tenant's share. tenants: at least two. now: monotonic seconds.
+    tenants: at least two. now: monotonic seconds.
     """
 
     def __init__(self, tenants: Collection[str]) -> None:
         self._rate = 0.5 + 0.5 / len(tenants)
-        self._levels: dict[str, tuple[float, float]] = {}  # the level, and when it was that
+        self._buckets: dict[str, TokenBucket] = {}  # of seconds
         self._asked: dict[str, float] = {}
 
     def used(self, tenant: str, now: float, seconds: float) -> None:
         """Some time was used until now. What operators use is not held against them: they may have come to end a flood."""
-        if tenant == OPERATORS:
-            return
-        level = min(self._level(tenant, now) + seconds, BURST_S + DEBT_S_MAX)
-        self._levels[tenant] = level, now
+        if tenant != OPERATORS:
+            self._bucket(tenant, now).take(seconds, now)
 
     def used_together(self, requests: Mapping[str, int], now: float, seconds: float) -> None:
         """Some time was used for requests of several, these many of each."""
@@ -46,14 +46,18 @@ class LoopShares:
     def wait_s(self, tenant: str, now: float) -> float:
         """The tenant asks for something: how long that has to wait; 0: not at all."""
         self.asks(tenant, now)
-        level = self._level(tenant, now)
-        if level < BURST_S:
+        bucket = self._bucket(tenant, now)
+        wait_s = bucket.wait_s(0.0, now)
+        if not wait_s:
             return 0.0
         if not any(now - at <= RECENT_S for other, at in self._asked.items() if other != tenant):
-            self._levels[tenant] = BURST_S, now  # what it used alone is not held against it
+            bucket.take(bucket.left(now), now)  # what it used alone is not held against it
             return 0.0
-        return (level - BURST_S) / self._rate
+        return wait_s
 
-    def _level(self, tenant: str, now: float) -> float:
-        level, at = self._levels.get(tenant, (0.0, now))
-        return max(0.0, level - self._rate * (now - at))
+    def _bucket(self, tenant: str, now: float) -> TokenBucket:
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            bucket = TokenBucket(self._rate, BURST_S, now, debt=DEBT_S_MAX)
+            self._buckets[tenant] = bucket
+        return bucket

@@ -28,7 +28,7 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import ConfigError, ProtocolError
-from kvpool.folders import sync_folder
+from kvpool.folders import shift_files, sync_folder, write_all
 from kvpool.telemetry.node_stats import AuditStats
 
 QUEUE_MAX = 4096  # records that wait for the disk
@@ -235,9 +235,7 @@ class AuditFile:
             lines.append(line)
             end = ChainEnd(chained.number, digest)
         data = b"".join(lines)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
+        write_all(self._fd, data)
         os.fsync(self._fd)
         self._end = end
         self._size += len(data)
@@ -250,11 +248,7 @@ class AuditFile:
         made.unlink(missing_ok=True)
         fd = _open(made)
         try:
-            for number in range(self._files_max - 1, 0, -1):
-                older = path.with_name(f"{path.name}.{number}")
-                newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
-                if newer.exists():
-                    newer.replace(older)
+            shift_files(path, self._files_max)
             made.replace(path)
         except BaseException:
             os.close(fd)

@@ -39,6 +39,7 @@ from kvpool.daemon.ops.published_blocks import (
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
 from kvpool.extras import install
+from kvpool.retry import Backoff
 from kvpool.telemetry.node_stats import EventStreamStats
 from kvpool.telemetry.receipts import facts_of
 
@@ -272,7 +273,7 @@ class Stream:
 
     async def _send_replay(self, frames: Sequence[bytes]) -> None:
         """Waits until there is room. Raises `_NotRead`."""
-        waited, pause = 0.0, 0.001
+        waited, backoff = 0.0, Backoff(0.001, 0.05)
         while True:
             try:
                 self.replaying.send_multipart(frames, self._noblock)
@@ -287,9 +288,9 @@ class Stream:
                 return
             finally:
                 self.stirred.set()
+            pause = backoff.failed(waited)
             await asyncio.sleep(pause)
             waited += pause
-            pause = min(2 * pause, 0.05)
 
     def close(self) -> None:
         for one in self._sockets:

@@ -27,7 +27,7 @@ from kvpool.daemon.core.accounts import Accounts
 from kvpool.daemon.ops.audit_file import files_of
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import LimitExceeded, ProtocolError
-from kvpool.folders import sync_folder
+from kvpool.folders import shift_files, sync_folder, write_all
 from kvpool.telemetry.receipts import (
     PERIOD_S,
     Period,
@@ -84,10 +84,7 @@ class ReceiptsFile:
             size = path.stat().st_size if path.exists() else 0
             changed = size == 0
             if size and size + len(lines[0]) > self.bytes_max:
-                for number in range(FILES - 1, 0, -1):
-                    newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
-                    if newer.exists():
-                        newer.replace(path.with_name(f"{path.name}.{number}"))
+                shift_files(path, FILES)
                 size, changed = 0, True
             fd = os.open(path, flags, 0o600)
         try:
@@ -96,9 +93,7 @@ class ReceiptsFile:
                 end += len(lines[count])
                 count += 1
             try:
-                view = memoryview(b"".join(lines[:count]))
-                while view:
-                    view = view[os.write(fd, view) :]
+                write_all(fd, b"".join(lines[:count]))
                 os.fsync(fd)
                 if changed:
                     sync_folder(path.parent)

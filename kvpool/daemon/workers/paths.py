@@ -28,6 +28,7 @@ from kvpool.telemetry.histogram import Histogram
 from kvpool.telemetry.spans import current
 from kvpool.transfer.addresses import split_source
 from kvpool.transfer.base import arrived_bytes
+from kvpool.transfer.stream_tuner import BETTER, SAMPLES_MIN, Speeds
 from kvpool.types import CHECKSUM_BYTES, BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
@@ -47,10 +48,7 @@ EXPLORE_TIMES, EXPLORE_S_MIN = (
     0.1,
 )  # as long as the usual group would take: what a try may cost
 CARRIED_S = 10.0  # of what a way has carried half counts after this, among equals
-SAMPLES_MIN = 3
-BETTER, MUCH_WORSE = 1.1, 0.5
-WEIGHT = 0.25  # of a new comparison
-RECENT = 0.5  # of a new pull by the usual group
+MUCH_WORSE = 0.5
 NIXL, TCP = "nixl", "tcp"
 
 Pull = Callable[[worker_wire.PullBlocks], Awaitable[worker_wire.Pulled]]
@@ -89,15 +87,6 @@ class WayState:
 
 
 @dataclass(slots=True)
-class Comparison:
-    """How often as fast as the usual group another one was. speed: the last one seen, bytes a second."""
-
-    samples: int = 0
-    gain: float = 0.0
-    speed: float = 0.0
-
-
-@dataclass(slots=True)
 class Peer:
     """What is known of the ways to one peer. No I/O.
 
@@ -112,8 +101,7 @@ class Peer:
     ways: dict[str, WayState] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)  # the best one by its records first
     usual: Group = NO_GROUP
-    speed: float = 0.0  # of the last pulls by the usual group; 0: of none yet
-    others: dict[Group, Comparison] = field(default_factory=dict)
+    speeds: Speeds[Group] = field(default_factory=Speeds)
     first: str = ""
     pulls: int = 0  # that could be learnt from, since one went by another group
     every: int = EXPLORE_EVERY
@@ -152,8 +140,7 @@ class Peer:
             self._use(next(iter(self.groups), NO_GROUP))
 
     def _use(self, group: Group) -> None:
-        self.usual, self.speed, self.every = group, 0.0, EXPLORE_EVERY
-        self.others.clear()
+        self.usual, self.speeds, self.every = group, Speeds(), EXPLORE_EVERY
 
     def order(self, nbytes: int, now: float, *, background: bool) -> tuple[list[str], bool]:
         """By which ways to try so many bytes, one after the other; none if no way to the peer is usable from here.
@@ -163,7 +150,7 @@ class Peer:
         usable = [url for url, state in self.ways.items() if state.until <= now]
         usable.sort(key=lambda url: self._preference(url, now))
         group = self.usual
-        if nbytes >= LEARN_BYTES and not background and self.speed:
+        if nbytes >= LEARN_BYTES and not background and self.speeds.usual:
             group = self._turn(now)
         explored = [url for url in usable if self.ways[url].group == group][:1]
         # NIXL is met over TCP: where that has failed, so would this.
@@ -232,35 +219,28 @@ class Peer:
         return others[self.turn % len(others)]
 
     def learn(self, url: str, nbytes: int, seconds: float) -> None:
-        """All of a pull that was not in the background came this way.
-
-        Another group is compared with the pulls just before, so that a network that changes between two tries
-        looks neither better nor worse.
-        """
+        """All of a pull that was not in the background came this way."""
         if nbytes < LEARN_BYTES or seconds <= 0 or url not in self.ways:
             return
         group, speed = self.ways[url].group, nbytes / seconds
         if group == self.usual:
-            self.speed = self.speed + RECENT * (speed - self.speed) if self.speed else speed
+            self.speeds.used(speed)
             return
-        if self.speed and not self.first:
+        if self.speeds.usual and not self.first:
             self._compare(group, speed)
 
     def explored_in_vain(self, group: Group) -> None:
         """Another group than the usual one failed, or took far too long."""
-        if group != self.usual and self.speed:
+        if group != self.usual and self.speeds.usual:
             self._compare(group, 0.0)
 
     def _compare(self, group: Group, speed: float) -> None:
-        seen = self.others.setdefault(group, Comparison())
-        seen.samples += 1
-        seen.gain += max(WEIGHT, 1 / seen.samples) * (speed / self.speed - seen.gain)
-        seen.speed = speed
+        seen = self.speeds.tried(group, speed)
         if seen.samples < SAMPLES_MIN:
             return
         if seen.gain > BETTER:
             self._use(group)
-        elif all(one.gain < MUCH_WORSE for one in self.others.values()):
+        elif all(one.gain < MUCH_WORSE for one in self.speeds.others.values()):
             self.every = min(2 * self.every, EXPLORE_EVERY_MAX)
         else:
             self.every = EXPLORE_EVERY
@@ -291,11 +271,11 @@ class Peer:
         """For operators."""
         return PeerWays(
             usual=self.usual[0],
-            bytes_s=self.speed,
+            bytes_s=self.speeds.usual,
             seconds=self.seconds,
             others={
                 f"{scheme} {rank}": {"bytes_s": seen.speed, "gain": seen.gain}
-                for (scheme, rank), seen in self.others.items()
+                for (scheme, rank), seen in self.speeds.others.items()
             },
             ways=[
                 WayStats(
@@ -358,7 +338,7 @@ class Paths:
         if not urls:
             raise _no_way(order.url)
         ways = [(url, peer.ways[url]) for url in urls]  # there may be others before this has ended
-        tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speed) if tried else 0.0
+        tried_s = max(EXPLORE_S_MIN, EXPLORE_TIMES * nbytes / peer.speeds.usual) if tried else 0.0
         self._note_choice(peer, ways[0][1], started)
         whole: worker_wire.Pulled | None = None
         left = list(range(count))

@@ -536,7 +536,7 @@ def test_a_number_is_for_its_own_tenant_in_every_epoch(make_pool) -> None:
             pool.node.namespaces.by_number(blue, state.number)
 
 
-@pytest.mark.parametrize("policy", ["lru", "aged", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "aged"])
 def test_a_put_that_cannot_afford_the_rest_of_an_epoch_takes_what_goes_next(
     make_pool, monkeypatch, policy: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 from hypothesis import given, settings
@@ -92,8 +93,7 @@ def test_waits_end(steps: list[tuple[str, float, float]]) -> None:
         for each in "ab":
             wait = shares.wait_s(each, now)
             assert 0.0 <= wait <= DEBT_S_MAX / 0.75 + 1e-9
-            later = LoopShares("ab")
-            later._levels, later._asked = dict(shares._levels), dict(shares._asked)
+            later = deepcopy(shares)
             assert later.wait_s(each, now + wait + 1e-6) == 0.0
     assert shares.wait_s("a", now + RECENT_S + 1.0) == 0.0
 

@@ -1069,7 +1069,7 @@ def test_stats_tell_what_a_tenant_has() -> None:
 # ---- held in place -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["aged", "lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["aged", "lru"])
 @pytest.mark.parametrize("pin", ["none", "soft"])
 def test_what_was_only_held_in_place_keeps_its_place(make_pool, policy: str, pin: str) -> None:
     """As for a write to disk: it is passed over as long as that lasts, and is next then."""

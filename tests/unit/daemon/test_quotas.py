@@ -23,7 +23,7 @@ from kvpool.telemetry.memory_stats import NamespaceUsage, PlaceUsage
 from kvpool.types import PartSpec, split_keys
 
 QUARTER = (PartSpec(1024),)
-POLICIES = ("aged", "lru", "s3fifo")
+POLICIES = ("aged", "lru")
 SLOT = 1024
 
 policies = pytest.mark.parametrize("policy", POLICIES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.engine_plugins.vllm.attachment import REFUSED_S, Attachment
-from kvpool.engine_plugins.vllm.plan import QUIET_MAX_S
+from kvpool.engine_plugins.vllm.plan import QUIET_S
 from kvpool.errors import SegmentError
 
 
@@ -77,7 +77,7 @@ def test_a_daemon_without_device_memory_is_asked_ever_more_rarely(
     for _ in range(3600):
         step(attachment, threads)
         daemon.now += 1
-    assert 3600 / QUIET_MAX_S <= daemon.asked <= 3600 / QUIET_MAX_S + 10
+    assert 3600 / QUIET_S[1] <= daemon.asked <= 3600 / QUIET_S[1] + 10
 
 
 def test_memory_that_cannot_be_mapped_is_told_once_and_left_alone(

@@ -11,7 +11,6 @@ from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
     GroupSave,
     Offered,
-    Quiet,
     RankReport,
     SaveTimes,
     StepDone,
@@ -206,21 +205,3 @@ def test_saves_take_as_long_as_others_of_their_size() -> None:
     assert times.expect([128]) == pytest.approx(0.024)  # nothing so large was seen
     assert times.expect([50]) == pytest.approx(0.012)
     assert times.expect([2]) == pytest.approx(0.004)
-
-
-def test_quiet_lasts_twice_as_long_after_each_failure_up_to_a_limit() -> None:
-    quiet = Quiet()
-    now, pauses = 100.0, []
-    for _ in range(9):
-        assert not quiet.holds(now)
-        quiet.note(now, failed=True)
-        begun = now
-        while quiet.holds(now):
-            now += 0.25
-        pauses.append(now - begun)
-    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    quiet.note(now, failed=False)
-    assert not quiet.holds(now)
-    quiet.note(now, failed=True)
-    assert quiet.holds(now + 0.25)
-    assert not quiet.holds(now + 0.5)

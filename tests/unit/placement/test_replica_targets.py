@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.errors import ConfigError
 from kvpool.placement.records import NodeRecord, NodeState, TierRecord
-from kvpool.placement.replica_targets import Pace, accept_forward, choose_targets, responsible
+from kvpool.placement.replica_targets import accept_forward, choose_targets, responsible
 
 GIB = 1 << 30
 
@@ -192,48 +190,3 @@ def test_two_full_nodes_never_exchange_their_coldest(ours: float, theirs: float)
 
 
 # ---- pace --------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 3)), min_size=1, max_size=40),
-    st.floats(10, 1e4),
-    st.floats(1, 1e4),
-)
-def test_who_waits_as_told_never_exceeds_the_pace(
-    sends: list[tuple[int, float]], rate: float, burst: float
-) -> None:
-    pace = Pace(rate, burst)
-    now = 100.0
-    sent: list[tuple[float, int]] = []
-    for nbytes, idle_s in sends:
-        now += idle_s
-        now += pace.delay(nbytes, now)
-        sent.append((now, nbytes))
-    # In no stretch of time is there more than a burst and what the rate allows. What is sent at the
-    # beginning of a stretch was paid for before it.
-    for i in range(len(sent)):
-        for j in range(i, len(sent)):
-            total = sum(nbytes for _, nbytes in sent[i + 1 : j + 1])
-            assert total <= burst + rate * (sent[j][0] - sent[i][0]) + 1e-3
-
-
-def test_after_a_pause_a_burst_goes_at_once_and_no_more() -> None:
-    pace = Pace(1000, 500)
-    assert pace.delay(500, 0.0) == 0.0
-    assert pace.delay(100, 0.0) == pytest.approx(0.1)
-    assert pace.delay(0, 1000.0) == 0.0
-    assert pace.delay(500, 1000.0) == 0.0
-    assert pace.delay(2000, 1000.0) == pytest.approx(2.0)
-
-
-def test_a_clock_that_goes_back_earns_nothing() -> None:
-    pace = Pace(1000, 500)
-    pace.delay(500, 10.0)
-    assert pace.delay(0, 5.0) == 0.0
-    assert pace.delay(500, 10.0) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(("rate", "burst"), [(0, 1), (1, 0), (-1, 1), (float("nan"), 1)])
-def test_a_pace_that_would_never_end_is_refused(rate: float, burst: float) -> None:
-    with pytest.raises(ConfigError):
-        Pace(rate, burst)

@@ -47,7 +47,7 @@ def test_the_index_says_what_was_told_last(steps):
             wanted = step
         else:
             prompt, told = step
-            view.told(prompt, told, 1.0)
+            view.told(prompt, told)
             for at, key in enumerate(prompt):
                 model[key] = {
                     holder
@@ -63,14 +63,13 @@ def test_the_index_says_what_was_told_last(steps):
         assert all(
             nodes[holder] == node for node in NODES for holder in nodes if f":{node}/" in holder
         )
-        assert all(index.freshness(holder, 1.0) for holder in having)
     assert len(index) == len([1 for holders in model.values() if holders])
 
 
 def test_a_namespace_that_nobody_uses_any_more():
     index, nodes, view = make()
     view.keep({"a"})
-    view.told(CHAINS[0], {"a": (3, 5), "b": (1, 1)}, 1.0)
+    view.told(CHAINS[0], {"a": (3, 5), "b": (1, 1)})
     view.close()
     assert (len(view), nodes) == (0, {})
     assert index.match(CHAINS[0], now=1.0).lengths == {}
@@ -78,10 +77,10 @@ def test_a_namespace_that_nobody_uses_any_more():
 
 def test_what_was_not_asked_about_for_long_is_forgotten():
     index, _, view = make(keys_max=15)
-    view.told(CHAINS[0], {"a": (10, 10)}, 1.0)
-    view.told(CHAINS[1][:5], {"b": (5, 5)}, 1.0)
-    view.told(CHAINS[0][:3], {"a": (10, 10)}, 2.0)
-    view.told(CHAINS[2][:5], {"b": (0, 5)}, 3.0)
+    view.told(CHAINS[0], {"a": (10, 10)})
+    view.told(CHAINS[1][:5], {"b": (5, 5)})
+    view.told(CHAINS[0][:3], {"a": (10, 10)})
+    view.told(CHAINS[2][:5], {"b": (0, 5)})
     assert len(view) == 15
     assert [held(index, key) != set() for key in CHAINS[0]] == [True] * 3 + [False] * 5 + [True] * 2
     assert all(held(index, key) for key in CHAINS[1][:5])
@@ -91,14 +90,14 @@ def test_what_is_asked_about_again_and_again_stays():
     index, _, view = make(keys_max=40)
     for n in range(100):
         for keys in (CHAINS[0], [*range(100 + 8 * n, 108 + 8 * n)]):
-            view.told(keys, {"a": (10, 10)}, 1.0)
+            view.told(keys, {"a": (10, 10)})
             assert all(held(index, key) for key in CHAINS[0])
     assert len(view) == len(index) == 40
 
 
 def test_the_pool_reaches_as_far_as_its_nodes_do_together():
     index, _, view = make()
-    view.told(CHAINS[0], {"a": (4, 6), "b": (0, 9)}, 1.0)
+    view.told(CHAINS[0], {"a": (4, 6), "b": (0, 9)})
     match = index.match(CHAINS[0], now=1.0)
     assert match.namespaces == {NAMESPACE: Reach(9, 9, -math.inf)}
     assert sorted(match.lengths.values()) == [4, 6, 9]

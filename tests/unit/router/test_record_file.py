@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpool import folders
 from kvpool.errors import ConfigError
 from kvpool.router import record_file
 from kvpool.router.record_file import RecordFile
@@ -212,7 +213,9 @@ def test_nothing_is_left_of_a_line_that_the_disk_did_not_take(
 ) -> None:
     file = begin()
     file.write(line(1))
-    monkeypatch.setattr(record_file, "os", FailingDisk(takes, cuts=cuts))
+    disk = FailingDisk(takes, cuts=cuts)
+    for module in (record_file, folders):
+        monkeypatch.setattr(module, "os", disk)
     for number in (2, 3):
         with pytest.raises(OSError, match=r"space|error"):
             file.write(line(number))

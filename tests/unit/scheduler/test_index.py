@@ -163,16 +163,6 @@ def test_the_most_that_an_engine_need_not_compute() -> None:
     assert index.match(CHAIN, 0.0).most == 6, "on that engine"
 
 
-def test_freshness_tells_silence_and_lag() -> None:
-    index = PrefixIndex()
-    index.join("gpu:a", pool=False)
-    for when in range(100):
-        index.add("gpu:a", [when], told_at=when - 0.2, now=when)
-    silent_s, lag_s = index.freshness("gpu:a", 109.0)
-    assert silent_s == 10.0
-    assert abs(lag_s - 0.2) < 1e-3
-
-
 def test_bits_of_those_that_are_gone_are_used_again() -> None:
     index = PrefixIndex()
     for life in range(200):

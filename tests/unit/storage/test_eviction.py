@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.storage import eviction, eviction_miniature
+from kvpool.storage import eviction_miniature
 from kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Aged, Costs, make_policy
 from kvpool.storage.eviction_miniature import RUNGS, Miniature, Trial
 from kvpool.storage.eviction_queue import EvictionQueue, Ghosts
@@ -75,69 +75,6 @@ def is_remembered(number: int | None, evictions: int, most: int) -> bool:
     """Whether the eviction of this number is, after so many: the last `most`, rounded up to whole halves of them."""
     half = -(-most // 2)
     return number is not None and (number - 1) // half >= (evictions - 1) // half - 2
-
-
-class ModelS3Fifo:
-    def __init__(self, capacity: int) -> None:
-        self.small: list[int] = []
-        self.main: list[int] = []
-        self.ghosts: dict[int, int] = {}  # the number of its eviction
-        self.evictions = 0
-        self.reads: dict[int, int] = {}
-        self.belongs_to_main: set[int] = set()
-        self.capacity = capacity
-
-    def insert(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            known = is_remembered(
-                self.ghosts.pop(block, None), self.evictions, -(-self.capacity * 4 // 5)
-            )
-            # It never left if its reads are known, that is if it was popped under a lease.
-            if known and block not in self.reads:
-                self.belongs_to_main.add(block)
-            self.reads.setdefault(block, 0)
-            (self.main if block in self.belongs_to_main else self.small).append(block)
-
-    def touch(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if block in self.reads:
-                self.reads[block] = min(3, self.reads[block] + 1)
-
-    def refresh(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            for queue in (self.small, self.main):
-                if block in queue:
-                    queue.remove(block)
-                    queue.append(block)
-
-    def discard(self, block: int) -> None:
-        for queue in (self.small, self.main):
-            if block in queue:
-                queue.remove(block)
-
-    def pop(self) -> int | None:
-        while self.small or self.main:
-            if len(self.small) * 10 > len(self.small) + len(self.main):
-                block = self.small.pop(0)
-                if self.reads[block]:
-                    self.reads[block] = 0
-                    self.belongs_to_main.add(block)
-                    self.main.append(block)
-                    continue
-                self.evictions += 1
-                self.ghosts[block] = self.evictions
-            else:
-                block = self.main.pop(0)
-                if self.reads[block]:
-                    self.reads[block] -= 1
-                    self.main.append(block)
-                    continue
-            return block
-        return None
-
-    def gone(self, block: int) -> None:
-        self.reads.pop(block, None)
-        self.belongs_to_main.discard(block)
 
 
 class ModelAged:
@@ -228,7 +165,7 @@ def aged_on(rung: int, capacity: int, costs: Costs | None = None) -> Any:
     return policy
 
 
-MODELS: dict[str, Any] = {"lru": ModelLru, "s3fifo": ModelS3Fifo, "aged": ModelAged}
+MODELS: dict[str, Any] = {"lru": ModelLru, "aged": ModelAged}
 
 blocks = st.integers(0, 40)
 chains = st.lists(blocks, min_size=1, max_size=6, unique=True)
@@ -302,8 +239,7 @@ def run_beside_model(
         if entry is None:
             return None
         assert entry is known[entry.block] and entry.queue == 0
-        if name != "s3fifo":
-            assert peeked is entry
+        assert peeked is entry
         return int(entry.block)
 
     def gone(block: int) -> None:
@@ -473,16 +409,6 @@ def test_coldest_are_in_the_order_of_eviction(
     assert coldest == drain(policy)[:n]
 
 
-@given(steps=STEPS, n=st.integers(1, 40))
-def test_coldest_of_s3fifo_are_the_victims_in_sight(steps: list[tuple[str, int]], n: int) -> None:
-    policy = after("s3fifo", steps)
-    coldest = policy.coldest(n)
-    assert len(coldest) == min(n, len(policy))
-    assert len({entry.block for entry in coldest}) == len(coldest)
-    found = [entry.block for entry in takewhile(lambda entry: not entry.freq & 3, coldest)]
-    assert drain(policy)[: len(found)] == found, "up to the first that is spared"
-
-
 @pytest.mark.parametrize("name", ["aged", "lru"])
 @given(steps=STEPS, n=st.integers(1, 12))
 def test_what_is_put_back_goes_as_if_it_had_stayed(
@@ -511,7 +437,7 @@ def test_what_is_put_back_is_next(name: str) -> None:
 
 
 def test_unknown_names_say_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"'clock'.*aged, lru, s3fifo"):
+    with pytest.raises(ConfigError, match=r"'clock'.*aged, lru"):
         make_policy("clock", 10)
 
 
@@ -521,11 +447,6 @@ def test_a_capacity_below_one_is_refused(name: str) -> None:
         make_policy(name, 0)
     with pytest.raises(ConfigError, match="at least 1"):
         make_policy(name, 5).resize(-1)
-
-
-def test_the_replaced_policy_is_named_in_the_error() -> None:
-    with pytest.raises(ConfigError, match=r"'a2q' was replaced by 'aged'"):
-        make_policy("a2q", 10)
 
 
 # What the default adds
@@ -789,9 +710,7 @@ def remembered(policy: Any, blocks: range) -> int:
     back = entries(*blocks)
     for entry in back:
         policy.insert([entry])
-    return sum(
-        entry.freq & (4 if isinstance(policy, eviction.S3Fifo) else 3) != 0 for entry in back
-    )
+    return sum(entry.freq & 3 != 0 for entry in back)
 
 
 def stream(policy: Any, blocks: range, held: int) -> None:
@@ -801,15 +720,14 @@ def stream(policy: Any, blocks: range, held: int) -> None:
             policy.pop()
 
 
-@pytest.mark.parametrize(("name", "reach"), [("aged", 3), ("s3fifo", 0.8)])
-def test_evictions_are_remembered_for_as_long_as_the_capacity_says(name: str, reach: float) -> None:
+def test_evictions_are_remembered_for_as_long_as_the_capacity_says() -> None:
     """Up to half as long again, since halves are forgotten at once."""
-    policy: Any = make_policy(name, 50)
+    policy: Any = make_policy("aged", 50)
     stream(policy, range(1_000), 50)
     policy.resize(10)
     stream(policy, range(2_000, 3_000), 10)
-    assert remembered(policy, range(2_990 - int(10 * reach), 2_990)) == 10 * reach
-    assert remembered(policy, range(2_000, 2_980 - int(15 * reach))) == 0
+    assert remembered(policy, range(2_990 - 30, 2_990)) == 30
+    assert remembered(policy, range(2_000, 2_980 - 45)) == 0
 
 
 def test_generations_of_many_evictions_are_of_a_bounded_size() -> None:

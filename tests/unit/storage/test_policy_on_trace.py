@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,17 @@ def requests() -> list[list[int]]:
         return [json.loads(line)["hash_ids"] for line in lines]
 
 
+def s3fifo() -> Any:
+    """The bench's baseline."""
+    path = Path(__file__).resolve().parents[3] / "bench" / "s3fifo.py"
+    return runpy.run_path(str(path))["S3Fifo"]
+
+
 @functools.cache
 def hit_rate(name: str, capacity: int, pulled: bool = False) -> float:
     """pulled: another node reads every new block once, right after it was put."""
-    policy: Any = make_policy(name, capacity)
+    make = s3fifo() if name == "s3fifo" else functools.partial(make_policy, name)
+    policy: Any = make(capacity)
     held: dict[int, Entry] = {}
     hits = 0
     for blocks in requests():

@@ -356,7 +356,6 @@ def test_a_store_that_grows_and_shrinks(tmp_path):
     nbytes = 64 * KIB
     store = SsdStore.open(tmp_path, 32 * MIB, threads=2)
     store_id = store.store_id
-    store.set_meta(b"name", b"value")
     table = store.add_table(b"t")
     n = store.segment_bytes // nbytes
     blocks = random_blocks(n, nbytes)
@@ -374,7 +373,7 @@ def test_a_store_that_grows_and_shrinks(tmp_path):
         batch = batch_of(table, [nbytes * at for at in kept], blocks[:n])
         statuses, found = read_back(store, batch)
         assert statuses == [BlockStatus.PRESENT] * n and (found == blocks[:n]).all()
-        assert (store.store_id, store.get_meta(b"name")) == (store_id, b"value")
+        assert store.store_id == store_id
         assert store.tables() == {table: b"t"} and not store.stats().index_lost
         again = batch_of(table, [0], blocks[:1])
         store.write(again, store.forget([0]))
@@ -498,14 +497,6 @@ def test_tables_and_items_have_limits(store):
     assert len(held) == room >= 1
     store.drop_tables(list(held))
     assert store.add_table(b"\0" * 64 * KIB) > max(held)
-    for number in range(16):
-        store.set_meta(b"%d" % number, bytes(4096))
-    store.set_meta(b"3", b"new")
-    assert store.get_meta(b"3") == b"new" and store.get_meta(b"none") is None
-    with pytest.raises(LimitExceeded, match="items"):
-        store.set_meta(b"17", b"")
-    with pytest.raises(LimitExceeded):
-        store.set_meta(b"3", bytes(4097))
 
 
 def test_no_two_tables_have_one_record(store, tmp_path):

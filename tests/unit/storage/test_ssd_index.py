@@ -97,8 +97,6 @@ def test_the_map_never_fills(memory, seed, hostile):
     index.add_table(bytes(64 * KIB))
     with pytest.raises(LimitExceeded):
         index.add_table(b"\1" * 64 * KIB)
-    for number in range(16):
-        index.set_item(b"%d" % number, bytes(4096))
     dice = np.random.default_rng(seed)
     most, slots = index.entries_max, np.arange(index.entries_max * 3)
     live = slots[:0]
@@ -269,7 +267,6 @@ def test_damage_that_shows_while_it_is_read(tmp_path, monkeypatch, caplog):
     """What was read stays read; the tables stay; the store goes on with an empty index."""
     filled(tmp_path / "index")
     index = opened(tmp_path / "index")
-    index.set_item(b"name", b"value")
     chunks = index.chunks(100)
     assert len(next(chunks)) == 100
 

@@ -1,4 +1,4 @@
-"""What does not work at present, said once in the log of an engine."""
+"""What does not work at present, logged once until it works again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 class Complaint:
     """Logs what is wrong: once for each cause, and when it is over. Thread-safe.
 
-    over: what to log then; empty: nothing.
+    wrong: begins the line. over: the line when it is over, or empty for none.
     """
 
     def __init__(self, log: logging.Logger, wrong: str, over: str = "") -> None:
@@ -20,7 +20,7 @@ class Complaint:
         self._cause = ""
 
     def failed(self, cause: str, detail: object) -> None:
-        """cause: the same for what is to be said once."""
+        """Log the failure, unless the last one had the same cause."""
         with self._lock:
             if cause == self._cause:
                 return
@@ -28,6 +28,7 @@ class Complaint:
         self._log.warning(self._wrong, detail)
 
     def worked(self) -> None:
+        """End the failure, if there is one."""
         if not self._cause:
             return
         with self._lock:
