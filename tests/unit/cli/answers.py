@@ -204,7 +204,6 @@ CLUSTER = {
     "state": "serving",
     "joined": True,
     "nodes": [node("host-1", "a"), node("host-2", "b")],
-    "joined": True,
     "peers": [],
     "silent_peers": [],
     "drains": [],
