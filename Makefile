@@ -1,7 +1,7 @@
 # The one door, for people and for CI. What takes more than a line lives in scripts/.
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo cluster test engines coverage sim chaos fuzz check bench venv deploy-tools vllm-venv lmcache-venv sglang-venv clean
+.PHONY: help docs demo cluster test test-quick engines coverage sim chaos fuzz check bench venv deploy-tools vllm-venv lmcache-venv sglang-venv clean
 
 help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -15,6 +15,9 @@ cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-
 
 test: deploy-tools vllm-venv lmcache-venv sglang-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
+
+test-quick: venv ## unit and contract tests: for whoever changes a line; minutes
+	@scripts/test --quick $(ARGS)
 
 engines: venv vllm-venv lmcache-venv sglang-venv ## many engines: vLLM servers behind a router, every API compared; LMCache; SGLang; fifteen minutes
 	@.venv-vllm/bin/python -m pytest -m engines tests/integration/vllm $(ARGS)
