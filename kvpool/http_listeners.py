@@ -50,7 +50,7 @@ _UCRED = struct.Struct("3i")
 C = TypeVar("C")
 
 
-class Places(Generic[C]):
+class HttpSlots(Generic[C]):
     """The connections of a listener, at most `limit`. Rules only: no I/O. Its owner serialises the calls."""
 
     def __init__(self, limit: int) -> None:
@@ -151,7 +151,7 @@ class Listeners:
         self._cert = cert
         self._key = key
         self._tls: ssl.SSLContext | None = None
-        self._connections: Places[_Connection] = Places(limits.connections)
+        self._connections: HttpSlots[_Connection] = HttpSlots(limits.connections)
         self._of_handler: dict[RequestHandler, _Connection] = {}
         self._complain_at = 0.0
         self._listening: list[socket.socket] = []

@@ -23,7 +23,7 @@ from kvpool.errors import Declined
 C = TypeVar("C")
 
 
-class Places(Generic[C]):
+class PeerSlots(Generic[C]):
     """The admitted connections of a listener, at most `limit`. Its owner serialises the calls."""
 
     def __init__(self, limit: int) -> None:

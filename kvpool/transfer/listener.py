@@ -21,7 +21,7 @@ from kvpool.errors import (
 from kvpool.net import host_and_port
 from kvpool.security.failed_logins import FailedLogins
 from kvpool.transfer.addresses import is_loopback, resolve, url_of
-from kvpool.transfer.admission import Places
+from kvpool.transfer.admission import PeerSlots
 from kvpool.transfer.base import Deadline, Identity, Source, TransferLimits, check_secrets
 from kvpool.transfer.handshake import admit, refuse
 from kvpool.transfer.memory import Memory
@@ -72,7 +72,7 @@ def _later(seconds: float, work: Callable[[], None]) -> None:
 class Server:
     """Listens, and serves each peer's connection in a thread of its own.
 
-    `connections_max` of them are for authenticated peers (`admission.Places` decides whose go when they are all taken),
+    `connections_max` of them are for authenticated peers (`admission.PeerSlots` decides whose go when they are all taken),
     and some more for those that have not authenticated yet, of which the oldest makes way for a new one. So
     unauthenticated connections cannot starve peers, and a peer for whom there is no place is told so.
     """
@@ -98,7 +98,7 @@ class Server:
         self._left = threading.Condition(self._lock)  # a connection has ended
         self._streams: set[Stream] = set()
         self._strangers: dict[Stream, None] = {}  # those not admitted yet, in the order of arrival
-        self._places: Places[Stream] = Places(limits.connections_max)
+        self._places: PeerSlots[Stream] = PeerSlots(limits.connections_max)
         extra = min(STRANGERS_MAX, max(1, limits.connections_max // 4))
         self._streams_max = limits.connections_max + extra
         self._threads: set[threading.Thread] = set()

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.http_listeners import OF_AN_ADDRESS, Places
+from kvpool.http_listeners import OF_AN_ADDRESS, HttpSlots
 
 STEPS = st.lists(
     st.one_of(
@@ -54,7 +54,7 @@ def idle(connection: int) -> bool:
 
 @given(limit=st.integers(1, 12), steps=STEPS)
 def test_places(limit: int, steps: list[tuple[str, object]]) -> None:
-    places: Places[int] = Places(limit)
+    places: HttpSlots[int] = HttpSlots(limit)
     model = Model(limit)
     for number, (step, what) in enumerate(steps):
         if step == "connect":
@@ -83,7 +83,7 @@ def test_places(limit: int, steps: list[tuple[str, object]]) -> None:
 @given(limit=st.integers(1, 40), flood=st.integers(0, 200))
 def test_one_address_may_fill_the_places_and_keeps_nobody_out(limit: int, flood: int) -> None:
     """Who has no more than its share loses nothing to the one with more."""
-    places: Places[int] = Places(limit)
+    places: HttpSlots[int] = HttpSlots(limit)
     few = [-1 - number for number in range(max(1, limit // OF_AN_ADDRESS))]
 
     def connect(number: int, address: str) -> int | None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 
 from kvpool.errors import Declined
-from kvpool.transfer.admission import Places
+from kvpool.transfer.admission import PeerSlots
 
 
-def filled(limit: int, nodes: str) -> Places[str]:
+def filled(limit: int, nodes: str) -> PeerSlots[str]:
     """Connections `a0`, `b1`, ..., in this order, all idle."""
-    places: Places[str] = Places(limit)
+    places: PeerSlots[str] = PeerSlots(limit)
     for number, node in enumerate(nodes):
         assert places.admit(f"{node}{number}", node) is None
         places.busy(f"{node}{number}")
@@ -72,7 +72,7 @@ def test_what_was_opened_for_the_same_work_is_not_taken_from_it() -> None:
 def test_places_are_never_more_nor_shared_out_unfairly(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
-    places: Places[str] = Places(limit)
+    places: PeerSlots[str] = PeerSlots(limit)
     idle: dict[str, bool] = {}
     asked: set[str] = set()
     for number, (what, which) in enumerate(steps):
