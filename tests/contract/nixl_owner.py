@@ -41,7 +41,7 @@ def converse(stream: Stream, agent: Agent, driven: Iterator[str]) -> None:
         message = peer_wire.decode_peer(payload)
         if isinstance(message, peer_wire.Corrupt):
             continue
-        count = len(message.keys) // 16
+        count = sum(len(part.keys) // 16 for part in message.parts)
         rows = b"".join(row.to_bytes(4, "little") for row in range(count))
         where = (rows, agent.place(0, Deadline(60)), NBYTES, agent.name, 1)
         with agent.serving() if next(driven, "0") == "1" else contextlib.nullcontext():

@@ -103,12 +103,13 @@ class Relay:
             request, payload = reader.receive(1 << 20)
             reader.receive_into([memoryview(bytearray(TAG_BYTES))])
             message = peer_wire.decode_peer(payload)
-            count = len(getattr(message, "keys", b"")) // 16
             if isinstance(message, peer_wire.Fetch):
+                count = sum(len(part.keys) // 16 for part in message.parts)
                 checksums = xxh3_128_digest(FORGED) * count
                 said = frame.encode(peer_wire.Fetched(b"\1" * count, checksums), request)
                 said += bytes(TAG_BYTES) + FORGED * count
             else:
+                count = len(getattr(message, "keys", b"")) // 16
                 said = frame.encode(frame.Done(count), request)
             reader.send_buffers([memoryview(said + bytes(TAG_BYTES))])
             self.lies += 1
