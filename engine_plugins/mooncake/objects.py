@@ -762,7 +762,7 @@ class Objects:
         return [codes.OK if one else missing for one in gone]
 
     def _code_of(self, error: KvpoolError) -> int:
-        """Also of a request that an older daemon cannot serve."""
+        """Return the code of an error; of any while the daemon is away, that it is unavailable."""
         return codes.UNAVAILABLE if self._away else codes.code_of(error)
 
     def _old(self, keys: Sequence[bytes]) -> Heads:

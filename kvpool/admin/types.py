@@ -955,16 +955,20 @@ class HotList(msgspec.Struct, frozen=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """Of secrets `value` says only whether there is one. changeable: while the daemon runs. help: what it is, in a
-    sentence. form: of its value, as the command line's help has it: `SIZE`, `SECONDS`, `a|b`. A node of an older version
-    tells neither."""
+    """A setting of a running node."""
 
     name: str
     value: Any
+    """Of a secret only whether there is one."""
     secret: bool
+    default: bool
+    """Whether the value is the default."""
     changeable: bool
-    help: str = ""
-    form: str = ""
+    """Whether the value can be changed while the daemon runs."""
+    help: str
+    """The purpose, in a sentence."""
+    form: str
+    """The form of the value, as the command line's help has it: `SIZE`, `SECONDS`, `a|b`."""
 
 
 class SettingList(msgspec.Struct, frozen=True):

@@ -57,7 +57,9 @@ def config_show(
     at: Session,
     node: AnyNode = "",
 ) -> None:
-    """Show the settings that a running node has now. Of secrets only whether they are set.
+    """Show the settings that a running node has now: which are defaults, and which can be changed.
+
+    Of secrets only whether they are set.
 
     Example: kvpool config show --node host-7
     """

@@ -394,7 +394,6 @@ def _recorder(config: RouterConfig) -> Recorder | None:
         Path(config.record),
         config.record_file_bytes,
         config.record_files,
-        rotates=config.record_full == "rotate",
     )
     file.open()
     return Recorder(

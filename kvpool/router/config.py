@@ -40,7 +40,6 @@ from kvpool.types import DATA_PARALLEL_RANKS_MAX, Intent, api_path_of
 TOKEN_CHARACTERS_MIN = 16
 TOKEN_ENVIRON = "KVPOOL_ROUTER_TOKEN"  # noqa: S105  (the variable's name)
 API_KEY_ENVIRON = "KVPOOL_ENGINE_API_KEY"
-RECORD_BYTES_MIN = 4096
 
 _ENDPOINT = re.compile(r"tcp://[^\s/*]+:[1-9]\d{0,4}|ipc://[/@][^*\0]+")
 
@@ -384,40 +383,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             "lengths, times and salted hashes, no text. Each router needs its own."
         ),
     ] = ""
-    record_block_tokens: Annotated[
-        Tokens,
-        setting(
-            "With `record`, the tokens of a prompt that one hash stands for; rounded up to whole blocks of the engines.",
-            file_only=True,
-        ),
-    ] = 64
-    record_file_bytes: Annotated[
-        int,
-        kind(f"a whole number from {RECORD_BYTES_MIN} to {1 << 40}"),
-        setting(
-            "The size at which a recording's file is full.",
-            ge=RECORD_BYTES_MIN,
-            le=1 << 40,
-            file_only=True,
-        ),
-    ] = 256 << 20
-    record_files: Annotated[
-        int,
-        setting(
-            "How many files of recordings are kept, the present one included: FILE.1 is the one before, and so on.",
-            ge=1,
-            le=1000,
-            file_only=True,
-        ),
-    ] = 8
-    record_full: Annotated[
-        Literal["rotate", "stop"],
-        setting(
-            "What follows a full file: the next one (`rotate`), or nothing (`stop`).",
-            file_only=True,
-        ),
-    ] = "rotate"
-
     # Constants, which tests change.
     deadline_s_max: float = 3600.0
     """The longest deadline that a request's header may set."""
@@ -447,6 +412,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The time over which the load is averaged for role changes."""
     decisions_max: int = 1024
     """The number of requests that `/explain` remembers."""
+    record_block_tokens: int = 64
+    """The tokens of a prompt that one hash of a recording stands for, rounded up to whole blocks of the engines."""
+    record_file_bytes: int = 256 << 20
+    """The size at which a file of a recording is full."""
+    record_files: int = 8
+    """How many files of a recording are kept, the present one included."""
 
     @property
     def address(self) -> tuple[str, int]:

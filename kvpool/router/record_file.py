@@ -18,15 +18,12 @@ from kvpool.simulator.recordings import MARKER
 
 
 class RecordFile:
-    """See the module. bytes_max: of a file. files_max: kept, the present one included. rotates: whether a full file is
-    followed by another one; False: it takes no more.
-    """
+    """See the module. bytes_max: of a file. files_max: kept, the present one included."""
 
-    def __init__(self, path: Path, bytes_max: int, files_max: int, *, rotates: bool) -> None:
+    def __init__(self, path: Path, bytes_max: int, files_max: int) -> None:
         self.path = path
         self._bytes_max = bytes_max
         self._files_max = files_max
-        self._rotates = rotates
         self._fd = -1
         self._size = 0
 
@@ -41,9 +38,9 @@ class RecordFile:
             raise ConfigError(f"record: cannot write {self.path}: {error.strerror}") from None
 
     def write(self, line: bytes) -> bool:
-        """Append a line; False: the file is full. Raises `OSError`: nothing of the line stays."""
+        """Append a line; False: it is longer than a file. Raises `OSError`: nothing of the line stays."""
         full = self._size + len(line) > self._bytes_max
-        if full and (not self._rotates or len(line) > self._bytes_max):
+        if len(line) > self._bytes_max:
             return False
         there = os.fstat(self._fd)
         if full or there.st_nlink == 0:  # it was removed

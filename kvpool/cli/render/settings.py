@@ -94,11 +94,14 @@ def show_running(found: Sequence[Mapping[str, Any]], console: Console | None = N
     table = make_table("", "setting", "value", "")
     for each in sorted(found, key=lambda each: not each["changeable"]):
         value = each["value"] if not each["secret"] else HIDDEN if each["value"] else None
-        can = "can be changed" if each["changeable"] else ""
+        marks = [
+            *(["default"] if each["default"] else []),
+            *(["can be changed"] if each["changeable"] else []),
+        ]
         text = _text(Setting(each["name"], value, ""))
         if isinstance(value, bool):
             text = str(value).lower()  # as it is typed
-        table.add_row(each["name"], escape(text), can)
+        table.add_row(each["name"], escape(text), ", ".join(marks))
     for column in table.columns:
         column.overflow = "fold"
         column.no_wrap = not column.header

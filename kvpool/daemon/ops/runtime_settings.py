@@ -27,11 +27,10 @@ SHOWN_CHARACTERS_MAX = 1000
 
 
 def describe(config: DaemonConfig) -> list[dict[str, Any]]:
-    """Plain values: each setting, its value, whether it may be changed, what it is, and the form of its value as the
-    command line's help has it. Of secrets only whether they are set."""
+    """Describe each setting in plain values: see `kvpool.admin.types.Setting`."""
     shown = []
     for name, each in settings_of(DaemonConfig).items():
-        value = getattr(config, name)
+        value = given = getattr(config, name)
         if each.secret:
             value = bool(value)
         elif name == "tenants":
@@ -43,6 +42,7 @@ def describe(config: DaemonConfig) -> list[dict[str, Any]]:
                 "name": name,
                 "value": plain,
                 "secret": each.secret,
+                "default": given == each.default,
                 "changeable": changeable,
                 "help": each.help,
                 "form": each.metavar,

@@ -268,6 +268,7 @@ def test_settings_of_nodes(gate, until):
         "name": "cluster_secret",
         "value": True,
         "secret": True,
+        "default": False,
         "changeable": False,
         "help": "The shared secret with which peers authenticate, at least 16 random characters",
         "form": "TEXT",

@@ -195,10 +195,10 @@ class UiServer:
                        "details": {"by": "token ops", "what": "drain", "of": "b"}}],
             "nodes/a/segments": [segment],
             "config": {"node": "a", "items": [
-                {"name": "memory", "value": 64 * GIB, "secret": False, "changeable": False, "help": "DRAM", "form": "SIZE"},
-                {"name": "cluster_secret", "value": True, "secret": True, "changeable": False, "help": "", "form": "TEXT"},
-                {"name": "ssd_flush_s", "value": 20.0, "secret": False, "changeable": True, "help": HOSTILE, "form": "SECONDS"},
-                {"name": "log_level", "value": "info", "secret": False, "changeable": True, "help": "", "form": "debug|info"}]},
+                {"name": "memory", "value": 64 * GIB, "secret": False, "default": False, "changeable": False, "help": "DRAM", "form": "SIZE"},
+                {"name": "cluster_secret", "value": True, "secret": True, "default": False, "changeable": False, "help": "", "form": "TEXT"},
+                {"name": "ssd_flush_s", "value": 20.0, "secret": False, "default": True, "changeable": True, "help": HOSTILE, "form": "SECONDS"},
+                {"name": "log_level", "value": "info", "secret": False, "default": False, "changeable": True, "help": "", "form": "debug|info"}]},
             f"blocks/{'0' * 32}": {
                 "key": "0" * 32, "here": [], "unreachable": {},
                 "located": [{"namespace": DIGESTS[0], "parts": 1, "replicas": [replica]}]},

@@ -118,7 +118,9 @@ def test_settings_of_running_nodes(pair, kvpool):
         assert wrong.partition("=")[0] in done.err
     assert kvpool(a.node, "config", "set", "forward=true", "forward=false").status == 1
     shown = kvpool(a.node, "config", "show").out
-    assert re.search(r"^ssd_flush_s +7.0 +can be changed", shown, re.MULTILINE)
+    assert re.search(r"^ssd_flush_s +7.0 +can be changed *$", shown, re.MULTILINE)
+    assert re.search(r"^ssd_drain_s +600.0 +default, can be changed *$", shown, re.MULTILINE)
+    assert re.search(r"^transfer_workers +1 +default *$", shown, re.MULTILINE)
     b.node.signal(signal.SIGSTOP)
     try:
         done = kvpool(a.node, "config", "set", "forward=true")

@@ -372,6 +372,7 @@ def test_settings_that_may_change(pair):
         "name": "cluster_secret",
         "value": True,
         "secret": True,
+        "default": False,
         "changeable": False,
         "help": "The shared secret with which peers authenticate, at least 16 random characters",
         "form": "TEXT",

@@ -31,8 +31,8 @@ def path(tmp_path: Path) -> Path:
 def begin(path: Path) -> Iterator[Callable[..., RecordFile]]:
     opened: list[RecordFile] = []
 
-    def one(files_max: int = 3, *, rotates: bool = True) -> RecordFile:
-        file = RecordFile(path, BYTES, files_max, rotates=rotates)
+    def one(files_max: int = 3) -> RecordFile:
+        file = RecordFile(path, BYTES, files_max)
         file.open()
         opened.append(file)
         return file
@@ -69,12 +69,6 @@ def test_a_full_file_is_followed_by_another_one(begin: Any, path: Path) -> None:
     threes = [b"".join(map(line, range(at, min(at + 3, 11)))) for at in (3, 6, 9)]
     names = ("trace.jsonl.2", "trace.jsonl.1", "trace.jsonl")
     assert there(path) == dict(zip(names, threes, strict=True))
-
-
-def test_or_takes_no_more(begin: Any, path: Path) -> None:
-    file = begin(rotates=False)
-    assert [file.write(line(number)) for number in range(5)] == [True, True, True, False, False]
-    assert there(path) == {"trace.jsonl": b"".join(map(line, range(3)))}
 
 
 def test_one_file_alone(begin: Any, path: Path) -> None:
@@ -128,7 +122,7 @@ def test_what_is_no_recording_is_left_alone(begin: Any, path: Path, name: str, m
 
 
 def test_a_folder_that_is_missing_is_told(path: Path) -> None:
-    file = RecordFile(path.parent / "missing" / "t", BYTES, 3, rotates=True)
+    file = RecordFile(path.parent / "missing" / "t", BYTES, 3)
     with pytest.raises(ConfigError, match="No such file"):
         file.open()
 

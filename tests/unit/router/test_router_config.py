@@ -45,20 +45,6 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     assert [(e.url, e.max_len) for e in config.engines] == [("http://b:2", 9)]
 
 
-def test_a_recording_is_bounded_and_rotated_unless_told_otherwise(tmp_path: Path) -> None:
-    config, _ = load(environ={})
-    assert config.record == ""
-    file = written(
-        tmp_path / "router.toml",
-        'record = "/a"\nrecord_block_tokens = 16\nrecord_file_bytes = 4096\nrecord_files = 2\n'
-        'record_full = "stop"\n',
-    )
-    config, _ = load(file=file, flags={"record": "/b"}, environ={})
-    assert (config.record, config.record_block_tokens) == ("/b", 16)
-    assert (config.record_file_bytes, config.record_files) == (4096, 2)
-    assert config.record_full == "stop"
-
-
 def test_models_have_names_with_slashes(tmp_path: Path) -> None:
     file = written(tmp_path / "router.toml", '[models."org/Model-8B"]\ntokenizer = "/models/8b"\n')
     config, _ = load(file=file, environ={})
@@ -77,10 +63,7 @@ def test_models_have_names_with_slashes(tmp_path: Path) -> None:
         "retries_max = -1",
         "requests_max = 1.5",
         'policy = "luck"',
-        "record_block_tokens = 0",
-        "record_file_bytes = 4095",
-        "record_files = 0",
-        'record_full = "forget"',
+        'record_full = "stop"',
         'listen = "8080"',
         'listen = "localhost:70000"',
         "backoff_s = 2",
