@@ -122,6 +122,13 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+def test_a_decision_record_has_at_most_150_words() -> None:
+    records = sorted((REPO_ROOT / "docs" / "decisions").glob("0*.md"))
+    assert records, "this looks in the wrong place for decision records"
+    lengths = {path.name: len(path.read_text().split()) for path in records}
+    assert not {name: words for name, words in lengths.items() if words > 150}
+
+
 def test_every_setting_is_documented(repo_root: Path) -> None:
     text = (repo_root / "docs" / "config.md").read_text()
     missing = [name for name in SETTINGS if f"| `{name}` |" not in text]
