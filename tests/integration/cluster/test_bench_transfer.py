@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.cli.base import EXIT_ERROR
 from tests.integration.cluster.conftest import Seat
 from tests.integration.test_cluster_cli import Commands
 from tests.support.waiting import PATIENCE_S
@@ -98,12 +99,12 @@ def test_a_signal_leaves_nothing_behind(start_cluster, node, until, number):
     a, b = start_cluster(nodes=2, memory="256MiB").seats()
 
     def interrupted(seat: Seat, *words: str) -> tuple[int, str] | None:
-        """How it ended while a node had its blocks; None: it ended before the interrupt came."""
+        """How it ended while a node had its blocks; None: it ended before the interrupt came, or failed on a busy machine."""
         with node.begin(a.node, *words) as process:
             until(lambda: blocks(seat) > 0 or process.poll() is not None)
             process.send_signal(number)
             _, err = process.communicate(timeout=PATIENCE_S)
-        return (process.returncode, err) if process.returncode else None
+        return (process.returncode, err) if process.returncode not in {0, EXIT_ERROR} else None
 
     assert until(lambda: interrupted(b, "transfer", "b")) == (128 + number, "")
     assert (blocks(a), blocks(b)) == (0, 0)
