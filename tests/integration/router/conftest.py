@@ -20,6 +20,8 @@ from typing import Any, Self
 import aiohttp
 import pytest
 
+from kvpool.router.config import SETTINGS
+from tests.support import patient_router
 from tests.support.raw_engine import RawEngine, Script, answer_rightly
 from tests.support.signals import send
 from tests.support.stub_engine import Settings, StubEngine
@@ -253,6 +255,8 @@ class World:
             "backoff_s": 0.2,
             "backoff_s_max": 0.5,
         } | config
+        constants = {name: settings.pop(name) for name in [*settings] if name not in SETTINGS}
+        environ = {patient_router.CONSTANTS: json.dumps(constants), **environ}
         number = len(self.routers)
         path = self.folder / f"router-{number}.toml"
         tables = {kind: settings.pop(kind, {}) for kind in ("tenants", "models")}

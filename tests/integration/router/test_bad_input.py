@@ -243,10 +243,9 @@ async def _idle(engine: Any) -> bool:
     return not engine.core.running and not engine.core.waiting
 
 
-@pytest.mark.parametrize("limit", ["requests_max", "queue_max"])
-async def test_when_all_engines_are_busy_who_comes_is_told_so(world: Any, limit: str) -> None:
+async def test_when_all_engines_are_busy_who_comes_is_told_so(world: Any) -> None:
     engine = await world.engine(speed=SLOW)
-    await world.router(**{limit: 2})
+    await world.router(requests_max=2)
     answers = await world.all(
         *(world.complete(world.prompt(n, 1600), max_tokens=1) for n in range(12))
     )

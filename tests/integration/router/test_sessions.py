@@ -45,7 +45,7 @@ async def test_a_session_goes_on_where_another_engine_failed(world: Any) -> None
 async def test_absurd_hints_are_counted_and_cost_nothing(world: Any) -> None:
     engine = await world.engine()
     await world.router()
-    own = {"kvpool_session": {"id": "x" * 1_000_000, "pause_s": -1, "pause": ["tool"]}}
+    own = {"kvpool_session": {"id": "x" * 1_000_000, "agent": 7, "end": ["tool"]}}
     said = await world.complete("a question", kv_transfer_params=own, metadata=7, max_tokens=5)
     assert said.text == world.right("a question", 5)
     await world.all(
