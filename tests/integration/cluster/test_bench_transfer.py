@@ -1,5 +1,6 @@
 """`bench/node.py transfer` against two real nodes: what it measures, which way it names, and that nothing of it stays."""
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -34,13 +35,19 @@ def moved(found: dict) -> int:
     )
 
 
-def test_blocks_come_from_the_other_node_and_none_stays(start_cluster, numbers, node):
+def test_blocks_come_from_the_other_node_and_none_stays(start_cluster, numbers, node, until):
     a, b = start_cluster(nodes=2).seats()
     mine, theirs = numbers(5), numbers(7)
     a.put(mine)
     b.put(theirs)
-    before, lent = a.stats.counters.pulled_bytes, b.stats.counters.lent_bytes
-    found = node.json(a.node, "transfer", "b", "--seed", "7")
+
+    def measured() -> tuple[int, int, dict] | None:
+        """The counts before, and the report; None: a busy machine did not answer in time."""
+        counts = a.stats.counters.pulled_bytes, b.stats.counters.lent_bytes
+        done = node(a.node, "transfer", "b", "--seed", "7", "--json")
+        return None if done.status == EXIT_ERROR else (*counts, json.loads(done.out))
+
+    before, lent, found = until(measured)
     assert [(one["block_bytes"], one["blocks"]) for one in found["sizes"]] == [
         (4 << 10, 1024),
         (64 << 10, 64),
@@ -69,7 +76,8 @@ def test_blocks_come_from_the_other_node_and_none_stays(start_cluster, numbers, 
     ]
     assert kept == [600.0] * 4, "what a killed measurement leaves does not stay either"
 
-    done = node(a.node, "transfer", "b", "--block-size", "8KiB", "--size", "1MiB")
+    small = ("transfer", "b", "--block-size", "8KiB", "--size", "1MiB")
+    done = until(lambda: (run := node(a.node, *small)).status != EXIT_ERROR and run)
     assert (done.status, done.err) == (0, "")
     assert max(map(len, done.out.splitlines())) <= 80
     assert re.search(r"^8 KiB +128 +\d+\.\d\d .* tcp *$", done.out, re.MULTILINE)
