@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.stub_engine import Speed
 
 SLOW = Speed(prefill_tokens_s=4000, decode_s=0.005, step_tokens=128)
