@@ -1569,7 +1569,7 @@ def test_another_engine_hears_of_the_session_when_one_fails() -> None:
 
 def test_bad_hints_are_counted_and_cost_nothing() -> None:
     async def work(bench: Bench) -> None:
-        own = {"kv_transfer_params": {"kvpool_session": {"id": "x" * 1_000_000, "pause_s": -1}}}
+        own = {"kv_transfer_params": {"kvpool_session": {"id": "x" * 1_000_000, "agent": 7}}}
         client = await ask(bench, {**WHOLE, **own, "metadata": 7}, hints={"x-session-id": "a\tb"})
         assert client.ended
         (seen,) = bench.upstream.seen
