@@ -109,8 +109,8 @@ def test_the_socket_of_another_user(tmp_path, monkeypatch):
     [
         (("events", "--kind", "nonsense"), "must be one of node joined, node state"),
         (
-            ("evict", "--all", "--unused-s", "2h"),
-            "--all is all blocks of the tenant, so it excludes",
+            ("job", "start", "evict", "--all", "--unused-s", "2h"),
+            "--all is all of the tenant: do not combine it with",
         ),
     ],
 )
