@@ -18,7 +18,7 @@ import node_transfer
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, AsJson, Socket, Tenant
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, Session, asks
 from kvpool.cli.render.naming import size as size_of
 from kvpool.errors import KvpoolError
 from kvpool.signals import unwind_on_ending
@@ -28,8 +28,9 @@ Seed = Annotated[int, typer.Option(help="Seed for keys and bytes; 0: a new one e
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
 
 
-@app.command()
+@asks(app, "local")
 def local(
+    at: Session,
     block_size: Annotated[str, typer.Option(help="Size of one block.", metavar="SIZE")] = "64KiB",
     size: Annotated[
         str,
@@ -39,9 +40,6 @@ def local(
         ),
     ] = "64MiB",
     seed: Seed = 0,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Measure put, match and get of this node's daemon, compared with copying in memory.
 
@@ -50,20 +48,17 @@ def local(
     """
     nbytes = size_of(block_size)
     with (
-        base.daemon_client(socket, tenant) as client,
+        base.daemon_client(at.socket, at.tenant) as client,
         node_local.Bench(client, nbytes, size_of(size), seed=seed or secrets.randbits(63)) as bench,
     ):
         found = node_local.measure(bench)
-    if as_json:
-        base.print_json(
-            {"block_bytes": nbytes, "cut": bench.cut, "measured": node_local.plain(found)}
-        )
-    else:
-        node_local.show(found, nbytes, cut=bench.cut)
+    shown = {"block_bytes": nbytes, "cut": bench.cut, "measured": node_local.plain(found)}
+    at.show(shown, node_local.show, found, nbytes, cut=bench.cut)
 
 
-@app.command()
+@asks(app, "transfer")
 def transfer(
+    at: Session,
     node: Annotated[str, typer.Argument(help="The node to pull from.", metavar="NODE")],
     block_size: Annotated[
         list[str] | None,
@@ -81,9 +76,6 @@ def transfer(
         ),
     ] = "64MiB",
     seed: Seed = 0,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Measure how fast blocks travel from another node into this one, by which way, and at what price.
 
@@ -94,14 +86,11 @@ def transfer(
     checksums.
     """
     wanted = [size_of(each) for each in block_size] if block_size else list(node_report.BLOCK_SIZES)
-    with base.daemon_client(socket, tenant) as client:
+    with base.daemon_client(at.socket, at.tenant) as client:
         found = node_transfer.measure(
             client, node, wanted, size_of(size), seed=seed or secrets.randbits(63)
         )
-    if as_json:
-        base.print_json(found)
-    else:
-        node_report.show(found)
+    at.show(found, node_report.show, found)
     if why := node_report.trouble(found):
         base.complain(why)
         raise typer.Exit(EXIT_ERROR)

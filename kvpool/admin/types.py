@@ -1,4 +1,4 @@
-"""What the REST interface takes and gives: the bodies and parameters of its routes, checked at the edge.
+"""The input and output of the REST interface: the bodies and parameters of its routes, checked at the edge.
 
 `openapi.py` describes these very structs. Times are durations in seconds unless they end in `_at_s` (seconds since
 1970); keys and digests are hex.
@@ -795,7 +795,7 @@ class ReceiptList(msgspec.Struct, frozen=True):
 
 
 class SessionOn(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node knows of a session. idle_s: since its last turn."""
+    """A session as one node knows it. idle_s: since its last turn."""
 
     node: str
     turns: int
@@ -959,7 +959,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     name: str
     value: Any
-    """Of a secret only whether there is one."""
+    """The value; of a secret only whether there is one."""
     secret: bool
     default: bool
     """Whether the value is the default."""

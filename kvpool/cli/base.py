@@ -240,7 +240,7 @@ def resolve(client: Operator, tenant: str, text: str) -> bytes:
 
 
 class Session:
-    """What most commands have in common: whom they ask, for which tenant, and how they print. See `asks`."""
+    """The server that a command asks, the tenant that it asks for, and the form of its output. See `asks`."""
 
     def __init__(self, socket: str | None, tenant: str, *, as_json: bool) -> None:
         self.socket = socket
@@ -259,7 +259,7 @@ class Session:
         self._open.close()
 
     def resolve(self, text: str) -> bytes:
-        """As `resolve`."""
+        """Return the digest of a namespace of this tenant: see `resolve`."""
         return resolve(self.client, self.tenant, text)
 
     def show(self, value: Any, show: Callable[..., object], *args: Any, **named: Any) -> None:

@@ -62,7 +62,7 @@ class StartGroup(base.Commands):
 
     @commands.setter
     def commands(self, _: Any) -> None:
-        """What the base class has is empty."""
+        """Ignore the empty mapping that the base class assigns."""
 
 
 job = typer.Typer(

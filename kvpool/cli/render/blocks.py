@@ -1,4 +1,4 @@
-"""What `kvpool blocks lookup` and `kvpool blocks` print."""
+"""The output of `kvpool blocks lookup` and `kvpool blocks list`."""
 
 from __future__ import annotations
 

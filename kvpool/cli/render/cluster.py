@@ -1,4 +1,4 @@
-"""What `kvpool nodes`, `kvpool namespaces` and `kvpool blocks locate` print."""
+"""The output of `kvpool nodes`, `kvpool namespaces` and `kvpool blocks locate`."""
 
 from __future__ import annotations
 

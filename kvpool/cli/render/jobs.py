@@ -39,7 +39,7 @@ STATE_STYLES = {
 WORDS: dict[str, tuple[str, str]] = {
     kind.__struct_config__.tag: kind.words for kind in get_args(JobSpec)
 }
-"""What a job of each kind has done, and in a dry run would do."""
+"""The result of a job of each kind, or its forecast in a dry run."""
 
 
 class Asks(Protocol):

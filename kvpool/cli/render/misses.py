@@ -1,4 +1,4 @@
-"""What `kvpool blocks lookup --why` asks and prints: why a node lacks a block of a prompt."""
+"""The questions and the output of `kvpool blocks lookup --why`: why a node lacks a block of a prompt."""
 
 from __future__ import annotations
 

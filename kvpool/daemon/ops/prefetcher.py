@@ -1,7 +1,8 @@
 """Brings blocks into memory before they are wanted, from this node's disks, other nodes or object storage.
 
-`Intents` orders it. Nobody waits for it: it comes after all other transfers, a few prompts at a time and piece by piece, from the beginning of each on. It takes
-free slots, and those of secondary and expendable blocks; where there are no more it ends, and evicts nothing else.
+`Intents` orders these transfers. Nobody waits for them: they come after all others, a few prompts at a time, piece by
+piece from the beginning of each prompt on. They take free slots, and those of secondary and expendable blocks; where
+there are no more they end, and evict nothing else.
 
 Event loop only.
 """
