@@ -7,6 +7,7 @@ runbook by `tests/integration/test_walk.py`, what they say to vLLM by `tests/int
 import importlib.util
 import json
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -82,6 +83,10 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+FILLED = runpy.run_path(str(REPO_ROOT / "scripts" / "reference.py"))["filled"]
+"""Puts what the code declares into a document."""
+
+
 def make_targets() -> set[str]:
     makefile = (REPO_ROOT / "Makefile").read_text()
     return set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
@@ -117,7 +122,7 @@ def test_links_lead_somewhere(document: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = document.parent / path if path else document
-        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+        if not target.exists() or (anchor and anchor not in anchors(FILLED(target.read_text()))):
             broken.append(link)
     assert not broken
 
@@ -127,12 +132,6 @@ def test_a_decision_record_has_at_most_150_words() -> None:
     assert records, "this looks in the wrong place for decision records"
     lengths = {path.name: len(path.read_text().split()) for path in records}
     assert not {name: words for name, words in lengths.items() if words > 150}
-
-
-def test_every_setting_is_documented(repo_root: Path) -> None:
-    text = (repo_root / "docs" / "config.md").read_text()
-    missing = [name for name in SETTINGS if f"| `{name}` |" not in text]
-    assert not missing, f"docs/config.md says nothing of {missing}"
 
 
 # ---- commands ------------------------------------------------------------------------------------

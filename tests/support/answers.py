@@ -1,4 +1,4 @@
-"""Two servers' answers to one request, field by field, and the page that shows them side by side. No I/O.
+"""Two servers' answers to one request, field by field. No I/O.
 
 A field is a place in an answer: `status`, `header content-type`, `body.choices[0].text`, `event 3.choices[0].delta`. Ids
 and times are compared by their form alone.
@@ -30,7 +30,6 @@ _GROWING = frozenset(
 )
 """Of events: lists whose items have an index, and texts that come in pieces."""
 _ID = re.compile(r"^([a-z]+[-_])?.+$", re.DOTALL)
-SHOWN_CHARACTERS = 90
 ABSENT = "no such field"
 
 
@@ -103,23 +102,6 @@ class Answer:
             found["body"] = self.body
         return found
 
-    @property
-    def gist(self) -> str:
-        """In some words. Nothing that a model has drawn."""
-        if self.events:
-            ended = self.events[-1]
-            return f"{self.status}, a stream that ends with `{ended[1] if isinstance(ended[1], str) else ended[0]}`"
-        value = self.value
-        if not isinstance(value, dict):
-            return f"{self.status}, {self.content_type or 'no body'}"
-        error = value.get("error")
-        if isinstance(error, dict):
-            said = " ".join(str(error.get("message")).split()).replace("|", r"\|")
-            short = said if len(said) <= SHOWN_CHARACTERS else f"{said[:SHOWN_CHARACTERS]} ..."
-            return f"{self.status} `{error.get('type')}`: {short}"
-        kind = value.get("object") or value.get("type")
-        return f"{self.status}, `{kind}`" if kind else f"{self.status}: {', '.join(sorted(value))}"
-
 
 def differences(engine: Answer, router: Answer) -> dict[str, tuple[Any, Any]]:
     """The fields whose values are not the same, with both; `ABSENT`: not there."""
@@ -160,32 +142,6 @@ def unstated(case: Case, found: Mapping[str, Any]) -> tuple[list[str], list[str]
     ]
     gone = [stated for stated in case.differs if not any(covers(stated, name) for name in found)]
     return new, gone
-
-
-def table(rows: Sequence[tuple[Case, Answer, Answer]]) -> str:
-    """In Markdown: a table a path, in the order of the requests."""
-    lines: list[str] = []
-    path = ""
-    for case, engine, router in rows:
-        here = f"{case.method} {case.path}"
-        if here != path:
-            path = here
-            lines += [
-                *("", f"### `{path}`", ""),
-                "| request | engine | router |",
-                "|---|---|---|",
-            ]
-        lines.append(f"| {case.name} | {engine.gist} | {_beside(case, engine, router)} |")
-    return "\n".join(lines).strip("\n")
-
-
-def _beside(case: Case, engine: Answer, router: Answer) -> str:
-    if not case.differs:
-        return "the same"
-    why = "; ".join(dict.fromkeys(case.differs.values()))
-    if engine.gist == router.gist:
-        return f"differs: {why}"
-    return f"{router.gist} (differs: {why})"
 
 
 def joined(events: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

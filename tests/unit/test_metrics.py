@@ -449,19 +449,8 @@ def test_the_age_of_one_stands_for_its_batch() -> None:
     assert ages.total == 100 * 7 + 7 * 1
 
 
-# ---- the document --------------------------------------------------------------------------------------
-
-
-def test_the_document_is_made_of_the_tables(repo_root: Path) -> None:
-    document = runpy.run_path(str(repo_root / "scripts" / "document_metrics.py"))["document"]
-    path = repo_root / "docs" / "metrics.md"
-    assert path.read_text() == document(path.read_text()), (
-        "docs/metrics.md is out of date: run scripts/document_metrics.py"
-    )
-
-
 def test_alerts_and_dashboards_name_metrics_that_there_are(repo_root: Path) -> None:
-    script = runpy.run_path(str(repo_root / "scripts" / "document_metrics.py"))
+    script = runpy.run_path(str(repo_root / "scripts" / "reference.py"))
     rows = [*script["daemon_rows"](), *script["router_rows"]()]
     known = {name for name, *_ in rows}
     histograms = {name for name, kind, *_ in rows if kind == "histogram"}

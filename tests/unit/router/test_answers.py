@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.answers import Answer, Case, differences, table, unstated
+from tests.support.answers import Answer, Case, differences, unstated
 
 ROUTERS = {"x-kvpool-request-id": "a"}
 JSON = {"content-type": "application/json"}
@@ -93,16 +93,3 @@ def test_a_difference_is_stated_or_wrong_and_a_statement_is_needed_or_wrong() ->
     case = Case("", "/", differs={"body.usage*": "", "status": ""})
     assert unstated(case, {"body.usage.total": 1, "status": 2}) == ([], [])
     assert unstated(case, {"body.text": 1, "status": 2}) == (["body.text"], ["body.usage*"])
-
-
-def test_the_page_shows_no_words_of_a_model() -> None:
-    refused = answer({"error": {"message": "a | b", "type": "BadRequestError"}}, 400)
-    case, other = Case("one", "/a"), Case("two", "/b", differs={"status": "why"})
-    made = table([(case, answer(GOOD), through(answer(GOOD))), (other, refused, answer(GOOD))])
-    assert "so" not in made
-    assert made.splitlines() == [
-        *("### `POST /a`", "", "| request | engine | router |", "|---|---|---|"),
-        "| one | 200: choices, created, id, usage | the same |",
-        *("", "### `POST /b`", "", "| request | engine | router |", "|---|---|---|"),
-        r"| two | 400 `BadRequestError`: a \| b | 200: choices, created, id, usage (differs: why) |",
-    ]
