@@ -161,8 +161,8 @@ def evicts(report: Report, client: OperatorClient, reader: Reader, big: Namespac
         client.ask_node(operator_wire.StopJob(name))
         took += time.perf_counter() - begun
         view = client.ask_node(operator_wire.Jobs([name]))[0]
-        assert view["blocks"], view
-        gone += view["blocks"]
+        assert view.blocks, view
+        gone += view.blocks
     p99 = [median([percentile(times, 0.99) for times in found]) for found in (idle, during)]
     report.row(
         "evict by namespace",

@@ -233,7 +233,7 @@ def replicate(a: LocalNode, b: LocalNode, reads: Reads) -> None:
         def known() -> bool:
             found = at_b.locate(reads.keys)
             return len(found) == len(reads.keys) and all(
-                own <= {replica["incarnation"] for replica in line["replicas"]} for line in found
+                own <= {replica.incarnation for replica in line.replicas} for line in found
             )
 
         wait_until(known, "the directory knows both replicas")

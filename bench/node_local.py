@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from rich.progress import BarColumn, TextColumn
 
-from kvpool.cli.render.text import make_bar, make_console, make_table, size_text
+from kvpool.cli.render.bars import make_bar
+from kvpool.cli.render.text import make_console, make_table, size_text
 from kvpool.client import Client
 from kvpool.errors import InvalidRequest
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord

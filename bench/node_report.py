@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.cli.render.text import count, fold, make_console, make_table, size_text
+from kvpool.cli.render.text import count, make_console, make_table, size_text
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.cluster_stats import PathsStats, PeerWays, WayStats
 from kvpool.telemetry.node_stats import NodeStats
@@ -391,5 +391,6 @@ def _ways(node: str, ways: Sequence[WayStats]) -> Table:
         table.add_row(
             escape(way.url), f"{way.pulls:,}", size_text(way.bytes), Text(rests, style="yellow")
         )
-    fold(table)
+    for column in table.columns:
+        column.overflow = "fold"
     return table

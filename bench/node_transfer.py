@@ -36,8 +36,9 @@ from node_report import (
 )
 from rich.progress import BarColumn, TextColumn
 
+from kvpool.cli.render.bars import make_bar
 from kvpool.cli.render.jobs import Job, follow
-from kvpool.cli.render.text import make_bar, size_text
+from kvpool.cli.render.text import size_text
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.memory.buffers import row_checksums
 from kvpool.telemetry.cluster_stats import NixlStats, PeerWays
@@ -155,7 +156,7 @@ class TransferBench:
         """By which ways blocks have come since the beginning, and why."""
         after = self._client.inspect()
         settings = {
-            each["name"]: each["value"]
+            each.name: each.value
             for each in self._client.ask_node(operator_wire.Settings(), node="")
         }
         before, now = (of_peer(stats.paths, self._urls) for stats in (self._began, after))
@@ -316,9 +317,10 @@ class _Blocks:
         self._job.begin([there], spec)
         follow(self._job, lambda _: None, sleep=self._sleep)
         if not self._job.good:
-            view = self._job.views.get(there, {})
+            view = self._job.views.get(there)
+            error = view.error if view else ""
             raise InvalidRequest(
-                f"node {there} did not take the blocks: {view.get('error') or self._job.failures.get(there, '')}"
+                f"node {there} did not take the blocks: {error or self._job.failures.get(there, '')}"
             )
         if (came := self._job.sum("blocks")) != len(self.keys):
             raise InvalidRequest(

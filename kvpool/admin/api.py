@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -33,7 +34,7 @@ from kvpool.net import is_loopback
 
 log = logging.getLogger("kvpool.admin")
 
-BODY_BYTES_MAX = 2 << 20
+BODY_BYTES_MAX = 4 << 20
 FIELD_BYTES_MAX = 8 << 10
 HEADERS_MAX = 64
 BODY_S = 10.0  # to come
@@ -57,23 +58,19 @@ _IDENT = web.RequestKey("ident", str)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@dataclass(eq=False)
 class Api:
     """Builds the application. peer_uid: the user of a unix socket's connection; None: not a unix socket.
 
     trust: is told of each request that was authenticated.
     """
 
-    def __init__(
-        self,
-        guard: Guard,
-        remembered: Remembered,
-        peer_uid: Callable[[web.Request], int | None],
-        trust: Callable[[web.BaseRequest], None],
-    ) -> None:
-        self._guard = guard
-        self._remembered = remembered
-        self._peer_uid = peer_uid
-        self._trust = trust
+    guard: Guard
+    remembered: Remembered
+    peer_uid: Callable[[web.Request], int | None]
+    trust: Callable[[web.BaseRequest], None]
+
+    def __post_init__(self) -> None:
         self._under_way = 0
         self._of_token: Counter[str] = Counter()
 
@@ -144,7 +141,7 @@ class Api:
 
     async def _take(self, route: Route, request: web.Request, who: Principal) -> web.StreamResponse:
         """A request that has passed the guard."""
-        call = Call(who, request[_IDENT], request, lambda: self._guard.admits_still(who))
+        call = Call(who, request[_IDENT], request, lambda: self.guard.admits_still(who))
         params = parse_params(route, request.match_info, cast(Any, request.query))
         raw = b""
         if route.body is not None:
@@ -173,11 +170,11 @@ class Api:
             body = cast(bytes, response.body or b"")
             return Answer(response.status, body, response.content_type, location)
 
-        return _again(await self._remembered.once(scope, key, raw, make))
+        return _again(await self.remembered.once(scope, key, raw, make))
 
     def _admit(self, request: web.Request, route: Route) -> Principal:
         """Raises `Refused`."""
-        uid = self._peer_uid(request)
+        uid = self.peer_uid(request)
         remote = request.remote or ""
         check_host(
             request.headers.get(hdrs.HOST, ""),
@@ -186,10 +183,10 @@ class Api:
         )
         if route.role is None:
             return NOBODY
-        who = self._guard.admit(
+        who = self.guard.admit(
             "" if uid is not None else remote, uid, request.headers.get(hdrs.AUTHORIZATION, "")
         )
-        self._trust(request)
+        self.trust(request)
         check_role(who, route.role)
         if route.whole:
             whole_only(who)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -58,12 +57,13 @@ class View(msgspec.Struct, frozen=True):
         return next(entries, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Answers(Generic[T]):
-    """By node. unreachable: why the others gave none."""
+class Answers(msgspec.Struct, Generic[T], frozen=True):
+    """The answers of nodes."""
 
-    by_node: dict[str, T] = field(default_factory=dict)
-    unreachable: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, T] = {}
+    unreachable: Annotated[
+        dict[str, str], msgspec.Meta(description="Nodes that did not answer, and why.")
+    ] = {}
 
 
 class Fresh(Generic[T]):
@@ -161,7 +161,7 @@ class Cluster:
             if node == (await self.view()).node:
                 return
             while True:
-                theirs = await self.daemon.json(
+                theirs = await self.daemon.get(
                     operator_wire.Cluster(), View, node=node, within_s=NODE_S
                 )
                 ours = await self._view.now()
@@ -188,35 +188,26 @@ class Cluster:
         async def one(node: str) -> None:
             async with gate:
                 try:
-                    found.by_node[node] = await ask(node)
+                    found.nodes[node] = await ask(node)
                 except KvpoolError as error:
                     found.unreachable[node] = str(error)
 
         await asyncio.gather(*(one(node) for node in nodes))
         return found
 
-    async def json_each(
-        self, nodes: Sequence[str], message: frame.Message, kind: type[T], **more: Any
-    ) -> Answers[T]:
-        """The same question to each of these nodes, whose answer is JSON of type `kind`."""
+    async def get_each(
+        self, nodes: Iterable[str], message: frame.Message, kind: Any = None, **more: Any
+    ) -> Answers[Any]:
+        """The same question to each of these nodes: see `Daemon.get`."""
 
-        async def ask(node: str) -> T:
-            return await self.daemon.json(message, kind, node=node, within_s=NODE_S, **more)
-
-        return await self.ask_each(nodes, ask)
-
-    async def number_each(
-        self, nodes: Iterable[str], message: frame.Message, **more: Any
-    ) -> Answers[int]:
-        """The same for an answer that is a number."""
-
-        async def ask(node: str) -> int:
-            return await self.daemon.number(message, node=node, within_s=NODE_S, **more)
+        async def ask(node: str) -> Any:
+            return await self.daemon.get(message, kind, node=node, within_s=NODE_S, **more)
 
         return await self.ask_each(nodes, ask)
 
     async def _ask_view(self) -> View:
-        return await self.daemon.json(operator_wire.Cluster(), View)
+        view: View = await self.daemon.get(operator_wire.Cluster(), View)
+        return view
 
     async def _ask_stats(self) -> Answers[NodeStats]:
         view = await self.view()
@@ -226,7 +217,7 @@ class Cluster:
         """What `Inspect` says on each of these now."""
 
         async def ask(node: str) -> NodeStats:
-            stats = await self.daemon.json(
+            stats: NodeStats = await self.daemon.get(
                 operator_wire.Inspect(), NodeStats, node=node, within_s=NODE_S
             )
             check(stats)

@@ -11,21 +11,19 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from kvpool.decoding import decode_json
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.command import answer_of
 
 CONNECT_S = 3.0
 ASK_S = 5.0  # for what the daemon has to say by itself
 UNDER_WAY_MAX = 48  # of one connection; the daemon has as many as 64 wait for other nodes
 LINKS_MAX = 8
 INSTANCE = "gateway"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +76,9 @@ class Daemon:
             raise ProtocolError(f"an operator was answered with a {type(answer).__name__}")
         return answer
 
-    async def json(self, message: frame.Message, kind: type[T], **more: Any) -> T:
-        """An answer in JSON, as values of type `kind`."""
-        answer = await self.ask(message, **more)
-        if not isinstance(answer, frame.Bytes):
-            raise ProtocolError(f"the answer to a {type(message).__name__} is a number")
-        return decode_json(
-            answer.data, kind, f"an answer to a {type(message).__name__} of this version"
-        )
-
-    async def number(self, message: frame.Message, **more: Any) -> int:
-        """An answer that counts something."""
-        answer = await self.ask(message, **more)
-        if not isinstance(answer, frame.Done):
-            raise ProtocolError(f"the answer to a {type(message).__name__} is not a number")
-        return answer.value
+    async def get(self, message: frame.Message, kind: Any = None, **more: Any) -> Any:
+        """A node's answer: an `int`, or the JSON as values of type `kind`, by default of the type that is declared."""
+        return answer_of(message, await self.ask(message, **more), kind)
 
     def close(self) -> None:
         """Requests under way fail. Idempotent."""

@@ -21,9 +21,10 @@ from kvpool.admin.daemon_link import Daemon
 from kvpool.admin.problems import Refused
 from kvpool.admin.scope import sees_event
 from kvpool.admin.tokens import Principal
-from kvpool.admin.types import EventInfo
 from kvpool.errors import KvpoolError
+from kvpool.wire import answers
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Event
 
 log = logging.getLogger("kvpool.admin")
 
@@ -44,18 +45,12 @@ Moment: TypeAlias = tuple[float, int]
 """When a node says that it happened, and the place in this gateway's order, since two may say the same."""
 
 
-class _Told(msgspec.Struct, frozen=True):
-    events: list[EventInfo]
-    first: int
-    last: int
-
-
 class Heard:
     """An event, and its place in the gateway's order."""
 
     __slots__ = ("data", "early", "event", "place")
 
-    def __init__(self, place: int, event: EventInfo, *, early: bool) -> None:
+    def __init__(self, place: int, event: Event, *, early: bool) -> None:
         """early: it is from before the gateway listened, so its place is by its time."""
         self.place = place
         self.event = event
@@ -81,7 +76,7 @@ class Listener:
         self._queue: deque[Heard] = deque()
         self._news = asyncio.Event()
 
-    def wants(self, event: EventInfo) -> bool:
+    def wants(self, event: Event) -> bool:
         return (not self.nodes or event.node in self.nodes) and sees_event(self.who, event.details)
 
     def put(self, heard: Heard) -> None:
@@ -115,9 +110,9 @@ class Events:
         self._nbytes = 0
         self._last = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
-        self._heard: dict[str, EventInfo] = {}
+        self._heard: dict[str, Event] = {}
         """The last event of each node. It outlives its poll: a node that is drained and comes back is in the same life."""
-        self._first: dict[str, list[EventInfo]] | None = {}
+        self._first: dict[str, list[Event]] | None = {}
         self._awaited: set[str] = set()
         self._came = asyncio.Event()
         self._ready = asyncio.Event()
@@ -211,17 +206,17 @@ class Events:
         self._awaited.discard(node)
         self._came.set()
 
-    async def _same_life(self, node: str, last: EventInfo) -> bool:
+    async def _same_life(self, node: str, last: Event) -> bool:
         """Whether the node still knows this event; in another life its numbers have begun anew."""
         told = await self._ask(node, last.number - 1, 1, 0.0)
         return told.first > last.number or told.events[:1] == [last]
 
-    async def _ask(self, node: str, after: int, count: int, wait_s: float) -> _Told:
-        return await self._daemon.json(
-            operator_wire.Events(after, count, wait_s), _Told, node=node, wait_s=wait_s
-        )
+    async def _ask(self, node: str, after: int, count: int, wait_s: float) -> answers.Events:
+        message = operator_wire.Events(after, count, wait_s)
+        told: answers.Events = await self._daemon.get(message, node=node, wait_s=wait_s)
+        return told
 
-    def _hear(self, event: EventInfo, *, early: bool = False) -> None:
+    def _hear(self, event: Event, *, early: bool = False) -> None:
         self._last += 1
         heard = Heard(self._last, event, early=early)
         self._ring.append(heard)
@@ -286,7 +281,7 @@ class Events:
             pass  # no node has answered: what comes later is heard all the same
 
     async def newest(
-        self, keep: Callable[[EventInfo], bool], most: int, before: Moment | None
+        self, keep: Callable[[Event], bool], most: int, before: Moment | None
     ) -> list[Heard]:
         """The last events that are to be kept, newest first by the nodes' clocks. before: only older ones."""
         await self._wait_ready()

@@ -22,7 +22,6 @@ from kvpool.admin.handlers.operator import Forwarding
 from kvpool.admin.handlers.pages import Pages
 from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
-from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.history import Sampler
 from kvpool.admin.idempotency import Remembered
 from kvpool.admin.routing import routes_of
@@ -70,8 +69,7 @@ class Gateway:
         # In the order of the description.
         handlers = (
             looking,
-            Blocks(cluster, self._routers),
-            Sessions(cluster, self._routers),
+            Blocks(cluster),
             Accounting(cluster),
             Changing(cluster, looking),
             self._routers,

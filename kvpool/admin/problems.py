@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 
 from kvpool.admin.types import Problem
 from kvpool.errors import (
@@ -19,25 +20,6 @@ from kvpool.errors import (
     Unavailable,
 )
 
-TITLES = {
-    400: "Bad request",
-    401: "Not authenticated",
-    403: "Not allowed",
-    404: "Not found",
-    405: "Method not allowed",
-    408: "Too slow",
-    409: "Conflict",
-    413: "Too large",
-    415: "Not JSON",
-    421: "Wrong host",
-    422: "Idempotency key used before",
-    429: "Too many requests",
-    431: "Headers too large",
-    500: "Internal error",
-    502: "Bad answer from the daemon",
-    503: "Unavailable",
-    507: "Pool full",
-}
 # The first that fits; each stands before its bases.
 _STATUS: tuple[tuple[type[KvpoolError], int], ...] = (
     (NamespaceMismatch, 409),
@@ -81,7 +63,7 @@ def problem(error: Refused, request: str) -> Problem:
     """request: its id."""
     return Problem(
         type=f"urn:kvpool:problem:{error.code}",
-        title=TITLES.get(error.status, "Error"),
+        title=HTTPStatus(error.status).phrase,
         status=error.status,
         detail=str(error),
         code=error.code,

@@ -39,7 +39,7 @@ def chosen_nodes(view: View, names: list[str]) -> list[str]:
 def having(answers: Answers[NodeStats], tenant: str, digest: str = "") -> list[str]:
     """The nodes that have this tenant and, where one is named, its namespace open."""
     found = []
-    for node, stats in sorted(answers.by_node.items()):
+    for node, stats in sorted(answers.nodes.items()):
         known = stats.tenants.get(tenant)
         if known is not None and (not digest or digest in known.namespaces):
             found.append(node)
@@ -78,11 +78,10 @@ async def holders(
     node: str = "",
     *,
     now: bool = False,
-    unopened: bool = False,
 ) -> Holders:
-    """Find them; with `node` it or none. Raises `Refused` for what does not exist.
+    """Find them; with `node` that one, if it has the tenant. Raises `Refused` for what does not exist.
 
-    now: as for a change. unopened: a named node counts even if it does not have the namespace open.
+    now: as for a change.
     """
 
     def find(view: View, answers: Answers[NodeStats]) -> Holders:
@@ -93,7 +92,7 @@ async def holders(
         if not node:
             return Holders(having(answers, tenant, digest), view, answers, answers.unreachable)
         check_node(view, node)
-        nodes = having(answers, tenant, "" if unopened else digest)
+        nodes = having(answers, tenant)  # it need not have the namespace open
         unreachable = {k: why for k, why in answers.unreachable.items() if k == node}
         return Holders([each for each in nodes if each == node], view, answers, unreachable)
 

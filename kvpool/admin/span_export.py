@@ -16,6 +16,7 @@ async def export_of(
     """Until it is cancelled. See `export_spans`."""
 
     async def take(count: int) -> Batch:
-        return await daemon.json(operator_wire.TakeSpans(count), Batch)
+        batch: Batch = await daemon.get(operator_wire.TakeSpans(count), Batch)
+        return batch
 
     await export_spans(take, exporter, counts, every_s)

@@ -145,6 +145,21 @@ OnNodes = Annotated[
         "--node", help="On this node; may be repeated. Default: all nodes.", metavar="NAME"
     ),
 ]
+OnSomeNodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
+    ),
+]
+OfNamespace = Annotated[
+    str | None,
+    typer.Option(help="Only in this namespace: its first hex digits.", metavar="DIGEST"),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
+RouterUrl = Annotated[
+    str, typer.Option(help="The router's URL.", envvar="KVPOOL_ROUTER", metavar="URL")
+]
+ROUTER = "http://127.0.0.1:8080"
 Yes = Annotated[
     bool,
     typer.Option(
@@ -227,16 +242,9 @@ def node_names(client: Operator) -> dict[str, str]:
 
 def named_nodes(client: Operator, node: list[str] | None) -> list[str]:
     """The nodes given by the option, or all nodes of the cluster."""
-    from kvpool.cli.render.jobs import nodes_of
+    from kvpool.cli.render.asking import nodes_of
 
     return list(dict.fromkeys(node)) if node else nodes_of(client.cluster())
-
-
-def resolve(client: Operator, tenant: str, text: str) -> bytes:
-    """The digest of the namespace whose hex form begins with a text. Raises `InvalidRequest`."""
-    from kvpool.cli.render.naming import full_digest, known_digests
-
-    return full_digest(text, known_digests(client.cluster(), client.stats(), tenant))
 
 
 class Session:
@@ -259,8 +267,11 @@ class Session:
         self._open.close()
 
     def resolve(self, text: str) -> bytes:
-        """Return the digest of a namespace of this tenant: see `resolve`."""
-        return resolve(self.client, self.tenant, text)
+        """The digest of this tenant's namespace whose hex form begins with a text. Raises `InvalidRequest`."""
+        from kvpool.cli.render.naming import full_digest, known_digests
+
+        client = self.client
+        return full_digest(text, known_digests(client.cluster(), client.stats(), self.tenant))
 
     def show(self, value: Any, show: Callable[..., object], *args: Any, **named: Any) -> None:
         """Print a value as JSON where that is asked for, and otherwise by `show` of these arguments."""

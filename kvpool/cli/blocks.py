@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, BlockKeys, Digest, KeysFile, Session, app, asks
+from kvpool.cli.base import (
+    EXIT_ERROR,
+    OPERATORS,
+    AnyNode,
+    BlockKeys,
+    Digest,
+    KeysFile,
+    OfNamespace,
+    Session,
+    app,
+    asks,
+)
 from kvpool.errors import InvalidRequest
 
 LOOKUP_S = 2.0  # for the directory's answer
@@ -27,10 +38,7 @@ def blocks_list(
         str | None,
         typer.Argument(help="A namespace: its first hex digits; default: all.", metavar="DIGEST"),
     ] = None,
-    node: Annotated[
-        str,
-        typer.Option(help="On this node of the cluster instead of the local one.", metavar="NAME"),
-    ] = "",
+    node: AnyNode = "",
     tier: Annotated[str, typer.Option(help="The tier: dram, ssd or device.")] = "dram",
     limit: Annotated[int, typer.Option(min=1, help="The most blocks to list.")] = 100,
     cursor: Annotated[
@@ -59,17 +67,14 @@ def blocks_locate(
     keys: Annotated[
         list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
     ],
-    namespace: Annotated[
-        str | None,
-        typer.Option(help="Only look in this namespace: its first hex digits.", metavar="DIGEST"),
-    ] = None,
+    namespace: OfNamespace = None,
 ) -> None:
     """Show which nodes hold blocks. Exit status 1 if some were not found.
 
     Example: kvpool blocks locate 00112233445566778899aabbccddeeff --namespace 3fa9
     """
+    from kvpool.cli.render.asking import nodes_of
     from kvpool.cli.render.cluster import not_found, replicas, show_replicas
-    from kvpool.cli.render.jobs import nodes_of
     from kvpool.cli.render.naming import block_key
 
     wanted = list(dict.fromkeys(map(block_key, keys)))

@@ -105,11 +105,11 @@ def certs_show(
     Example: kvpool certs show ./certs/node-host-7.pem
     """
     with _certs_extra():
-        from kvpool.cli.render.certs import plain, show
+        from kvpool.cli.render.certs import show
         from kvpool.security.certs import look_at
     shown = look_at(file)
     if as_json:
-        base.print_json(plain(shown))
+        base.print_json(shown)
     else:
         show(shown, _now())
 

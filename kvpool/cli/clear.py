@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, Digest, Session, Yes, asks, complain_of, named_nodes
+from kvpool.cli.base import OPERATORS, Digest, DryRun, Session, Yes, asks, complain_of, named_nodes
 
 
 @asks(panel=OPERATORS)
@@ -17,9 +17,7 @@ def clear(
     fence: Annotated[
         bool, typer.Option("--fence", help="Require engines to open it again before they continue.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be lost; change nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     yes: Yes = False,
 ) -> None:
     """Start a new epoch of a namespace: all its blocks become misses, on all nodes. It asks for confirmation.

@@ -7,19 +7,17 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, Session, asks
 from kvpool.errors import KvpoolError, Unavailable
 
 
-@app.command(rich_help_panel=OPERATORS)
+@asks(panel=OPERATORS)
 def doctor(
+    at: Session,
     path: Annotated[
         list[str] | None,
         typer.Option(help="A folder to check for tier ssd; may be repeated.", metavar="FOLDER"),
     ] = None,
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Check this machine: RDMA, memory, huge pages, GPUs, disks, etcd, Redis, and the transport to each node.
 
@@ -27,33 +25,19 @@ def doctor(
 
     Example: kvpool doctor --path /mnt/nvme0/kvpool
     """
-    from kvpool.cli.render.doctor import (
-        BAD,
-        OK,
-        Finding,
-        examine,
-        plain,
-        routes,
-        servers,
-        show,
-        starting,
-    )
+    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, servers, show, starting
     from kvpool.config import default_socket_path
 
-    findings = examine(path or ())
-    pairs = []
+    findings, links = examine(path or ()), []
     try:
-        with base.daemon_client(socket, tenant) as client:
+        with base.daemon_client(at.socket, at.tenant) as client:
             cluster = client.cluster()
-        pairs = routes(cluster)
+        links = cluster.get("links", [])
         findings += servers(cluster)
     except KvpoolError as error:
         if isinstance(error, Unavailable):
-            findings += starting(socket or default_socket_path())
+            findings += starting(at.socket or default_socket_path())
         findings.append(Finding("other nodes", OK, f"not known: {error}"))
-    if as_json:
-        base.print_json(plain(findings, pairs))
-    else:
-        show(findings, pairs)
+    at.show({"findings": findings, "peers": links}, show, findings, links)
     if any(finding.state == BAD for finding in findings):
         raise typer.Exit(EXIT_ERROR)

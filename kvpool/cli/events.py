@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, Session, asks
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, OnNodes, Session, asks
+
+if TYPE_CHECKING:
+    from kvpool.wire.answers import Event
 
 
 @asks(panel=OPERATORS)
 def events(
     at: Session,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until Ctrl-C.")] = False,
-    node: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--node", help="Of this node; may be repeated. Default: all nodes.", metavar="NAME"
-        ),
-    ] = None,
+    node: OnNodes = None,
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,9 +34,9 @@ def events(
 
     Example: kvpool events --kind change --limit 20
     """
+    from kvpool.cli.render.asking import nodes_of
     from kvpool.cli.render.events import Feed, chosen, show_events
     from kvpool.cli.render.events import follow as go_on
-    from kvpool.cli.render.jobs import nodes_of
     from kvpool.daemon.ops.event_log import KINDS
     from kvpool.errors import InvalidRequest
 
@@ -64,11 +62,11 @@ def events(
         raise typer.Exit(EXIT_ERROR)
 
 
-def _print_lines(found: Sequence[Mapping[str, Any]]) -> None:
-    import json
+def _print_lines(found: Sequence[Event]) -> None:
+    import msgspec
 
     for event in found:
-        print(json.dumps(event), flush=True)
+        print(msgspec.json.encode(event).decode(), flush=True)
 
 
 def _complain_of(silent: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:

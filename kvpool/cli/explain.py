@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, app
+from kvpool.cli.base import OPERATORS, ROUTER, AsJson, RouterUrl, app
 from kvpool.errors import InvalidRequest
 
 
@@ -27,9 +27,7 @@ def explain(
     model: Annotated[
         str, typer.Option(help="The prompt's model; may be omitted if there is only one.")
     ] = "",
-    router: Annotated[
-        str, typer.Option(help="The router's URL.", envvar="KVPOOL_ROUTER", metavar="URL")
-    ] = "http://127.0.0.1:8080",
+    router: RouterUrl = ROUTER,
     as_json: AsJson = False,
 ) -> None:
     """Explain where a request went, or where a prompt would go now. The token: KVPOOL_ROUTER_TOKEN.
@@ -38,7 +36,10 @@ def explain(
 
     Example: kvpool explain --prompt "Once upon a time" --model llama-3-70b
     """
-    from kvpool.cli.render.explain import past, possible, show_past, show_possible, the_model
+    import json
+    from urllib.parse import quote
+
+    from kvpool.cli.render.explain import show_past, show_possible, the_model
     from kvpool.router.client import RouterHttp
 
     if (request is None) == (prompt is None):
@@ -46,9 +47,10 @@ def explain(
     asked = RouterHttp(router)
     told: dict[str, Any]
     if request is not None:
-        told = past(asked, request)
+        told = asked.ask(f"/explain/{quote(request, safe='')}")
     else:
-        told = possible(asked, {"model": model or the_model(asked), "prompt": prompt})
+        body = {"model": model or the_model(asked), "prompt": prompt}
+        told = asked.ask("/explain", json.dumps(body).encode())
     if as_json:
         base.print_json(told)
     elif request is not None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, BlockKeys, KeysFile, Session, asks
+from kvpool.cli.base import (
+    EXIT_ERROR,
+    OPERATORS,
+    ROUTER,
+    BlockKeys,
+    DryRun,
+    KeysFile,
+    OfNamespace,
+    RouterUrl,
+    Session,
+    asks,
+)
 from kvpool.errors import InvalidRequest
 from kvpool.types import Intent, Outcome
 
@@ -39,16 +51,11 @@ def intend(
             metavar="FILE",
         ),
     ] = None,
-    router: Annotated[
-        str, typer.Option(help="The URL of that router.", envvar="KVPOOL_ROUTER", metavar="URL")
-    ] = "http://127.0.0.1:8080",
+    router: RouterUrl = ROUTER,
     session: Annotated[
         str, typer.Option(help="The blocks of this session instead.", metavar="SESSION")
     ] = "",
-    namespace: Annotated[
-        str | None,
-        typer.Option(help="Their namespace: its first hex digits.", metavar="DIGEST"),
-    ] = None,
+    namespace: OfNamespace = None,
     node: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,9 +70,7 @@ def intend(
     for_: Annotated[
         str, typer.Option("--for", help="How long to keep them: 90s, 15m, 12h, 7d.", metavar="TIME")
     ] = "0",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell for how many it would hold.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Pin, keep for a time, prefetch, expend or drop blocks of a prompt or a session, as far as there is room.
 
@@ -103,7 +108,6 @@ def intend(
     else:
         if not session and namespace is None:
             raise InvalidRequest("keys and tokens need --namespace DIGEST")
-        answers: dict[str, Any] = {}
         digest = at.resolve(namespace) if namespace else b""
         if tokens_file is not None:
             from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
@@ -112,10 +116,10 @@ def intend(
         message = operator_wire.IntendBlocks(
             str(intent), digest, b"".join(wanted), session, hard, period(for_), dry_run
         )
-        for name in dict.fromkeys(node or [""]):
-            answers[name] = at.client.ask_node(message, node=name, wait_s=INTENT_S)
-        here = "" if node else at.client.cluster()["node"]
-        rows = [{"node": name or here, **answer} for name, answer in answers.items()]
+        rows = [
+            {"node": name, **asdict(at.client.ask_node(message, node=name, wait_s=INTENT_S))}
+            for name in dict.fromkeys(node or [at.client.cluster()["node"]])
+        ]
     at.show({"items": rows} if request_file is None else told, show_answers, rows)
     for name, why in sorted(unreachable.items()):
         base.complain(f"{name}: {why}")

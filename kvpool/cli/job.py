@@ -18,8 +18,10 @@ from kvpool.cli.base import (
     OPERATORS,
     BlockKeys,
     Digest,
+    DryRun,
     KeysFile,
     OnNodes,
+    OnSomeNodes,
     Session,
     Yes,
     app,
@@ -35,13 +37,6 @@ if TYPE_CHECKING:
 Wait = Annotated[
     bool,
     typer.Option("--wait/--no-wait", help="Wait for the end, or print the job's name at once."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
-OnSomeNodes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
-    ),
 ]
 JobName = Annotated[str, typer.Argument(help="The job's name.", metavar="JOB")]
 
@@ -206,7 +201,7 @@ def _start(
     """Start a job of this kind, follow it unless told not to, and print its result."""
     import json
 
-    from kvpool.cli.render.jobs import holders
+    from kvpool.cli.render.asking import holders
     from kvpool.cli.render.naming import block_keys, period, size
     from kvpool.wire.jobs import parse_job
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, AsJson, Socket, Tenant, app
+from kvpool.cli.base import EXIT_ERROR, Session, asks
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,16 +31,14 @@ TenantId = Annotated[
 ]
 
 
-@app.command(rich_help_panel=OBJECTS)
+@asks(panel=OBJECTS)
 def put(
+    at: Session,
     name: ObjectName,
     file: Annotated[
         str, typer.Argument(help="A file; - reads standard input.", metavar="FILE|-")
     ] = STDIO,
     tenant_id: TenantId = "default",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Store a file as an object, in place of one of the same name. Exit status 1 if it is not stored.
 
@@ -53,16 +51,15 @@ def put(
 
     key = check_name(name)
     data = read_source(None if file == STDIO else Path(file))
-    with _objects("put", socket, tenant, tenant_id) as (_, objects):
+    with _objects(at, "put", tenant_id) as (_, objects):
         check_stored(objects, key, data)
-    if as_json:
-        base.print_json({"name": name, "bytes": len(data)})
-    else:
-        print(f"stored {name}, {size_text(len(data))}")
+    told = {"name": name, "bytes": len(data)}
+    at.show(told, print, f"stored {name}, {size_text(len(data))}")
 
 
-@app.command(rich_help_panel=OBJECTS)
+@asks(panel=OBJECTS)
 def get(
+    at: Session,
     name: ObjectName,
     file: Annotated[
         str | None,
@@ -72,9 +69,6 @@ def get(
         ),
     ] = None,
     tenant_id: TenantId = "default",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Read an object, from whichever node has it. Exit status 1 if it is not there.
 
@@ -86,10 +80,10 @@ def get(
     from kvpool.cli.render.text import size_text
 
     key = check_name(name)
-    if as_json and file == STDIO:
+    if at.as_json and file == STDIO:
         raise InvalidRequest("--json and the bytes would both go to standard output: name a file")
-    with _objects("get", socket, tenant, tenant_id) as (_, objects):
-        if file is None and (as_json or sys.stdout.isatty()):
+    with _objects(at, "get", tenant_id) as (_, objects):
+        if file is None and (at.as_json or sys.stdout.isatty()):
             nbytes, data = size_of(objects, key), None
         else:
             data = read_object(objects, key)
@@ -100,7 +94,7 @@ def get(
         return
     if data is not None and file is not None:
         write_whole(Path(file), data)
-    if as_json:
+    if at.as_json:
         base.print_json({"name": name, "bytes": nbytes, "file": file})
     elif data is None:
         print(f"{name} has {size_text(nbytes)}; `kvpool get NAME -` prints them")
@@ -108,8 +102,9 @@ def get(
         print(f"wrote {size_text(nbytes)} to {file}")
 
 
-@app.command(rich_help_panel=OBJECTS)
+@asks(panel=OBJECTS)
 def ls(
+    at: Session,
     prefix: Annotated[
         str, typer.Argument(help="Only names that begin with this.", metavar="PREFIX")
     ] = "",
@@ -118,9 +113,6 @@ def ls(
     ] = "dram",
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most names to list.")] = 100,
     tenant_id: TenantId = "default",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """List the objects whose blocks are on this node, in no order. For operators: other programs know their names.
 
@@ -130,21 +122,17 @@ def ls(
 
     if tier not in ("dram", "ssd"):
         raise InvalidRequest(f"--tier {tier!r:.40}: must be dram or ssd")
-    with _objects("ls", socket, tenant, tenant_id, verify=False) as (client, objects):
+    with _objects(at, "ls", tenant_id, verify=False) as (client, objects):
         found, more = list_objects(client, objects, tier, prefix, limit)
-    if as_json:
-        base.print_json({"items": found, "more": more})
-    else:
-        show_objects(found, prefix=prefix, tier=tier, more=more)
+    told = {"items": found, "more": more}
+    at.show(told, show_objects, found, prefix=prefix, tier=tier, more=more)
 
 
-@app.command(rich_help_panel=OBJECTS)
+@asks(panel=OBJECTS)
 def rm(
+    at: Session,
     names: Annotated[list[str], typer.Argument(help="Names of objects.", metavar="NAME...")],
     tenant_id: TenantId = "default",
-    socket: Socket = None,
-    tenant: Tenant = "default",
-    as_json: AsJson = False,
 ) -> None:
     """Remove objects from all nodes. Exit status 1 if one was not there, or a node did not answer.
 
@@ -153,10 +141,10 @@ def rm(
     from kvpool.cli.render.objects import check_name, remove
 
     keys = [check_name(name) for name in names]
-    with _objects("rm", socket, tenant, tenant_id) as (_, objects):
+    with _objects(at, "rm", tenant_id) as (_, objects):
         refused = remove(objects, keys)
     failures = {names[at]: reason for at, reason in refused.items()}
-    if as_json:
+    if at.as_json:
         gone = [name for name in names if name not in failures]
         base.print_json({"removed": gone, "failed": failures})
     else:
@@ -171,12 +159,12 @@ def rm(
 
 @contextmanager
 def _objects(
-    command: str, socket: str | None, tenant: str, tenant_id: str, *, verify: bool = True
+    at: Session, command: str, tenant_id: str, *, verify: bool = True
 ) -> Iterator[tuple[OperatorClient, Objects]]:
     from kvpool.engine_plugins.mooncake.objects import Objects
 
-    base.only_here(command, socket)
-    with base.daemon_client(socket, tenant) as client:
+    base.only_here(command, at.socket)
+    with base.daemon_client(at.socket, at.tenant) as client:
         objects = Objects(client, tenant_id, verify=verify)
         objects.spaces.look()
         yield client, objects

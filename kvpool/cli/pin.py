@@ -7,20 +7,10 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, Session, asks
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, OfNamespace, OnSomeNodes, Session, asks
 
 PinKeys = Annotated[
     list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
-]
-PinNode = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
-    ),
-]
-OfNamespace = Annotated[
-    str | None,
-    typer.Option(help="Only in this namespace: its first hex digits.", metavar="DIGEST"),
 ]
 
 
@@ -32,7 +22,7 @@ def pin(
         str, typer.Option(help="soft: evicted last; hard: never evicted; none: no pin.")
     ] = "soft",
     namespace: OfNamespace = None,
-    node: PinNode = None,
+    node: OnSomeNodes = None,
 ) -> None:
     """Pin blocks of a node, in memory and on disks. Exit status 1 if some are not there.
 
@@ -46,7 +36,7 @@ def unpin(
     at: Session,
     keys: PinKeys,
     namespace: OfNamespace = None,
-    node: PinNode = None,
+    node: OnSomeNodes = None,
 ) -> None:
     """Remove pins: the blocks are evicted like any other. Exit status 1 if some are not there.
 

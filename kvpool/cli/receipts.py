@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,6 +13,11 @@ from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Socket, app
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError
 from kvpool.types import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from kvpool.client.gateway import Operator
+    from kvpool.telemetry.receipts import AccountItem, ReceiptItem
+    from kvpool.wire import operator as operator_wire
 
 EVER_S = 1e12
 PAGE = 1000
@@ -55,9 +61,12 @@ def receipts(
 
     Example: kvpool receipts --tenant search --since 2026-12-01T00:00:00Z --periods --format csv
     """
+    import msgspec
+
     from kvpool.cli.render.receipts import show_accounts, show_receipts
     from kvpool.config import secret_of
     from kvpool.telemetry.receipts_export import to_csv, to_lines
+    from kvpool.wire import operator as operator_wire
 
     now_s = time.time()
     began = moment(since, now_s, "--since") if since else 0.0
@@ -68,31 +77,39 @@ def receipts(
         raise InvalidRequest("--namespace: give all 32 hex digits of its digest") from None
     silent: dict[str, str] = {}
     lacking: list[str] = []  # what is said of answers that are not whole
-    items: list[dict[str, Any]] = []
+    items: list[Any] = []
+    tenants = [tenant] if tenant else []
     # Whoever has a tenant's token may have no other; operators need none.
     login = tenant if tenant and secret_of("KVPOOL_TOKEN") else DEFAULT_TENANT
     with base.client_of(socket, login) as client:
         nodes = [node] if node else sorted(each["node"] for each in client.cluster()["nodes"])
         for name in nodes:
             try:
+                some: Sequence[AccountItem | ReceiptItem]
                 if request:
-                    some, lack = _requests(client, name, began, ends, request, tenant, digest)
+                    wanted = operator_wire.ListReceipts(began, ends, PAGE, request, tenants, digest)
+                    some, lack = _requests(client, name, wanted)
                 else:
                     some, lack = _accounts(
-                        client, name, began, ends, tenant, digest, total=not periods
+                        client,
+                        name,
+                        operator_wire.ListAccounts(
+                            *(began, ends, 0, PAGE, tenants, digest, not periods)
+                        ),
                     )
                 items += some
                 lacking += [f"{name}: {lack}"] if lack else []
             except KvpoolError as error:
                 silent[name] = str(error)
-    items.sort(key=lambda item: (item.get("begin_s", item.get("begun_s")), item["node"]))
+    items.sort(key=lambda item: (item.begun_s if request else item.begin_s, item.node))
+    plain = msgspec.to_builtins(items)
     match as_:
         case "json":
-            base.print_json({"items": items, "unreachable": silent})
+            base.print_json({"items": plain, "unreachable": silent})
         case "jsonl":
-            print(to_lines(items), end="")
+            print(to_lines(plain), end="")
         case "csv":
-            print(to_csv(items, requests=bool(request)), end="")
+            print(to_csv(plain, requests=bool(request)), end="")
         case _ if request:
             show_receipts(items)
         case _:
@@ -106,53 +123,36 @@ def receipts(
 
 
 def _accounts(
-    client: Any,
-    node: str,
-    since_s: float,
-    until_s: float,
-    tenant: str,
-    digest: bytes,
-    *,
-    total: bool,
-) -> tuple[list[dict[str, Any]], str]:
+    client: Operator, node: str, wanted: operator_wire.ListAccounts
+) -> tuple[list[AccountItem], str]:
     """All rows of a node, page by page; and what they lack, if anything."""
-    from kvpool.telemetry.receipts_export import account_item
-    from kvpool.wire import operator as operator_wire
+    import msgspec
 
-    items: list[dict[str, Any]] = []
-    incomplete = False
-    sequence = row = 0
-    while True:
-        message = operator_wire.ListAccounts(
-            *(since_s, until_s, sequence, PAGE, [tenant] if tenant else [], digest, total, row)
+    from kvpool.telemetry.receipts import PeriodRows
+
+    items: list[AccountItem] = []
+    incomplete, more = False, True
+    while more:
+        page = msgspec.convert(client.ask_node(wanted, node=node), PeriodRows)
+        items += page.rows
+        incomplete, more = incomplete or page.incomplete, page.more
+        wanted = msgspec.structs.replace(
+            wanted, from_sequence=page.next_sequence, from_row=page.next_row
         )
-        found = client.ask_node(message, node=node)
-        items += [account_item(node, each) for each in found["rows"]]
-        incomplete |= found["incomplete"]
-        if not found["more"]:
-            return items, INCOMPLETE if incomplete else ""
-        sequence, row = found["next_sequence"], found["next_row"]
+    return items, INCOMPLETE if incomplete else ""
 
 
 def _requests(
-    client: Any,
-    node: str,
-    since_s: float,
-    until_s: float,
-    request: str,
-    tenant: str,
-    digest: bytes,
-) -> tuple[list[dict[str, Any]], str]:
+    client: Operator, node: str, wanted: operator_wire.ListReceipts
+) -> tuple[list[ReceiptItem], str]:
     """The last receipts of a node; and what they lack, if anything."""
-    from kvpool.telemetry.receipts_export import receipt_item
-    from kvpool.wire import operator as operator_wire
+    import msgspec
 
-    message = operator_wire.ListReceipts(
-        *(since_s, until_s, PAGE, request, [tenant] if tenant else [], digest)
-    )
-    found = client.ask_node(message, node=node)
-    lack = f"there are more: these are its last {PAGE:,}" if found["more"] else ""
-    return [receipt_item(node, each) for each in found["receipts"]], lack
+    from kvpool.telemetry.receipts import Receipts
+
+    found = msgspec.convert(client.ask_node(wanted, node=node), Receipts)
+    lack = f"there are more: these are its last {PAGE:,}" if found.more else ""
+    return found.receipts, lack
 
 
 def moment(text: str, now_s: float, option: str) -> float:

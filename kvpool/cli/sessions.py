@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -38,12 +38,7 @@ def sessions_list(
     from kvpool.wire import operator as operator_wire
 
     found = at.client.ask_node(operator_wire.ListSessions(after, limit), node=node)
-    at.show(
-        {"items": found["sessions"], "more": found["more"]},
-        show_sessions,
-        found["sessions"],
-        more=found["more"],
-    )
+    at.show(found, show_sessions, found)
 
 
 @asks(sessions, "show")
@@ -59,10 +54,10 @@ def sessions_show(
     from kvpool.cli.render.sessions import show_session
     from kvpool.wire import operator as operator_wire
 
-    found: list[dict[str, Any]] = at.client.ask_node(operator_wire.ShowSession(session), node=node)
-    if not found:
+    found = at.client.ask_node(operator_wire.ShowSession(session), node=node)
+    if found is None:
         raise _unknown(session)
-    at.show(found[0], show_session, found[0])
+    at.show(found, show_session, found)
 
 
 @asks(sessions, "end")

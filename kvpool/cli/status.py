@@ -7,17 +7,14 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, Session, asks
+from kvpool.cli.base import EXIT_ERROR, AnyNode, Session, asks
 from kvpool.errors import InvalidRequest
 
 
 @asks()
 def status(
     at: Session,
-    node: Annotated[
-        str,
-        typer.Option(help="Of this node of the cluster instead of the local one.", metavar="NAME"),
-    ] = "",
+    node: AnyNode = "",
     every: Annotated[
         bool,
         typer.Option("--all", help="All nodes, a line each: whether they are well, and why not."),

@@ -92,17 +92,15 @@ class GatewayClient(OperatorRequests):
 
     def engines(self) -> list[dict[str, Any]]:
         """As `Client.engines`."""
-        return decode_json(self._ask(client_wire.Engines()).data, list[dict[str, Any]], "engines")
+        return list(self.ask_node(client_wire.Engines()))
 
     def prefixes(
         self, digest: bytes, keys: Keys, *, wait_s: float = 0.05
     ) -> dict[str, tuple[int, int]]:
         """As `Client.prefixes`."""
         wait_s = finite(wait_s, "wait_s")
-        answer = self._ask(
-            client_wire.Prefixes(check_digest(digest), pack_keys(keys), wait_s), wait_s
-        )
-        return decode_json(answer.data, dict[str, tuple[int, int]], "prefixes")
+        message = client_wire.Prefixes(check_digest(digest), pack_keys(keys), wait_s)
+        return dict(self.ask_node(message, wait_s=wait_s))
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -14,6 +13,8 @@ from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import Keys, check_digest, pack_keys
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Located
+from kvpool.wire.command import answer_of
 
 EVICT_S = 60.0  # for all of a node's blocks
 
@@ -38,18 +39,21 @@ class OperatorRequests(ABC):
     ) -> Any:
         """The same of any node and tenant: see `ask_node`."""
 
+    def _get(self, message: frame.Message, wait_s: float = 0.0) -> Any:
+        return answer_of(message, self._ask(message, wait_s))
+
     def cluster(self) -> dict[str, Any]:
         """The cluster as this node sees it: nodes, namespaces, directory."""
-        found: dict[str, Any] = json.loads(self._ask(operator_wire.Cluster(), RESET_S).data)
+        found: dict[str, Any] = self._get(operator_wire.Cluster(), RESET_S)
         return found
 
-    def locate(self, keys: Keys, *, digest: bytes = b"") -> list[dict[str, Any]]:
-        """Where blocks of this tenant are: one dict for each that is found.
+    def locate(self, keys: Keys, *, digest: bytes = b"") -> list[Located]:
+        """Where blocks of this tenant are, as far as they are found.
 
         digest: of one namespace; all of the tenant's that are open on this node unless given.
         """
         message = operator_wire.Locate(pack_keys(keys), digest and check_digest(digest))
-        found: list[dict[str, Any]] = json.loads(self._ask(message, RESET_S).data)
+        found: list[Located] = self._get(message, RESET_S)
         return found
 
     def drain(self, node: str, *, wanted: bool = True) -> None:
@@ -61,7 +65,7 @@ class OperatorRequests(ABC):
 
         fence: engines must reopen it before they continue; otherwise they continue in the new epoch.
         """
-        return int(self._ask(operator_wire.Clear(check_digest(digest), fence), RESET_S).value)
+        return int(self._get(operator_wire.Clear(check_digest(digest), fence), RESET_S))
 
     def configure(
         self,
@@ -106,12 +110,12 @@ class OperatorRequests(ABC):
         keys: none for all. digest: of one namespace; empty: all of the tenant's. tier: "dram", "ssd", "device".
         """
         message = operator_wire.Evict(pack_keys(keys), digest and check_digest(digest), tier)
-        return int(self._ask(message, EVICT_S).value)
+        return int(self._get(message, EVICT_S))
 
     def pin_blocks(self, keys: Keys, kind: str = "soft", *, digest: bytes = b"") -> int:
         """As `pin`, by an operator, in one namespace or all of the tenant's; returns how many blocks are there."""
         message = operator_wire.PinBlocks(pack_keys(keys), kind, digest and check_digest(digest))
-        return int(self._ask(message).value)
+        return int(self._get(message))
 
     def inspect(self, node: str = "") -> NodeStats:
         """The numbers of a node of the cluster, of all its tenants. Empty: of this one."""
@@ -127,13 +131,12 @@ class OperatorRequests(ABC):
         by: str = "",
         wait_s: float = 0.0,
     ) -> Any:
-        """A node's answer to an operator's request: its number, or its decoded JSON.
+        """A node's answer to an operator's request: its number, or its decoded JSON, of the declared type.
 
         message: see `kvpool.wire`, "operator → daemon". node: empty for this one. tenant: whose blocks it is
         about; empty for this client's. by: on whose behalf. wait_s: extra time for the answer.
         """
-        answer = self._ask_node(message, node, tenant, by, wait_s)
-        return answer.value if type(answer) is frame.Done else json.loads(answer.data)
+        return answer_of(message, self._ask_node(message, node, tenant, by, wait_s))
 
 
 class OperatorClient(OperatorRequests, Client):

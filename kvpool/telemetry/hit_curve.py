@@ -96,6 +96,19 @@ class Curve(msgspec.Struct, frozen=True):
         return next(point.hit for point in self.points if point.times == wanted)
 
 
+class MemoryPlan(msgspec.Struct, frozen=True):
+    """What more memory would give a tenant, all nodes together."""
+
+    tenant: str
+    nodes: int
+    """That answered."""
+    curve: Curve
+    misses: dict[str, Missed]
+    """By reason, since the nodes started."""
+    unreachable: dict[str, str]
+    """Nodes that did not answer, and why."""
+
+
 class _Steps(NamedTuple):
     """A node's distances in order, and the share of its blocks with at most each."""
 

@@ -130,16 +130,39 @@ class Receipt(msgspec.Struct):
     booked: Booked = msgspec.field(default_factory=Booked)
 
 
-class PeriodRow(msgspec.Struct, frozen=True):
-    """A row of the account, as nodes answer. number: 0 for several periods together. open: its period has not ended."""
+class AccountItem(Booked, kw_only=True):
+    """A namespace of a tenant on a node, in a period or in all of them together."""
 
+    node: str
     incarnation: str
     number: int
+    """Counts the periods of an incarnation; one that is missing was lost. 0: all together."""
     begin_s: float
     end_s: float
     seconds: float
+    """That the periods took."""
     open: bool
-    row: Row
+    """Whether the period has not ended, so that its numbers still grow."""
+    tenant: str
+    namespace: str
+    """Empty: of all those beyond the limit."""
+    model: str
+
+
+class ReceiptItem(Booked, kw_only=True):
+    """What a node served to a request."""
+
+    node: str
+    request: str
+    """As its engine names it."""
+    tenant: str
+    namespace: str
+    model: str
+    session: str
+    begun_s: float
+    used_s: float
+    ended_s: float | None
+    """Null: its engine has not said so."""
 
 
 class PeriodRows(msgspec.Struct, frozen=True):
@@ -147,7 +170,7 @@ class PeriodRows(msgspec.Struct, frozen=True):
     sequence number `next_sequence`. incomplete: some of the file could not be read.
     """
 
-    rows: list[PeriodRow]
+    rows: list[AccountItem]
     more: bool
     next_sequence: int = 0
     next_row: int = 0
@@ -157,7 +180,7 @@ class PeriodRows(msgspec.Struct, frozen=True):
 class Receipts(msgspec.Struct, frozen=True):
     """more: whether older ones were left out."""
 
-    receipts: list[Receipt]
+    receipts: list[ReceiptItem]
     more: bool
 
 

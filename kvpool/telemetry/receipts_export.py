@@ -35,18 +35,6 @@ _OF_REQUESTS = (
 )
 
 
-def account_item(node: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """A `PeriodRow`, as JSON says it, without nests of no meaning to others."""
-    outer = {name: value for name, value in told.items() if name != "row"}
-    return {"node": node, **outer, **receipt_item(node, told["row"])}
-
-
-def receipt_item(node: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a `Receipt`."""
-    plain = {name: value for name, value in told.items() if name != "booked"}
-    return {"node": node, **plain, **told["booked"]}
-
-
 def flat(item: Mapping[str, Any], way: str = "") -> dict[str, Any]:
     """An item's numbers and names by their columns."""
     found: dict[str, Any] = {}

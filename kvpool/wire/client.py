@@ -51,6 +51,7 @@ import msgspec
 
 from kvpool.decoding import Finite
 from kvpool.types import PARTS_MAX, EngineRecord
+from kvpool.wire.answers import Missing
 from kvpool.wire.command import Scope, command, in_json
 from kvpool.wire.frame import (
     PROTOCOL_OLDEST,
@@ -518,7 +519,7 @@ class Engines(ReadOnly, tag=54):
     """
 
 
-@command("viewer")
+@command("viewer", answer=dict[str, tuple[int, int]])
 class Prefixes(ReadOnly, tag=58):
     """How much of a prefix each node could provide, by the directory, in blocks: `{node: [in memory, with
     disks]}`.
@@ -532,12 +533,9 @@ class Prefixes(ReadOnly, tag=58):
     wait_s: Annotated[Finite, in_json(Annotated[float, msgspec.Meta(ge=0, le=PREFIXES_S_MAX)])]
 
 
-@command("viewer")
+@command("viewer", answer=Missing, everywhere="POST /v1/why")
 class WhyMissing(ReadOnly, tag=145):
-    """Why a node could not provide more of a prompt. JSON: `asked`; `memory_blocks` and `blocks` that it could, from
-    memory and from disks too; `missing`, the first block that it could not, and `last`, the last read that ended at one
-    of these blocks, each with `block` (its index), `key`, `reason`, `words`, `tier`, `age_s`, `idle_s`, `by`, `where`,
-    `differs`, or null; `reach_s`: for how long departures are remembered, null: all.
+    """Why a node could not provide more of a prompt, whose blocks are `keys` in their order.
 
     `digest`: of the namespace, without its epoch. `node`: its name; empty: the one that is asked.
     """

@@ -8,9 +8,11 @@
 
 From this declaration come the message on the wire, its dispatch in the daemon (`kvpool.daemon.ops.operators`), the
 route `POST /v1/operator/stop-job` of the gateway with its description, the least role and the tenants that it is for
-(`kvpool.admin.handlers.operator`), and what a command line elsewhere sends there (`kvpool.client.gateway`).
+(`kvpool.admin.handlers.operator`), and what a command line elsewhere sends there (`kvpool.client.gateway`). With
+`everywhere="POST /v1/pins"` there is another route, which asks all nodes at a time.
 
-The route takes the message's fields as a JSON object. Bytes are base64. A field that carries JSON stands there as it is.
+The routes take the message's fields as a JSON object. Keys and digests are hex. A field that carries JSON stands there
+as it is.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import msgspec
 
-from kvpool.types import KEY_BYTES
-from kvpool.wire.frame import KEYS_MAX, Message
+from kvpool.decoding import decode_json
+from kvpool.errors import ProtocolError
+from kvpool.types import split_keys
+from kvpool.wire.frame import AnyDigest, Bytes, Digest, Done, Message
 
 TEXT_MAX = 1024
 LIST_MAX = 1000
@@ -57,6 +61,8 @@ class Command(NamedTuple):
     scope: Scope
     answer: Any
     """The type of the answer: `int` for a `Done`, otherwise that of the JSON in a `Bytes`."""
+    everywhere: str = ""
+    """The method and path of the route that asks all nodes, or empty if there is none."""
 
     @property
     def path(self) -> str:
@@ -76,12 +82,16 @@ M = TypeVar("M", bound=type[Message])
 
 
 def command(
-    role: Role | None, scope: Scope = Scope.TENANT, *, answer: Any = dict
+    role: Role | None,
+    scope: Scope = Scope.TENANT,
+    *,
+    answer: Any = dict,
+    everywhere: str = "",
 ) -> Callable[[M], M]:
     """Declare a message as an operator's command. See `Command`."""
 
     def declare(kind: M) -> M:
-        COMMANDS[kind] = Command(kind, role, scope, answer)
+        COMMANDS[kind] = Command(kind, role, scope, answer, everywhere)
         return kind
 
     return declare
@@ -95,11 +105,20 @@ def in_json(hint: Any) -> msgspec.Meta:
     return msgspec.Meta(extra={"json": hint})
 
 
+NAMES = {"digest": "namespace"}
+"""The names of fields in JSON, where they differ from those on the wire."""
 _SAME = object()
+_HEX = r"[0-9a-f]{32}"
+_DIGESTS = {
+    Digest: Annotated[str, msgspec.Meta(pattern=f"^{_HEX}$")],
+    AnyDigest: Annotated[str, msgspec.Meta(pattern=f"^({_HEX})?$")],
+}
 _BOUNDED: dict[Any, Any] = {
-    bytes: Annotated[bytes, msgspec.Meta(max_length=KEYS_MAX * KEY_BYTES)],
+    **_DIGESTS,
+    bytes: list[Annotated[str, msgspec.Meta(pattern=f"^{_HEX}$")]],
     str: Annotated[str, msgspec.Meta(max_length=TEXT_MAX)],
 }
+"""The types of fields in JSON. Bytes that are no digest are block keys: a body limits them, and then the daemon."""
 
 
 def _declared(hint: Any) -> Any:
@@ -128,8 +147,8 @@ def _bounded(hint: Any) -> Any:
 
 
 @cache
-def shape_of(kind: type[Message]) -> type[msgspec.Struct]:
-    """The struct of a message's JSON, with limits for all that it contains."""
+def shape_of(kind: type[Message], base: type[msgspec.Struct] | None = None) -> type[msgspec.Struct]:
+    """The struct of a message's JSON, with limits for all that it contains. base: declares further fields."""
     fields: list[Any] = []
     for each in msgspec.structs.fields(kind):
         declared = _declared(each.type)
@@ -137,7 +156,7 @@ def shape_of(kind: type[Message]) -> type[msgspec.Struct]:
             continue
         hint = _bounded(each.type) if declared is _SAME else declared
         if each.default is not msgspec.NODEFAULT:
-            fields.append((each.name, hint, each.default))
+            fields.append((each.name, hint, _to_json(each.type, each.default)))
         elif each.default_factory is not msgspec.NODEFAULT:
             fields.append((each.name, hint, msgspec.field(default_factory=each.default_factory)))
         else:
@@ -145,26 +164,63 @@ def shape_of(kind: type[Message]) -> type[msgspec.Struct]:
     return msgspec.defstruct(
         f"Operator{kind.__name__}",
         fields,
+        bases=(base,) if base else None,
         namespace={"__doc__": (kind.__doc__ or "").partition("\n")[0]},
+        rename=NAMES,
         frozen=True,
+        kw_only=True,
         forbid_unknown_fields=True,
     )
 
 
+def _to_json(hint: Any, value: Any) -> Any:
+    """A field of a message for JSON."""
+    if _carries_json(hint):
+        return msgspec.Raw(value)
+    if hint in _DIGESTS:
+        return value.hex()
+    return [key.hex() for key in split_keys(value)] if hint is bytes else value
+
+
+def _of_json(hint: Any, value: Any) -> Any:
+    """The field of a message from its JSON."""
+    if _carries_json(hint):
+        return msgspec.json.encode(value)
+    if hint in _DIGESTS:
+        return bytes.fromhex(value)
+    return bytes.fromhex("".join(value)) if hint is bytes else value
+
+
 def message_of(kind: type[Message], shape: msgspec.Struct) -> Message:
     """The message of a decoded shape of it."""
-    fields = msgspec.structs.asdict(shape)
-    for each in msgspec.structs.fields(kind):
-        if _carries_json(each.type):
-            fields[each.name] = msgspec.json.encode(fields[each.name])
+    fields = {
+        each.name: _of_json(each.type, getattr(shape, each.name))
+        for each in msgspec.structs.fields(kind)
+        if _declared(each.type) is not None
+    }
     return kind(**fields)
 
 
 def to_json(message: Message) -> dict[str, Any]:
     """A message for `msgspec.json.encode`."""
-    found: dict[str, Any] = {}
-    for each in msgspec.structs.fields(message):
-        if _declared(each.type) is not None:
-            value = getattr(message, each.name)
-            found[each.name] = msgspec.Raw(value) if _carries_json(each.type) else value
-    return found
+    return {
+        NAMES.get(each.name, each.name): _to_json(each.type, getattr(message, each.name))
+        for each in msgspec.structs.fields(message)
+        if _declared(each.type) is not None
+    }
+
+
+def answer_of(message: Message, answer: Message, kind: Any = None) -> Any:
+    """The answer to a message: the number of a `Done`, or the JSON of a `Bytes`.
+
+    kind: the type of the JSON, by default the one that the command declares. Raises `ProtocolError`.
+    """
+    kind = kind or COMMANDS[type(message)].answer
+    match answer:
+        case Done(value) if kind is int:
+            return value
+        case Bytes(data) if kind is not int:
+            return decode_json(
+                data, kind, f"an answer to a {type(message).__name__} of this version"
+            )
+    raise ProtocolError(f"a {type(message).__name__} was answered with a {type(answer).__name__}")

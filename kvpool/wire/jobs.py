@@ -151,30 +151,38 @@ class JobState(StrEnum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    SILENT = "silent"
+    """On a node that does not answer any more, for whoever follows the job."""
 
 
-class JobView(msgspec.Struct, frozen=True):
-    """A job's progress on one node.
+class Progress(msgspec.Struct, kw_only=True):
+    """What a job has done."""
 
-    seen, total: blocks examined, and about how many there are to examine; 0: not known. blocks, nbytes: processed
-    (evicted, brought, found damaged), or with `dry_run` would be. kept: blocks left out
-    because they are pinned. age_s: since its start; took_s: until its end, or up to now.
-    """
+    seen: int = 0
+    """Blocks examined."""
+    total: int = 0
+    """About how many there are to examine; 0: not known."""
+    blocks: int = 0
+    """Processed (evicted, brought, found damaged), or with `dry_run` would be."""
+    nbytes: int = 0
+    kept: int = 0
+    """Blocks left out because they are pinned."""
+
+
+class JobView(Progress, kw_only=True):
+    """A job's progress on one node."""
 
     job: str
     node: str
     kind: str
-    state: JobState
+    state: JobState = JobState.RUNNING
     dry_run: bool
     tenant: str
     by: str
-    seen: int
-    total: int
-    blocks: int
-    nbytes: int
-    kept: int
-    age_s: Finite
-    took_s: Finite
+    age_s: Finite = 0.0
+    """Since its start."""
+    took_s: Finite = 0.0
+    """Until its end, or up to now."""
     error: str = ""
 
 

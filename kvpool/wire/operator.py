@@ -5,11 +5,13 @@ Each is declared with `@command`: its answer, the least role of a token, and who
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
 from kvpool.decoding import Finite
+from kvpool.types import Intent, IntentAnswer
+from kvpool.wire import answers
 from kvpool.wire.command import COMMANDS, Scope, command, in_json
 from kvpool.wire.frame import AnyDigest, Count, Digest, Integer, Message, ReadOnly
 from kvpool.wire.jobs import JobName, JobSpec, JobView
@@ -22,7 +24,7 @@ class Cluster(ReadOnly, tag=31):
     """What this node knows of the cluster: nodes, namespaces, directory."""
 
 
-@command("viewer", answer=list)
+@command("viewer", answer=list[answers.Located])
 class Locate(ReadOnly, tag=32):
     """Where these blocks are, by the directory. `digest`: of one namespace; empty: all of the tenant's."""
 
@@ -83,12 +85,16 @@ class Evict(Message, tag=37):
     masks: bytes = b""
 
 
-@command("operator", answer=int)
+@command("operator", answer=int, everywhere="POST /v1/pins")
 class PinBlocks(Message, tag=38):
-    """As `Pin`, by an operator. `digest`: of one namespace; empty: all of the tenant's."""
+    """Set or remove pins of blocks. The answer is how many of the blocks a node has.
+
+    `kind`: `soft` is evicted last, `hard` never, `none` as any other. `digest`: of one namespace; empty: all of the
+    tenant's.
+    """
 
     keys: bytes
-    kind: str
+    kind: Annotated[str, in_json(Literal["soft", "hard", "none"])]
     digest: AnyDigest = b""
 
 
@@ -114,10 +120,9 @@ class Inspect(ReadOnly, tag=101):
     """All statistics of this node, for all its tenants."""
 
 
-@command("viewer")
+@command("viewer", answer=answers.Blocks)
 class ListBlocks(ReadOnly, tag=102):
-    """Some of this node's blocks, from `cursor` on (empty: from the beginning). JSON: blocks, cursor (null: the
-    end).
+    """Some of this node's blocks, from `cursor` on (empty: from the beginning).
 
     Fewer than `count` may come with a cursor. `tier`: dram, ssd or device. `digest`: of one namespace; empty:
     all of the tenant's.
@@ -129,10 +134,9 @@ class ListBlocks(ReadOnly, tag=102):
     digest: AnyDigest = b""
 
 
-# No command needs it: GET /v1/blocks/{key}.
-@command(None, answer=list)
+@command("viewer", answer=list[answers.Block], everywhere="POST /v1/blocks")
 class ShowBlocks(ReadOnly, tag=103):
-    """This node's replicas of these blocks, tier by tier. JSON: one object for each block that is here.
+    """Nodes' replicas of these blocks, tier by tier. Where blocks are by the directory: `POST /v1/operator/locate`.
 
     digest: empty for all namespaces of the tenant.
     """
@@ -167,12 +171,9 @@ class StopJob(Message, tag=106):
     job: Annotated[str, in_json(JobName)]
 
 
-@command("viewer", Scope.SHOWN)
+@command("viewer", Scope.SHOWN, answer=answers.Events)
 class Events(ReadOnly, tag=107):
-    """The events after number `after`; if there are none, those of the next `wait_s`.
-
-    JSON: events, first (the oldest that is remembered), last.
-    """
+    """The events after number `after`; if there are none, those of the next `wait_s`."""
 
     after: Count
     count: Count
@@ -180,14 +181,14 @@ class Events(ReadOnly, tag=107):
     wait_s: Annotated[Finite, in_json(None)] = 0.0
 
 
-@command("viewer", Scope.WHOLE, answer=list)
+@command("viewer", Scope.WHOLE, answer=list[answers.Setting], everywhere="GET /v1/config")
 class Settings(ReadOnly, tag=108):
-    """This node's current configuration; of secrets only whether they are set."""
+    """The current settings of nodes; of secrets only whether they are set."""
 
 
-@command("admin", Scope.WHOLE, answer=int)
+@command("admin", Scope.WHOLE, answer=int, everywhere="PATCH /v1/config")
 class ChangeSettings(Message, tag=109):
-    """`changes`: a JSON object, settings by name. They apply until the daemon ends."""
+    """Change settings of running nodes, by name. They apply until the daemons end."""
 
     changes: Annotated[bytes, in_json(Changes)]
 
@@ -203,39 +204,39 @@ class TakeSpans(Message, tag=121):
     count: Count
 
 
-@command("viewer")
+@command("viewer", answer=answers.Sessions, everywhere="GET /v1/sessions")
 class ListSessions(ReadOnly, tag=142):
-    """Some of the tenant's sessions that this node knows, by ascending names, from `after` on (empty: from the beginning).
+    """The tenant's sessions that nodes know, by ascending names, from `after` on (empty: from the beginning)."""
 
-    JSON: sessions, of each name, turns, agents, blocks, bytes, idle_s, expected_s (until its next turn, null: not known),
-    pause; more: whether there are.
-    """
-
-    after: str
-    count: Count
+    after: str = ""
+    count: Count = 100
 
 
-@command("viewer", answer=list)
+@command("viewer", answer=answers.SessionDetail | None, everywhere="GET /v1/sessions/{session}")
 class ShowSession(ReadOnly, tag=143):
-    """A session. JSON: an array of one, or of none if this node does not know it: as in `ListSessions`, and `chains`: of
-    each agent namespace, agent, blocks, and how many of them are in memory, only on disks here, and not on this node.
+    """A session and the prompts of its agents, or null from a node that does not know it."""
+
+    session: str
+
+
+@command("operator", answer=int, everywhere="DELETE /v1/sessions/{session}")
+class EndSession(Message, tag=144):
+    """End a session: its blocks go before others. The answer is 1 from a node that knew it."""
+
+    session: str
+
+
+@command("operator", answer=IntentAnswer, everywhere="POST /v1/intents")
+class IntendBlocks(Message, tag=147):
+    """Pin, keep, prefetch, expend or drop blocks of a prompt or a session; each node answers for how many it does.
+
+    A prompt: `digest` of its namespace and `keys`, from the first block on. `intent`: `pin`: evicted last, or with `hard`
+    never, until `unpin`; `keep`: the same as a soft pin, in memory, for `for_s` seconds; `prefetch`: brought into memory;
+    `expend`: evicted before others until they are read; `drop`: removed. `digest`: with a session only its blocks in that
+    namespace, or empty: all. `dry_run`: only answer.
     """
 
-    session: str
-
-
-@command("operator", answer=int)
-class EndSession(Message, tag=144):
-    """A session has no further turns: its blocks go before others."""
-
-    session: str
-
-
-@command("operator")
-class IntendBlocks(Message, tag=147):
-    """As `kvpool.wire.client.Intend`, by an operator. `digest`: of the keys' namespace; with a session empty: all."""
-
-    intent: str
+    intent: Annotated[str, in_json(Intent)]
     digest: AnyDigest = b""
     keys: bytes = b""
     session: str = ""

@@ -128,10 +128,10 @@ class Worker:
         def located() -> bool:
             found = self._client.locate(keys, digest=self._ns.digest)
             here = {
-                entry["key"]
+                entry.key
                 for entry in found
-                for replica in entry["replicas"]
-                if replica["node"] == self._settings.node and replica["parts"] == entry["parts"]
+                for replica in entry.replicas
+                if replica.node == self._settings.node and replica.parts == entry.parts
             }
             return len(here) == len(keys)
 

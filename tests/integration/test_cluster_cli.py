@@ -288,7 +288,7 @@ def test_copies_are_made(cluster, at_a, at_b, kvpool, until):
 
     def holders() -> list[set[str]]:
         found = at_a.locate(keys_of(range(3)))
-        return [{replica["node"] for replica in block["replicas"]} for block in found]
+        return [{replica.node for replica in block.replicas} for block in found]
 
     until(lambda: holders() == [{"a", "b"}] * 3, what="two copies of each")
     (row,) = kvpool.json(a, "namespaces")

@@ -272,10 +272,10 @@ def test_operators_see_where_blocks_are(lifted):
     assert (memory, tier) == ("dram", "device")
     assert (device.state, device.blocks, device.used_bytes) == ("serving", 32, 32 * NBYTES)
     (found,) = lifted.client.locate([key(3)])
-    assert [replica["tier"] for replica in found["replicas"]] == ["dram", "device"]
+    assert [replica.tier for replica in found.replicas] == ["dram", "device"]
     lifted.forget_memory()
     (found,) = lifted.client.locate([key(3)])
-    assert [replica["tier"] for replica in found["replicas"]] == ["device"]
+    assert [replica.tier for replica in found.replicas] == ["device"]
 
 
 # ---- read where it is --------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import json
 import secrets
 from typing import Any
 
+import msgspec
+
 from kvpool.client import OperatorClient
 from kvpool.wire import operator as operator_wire
 from tests.support.waiting import until
@@ -16,7 +18,7 @@ def finished(client: OperatorClient, **spec: Any) -> dict[str, Any]:
 
     def ended() -> Any:
         (view,) = client.ask_node(operator_wire.Jobs([name]))
-        return view["state"] != "running" and view
+        return view.state != "running" and msgspec.to_builtins(view)
 
     found: dict[str, Any] = until(ended, "the job ends")
     return found

@@ -9,15 +9,13 @@ from kvpool.admin.handlers.monitoring import Watching
 from kvpool.admin.handlers.operator import Forwarding
 from kvpool.admin.handlers.receipts import Accounting
 from kvpool.admin.handlers.routers import Routers
-from kvpool.admin.handlers.sessions import Sessions
 from kvpool.admin.routing import routes_of
 
 NOBODY: Any = None
 TYPED = tuple(
     routes_of(
         Looking(NOBODY, 0),
-        Blocks(NOBODY, NOBODY),
-        Sessions(NOBODY, NOBODY),
+        Blocks(NOBODY),
         Accounting(NOBODY),
         Changing(NOBODY, NOBODY),
         Routers(NOBODY, [], "", ""),

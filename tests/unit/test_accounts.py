@@ -25,7 +25,7 @@ from kvpool.errors import LimitExceeded, PoolFull
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.storage.stack import dram_costs
 from kvpool.telemetry.receipts import MODEL_MAX, Booked, facts_of
-from kvpool.telemetry.receipts_export import account_item, flat, to_csv, to_lines
+from kvpool.telemetry.receipts_export import flat, to_csv, to_lines
 from kvpool.types import NamespaceRecord, PartSpec
 from kvpool.wire import operator as operator_wire
 
@@ -112,9 +112,17 @@ def rows(keeper: AccountPeriods, m: operator_wire.ListAccounts = EVER) -> Any:
     return asyncio.run(keeper.accounts(m))
 
 
+def booked_of(item: Booked) -> Booked:
+    return Booked(item.reads, item.written, item.refused, item.kept_byte_s)
+
+
+def named(item: Any) -> tuple[Any, ...]:
+    return item.tenant, item.namespace, item.model, booked_of(item)
+
+
 def by_name(life: Life, found: Any) -> dict[tuple[str, str], Booked]:
     digests = {space.base_hex: model for (_, model), space in life.spaces.items()}
-    return {(each.row.tenant, digests[each.row.namespace]): each.row.booked for each in found.rows}
+    return {(each.tenant, digests[each.namespace]): booked_of(each) for each in found.rows}
 
 
 class Oracle:
@@ -266,12 +274,12 @@ def test_the_file_survives_a_torn_line_and_pages_share_no_row(tmp_path: Path) ->
             wanted = operator_wire.ListAccounts(0.0, 1e12, place[0], 7, from_row=place[1])
             page = rows(reader.keeper, wanted)
             assert len(page.rows) == 7 or not page.more
-            seen += [(each.incarnation, each.end_s, each.row.tenant) for each in page.rows]
+            seen += [(each.incarnation, each.end_s, each.tenant) for each in page.rows]
             place, more = (page.next_sequence, page.next_row), page.more
         assert len(seen) == len(set(seen))
         assert sum(incarnation == "life-0" for incarnation, _, _ in seen) >= 2 * 89
     red = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 1000, ["red"]))
-    assert {each.row.tenant for each in red.rows} == {"red"}
+    assert {each.tenant for each in red.rows} == {"red"}
     assert [each.open for each in red.rows if each.open] == []
 
 
@@ -302,7 +310,7 @@ def minutes(life: Life, count: int) -> None:
 
 
 def written(found: Any) -> int:
-    return sum(each.row.booked.written.blocks for each in found.rows)
+    return sum(each.written.blocks for each in found.rows)
 
 
 def pages(keeper: AccountPeriods, count: int) -> list[Any]:
@@ -363,15 +371,15 @@ def test_a_tenant_has_a_bounded_part_of_a_period_and_sums_stay(tmp_path: Path) -
     before = rows(life.keeper, wanted)
     assert len(before.rows) == ROWS_MAX + 1
     life.end_period()
-    assert [each.row for each in rows(life.keeper, wanted).rows] == [
-        each.row for each in before.rows
+    assert [named(each) for each in rows(life.keeper, wanted).rows] == [
+        named(each) for each in before.rows
     ]
     again = Life(1, life.now, tmp_path)
     old = rows(again.keeper, wanted)
-    assert [each.row for each in old.rows] == [each.row for each in before.rows]
+    assert [named(each) for each in old.rows] == [named(each) for each in before.rows]
     assert written(old) == 300
-    assert old.rows[-1].row.namespace == ""
-    assert {len(each.row.model) for each in old.rows} == {0, MODEL_MAX}
+    assert old.rows[-1].namespace == ""
+    assert {len(each.model) for each in old.rows} == {0, MODEL_MAX}
     assert (tmp_path / FILE).stat().st_size < 40_000
     assert sum(map(written, pages(again.keeper, 7))) == 301
 
@@ -385,10 +393,10 @@ def test_all_periods_together_have_a_bounded_number_of_rows(
     life.accounts.written(life.spaces["red", "small"].tables[0], 7)
     life.accounts.written(life.spaces["blue", "small"].tables[0], 1)
     life.now += 1.0
-    found = {(each.row.tenant, each.row.namespace): each for each in rows(life.keeper).rows}
+    found = {(each.tenant, each.namespace): each for each in rows(life.keeper).rows}
     large, small = (life.spaces[name] for name in (("red", "large"), ("blue", "small")))
     assert set(found) == {("red", large.base_hex), ("red", ""), ("blue", small.base_hex)}
-    assert found["red", ""].row.booked.written.blocks == 7
+    assert found["red", ""].written.blocks == 7
     assert [found["red", name].open for name in (large.base_hex, "")] == [False, True]
 
 
@@ -467,7 +475,7 @@ def test_tables_and_lines_have_every_number() -> None:
     life.put(life.spaces["red", "large"], [key(1)], "=cmd")
     life.now = 3.0
     found = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 10))
-    items = [account_item("a", msgspec.to_builtins(each)) for each in found.rows]
+    items = msgspec.to_builtins(found.rows)
     head, line = to_csv(items).splitlines()
     table = dict(zip(head.split(","), line.split(","), strict=True))
     assert table["written_tokens"] == "16" and table["refused_quota_parts"] == "0"
@@ -482,8 +490,8 @@ def test_a_clients_text_stays_in_its_cell() -> None:
     minutes(life, 1)
     (found,) = rows(life.keeper, operator_wire.ListAccounts(0.0, 1e12, 0, 10)).rows
     for text, told in (("\t=1", "' =1"), ("\r=1", "' =1"), ("a\nb", "a b"), ("@x", "'@x")):
-        found.row.model = text
-        table = to_csv([account_item("a", msgspec.to_builtins(found))])
+        found.model = text
+        table = to_csv([msgspec.to_builtins(found)])
         (line,) = csv.DictReader(io.StringIO(table))
         assert line["model"] == told
 

@@ -13,11 +13,12 @@ from kvpool.telemetry.memory_stats import TenantStats
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as o
+from kvpool.wire.answers import Event, Events
 from kvpool.wire.command import COMMANDS, Scope, message_of, shape_of, to_json
 from tests.support import rest
 
 OF_CLIENTS = {client_wire.Stats, client_wire.Engines, client_wire.Prefixes, client_wire.WhyMissing}
-NOT_FORWARDED = {o.OnNode, o.Evict, o.ShowBlocks, o.TakeSpans}
+NOT_FORWARDED = {o.OnNode, o.Evict, o.TakeSpans}
 RULES = {kind: each for kind, each in COMMANDS.items() if each.role is not None}
 # The typed route that gives the same, by its handler's name.
 TYPED = {
@@ -26,28 +27,20 @@ TYPED = {
     client_wire.Stats: "get_node",
     o.Jobs: "list_jobs",
     o.Events: "stream_events",
-    o.Locate: "get_block",
-    client_wire.Prefixes: "lookup",
-    client_wire.WhyMissing: "why",
     client_wire.Engines: "list_engines",
     o.HitCurves: "get_memory",
     o.ListBlocks: "list_blocks",
-    o.ListSessions: "list_sessions",
-    o.ShowSession: "get_session",
     o.ListAccounts: "list_accounts",
     o.ListReceipts: "list_receipts",
-    o.Settings: "get_config",
-    o.PinBlocks: "pin",
-    o.IntendBlocks: "intend",
-    o.EndSession: "end_session",
     o.BeginJob: "begin_job",
     o.StopJob: "stop_job",
-    o.Drain: "drain_node",
     o.Clear: "clear_namespace",
     o.Configure: "configure_namespace",
-    o.ChangeSettings: "change_config",
 }
+EVERYWHERE = {kind for kind, each in RULES.items() if each.everywhere}
 EXAMPLES = {
+    o.PinBlocks: o.PinBlocks(bytes(32), "soft"),
+    o.IntendBlocks: o.IntendBlocks("keep", bytes(16), bytes(16), for_s=1.0),
     o.BeginJob: o.BeginJob("evict-1", b'{"kind":"evict","everything":true}'),
     o.ChangeSettings: o.ChangeSettings(b'{"forward":"true"}'),
 }
@@ -74,13 +67,17 @@ def example(kind) -> Any:
 def test_every_message_is_decided():
     assert set(get_args(o.OperatorMessage)) | OF_CLIENTS == COMMANDS.keys()
     assert COMMANDS.keys() - RULES.keys() == NOT_FORWARDED
-    assert TYPED.keys() == RULES.keys()
-    assert FORWARDED.keys() == {kind.__name__ for kind in RULES}
+    assert RULES.keys() - TYPED.keys() - EVERYWHERE == {client_wire.Prefixes, o.Drain, o.Locate}
+    names = {kind.__name__ for kind in RULES} | {
+        f"{kind.__name__}Everywhere" for kind in EVERYWHERE
+    }
+    assert FORWARDED.keys() == names
 
 
-@pytest.mark.parametrize("kind", RULES)
-def test_no_more_than_on_the_typed_route(kind):
-    route, forwarded = ROUTES[TYPED[kind]], FORWARDED[kind.__name__]
+@pytest.mark.parametrize("kind", [each for each in RULES if each in TYPED or each in EVERYWHERE])
+def test_no_more_than_on_the_other_route(kind):
+    forwarded = FORWARDED[kind.__name__]
+    route = ROUTES[TYPED[kind]] if kind in TYPED else FORWARDED[f"{kind.__name__}Everywhere"]
     assert forwarded.role == route.role
     assert RULES[kind].changes == forwarded.changes == route.changes
     assert forwarded.whole or not route.whole
@@ -140,11 +137,13 @@ def test_a_limited_token_sees_its_own():
     assert b"blue" not in shown(red, o.Inspect(), raw) and b'"clients":7' not in shown(
         red, o.Inspect(), raw
     )
-    jobs = [{"job": "1", "tenant": "red"}, {"job": "2", "tenant": "blue"}]
+    numbers = dict.fromkeys(("seen", "total", "blocks", "nbytes", "kept", "age_s", "took_s"), 0)
+    about = {"node": "a", "kind": "evict", "state": "done", "dry_run": False, "by": "x", **numbers}
+    jobs = [{"job": name, "tenant": of, **about} for name, of in (("1", "red"), ("2", "blue"))]
     found = msgspec.json.decode(shown(red, o.Jobs(), msgspec.json.encode(jobs)))
     assert [job["job"] for job in found] == ["1"]
-    details = [{"tenant": "red"}, {"tenant": "blue"}, {}]
-    page = {"events": [{"details": each} for each in details], "first": 1, "last": 3}
+    details: list[dict[str, Any]] = [{"tenant": "red"}, {"tenant": "blue"}, {}]
+    page = Events([Event(1, 0.0, "a", "change", each) for each in details], 1, 3)
     found = msgspec.json.decode(shown(red, o.Events(0, 9), msgspec.json.encode(page)))
     assert [event["details"] for event in found["events"]] == details[:1] and found["last"] == 3
 

@@ -20,7 +20,6 @@ from kvpool.cli.render.doctor import (
     Finding,
     Machine,
     examine,
-    routes,
     servers,
     show,
     starting,
@@ -182,46 +181,6 @@ def test_folders_for_disks(tmp_path, monkeypatch):
     assert list(good.iterdir()) == list(refuses.iterdir()) == [], "nothing is left behind"
 
 
-def record(name: str, *urls: str) -> dict:
-    transports = [{"url": url, "metadata": ""} for url in urls]
-    return {"node": name, "incarnation": name * 16, "transports": transports}
-
-
-def test_nixl_where_both_have_it():
-    nodes = [
-        record("c", "tcp://c:1"),
-        record("a", "tcp://a:1", "nixl://a:2"),
-        record("b", "tcp://b:1", "nixl://b:2"),
-        record("d"),
-    ]
-    names = ("node", "transport", "url", "otherwise", "note")
-
-    def described(*rows: tuple[str, ...]) -> list[dict]:
-        return [dict(zip(names, row, strict=True)) for row in rows]
-
-    by_nixl = ("b", "nixl", "nixl://b:2", "tcp://b:1", "")
-    by_tcp, not_at_all = ("c", "tcp", "tcp://c:1", "", ""), ("d", "none", "", "", "")
-    assert routes({"node": "a", "nodes": nodes}) == described(by_nixl, by_tcp, not_at_all)
-    links = [{"incarnation": "b" * 16, "path": "tcp://b:1"}]
-    not_by_it = ("b", "tcp", "tcp://b:1", "", doctor.NOT_BY_NIXL)
-    assert routes({"node": "a", "nodes": nodes, "links": links})[0] == described(not_by_it)[0]
-    ours = routes({"node": "c", "nodes": nodes})
-    assert [(pair["node"], pair["url"]) for pair in ours] == [
-        ("a", "tcp://a:1"),
-        ("b", "tcp://b:1"),
-        ("d", ""),
-    ]
-    assert routes({"node": "x", "nodes": []}) == []
-
-
-def test_the_other_cards_are_what_is_left_when_one_fails():
-    nodes = [record("a", "tcp://a:1"), record("b", "tcp://b:1", "tcp://b:2", "tcp://b:3")]
-    links = [{"incarnation": "b" * 16, "path": "tcp://b:2?source=10.0.0.1"}]
-    (pair,) = routes({"node": "a", "nodes": nodes, "links": links})
-    assert (pair["url"], pair["otherwise"]) == ("tcp://b:2?source=10.0.0.1", "tcp://b:1, tcp://b:3")
-    assert pair["note"] == ""
-
-
 def test_network_cards_and_where_they_are(tmp_path):
     place = "sys/class/net"
     files = {
@@ -242,25 +201,23 @@ def test_what_is_shown():
     out = io.StringIO()
     findings = [Finding("a [b]", BAD, "it is [broken]", "mend it")]
     show(findings, [], Console(file=out, width=100))
-    assert "Other nodes" not in out.getvalue()
     for text in ("a [b]", "bad", "it is [broken]", "mend it"):
         assert text in out.getvalue()
-    pairs = [
-        {
-            "node": "n",
-            "transport": "nixl",
-            "url": "nixl://n:2",
-            "otherwise": "tcp://n:1",
-            "note": "x",
-        }
-    ]
-    show(findings, pairs, Console(file=out, width=100))
-    assert "nixl://n:2" in out.getvalue()
+    link = {
+        "node": "n",
+        "distance": "rack",
+        "path": "nixl://n:2",
+        "latency_s": 0.001,
+        "bytes_s": 1e9,
+    }
+    show(
+        findings, [link | {"latency_age_s": 1.0, "bytes_age_s": None}], Console(file=out, width=100)
+    )
+    assert "nixl://n:2" in out.getvalue() and "rate assumed" in out.getvalue()
     narrow = io.StringIO()
     remedy = f"echo advise > /sys/{'x' * 60}"
     show([Finding("pages", NOTE, "none " * 9, remedy)], [], Console(file=narrow, width=60))
     assert narrow.getvalue().count("x") == 60, "a remedy is to be typed"
-    assert "tcp://n:1" in out.getvalue()
 
 
 def test_what_servers_refuse_is_shown_as_long_as_they_do():

@@ -3,32 +3,32 @@
 import io
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from kvpool.cli.render.asking import holders, nodes_of
 from kvpool.cli.render.jobs import (
     PATIENCE_S,
-    SILENT,
     Job,
     complaints,
     follow,
-    holders,
     jobs_on,
-    nodes_of,
     show_job,
     show_jobs,
     summary,
 )
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.wire import operator as operator_wire
-from kvpool.wire.jobs import job_name
+from kvpool.wire.jobs import JobState, JobView, job_name
 from tests.support.stats import node_stats
 
 
-def view(node: str, state: str = "running", kind: str = "evict", **fields) -> dict:
+def view(node: str, state: str = "running", kind: str = "evict", **fields) -> JobView:
     plain: dict[str, Any] = dict.fromkeys(("seen", "total", "blocks", "nbytes", "kept"), 0)
     plain |= {"age_s": 1.0, "took_s": 1.0, "error": "", "dry_run": False, "tenant": "red"}
-    return {"job": "j", "node": node, "kind": kind, "state": state, "by": "uid 0"} | plain | fields
+    told = {"job": "j", "node": node, "kind": kind, "state": state, "by": "uid 0"}
+    return msgspec.convert(told | plain | fields, JobView)
 
 
 class Nodes:
@@ -45,7 +45,7 @@ class Nodes:
         answer = self.inspect(node)
         return (
             [answer]
-            if isinstance(message, operator_wire.Jobs) and isinstance(answer, dict)
+            if isinstance(message, operator_wire.Jobs) and isinstance(answer, JobView)
             else answer
         )
 
@@ -118,7 +118,7 @@ def test_a_node_that_fell_silent_is_given_up():
     now[0] = PATIENCE_S
     job.look()
     assert (job.running, job.good) == ([], False)
-    assert job.views["a"]["state"] == SILENT
+    assert job.views["a"].state is JobState.SILENT
     assert complaints(job) == ["a: it does not answer"]
 
 
@@ -181,7 +181,7 @@ def test_a_table_of_jobs():
 def test_jobs_of_several_nodes_the_youngest_first():
     nodes = Nodes(a=[[view("a", age_s=9.0)]], b=[[view("b", age_s=2.0)]], c=[AWAY])
     views, silent = jobs_on(nodes, ["a", "b", "c"])
-    assert [each["node"] for each in views] == ["b", "a"]
+    assert [each.node for each in views] == ["b", "a"]
     assert silent == {"c": "it does not answer"}
 
 

@@ -4,6 +4,7 @@ import io
 import os
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,20 +17,18 @@ from kvpool.cli.render.naming import block_keys, size
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
 from kvpool.cli.render.top import (
     Asked,
-    Rates,
     Seen,
-    Sums,
     asked_between,
-    fills,
-    rates_between,
-    sums_of,
     view,
 )
 from kvpool.config import load
 from kvpool.errors import ClusterUnavailable, ConfigError, InvalidRequest, NotAuthenticated
 from kvpool.router.client import RouterHttp
 from kvpool.telemetry.node_stats import NodeStats
+from kvpool.telemetry.rates import Counted, Fill, Rates, count, fills, rates
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Block, Event, Events
+from kvpool.wire.jobs import JobState, JobView
 from tests.support.stats import node_stats
 
 
@@ -65,26 +64,31 @@ def stats(**fields) -> NodeStats:
     return node_stats(**sections | fields)
 
 
+def sums(put=0, read=0, pulled=0, had=0, missed=0, incarnation="i", **tenants) -> Counted:
+    return Counted(incarnation, put, read, pulled, had, missed, tenants)
+
+
 def test_all_tenants_are_summed():
-    assert sums_of(stats()) == Sums(101, 61, 9, 11, 9)
-    assert fills(stats()) == {"dram": (2 << 20, 8 << 20), "ssd": (2, 15)}, "as `kvpool status` says"
+    assert count(stats()) == sums(101, 61, 9, 9, 2, red=55, blue=6)
+    assert fills(stats()) == {"dram": Fill(2 << 20, 8 << 20), "ssd": Fill(2, 15)}, (
+        "as `status` says"
+    )
 
 
 @given(st.tuples(*[st.integers(0, 1 << 40)] * 5), st.integers(1, 60))
 def test_rates_are_what_was_added_in_the_time(added, seconds):
-    before = Sums(1, 2, 3, 4, 4)
-    put, read, pulled, asked, got = added
-    after = Sums(1 + put, 2 + read, 3 + pulled, 4 + asked + got, 4 + got)
-    found = rates_between(before, after, seconds)
-    assert found.put_bytes_s * seconds == pytest.approx(put)
-    assert found.pulled_bytes_s * seconds == pytest.approx(pulled)
-    hit = None if asked + got == 0 else got / (asked + got)
-    assert found.hit_rate == (hit if hit is None else pytest.approx(hit))
+    put, read, pulled, missed, got = added
+    after = sums(1 + put, 2 + read, 3 + pulled, 4 + got, 4 + missed)
+    found = rates(sums(1, 2, 3, 4, 4), after, seconds)
+    assert found.put_bytes_s * seconds == pytest.approx(put, abs=3)
+    assert found.pulled_bytes_s * seconds == pytest.approx(pulled, abs=3)
+    hit = None if missed + got == 0 else got / (missed + got)
+    assert found.hit_rate == (hit if hit is None else pytest.approx(hit, abs=1e-4))
 
 
 def test_there_are_no_rates_of_a_node_that_was_started_anew():
-    assert rates_between(Sums(9, 0, 0, 0, 0), Sums(8, 0, 0, 0, 0), 1.0) is None
-    assert rates_between(Sums(0, 0, 0, 0, 0), Sums(8, 0, 0, 0, 0), 0.0) is None
+    assert rates(sums(), sums(8, incarnation="j"), 1.0) == Rates()
+    assert rates(sums(), sums(8), 0.0) == rates(None, sums(8), 1.0) == Rates()
 
 
 def test_the_screen():
@@ -96,10 +100,13 @@ def test_the_screen():
         "error": "",
         "by": "me",
     }
-    job |= dict.fromkeys(("seen", "total", "blocks", "nbytes", "took_s"), 4)
+    job |= {"kind": "evict", "tenant": "red"}
+    job |= dict.fromkeys(("seen", "total", "blocks", "nbytes", "kept", "age_s", "took_s"), 4)
+    running = msgspec.convert(job, JobView)
+    old = msgspec.structs.replace(running, state=JobState.DONE, job="old")
     seen = {
         "a": Seen(stats(), rates=Rates(2048.0, 0.0, 1.0, 0.5)),
-        "b[x]": Seen(stats(), [job, job | {"state": "done", "job": "old"}], error="silent since"),
+        "b[x]": Seen(stats(), [running, old], error="silent since"),
         "c": Seen(error="no answer yet (serving)"),
     }
     watch = SimpleNamespace(seen=seen, cluster={"cluster": "prod"})
@@ -183,10 +190,9 @@ class EventLog:
         self.numbers += range(self.last + 1, self.last + 1 + count)
         self.last += count
 
-    def answer(self, node: str, m: operator_wire.Events) -> dict:
+    def answer(self, node: str, m: operator_wire.Events) -> Events:
         found = [n for n in self.numbers if n > m.after][: self.page]
-        events = [{"number": n, "node": node, "at_s": n, "kind": "k", "details": {}} for n in found]
-        return {"events": events, "first": 1, "last": self.last}
+        return Events([Event(n, n, node, "k", {}) for n in found], 1, self.last)
 
 
 class Cluster(dict):
@@ -201,11 +207,11 @@ def test_each_event_is_told_once_and_in_order():
     feed = Feed(nodes, ["a", "b"])
     nodes["a"].note(5)
     nodes["b"].note(2)
-    found = [(e["node"], e["number"]) for e in feed.news()]
+    found = [(e.node, e.number) for e in feed.news()]
     assert found == [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("a", 3), ("a", 4), ("a", 5)]
     assert feed.news() == []
     nodes["b"].note()
-    assert [(e["node"], e["number"]) for e in feed.news()] == [("b", 3)]
+    assert [(e.node, e.number) for e in feed.news()] == [("b", 3)]
 
 
 def test_a_node_that_was_started_anew_is_followed_from_its_beginning():
@@ -215,7 +221,7 @@ def test_a_node_that_was_started_anew_is_followed_from_its_beginning():
     feed.news()
     nodes["a"] = EventLog()
     nodes["a"].note(2)
-    assert [e["number"] for e in feed.news()] == [1, 2]
+    assert [e.number for e in feed.news()] == [1, 2]
     assert feed.news() == []
 
 
@@ -234,14 +240,14 @@ def test_nodes_that_do_not_answer_are_known_until_they_do():
 
 
 def test_an_event_is_a_line():
-    event = {"number": 1, "at_s": 0.5, "node": "a", "kind": "change"}
-    event["details"] = {"by": "[red]", "keys": 3, "tier": "", "to": {"ttl_s": 1.0}}
+    details = {"by": "[red]", "keys": 3, "tier": "", "to": {"ttl_s": 1.0}}
+    event = Event(1, 0.5, "a", "change", details)
     assert (
         line(event).plain == '1970-01-01T00:00:00Z  a  change  by=[red]  keys=3  to={"ttl_s": 1.0}'
     )
-    events = [event | {"kind": kind} for kind in "xyxyx"]
-    assert [e["kind"] for e in chosen(events, ["x"], 2)] == ["x", "x"]
-    assert [e["kind"] for e in chosen(events, [], 2)] == ["y", "x"]
+    events = [Event(1, 0.5, "a", kind, {}) for kind in "xyxyx"]
+    assert [e.kind for e in chosen(events, ["x"], 2)] == ["x", "x"]
+    assert [e.kind for e in chosen(events, [], 2)] == ["y", "x"]
 
 
 # ---- blocks ----------------------------------------------------------------------------------------
@@ -255,7 +261,9 @@ def test_blocks_are_asked_for_in_pages():
             asked.append((message.cursor, message.count))
             at = int(message.cursor or 0)
             blocks = list(range(at, at + min(message.count, 400)))
-            return {"blocks": blocks, "cursor": str(at + len(blocks)) if at < 1200 else None}
+            return SimpleNamespace(
+                blocks=blocks, cursor=str(at + len(blocks)) if at < 1200 else None
+            )
 
     found, after = list_some(Pages(), "n", "dram", b"", "", 1000)
     assert (found, after) == (list(range(1000)), "1000")
@@ -265,16 +273,25 @@ def test_blocks_are_asked_for_in_pages():
 
 
 def test_blocks_and_prefixes_as_tables():
-    block = {"key": "ab" * 16, "namespace": "cd" * 16, "depth": 1200, "parts": 2, "bytes": 2048}
-    block |= {"age_s": 61.0, "pin": "none", "copy": True, "reused": True}
+    block = Block(
+        node="a",
+        tier="dram",
+        key="ab" * 16,
+        namespace="cd" * 16,
+        parent="",
+        depth=1200,
+        parts=2,
+        bytes=2048,
+        pin="none",
+        copy=True,
+        reused=True,
+        age_s=61.0,
+    )
     text = printed(show_blocks, [block], "0.7")
     assert text.startswith(f"namespace {'cd' * 6} ")
-    wide = block | {
-        "pin": "soft",
-        "copy": False,
-        "age_s": 86_400.0 + 3600 * 11,
-        "bytes": 1000 << 10,
-    }
+    wide = msgspec.structs.replace(
+        block, pin="soft", copy=False, age_s=86_400.0 + 3600 * 11, bytes=1000 << 10
+    )
     narrow = io.StringIO()
     show_blocks([block, wide], None, Console(file=narrow, width=80, highlight=False))
     assert "pin soft" in narrow.getvalue() and "1 d 11 h" in narrow.getvalue()
@@ -298,7 +315,7 @@ def test_blocks_and_prefixes_as_tables():
     show_blocks([block], None, Console(file=out, width=80, highlight=False), of_one=True)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert any(line.startswith(f"{block['key']} ") for line in lines), "to be copied"
+    assert any(line.startswith(f"{block.key} ") for line in lines), "to be copied"
     assert "cdcd" not in out.getvalue()
     text = printed(show_prefixes, {"a": (0, 3), "b": (3, 3), "c": (9, 9)}, 9)
     assert [row.split()[0] for row in text.splitlines()[1:]] == ["c", "b", "a"]

@@ -1,4 +1,4 @@
-"""Operators' changes: drains, namespaces, settings, and jobs."""
+"""Operators' changes: namespaces and jobs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View
+from kvpool.admin.cluster_view import Answers, Cluster, View
 from kvpool.admin.handlers.inventory import Looking
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import (
     check_namespace,
-    check_node,
     check_tenant,
     chosen_nodes,
     having,
@@ -24,27 +23,19 @@ from kvpool.admin.scope import (
 from kvpool.admin.types import (
     ClearInfo,
     ClearRequest,
-    ConfigPatch,
-    DrainInfo,
     JobInfo,
-    JobList,
     JobRequest,
+    Listed,
     NamespaceInfo,
-    Nothing,
     OfJob,
     OfNamespace,
-    OfNode,
     OfTenant,
-    OnNode,
-    Setting,
-    SettingList,
-    SettingsChanged,
     SettingsPatch,
     TenantPage,
 )
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
-from kvpool.wire.jobs import JobState, JobView, ScrubJob, job_name, parse_job, verb_of
+from kvpool.wire.jobs import JobState, JobView, Progress, ScrubJob, job_name, parse_job, verb_of
 
 CHANGE_S = 5.0  # for what goes to the membership
 JOB_BITS = 32
@@ -56,31 +47,6 @@ class Changing:
     def __init__(self, cluster: Cluster, looking: Looking) -> None:
         self._cluster = cluster
         self._looking = looking
-
-    # ---- nodes -------------------------------------------------------------------------------------
-
-    @route("PUT", "/v1/nodes/{node}/drain", "operator", whole=True)
-    async def drain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
-        """Drain a node: copy its sole replicas elsewhere, and take it out of the cluster."""
-        return await self._drain(call, wanted.node, wanted_so=True)
-
-    @route("DELETE", "/v1/nodes/{node}/drain", "operator", whole=True)
-    async def undrain_node(self, call: Call, wanted: OfNode) -> DrainInfo:
-        """Cancel a drain."""
-        return await self._drain(call, wanted.node, wanted_so=False)
-
-    async def _drain(self, call: Call, node: str, *, wanted_so: bool) -> DrainInfo:
-        known = await self._cluster.view()
-        # A drained node has left, and is brought back by cancelling the drain.
-        if wanted_so or node not in known.drains:
-            check_node(known, node)
-        await self._cluster.daemon.number(
-            operator_wire.Drain(node, wanted_so), by=call.by, wait_s=CHANGE_S
-        )
-        self._cluster.changed()
-        view = await self._cluster.view()
-        record = next((each for each in view.nodes if each.node == node), None)
-        return DrainInfo(node, wanted_so, None if record is None else record.drain)
 
     # ---- namespaces --------------------------------------------------------------------------------
 
@@ -94,7 +60,7 @@ class Changing:
             found = await self._looking.namespace(tenant, wanted.digest)
             return ClearInfo(wanted.digest, tenant, found.epoch + 1, dry_run=True)
         node = await self._one_that_knows(tenant, wanted.digest)
-        epoch = await self._cluster.daemon.number(
+        epoch = await self._cluster.daemon.get(
             operator_wire.Clear(bytes.fromhex(wanted.digest), body.fence),
             node=node,
             tenant=tenant,
@@ -121,7 +87,7 @@ class Changing:
             if name in given:
                 given[name] = _quota(given[name])
         message = operator_wire.Configure(bytes.fromhex(wanted.digest), **given)
-        await self._cluster.daemon.number(
+        await self._cluster.daemon.get(
             message, node=node, tenant=tenant, by=call.by, wait_s=CHANGE_S
         )
         await self._cluster.follow(node, tenant, wanted.digest)
@@ -137,46 +103,22 @@ class Changing:
 
         return await self._cluster.consult(find, now=True)
 
-    # ---- settings ----------------------------------------------------------------------------------
-
-    @route("GET", "/v1/config", "viewer", whole=True)
-    async def get_config(self, _call: Call, wanted: OnNode) -> SettingList:
-        """The settings of a node, without secrets."""
-        view = await self._cluster.view()
-        node = check_node(view, wanted.node or view.node)
-        items = await self._cluster.daemon.json(
-            operator_wire.Settings(), list[Setting], node=node, within_s=NODE_S
-        )
-        return SettingList(node, items)
-
-    @route("PATCH", "/v1/config", "admin", whole=True)
-    async def change_config(self, call: Call, _: Nothing, body: ConfigPatch) -> SettingsChanged:
-        """Change settings while daemons run. Permanent changes belong into their files."""
-        nodes = chosen_nodes(await self._cluster.view(), [body.node] if body.node else [])
-        message = operator_wire.ChangeSettings(msgspec.json.encode(body.changes))
-        # A setting that one node rejects is reported before the others have changed it.
-        first = await self._cluster.number_each(nodes[:1], message, by=call.by)
-        if not first.by_node:
-            raise Refused(409, "conflict", "; ".join(first.unreachable.values()))
-        others = await self._cluster.number_each(nodes[1:], message, by=call.by)
-        return SettingsChanged(sorted((*first.by_node, *others.by_node)), others.unreachable)
-
     # ---- jobs --------------------------------------------------------------------------------------
 
     @route("GET", "/v1/jobs", "viewer")
-    async def list_jobs(self, call: Call, wanted: TenantPage) -> JobList:
+    async def list_jobs(self, call: Call, wanted: TenantPage) -> Listed[JobInfo]:
         """Jobs that nodes remember."""
         tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
         answers = await self._views([])
         views = [
             view
-            for views in answers.by_node.values()
+            for views in answers.nodes.values()
             for view in views
             if (view.tenant == tenant if tenant else call.who.sees(view.tenant))
         ]
         found = merge_jobs(views)
         items, after = page(found, lambda each: each.job, wanted.limit, wanted.cursor)
-        return JobList(items, after, answers.unreachable)
+        return Listed(items, after, answers.unreachable)
 
     @route("POST", "/v1/jobs", "operator", status=202)
     async def begin_job(self, call: Call, wanted: OfTenant, body: JobRequest) -> JobInfo:
@@ -199,17 +141,13 @@ class Changing:
 
         nodes = await self._cluster.consult(find, now=True)
         job = job_name(verb_of(body.spec), secrets.randbits(JOB_BITS))
-        begun = await self._cluster.json_each(
-            nodes,
-            operator_wire.BeginJob(job, raw, body.dry_run),
-            JobView,
-            tenant=tenant,
-            by=call.by,
+        begun = await self._cluster.get_each(
+            nodes, operator_wire.BeginJob(job, raw, body.dry_run), tenant=tenant, by=call.by
         )
-        if not begun.by_node:
+        if not begun.nodes:
             why = "; ".join(f"{node}: {text}" for node, text in sorted(begun.unreachable.items()))
             raise Refused(409, "conflict", f"no node has started the job. {why}".rstrip())
-        (merged,) = merge_jobs(begun.by_node.values())
+        (merged,) = merge_jobs(begun.nodes.values())
         return msgspec.structs.replace(merged, unreachable=begun.unreachable)
 
     @route("GET", "/v1/jobs/{job}", "viewer")
@@ -223,7 +161,7 @@ class Changing:
         job = await self._job(call, wanted.job)
         if any(view.kind == "scrub" for view in job.nodes):
             whole_only(call.who)
-        stopped = await self._cluster.number_each(
+        stopped = await self._cluster.get_each(
             [view.node for view in job.nodes], operator_wire.StopJob(job.job), by=call.by
         )
         after = await self._job(call, wanted.job)
@@ -235,10 +173,7 @@ class Changing:
         """Raises `Refused`."""
         answers = await self._views([name])
         views = [
-            view
-            for views in answers.by_node.values()
-            for view in views
-            if call.who.sees(view.tenant)
+            view for views in answers.nodes.values() for view in views if call.who.sees(view.tenant)
         ]
         if not views:
             raise not_found(f"there is no job {name!r}, or it has expired")
@@ -247,7 +182,7 @@ class Changing:
 
     async def _views(self, names: list[str]) -> Answers[list[JobView]]:
         view = await self._cluster.view()
-        return await self._cluster.json_each(view.names(), operator_wire.Jobs(names), list[JobView])
+        return await self._cluster.get_each(view.names(), operator_wire.Jobs(names))
 
 
 def merge_jobs(views: Iterable[JobView]) -> list[JobInfo]:
@@ -269,12 +204,8 @@ def _merged(views: list[JobView]) -> JobInfo:
         dry_run=first.dry_run,
         tenant=first.tenant,
         by=first.by,
-        seen=sum(view.seen for view in views),
-        total=sum(view.total for view in views),
-        blocks=sum(view.blocks for view in views),
-        nbytes=sum(view.nbytes for view in views),
-        kept=sum(view.kept for view in views),
         nodes=views,
+        **{name: sum(getattr(view, name) for view in views) for name in Progress.__struct_fields__},
     )
 
 

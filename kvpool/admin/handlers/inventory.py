@@ -16,31 +16,24 @@ from kvpool.admin.scope import check_namespace, check_node, check_tenant, having
 from kvpool.admin.tokens import ALL, Principal
 from kvpool.admin.types import (
     ClusterInfo,
-    HeldOn,
+    Listed,
     Me,
-    MemoryInfo,
     NamespaceInfo,
-    NamespaceList,
     Node,
     NodeDetail,
-    NodeList,
     Nothing,
     OfNamespace,
     OfNode,
     OfTenant,
     Page,
-    SegmentInfo,
-    SegmentList,
     Status,
     TenantInfo,
-    TenantList,
     TenantPage,
-    TierSum,
 )
 from kvpool.decoding import decode_json
 from kvpool.errors import KvpoolError, ProtocolError
-from kvpool.placement.records import NamespaceSettings, NodeRecord
-from kvpool.telemetry.hit_curve import Memory, curve, misses_of
+from kvpool.placement.records import NamespaceSettings, NodeRecord, NodeState, TierRecord
+from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 
@@ -89,32 +82,35 @@ class Looking:
     async def get_cluster(self, call: Call, _: Nothing) -> ClusterInfo:
         """The cluster as this gateway's node sees it."""
         view = await self._cluster.view()
-        sums: dict[str, list[int]] = {}
+        sums: dict[str, TierRecord] = {}
         for record in view.nodes if call.who.whole else ():
             for tier in record.tiers:
-                total = sums.setdefault(tier.name, [0, 0, 0])
-                total[0] += tier.capacity_bytes
-                total[1] += tier.used_bytes
-                total[2] += tier.secondary_bytes
+                total = sums.get(tier.name, TierRecord(tier.name))
+                sums[tier.name] = TierRecord(
+                    tier.name,
+                    total.capacity_bytes + tier.capacity_bytes,
+                    total.used_bytes + tier.used_bytes,
+                    total.secondary_bytes + tier.secondary_bytes,
+                )
         return ClusterInfo(
             cluster=view.cluster,
             node=view.node,
             standing=view.standing,
             state=view.state,
             states=dict(Counter(str(record.state) for record in view.nodes)),
-            tiers=[TierSum(name, *total) for name, total in sums.items()],
+            tiers=list(sums.values()),
             versions=dict(Counter(record.version for record in view.nodes)),
             namespaces=sum(call.who.sees(entry.tenant) for entry in view.namespaces),
             routers=self._routers,
         )
 
     @route("GET", "/v1/nodes", "viewer")
-    async def list_nodes(self, call: Call, wanted: Page) -> NodeList:
+    async def list_nodes(self, call: Call, wanted: Page) -> Listed[Node]:
         """The nodes of the cluster, by name."""
         view = await self._cluster.view()
         nodes = [show_node(view, name, call.who) for name in view.names()]
         items, after = page(nodes, lambda node: node.node, wanted.limit, wanted.cursor)
-        return NodeList(items, after)
+        return Listed(items, after)
 
     @route("GET", "/v1/nodes/{node}", "viewer")
     async def get_node(self, call: Call, wanted: OfNode) -> NodeDetail:
@@ -126,48 +122,25 @@ class Looking:
             show_node(view, node, call.who), stats.uptime_s, _sections(stats, call.who)
         )
 
-    @route("GET", "/v1/nodes/{node}/segments", "viewer")
-    async def list_segments(self, call: Call, wanted: OfNode) -> SegmentList:
-        """The memory of each tenant on a node, and how it is divided."""
-        node = check_node(await self._cluster.view(), wanted.node)
-        stats = await self._of(node)
-        items = []
-        for name, tenant in sorted(stats.tenants.items()):
-            if call.who.sees(name):
-                space = tenant.space
-                items.append(
-                    SegmentInfo(
-                        tenant=name,
-                        size_bytes=space.size,
-                        used_bytes=space.bytes_used,
-                        secondary_bytes=tenant.secondary_bytes,
-                        slab_bytes=space.slab_bytes,
-                        slabs=space.slabs,
-                        slabs_unassigned=space.slabs_unassigned,
-                        classes=space.classes,
-                    )
-                )
-        return SegmentList(items, None)
-
     async def _of(self, node: str) -> NodeStats:
         """A node's statistics. Raises `Refused` when it does not answer."""
         answers = await self._cluster.stats()
-        if node not in answers.by_node:
+        if node not in answers.nodes:
             why = answers.unreachable.get(node, "it has left")
             raise Refused(503, "unavailable", f"node {node} does not answer: {why}")
-        return answers.by_node[node]
+        return answers.nodes[node]
 
     # ---- namespaces and tenants --------------------------------------------------------------------
 
     @route("GET", "/v1/namespaces", "viewer")
-    async def list_namespaces(self, call: Call, wanted: TenantPage) -> NamespaceList:
+    async def list_namespaces(self, call: Call, wanted: TenantPage) -> Listed[NamespaceInfo]:
         """Namespaces known in the cluster, or open on a node."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
         found = gather_namespaces(view, answers, _seen(call.who, wanted.tenant))
         items, after = page(
             found, lambda each: f"{each.tenant}/{each.digest}", wanted.limit, wanted.cursor
         )
-        return NamespaceList(items, after, answers.unreachable)
+        return Listed(items, after, answers.unreachable)
 
     @route("GET", "/v1/namespaces/{digest}", "viewer")
     async def get_namespace(self, call: Call, wanted: OfNamespace) -> NamespaceInfo:
@@ -187,28 +160,28 @@ class Looking:
         return await self._cluster.consult(find)
 
     @route("GET", "/v1/tenants", "viewer")
-    async def list_tenants(self, call: Call, wanted: TenantPage) -> TenantList:
+    async def list_tenants(self, call: Call, wanted: TenantPage) -> Listed[TenantInfo]:
         """Tenants, with their usage on all nodes together."""
         answers = await self._cluster.stats()
         found = gather_tenants(answers, _seen(call.who, wanted.tenant))
         items, after = page(found, lambda each: each.tenant, wanted.limit, wanted.cursor)
-        return TenantList(items, after, answers.unreachable)
+        return Listed(items, after, answers.unreachable)
 
     @route("GET", "/v1/memory", "viewer")
-    async def get_memory(self, call: Call, wanted: OfTenant) -> MemoryInfo:
+    async def get_memory(self, call: Call, wanted: OfTenant) -> MemoryPlan:
         """The hit rate over memory, and why blocks are missed now."""
         tenant = tenant_of(call.who, wanted.tenant)
         answers = await self._cluster.stats()
         if wanted.tenant:
             check_tenant(answers, tenant)
-        found = await self._cluster.json_each(
+        found = await self._cluster.get_each(
             having(answers, tenant), operator_wire.HitCurves(), Memory, tenant=tenant
         )
-        return MemoryInfo(
+        return MemoryPlan(
             tenant=tenant,
-            nodes=len(found.by_node),
-            curve=curve(list(found.by_node.values())),
-            misses=misses_of(answers.by_node.values(), tenant),
+            nodes=len(found.nodes),
+            curve=curve(list(found.nodes.values())),
+            misses=misses_of(answers.nodes.values(), tenant),
             unreachable={**answers.unreachable, **found.unreachable},
         )
 
@@ -217,26 +190,13 @@ def show_node(view: View, name: str, who: Principal) -> Node:
     """A node as this principal sees it; one that is alone has no record."""
     record = next((each for each in view.nodes if each.node == name), None)
     if record is None:
-        record = NodeRecord(name, view.incarnation)
-        state = view.state
-    else:
-        state = str(record.state)
-    return Node(
-        node=name,
-        incarnation=record.incarnation,
-        state=state,
-        labels=record.labels,
-        version=record.version,
-        protocol=record.protocol,
-        tiers=[
-            TierSum(t.name, t.capacity_bytes, t.used_bytes, t.secondary_bytes)
-            for t in (record.tiers if who.whole else ())
-        ],
-        transports=list(record.transports),
-        drain=record.drain if who.whole else None,
-        drain_wanted=name in view.drains,
-        engines=sum(who.whole or who.sees(engine.tenant) for engine in record.engines),
-    )
+        record = NodeRecord(name, view.incarnation, NodeState(view.state))
+    if not who.whole:
+        engines = tuple(engine for engine in record.engines if who.sees(engine.tenant))
+        record = msgspec.structs.replace(
+            record, tiers=(), drain=None, engines=engines, host="", numa=-1, links=()
+        )
+    return Node(**msgspec.structs.asdict(record), drain_wanted=name in view.drains)
 
 
 def gather_namespaces(
@@ -256,7 +216,7 @@ def gather_namespaces(
                 part_bytes=[part[0] for part in entry.parts],
                 nodes={},
             )
-    for node, stats in sorted(answers.by_node.items()):
+    for node, stats in sorted(answers.nodes.items()):
         for tenant, held in stats.tenants.items():
             for digest, each in held.namespaces.items() if seen(tenant) else ():
                 info = found.get((tenant, digest))
@@ -271,7 +231,7 @@ def gather_namespaces(
                         part_bytes=each.part_bytes,
                         nodes={},
                     )
-                info.nodes[node] = HeldOn(each.blocks, each.held_bytes, each.quota_bytes)
+                info.nodes[node] = each
     return list(found.values())
 
 
@@ -279,7 +239,7 @@ def gather_tenants(answers: Answers[NodeStats], seen: Callable[[str], bool]) -> 
     """The tenants that a caller may see, summed over the nodes that answered."""
     totals: dict[str, Counter[str]] = {}
     spaces: dict[str, set[str]] = {}
-    for stats in answers.by_node.values():
+    for stats in answers.nodes.values():
         for name, tenant in stats.tenants.items():
             if not seen(name):
                 continue

@@ -17,18 +17,18 @@ from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import sees_event
 from kvpool.admin.types import (
-    AuditList,
-    EventInfo,
     EventsWanted,
     History,
     HistoryWanted,
     HotList,
     HotWanted,
+    Listed,
     Nothing,
     Page,
 )
 from kvpool.telemetry.metrics import CONTENT_TYPE
 from kvpool.telemetry.node_stats import HotPrefix, NodeStats
+from kvpool.wire.answers import Event
 
 AUDITED = {"change", "login failed"}
 HEARTBEAT_S = 15.0
@@ -63,7 +63,7 @@ class Watching:
     async def get_metrics(self, _call: Call, _: Nothing) -> web.Response:
         """This node's metrics, in Prometheus' text format."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
-        stats = answers.by_node.get(view.node)
+        stats = answers.nodes.get(view.node)
         if stats is None:
             why = answers.unreachable.get(view.node, "no answer")
             raise Refused(503, "unavailable", f"the daemon did not report its statistics: {why}")
@@ -81,27 +81,27 @@ class Watching:
         if wanted.by == "tenant":
             return self._sampler.hot(wanted.seconds, wanted.limit, call.who.sees)
         answers = await self._cluster.stats()
-        found = hottest_prefixes(answers.by_node.values(), call.who.sees)
+        found = hottest_prefixes(answers.nodes.values(), call.who.sees)
         return HotList("prefix", 0.0, found[: wanted.limit], answers.unreachable)
 
     @route("GET", "/v1/audit", "admin")
-    async def list_audit(self, call: Call, wanted: Page) -> AuditList:
+    async def list_audit(self, call: Call, wanted: Page) -> Listed[Event]:
         """Operators' changes and failed logins, newest first: as far as nodes remember them."""
         before = unpack_cursor(wanted.cursor, Moment) if wanted.cursor else None
 
-        def keep(event: EventInfo) -> bool:
+        def keep(event: Event) -> bool:
             return event.kind in AUDITED and sees_event(call.who, event.details)
 
         found = await self._events.newest(keep, wanted.limit + 1, before)
         some = found[: wanted.limit]
         after = pack_cursor(*some[-1].moment) if len(found) > wanted.limit else None
-        return AuditList([heard.event for heard in some], after, dict(self._events.unreachable))
+        return Listed([heard.event for heard in some], after, dict(self._events.unreachable))
 
     @route("GET", "/v1/events", "viewer", media=EVENT_STREAM)
     async def stream_events(self, call: Call, wanted: EventsWanted) -> web.StreamResponse:
         """Events as they happen: server-sent events.
 
-        Each has `event: KIND`, `id: NODE:NUMBER` and an `EventInfo` as data. `Last-Event-ID` continues after that
+        Each has `event: KIND`, `id: NODE:NUMBER` and an `Event` as data. `Last-Event-ID` continues after that
         one; after a loss, `event: gap` marks events that may be missing or repeated.
         """
         last_seen = call.http.headers.get(LAST_EVENT_ID, "")

@@ -11,26 +11,34 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvpool.admin.cluster_view import Cluster
+from kvpool.admin.cluster_view import NODE_S, Answers, Cluster
 from kvpool.admin.problems import not_found
 from kvpool.admin.routing import Call, Route
-from kvpool.admin.scope import sees_event, tenant_of, whole_only
+from kvpool.admin.scope import chosen_nodes, holders, sees_event, tenant_of, whole_only
 from kvpool.admin.tokens import Principal
-from kvpool.admin.types import AnyNode, OfTenant
+from kvpool.admin.types import AnyNode, OfTenant, Unreachable
 from kvpool.decoding import decode_json
-from kvpool.errors import ProtocolError
+from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.telemetry.cluster_stats import ClusterStats
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Event, Events
 from kvpool.wire.command import COMMANDS, Command, Scope, message_of, shape_of
 from kvpool.wire.jobs import JobView, ScrubJob, parse_job
 
 WAIT_S_MAX = 60.0
 LOOK_S_MAX = 10.0  # of what changes nothing
+CHANGE_S = 10.0  # of each of all nodes, for pins on disks and the answers of others
 ANSWER_S = 20.0  # beyond what is asked for: etcd may take as long
 EVENTS_MAX, EVENT_PAGES_MAX = 1000, 8  # in a page, as a daemon has it; more than it remembers
+
+
+class OnNodes(OfTenant, frozen=True, kw_only=True):
+    """Whose objects are meant, and on which nodes."""
+
+    node: AnyNode = ""
 
 
 class ForNode(OfTenant, frozen=True):
@@ -40,6 +48,13 @@ class ForNode(OfTenant, frozen=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.0
 
 
+def _answers(command: Command) -> Any:
+    """The type of `Answers` to a command, with a name for its description."""
+    by_node: Any = dict
+    fields = [("nodes", by_node[str, command.answer]), ("unreachable", Unreachable)]
+    return msgspec.defstruct(f"{command.kind.__name__}Answers", fields)
+
+
 class Forwarding:
     """Forwards requests of the command line to nodes."""
 
@@ -47,16 +62,63 @@ class Forwarding:
         self._cluster = cluster
 
     def routes(self) -> Iterator[Route]:
-        """One for each command that the gateway forwards."""
+        """One for each command that the gateway forwards, and one for each that it asks all nodes."""
         for command in COMMANDS.values():
+            whole = command.scope is Scope.WHOLE
+            if command.everywhere:
+                method, _, path = command.everywhere.partition(" ")
+                asked = method in {"GET", "DELETE"}
+                yield Route(
+                    *(method, path, self._asks_all(command), command.role),
+                    answer=_answers(command),
+                    params=shape_of(command.kind, OnNodes) if asked else OnNodes,
+                    body=None if asked else shape_of(command.kind),
+                    whole=whole,
+                )
             if command.role is not None:
                 yield Route(
                     *("POST", command.path, self._forwards(command), command.role),
                     answer=command.answer,
                     params=ForNode,
                     body=shape_of(command.kind),
-                    whole=command.scope is Scope.WHOLE,
+                    whole=whole,
                 )
+
+    def _asks_all(self, command: Command) -> Callable[..., Awaitable[Any]]:
+        async def ask_all(call: Call, wanted: OnNodes, body: Any = None) -> Answers[Any]:
+            message = message_of(command.kind, wanted if body is None else body)
+            if command.scope is Scope.WHOLE:
+                tenant, silent = "", dict[str, str]()
+                nodes = chosen_nodes(await self._cluster.view(), [wanted.node] * bool(wanted.node))
+            else:
+                tenant = tenant_of(call.who, wanted.tenant)
+                digest = getattr(message, "digest", b"").hex()
+                nodes, _, _, silent = await holders(
+                    self._cluster, tenant, digest, wanted.node, now=True
+                )
+            errors: list[KvpoolError] = []
+
+            more = {"tenant": tenant, "by": call.by, "wait_s": CHANGE_S if command.changes else 0.0}
+
+            async def ask(node: str) -> Any:
+                try:
+                    return await self._cluster.daemon.get(
+                        message, node=node, within_s=NODE_S, **more
+                    )
+                except KvpoolError as error:
+                    errors.append(error)
+                    raise
+
+            found = await self._cluster.ask_each(nodes, ask)
+            if errors and not found.nodes:
+                raise errors[0]
+            if command.changes:
+                self._cluster.changed()
+            return Answers(dict(sorted(found.nodes.items())), {**silent, **found.unreachable})
+
+        ask_all.__name__ = f"{command.kind.__name__}Everywhere"
+        ask_all.__doc__ = command.kind.__doc__
+        return ask_all
 
     def _forwards(self, command: Command) -> Callable[..., Awaitable[Any]]:
         async def forward(call: Call, wanted: ForNode, body: Any) -> Any:
@@ -95,8 +157,8 @@ class Forwarding:
 
     async def _check_job(self, call: Call, job: str, node: str) -> None:
         """Raises `Refused` for a job that this token does not see, as if there were none; or may not stop."""
-        views = await self._cluster.daemon.json(
-            operator_wire.Jobs([job]), list[JobView], node=node, within_s=ANSWER_S
+        views: list[JobView] = await self._cluster.daemon.get(
+            operator_wire.Jobs([job]), node=node, within_s=ANSWER_S
         )
         if not all(call.who.sees(view.tenant) for view in views) or not views:
             raise not_found(f"there is no job {job!r}, or it has expired")
@@ -105,30 +167,24 @@ class Forwarding:
 
     async def _events(
         self, call: Call, tenant: str, message: operator_wire.Events, wanted: ForNode
-    ) -> dict[str, Any]:
+    ) -> Events:
         """As many of the events that a limited token sees as it asks for, among all that are remembered."""
         count = min(max(1, message.count), EVENTS_MAX)
         message = msgspec.structs.replace(message, count=EVENTS_MAX)
-        seen: list[dict[str, Any]] = []
-        page: dict[str, Any] = {}
+        seen: list[Event] = []
         for _ in range(EVENT_PAGES_MAX):
-            answer = await self._ask(call, tenant, message, wanted)
-            assert isinstance(answer, frame.Bytes), "events are no number"
-            page = decode_json(shown(call.who, message, answer.data), dict[str, Any], "events")
-            seen += page["events"]
-            every = decode_json(answer.data, _Page, "events").events
-            if len(seen) >= count or len(every) < EVENTS_MAX:
+            page: Events = await self._cluster.daemon.get(
+                message, node=wanted.node, tenant=tenant, within_s=ANSWER_S
+            )
+            seen += _seen(call.who, page)
+            if len(seen) >= count or len(page.events) < EVENTS_MAX:
                 break
-            message = msgspec.structs.replace(message, after=every[-1].number)
-        return {**page, "events": seen[:count]}
+            message = msgspec.structs.replace(message, after=page.events[-1].number)
+        return msgspec.structs.replace(page, events=seen[:count])
 
 
-class _Numbered(msgspec.Struct):
-    number: int
-
-
-class _Page(msgspec.Struct):
-    events: list[_Numbered]
+def _seen(who: Principal, page: Events) -> list[Event]:
+    return [event for event in page.events if sees_event(who, event.details)]
 
 
 def check(who: Principal, message: frame.Message, tenant: str) -> str:
@@ -197,15 +253,14 @@ def _stats(who: Principal, raw: bytes) -> NodeStats:
     )
 
 
-def _jobs(who: Principal, raw: bytes) -> list[dict[str, Any]]:
-    jobs = decode_json(raw, list[dict[str, Any]], "a list of jobs")
-    return [job for job in jobs if who.sees(job["tenant"])]
+def _jobs(who: Principal, raw: bytes) -> list[JobView]:
+    jobs = decode_json(raw, list[JobView], "a list of jobs")
+    return [job for job in jobs if who.sees(job.tenant)]
 
 
-def _events(who: Principal, raw: bytes) -> dict[str, Any]:
-    found = decode_json(raw, dict[str, Any], "a page of events")
-    some = [event for event in found["events"] if sees_event(who, event["details"])]
-    return {**found, "events": some}
+def _events(who: Principal, raw: bytes) -> Events:
+    found = decode_json(raw, Events, "a page of events")
+    return msgspec.structs.replace(found, events=_seen(who, found))
 
 
 SHOWN: dict[type[frame.Message], Callable[[Principal, bytes], Any]] = {

@@ -13,19 +13,15 @@ from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_node, tenant_of
 from kvpool.admin.types import (
-    AccountItem,
     AccountList,
     AccountPage,
-    ReceiptItem,
     ReceiptList,
     ReceiptPage,
 )
-from kvpool.telemetry.receipts import PeriodRows, Receipts
+from kvpool.telemetry.receipts import AccountItem, PeriodRows, ReceiptItem, Receipts
 from kvpool.telemetry.receipts_export import (
     MEDIA,
     Format,
-    account_item,
-    receipt_item,
     to_csv,
     to_lines,
 )
@@ -72,15 +68,11 @@ class Accounting:
                 *(wanted.since, wanted.until or EVER_S, sequence, wanted.limit - len(items)),
                 *(tenants, bytes.fromhex(wanted.namespace), wanted.total, row),
             )
-            listed = await self._cluster.json_each(names, message, PeriodRows)
+            listed = await self._cluster.get_each(names, message, PeriodRows)
             unreachable.update(listed.unreachable)
             some = None
-            for node, some in sorted(listed.by_node.items()):
-                items.extend(
-                    msgspec.convert(account_item(node, msgspec.to_builtins(each)), AccountItem)
-                    for each in some.rows
-                    if call.who.sees(each.row.tenant)
-                )
+            for node, some in sorted(listed.nodes.items()):
+                items.extend(each for each in some.rows if call.who.sees(each.tenant))
                 if some.incomplete:
                     incomplete.append(node)
             return some
@@ -118,15 +110,15 @@ class Accounting:
             *(wanted.since, wanted.until or EVER_S, wanted.limit, wanted.request, tenants),
             bytes.fromhex(wanted.namespace),
         )
-        listed = await self._cluster.json_each(nodes, message, Receipts)
+        listed = await self._cluster.get_each(nodes, message, Receipts)
         items = [
-            msgspec.convert(receipt_item(node, msgspec.to_builtins(receipt)), ReceiptItem)
-            for node, some in listed.by_node.items()
+            receipt
+            for some in listed.nodes.values()
             for receipt in some.receipts
             if call.who.sees(receipt.tenant)
         ]
         items.sort(key=lambda each: (each.begun_s, each.node))
-        more = len(items) > wanted.limit or any(some.more for some in listed.by_node.values())
+        more = len(items) > wanted.limit or any(some.more for some in listed.nodes.values())
         answer = ReceiptList(items[-wanted.limit :], more, listed.unreachable)
         text = _text(wanted.format, answer.items, requests=True)
         return answer if text is None else _response(wanted.format, text, answer.unreachable)

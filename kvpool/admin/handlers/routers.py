@@ -15,17 +15,16 @@ from kvpool.admin.cluster_view import Answers, Cluster
 from kvpool.admin.paging import page
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call, route
-from kvpool.admin.scope import tenant_of, whole_only
+from kvpool.admin.scope import tenant_of
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import (
     Engine,
-    EngineDrain,
-    EngineList,
-    EngineWeight,
+    EngineChanged,
     Explained,
     ExplainRequest,
     IntentInfo,
     IntentRequest,
+    Listed,
     LookupInfo,
     LookupRequest,
     Nothing,
@@ -69,7 +68,7 @@ class Routers:
     # ---- engines -----------------------------------------------------------------------------------
 
     @route("GET", "/v1/engines", "viewer")
-    async def list_engines(self, call: Call, wanted: TenantPage) -> EngineList:
+    async def list_engines(self, call: Call, wanted: TenantPage) -> Listed[Engine]:
         """Engines that were announced to the cluster, or that a router knows."""
         tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
         view = await self._cluster.view()
@@ -91,7 +90,7 @@ class Routers:
                     namespace=engine.namespace,
                     routers={},
                 )
-        for router, answer in sorted(told.by_node.items()):
+        for router, answer in sorted(told.nodes.items()):
             for row in _rows(answer):
                 url, name = str(row.get("url", "")), str(row.get("name", ""))
                 rank = said if type(said := row.get("rank")) is int else None
@@ -115,39 +114,33 @@ class Routers:
         items, after = page(
             list(found.values()), lambda e: f"{e.url} {e.name}", wanted.limit, wanted.cursor
         )
-        return EngineList(items, after, told.unreachable)
+        return Listed(items, after, told.unreachable)
 
     @route("PUT", "/v1/engines/{name}/drain", "operator", whole=True, routers=True)
-    async def drain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
+    async def drain_engine(self, _call: Call, wanted: OfEngine) -> EngineChanged:
         """Drain an engine: routers give it no new requests."""
-        return await self._drain(wanted.name, draining=True)
+        return await self._change(wanted.name, "POST", "drain")
 
     @route("DELETE", "/v1/engines/{name}/drain", "operator", whole=True, routers=True)
-    async def undrain_engine(self, call: Call, wanted: OfEngine) -> EngineDrain:
+    async def undrain_engine(self, _call: Call, wanted: OfEngine) -> EngineChanged:
         """Cancel an engine's drain."""
-        return await self._drain(wanted.name, draining=False)
-
-    async def _drain(self, name: str, *, draining: bool) -> EngineDrain:
-        method, path = ("POST" if draining else "DELETE"), f"/engines/{quote(name, safe='')}/drain"
-        told = await self._each(lambda url: self._ask(url, method, path), absent=NotThere)
-        if not told.by_node and not told.unreachable:
-            raise not_found(f"no router knows an engine {name!r}; GET /v1/engines lists them")
-        return EngineDrain(name, draining, sorted(told.by_node), told.unreachable)
+        return await self._change(wanted.name, "DELETE", "drain")
 
     @route("PUT", "/v1/engines/{name}/weight", "operator", whole=True, routers=True)
     async def weigh_engine(
         self, _call: Call, wanted: OfEngine, body: WeightRequest
-    ) -> EngineWeight:
+    ) -> EngineChanged:
         """Limit an engine to a share of its possible requests."""
-        path = f"/engines/{quote(wanted.name, safe='')}/weight"
-        told = await self._each(
-            lambda url: self._ask(url, "PUT", path, {"weight": body.weight}), absent=NotThere
-        )
-        if not told.by_node and not told.unreachable:
-            raise not_found(
-                f"no router knows an engine {wanted.name!r}; GET /v1/engines lists them"
-            )
-        return EngineWeight(wanted.name, body.weight, sorted(told.by_node), told.unreachable)
+        return await self._change(wanted.name, "PUT", "weight", {"weight": body.weight})
+
+    async def _change(
+        self, name: str, method: str, what: str, body: Mapping[str, Any] | None = None
+    ) -> EngineChanged:
+        path = f"/engines/{quote(name, safe='')}/{what}"
+        told = await self._each(lambda url: self._ask(url, method, path, body), absent=NotThere)
+        if not told.nodes and not told.unreachable:
+            raise not_found(f"no router knows an engine {name!r}; GET /v1/engines lists them")
+        return EngineChanged(name, sorted(told.nodes), told.unreachable)
 
     # ---- requests ----------------------------------------------------------------------------------
 
@@ -156,7 +149,7 @@ class Routers:
         """How a request was routed, and why."""
         path = f"/explain/{quote(wanted.id, safe='')}"
         told = await self._each(lambda url: self._get(url, path), absent=NotThere)
-        for router, account in sorted(told.by_node.items()):
+        for router, account in sorted(told.nodes.items()):
             if _may_see(call.who, account):
                 return Explained(router, account)
         if told.unreachable:
@@ -172,9 +165,14 @@ class Routers:
         router, answer = await self._first(asked)
         return Explained(router, answer)
 
-    async def lookup(self, call: Call, body: LookupRequest) -> LookupInfo:
-        """How much of a prompt each engine's node holds, from a router, which alone knows its hashes."""
-        whole_only(call.who)  # it reveals what is cached, by any sender
+    # ---- prompts -----------------------------------------------------------------------------------
+
+    @route("POST", "/v1/prompts/lookup", "viewer", whole=True, routers=True)
+    async def lookup(self, _call: Call, _: Nothing, body: LookupRequest) -> LookupInfo:
+        """How much of a prompt each engine's node holds, from a router, which alone knows its hashes.
+
+        By the keys of its blocks: `POST /v1/operator/prefixes`.
+        """
         router, answer = await self._first(_request(body))
         candidates = answer.get("candidates")
         if not isinstance(candidates, list):
@@ -191,11 +189,12 @@ class Routers:
         items.sort(key=lambda each: (-each.memory_blocks, -each.blocks, each.engine))
         return LookupInfo(items, int(answer.get("prompt_blocks", 0)))
 
-    async def intend(self, call: Call, body: IntentRequest) -> IntentInfo:
-        """An intent for a prompt by its text, which a router passes on to the nodes of the model's engines."""
-        whole_only(
-            call.who
-        )  # it is for the router's tenant of the pool, and for any sender's blocks
+    @route("POST", "/v1/prompts/intents", "operator", whole=True, routers=True)
+    async def intend(self, _call: Call, _: Nothing, body: IntentRequest) -> IntentInfo:
+        """An intent for a prompt, which a router passes on to the nodes of the model's engines.
+
+        It is for the router's own tenant of the pool. By keys, or for a session: `POST /v1/intents`.
+        """
         asked = {
             "intent": body.intent,
             "request": _request(body),
@@ -205,6 +204,8 @@ class Routers:
             "dry_run": body.dry_run,
         }
         router, answer = await self._first(asked, "/intents", INTENT_S)
+        if not body.dry_run:
+            self._cluster.changed()
         try:
             return msgspec.convert(answer, IntentInfo)
         except msgspec.ValidationError as error:
@@ -240,7 +241,7 @@ class Routers:
 
         async def one(url: str) -> None:
             try:
-                found.by_node[url] = await ask(url)
+                found.nodes[url] = await ask(url)
             except KvpoolError as error:
                 if absent is None or not isinstance(error, absent):
                     found.unreachable[url] = str(error)
@@ -311,8 +312,10 @@ def _checked(url: str, status: int, raw: bytes) -> dict[str, Any]:
     return found
 
 
-def _request(body: LookupRequest | IntentRequest) -> dict[str, Any]:
-    """A request with this prompt, as an engine would get it."""
+def _request(body: LookupRequest) -> dict[str, Any]:
+    """A request with this prompt, as an engine would get it. Raises `Refused`."""
+    if [bool(body.prompt), bool(body.messages), bool(body.tokens)].count(True) != 1:
+        raise Refused(400, "invalid", "give one of prompt, messages, tokens")
     asked: dict[str, Any] = {"model": body.model, "max_tokens": 1}
     if body.messages:
         return {**asked, "messages": body.messages}

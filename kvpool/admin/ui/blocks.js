@@ -151,7 +151,13 @@ export function block_view(root, tenant, namespace, key) {
   const space = { tenant, digest: namespace };
   const head = () => heading(h("code", null, key), { crumb: { href: namespace_href(space), text: "Namespace" },
     actions: [pin_button(space, [key]), warm_button(space, [key])] });
-  const view = live(root, (signal) => get(path(["blocks", key], { tenant, namespace }), signal), (block) => {
+  const view = live(root, async (signal) => {
+    const named = { keys: [key], namespace };
+    const { nodes, unreachable } = await change("POST", path(["blocks"], { tenant }), named, signal);
+    const [node] = Object.keys(nodes); // one that has the namespace open
+    const located = node ? await change("POST", path(["operator", "locate"], { tenant, node }), named, signal) : [];
+    return { here: Object.values(nodes).flat(), located, unreachable };
+  }, (block) => {
     const replicas = block.located.flatMap((each) => each.replicas.map((one) => ({ ...one, of: each.parts })));
     return [
       head(),
@@ -202,11 +208,11 @@ function pin_dialog({ tenant, digest }, keys) {
     on_submit(dialog, {
       go, answer, changed,
       async act() {
-        const body = { keys: parse_keys(named.value).keys, kind: kind.value, namespace: digest, node: node.value };
-        const { items, unreachable } = await change("POST", path(["pins"], { tenant }), body, dialog.aborted);
+        const body = { keys: parse_keys(named.value).keys, kind: kind.value, namespace: digest };
+        const { nodes, unreachable } = await change("POST", path(["pins"], { tenant, node: node.value }), body, dialog.aborted);
         dialog.close();
         const silent = Object.entries(unreachable).map(([name, why]) => `; ${name} did not answer: ${why}`);
-        notify(`${kind.value === "none" ? "Unpinned" : "Pinned"} on ${items.map((on) => `${on.node}: ${count(on.blocks)}`).join(", ") || "no node"}${silent.join("")}.`,
+        notify(`${kind.value === "none" ? "Unpinned" : "Pinned"} on ${Object.entries(nodes).map(([name, blocks]) => `${name}: ${count(blocks)}`).join(", ") || "no node"}${silent.join("")}.`,
           silent.length ? "bad" : "");
       },
     });

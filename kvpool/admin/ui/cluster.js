@@ -146,7 +146,7 @@ function node_card(node) {
     (node.tiers ?? []).filter((tier) => tier.capacity_bytes || tier.name === "dram").map(tier_meter),
     node.drain ? drain_line(node.drain) : null,
     h("p", { class: "facts" },
-      [...labels, plural(node.engines, "engine"), `kvpool ${node.version || DASH}`,
+      [...labels, plural(node.engines.length, "engine"), `kvpool ${node.version || DASH}`,
         told_rates ? `read ${now("read_bytes_s")}` : null, told_rates ? `written ${now("put_bytes_s")}` : null]
         .filter(Boolean).map((each) => h("span", null, each))));
 }
@@ -196,18 +196,18 @@ export function node_view(root, name) {
   const crumb = { href: "#/cluster", text: "Cluster" };
   const view = live(root, async (signal) => {
     try {
-      const [detail, segments, engines] = await Promise.all([
-        get(path(["nodes", name]), signal), get(path(["nodes", name, "segments"]), signal),
+      const [detail, engines] = await Promise.all([
+        get(path(["nodes", name]), signal),
         list(["engines"], {}, { signal }), refresh_history(signal),
       ]);
       known.set(name, { node: detail.node, at_s: Date.now() / 1000 });
-      return { ...detail, segments: segments.items, engines: engines.filter((engine) => engine.node === name) };
+      return { ...detail, engines: engines.filter((engine) => engine.node === name) };
     } catch (problem) {
       // 400: no node can be called so.
       if (problem instanceof Problem && [400, 404].includes(problem.status)) return { node: null };
       throw problem;
     }
-  }, ({ node, uptime_s, sections, segments, engines }) => {
+  }, ({ node, uptime_s, sections, engines }) => {
     if (node === null) return no_member(name, crumb, () => view.now());
     const why = silence(name);
     queueMicrotask(drawn.show);
@@ -229,7 +229,7 @@ export function node_view(root, name) {
       session.whole ? drawn.element : null,
       session.whole ? sources(sections.fetch?.peers ?? []) : null,
       card("Engines", engine_table(engines)),
-      card("DRAM by tenant", memory(segments)),
+      card("DRAM by tenant", memory(sections.tenants ?? {})),
       numbers(sections),
     ];
   }, { head: () => heading(name, { crumb }) });
@@ -285,17 +285,18 @@ function engine_table(engines) {
   ], engines, { none: "No engine has been announced on this node.", key: (engine) => engine.name });
 }
 
-function memory(segments) {
+function memory(tenants) {
+  const segments = Object.entries(tenants).map(([tenant, { space, secondary_bytes }]) => ({ tenant, secondary_bytes, ...space }));
   return table("DRAM by tenant", [
     { name: "Tenant", head: true, of: (each) => each.tenant },
-    { name: "Segment", num: true, of: (each) => bytes(each.size_bytes) },
-    { name: "Used", num: true, of: (each) => bytes(each.used_bytes) },
-    { name: "Secondary of it", num: true, of: (each) => bytes(each.secondary_bytes) },
-    { name: "Fill", of: (each) => h("span", { class: "nowrap" }, bar(each.used_bytes / each.size_bytes, "Fill", "inline", each.secondary_bytes / each.size_bytes),
-      ` ${percent(each.used_bytes / each.size_bytes)}`) },
+    { name: "Segment", num: true, of: (each) => bytes(each.size) },
+    { name: "Used", num: true, of: (each) => bytes(each.bytes_used) },
+    { name: "Secondary", num: true, of: (each) => bytes(each.secondary_bytes) },
+    { name: "Fill", of: (each) => h("span", { class: "nowrap" }, bar(each.bytes_used / each.size, "Fill", "inline", each.secondary_bytes / each.size),
+      ` ${percent(each.bytes_used / each.size)}`) },
     { name: "Slots by size", class: "name", of: (each) => each.classes.map((one) =>
       `${bytes(one.stride)}: ${count(one.slots_used)} of ${count(one.slots_used + one.slots_free)}`).join("; ") || DASH },
-    { name: "Unassigned", num: true, of: (each) => bytes(each.slabs_unassigned * each.slab_bytes) },
+    { name: "Unassigned", num: true, of: (each) => bytes(each.bytes_unassigned) },
   ], segments, { none: "No tenant has memory on this node.", key: (each) => each.tenant });
 }
 
@@ -311,7 +312,7 @@ function drain_actions(record, again) {
 
 async function undrain(node, again) {
   try {
-    await change("DELETE", path(["nodes", node, "drain"]));
+    await change("POST", path(["operator", "drain"]), { node, wanted: false });
     notify(`The drain of ${node} is taken back.`);
     again();
   } catch (problem) {
@@ -333,7 +334,7 @@ function drain_dialog(node, again) {
         if (typed.value !== node) return;
         go.disabled = true;
         try {
-          await change("PUT", path(["nodes", node, "drain"]), undefined, dialog.aborted);
+          await change("POST", path(["operator", "drain"]), { node }, dialog.aborted);
           dialog.close();
           notify(`${node} is being drained.`);
           again();

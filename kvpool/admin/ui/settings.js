@@ -101,9 +101,11 @@ export function settings_view(root, wanted = "") {
   const head = h("div", { class: "head", "data-own": "", "data-key": "head" }, h("h1", { tabindex: "-1" }, "Settings"),
     h("div", { class: "right filters" }, words, node));
   const view = live(root, async (signal) => {
-    const [nodes, found] = await Promise.all([list(["nodes"], {}, { signal }), get(path(["config"], { node: wanted }), signal)]);
-    return { nodes, ...found };
-  }, ({ nodes, node: shown_node, items }) => {
+    const nodes = await list(["nodes"], {}, { signal });
+    const shown_node = wanted || session.cluster.node;
+    const found = await get(path(["config"], { node: shown_node }), signal);
+    return { nodes, shown_node, items: found.nodes[shown_node] ?? [] };
+  }, ({ nodes, shown_node, items }) => {
     morph(node, nodes.map((each) => h("option", { value: each.node, selected: each.node === shown_node }, each.node)));
     const text = words.value.trim().toLowerCase();
     const shown = items.filter((each) => `${each.name} ${each.help}`.toLowerCase().includes(text))
@@ -168,10 +170,10 @@ function change_dialog(setting, node, again) {
     on_submit(dialog, {
       go, answer, changed,
       async act() {
-        const done = await change("PATCH", path(["config"]), { changes: { [setting.name]: value.value.trim() }, node: where.value }, dialog.aborted);
+        const done = await change("PATCH", path(["config"], { node: where.value }), { changes: { [setting.name]: value.value.trim() } }, dialog.aborted);
         dialog.close();
         const silent = Object.entries(done.unreachable).map(([name, why]) => `; not on ${name}: ${why}`);
-        notify(`${setting.name} is changed on ${done.nodes.join(", ")}${silent.join("")}.`, silent.length ? "bad" : "");
+        notify(`${setting.name} is changed on ${Object.keys(done.nodes).join(", ")}${silent.join("")}.`, silent.length ? "bad" : "");
         again();
       },
     });

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
-from kvpool.cli.render.jobs import Asks, holders, nodes_of
-from kvpool.cli.render.text import (
-    DIGEST_SHOWN,
-    count,
-    duration,
-    make_console,
-    make_table,
-    size_text,
-)
+from kvpool.cli.render.asking import Asks, holders, nodes_of
+from kvpool.cli.render.text import DIGEST_SHOWN, Column, count, make_console, rows_table
 from kvpool.errors import InvalidRequest
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Block, columns_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 PAGE = 1000  # blocks in one answer
 
@@ -35,11 +26,12 @@ def show_prefixes(
     if not found:
         console.print(f"no node has the first of {count(keys, 'block')}")
         return
-    table = make_table("", "node", ">in memory", ">with disks", ">of")
     rows = sorted(found.items(), key=lambda row: (-row[1][1], -row[1][0], row[0]))
-    for node, (memory, both) in rows:
-        table.add_row(escape(node), f"{memory:,}", f"{both:,}", f"{keys:,}")
-    console.print(table)
+    some = [
+        {"node": node, "memory": memory, "both": both, "of": keys} for node, (memory, both) in rows
+    ]
+    columns = {"node": "node", "in memory": "memory", "with disks": "both", "of": "of"}
+    console.print(rows_table("", some, columns))
 
 
 def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
@@ -57,20 +49,20 @@ def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
 
 def list_some(
     client: Asks, node: str, tier: str, digest: bytes, cursor: str, limit: int
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> tuple[list[Block], str | None]:
     """Up to so many blocks from a cursor on, and where the next ones begin; None: nowhere."""
-    found: list[dict[str, Any]] = []
+    found: list[Block] = []
     after: str | None = cursor
     while after is not None and len(found) < limit:
         message = operator_wire.ListBlocks(tier, after, min(PAGE, limit - len(found)), digest)
         page = client.ask_node(message, node=node)
-        found += page["blocks"]
-        after = page["cursor"]
+        found += page.blocks
+        after = page.cursor
     return found, after
 
 
 def show_blocks(
-    found: Sequence[Mapping[str, Any]],
+    found: Sequence[Block],
     after: str | None,
     console: Console | None = None,
     *,
@@ -78,35 +70,18 @@ def show_blocks(
 ) -> None:
     """Print blocks, and how to get the next ones. of_one: all are of one namespace, which is known."""
     console = console or make_console()
-    if found:
-        for namespace, some in groupby(found, lambda block: block["namespace"]):
-            title = "" if of_one else f"namespace {namespace[:DIGEST_SHOWN]}"
-            console.print(_table(title, some))
-    else:
+    # The name of a namespace in a column would take 80 columns too many.
+    for namespace, some in groupby(found, lambda block: block.namespace):
+        title = "" if of_one else f"namespace {namespace[:DIGEST_SHOWN]}"
+        columns: dict[str, Column] = {**columns_of(Block), "": _remarks}
+        console.print(rows_table(title, some, columns, wraps=[""]))
+    if not found:
         console.print("no blocks here")
     if after is not None:
         console.print(f"there is more: --cursor {after}", markup=False)
 
 
-def _table(title: str, some: Iterable[Mapping[str, Any]]) -> Table:
-    """Of one namespace; its name in a column would take 80 columns too many."""
-    table = make_table(title, "key", ">depth", ">parts", ">bytes", ">unused", "")
-    for block in some:
-        table.add_row(
-            block["key"],
-            f"{block['depth']:,}",
-            str(block["parts"]),
-            size_text(block["bytes"]),
-            duration(block["age_s"]),
-            _remarks(block),
-        )
-    for column in table.columns:
-        column.no_wrap = column.header != ""
-        column.overflow = "fold"
-    return table
-
-
-def _remarks(block: Mapping[str, Any]) -> str:
-    words = (("copy", "a copy"), ("reused", "read again"))
-    pin = [] if block["pin"] == "none" else [f"pin {block['pin']}"]
-    return ", ".join([*pin, *(text for name, text in words if block[name])])
+def _remarks(block: Block) -> str:
+    pin = [] if block.pin == "none" else [f"pin {block.pin}"]
+    words = ((block.copy, "a copy"), (block.reused, "read again"))
+    return ", ".join([*pin, *(text for so, text in words if so)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from kvpool.cli.render.text import count, make_console, make_table
 from kvpool.security.certificate_names import NODE
@@ -53,42 +52,25 @@ def revoked(folder: Path, which: str, serials: list[int]) -> str:
     )
 
 
-def plain(shown: Shown) -> dict[str, Any]:
-    """The same for JSON."""
-    found: dict[str, Any] = {
-        "kind": shown.kind,
-        "subject": shown.subject,
-        "name": shown.name,
-        "hosts": list(shown.hosts),
-        "serial": shown.serial,
-        "begins": _iso(shown.begins),
-        "ends": _iso(shown.ends),
-        "sha256": shown.sha256,
-    }
-    if shown.revoked is not None:
-        found["revoked"] = [
-            {"serial": serial, "since": when.isoformat()} for serial, when in shown.revoked
-        ]
-    return found
-
-
 def show(shown: Shown, now: datetime) -> None:
     """Print a table of what is in a certificate or a list."""
+    facts = {
+        "kind": shown.kind,
+        "who": shown.name or "",
+        "subject": shown.subject,
+        "hosts": ", ".join(shown.hosts),
+        "serial": shown.serial,
+        "begins": "" if shown.begins is None else f"{shown.begins:%F %T} UTC",
+        "ends": "" if shown.ends is None else f"{shown.ends:%F %T} UTC{_left(shown.ends, now)}",
+        "sha256": shown.sha256,
+    }
+    rows = [(what, value) for what, value in facts.items() if value]
+    rows += [
+        ("revoked", f"{serial} since {when:%F %T} UTC") for serial, when in shown.revoked or ()
+    ]
     table = make_table("", "", "")
-    for what, value in (
-        ("kind", shown.kind),
-        ("who", shown.name or ""),
-        ("subject", shown.subject),
-        ("hosts", ", ".join(shown.hosts)),
-        ("serial", shown.serial),
-        ("begins", "" if shown.begins is None else f"{shown.begins:%F %T} UTC"),
-        ("ends", "" if shown.ends is None else f"{shown.ends:%F %T} UTC{_left(shown.ends, now)}"),
-        ("sha256", shown.sha256),
-    ):
-        if value:
-            table.add_row(what, value)
-    for serial, when in shown.revoked or ():
-        table.add_row("revoked", f"{serial} since {when:%F %T} UTC")
+    for row in rows:
+        table.add_row(*row)
     make_console().print(table)
 
 
@@ -97,7 +79,3 @@ def _left(ends: datetime, now: datetime) -> str:
     if ends <= now:
         return " (expired)"
     return f" (in {count(days, 'day')})" if days < SOON_DAYS else ""
-
-
-def _iso(when: datetime | None) -> str | None:
-    return None if when is None else when.isoformat()

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.text import Text
 
-from kvpool.cli.render.jobs import Asks
+from kvpool.cli.render.asking import Asks, ask_each
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
+    Column,
     count,
     duration,
     facts,
     make_console,
-    make_table,
     period_text,
+    rows_table,
     size_text,
     used_text,
 )
-from kvpool.errors import ClusterUnavailable, InvalidRequest, KvpoolError, Unavailable
+from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
 from kvpool.telemetry.memory_stats import NamespaceStats, PlaceUsage
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Located
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 INCARNATION_SHOWN = 8
 KEYS_SHOWN = 3  # of those that were not found
@@ -83,7 +84,7 @@ def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> No
         _print_nodes(cluster, console, versions_differ=not alike)
     if cluster.get("links"):
         console.print()
-        _print_links(cluster["links"], console)
+        print_links(cluster["links"], console)
     console.print()
     for line in (*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster)):
         console.print(line)
@@ -108,78 +109,64 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
     secondary = {
         tier["name"] for record in nodes for tier in record["tiers"] if tier["secondary_bytes"]
     }
-    table = make_table(
-        "",
-        "  node",
-        "state",
-        "incarnation",
-        *(["labels"] if labelled else []),
-        "address",
-        *(
-            head
-            for name in tiers
-            for head in (f">{name}", *([">of it secondary"] if name in secondary else []))
-        ),
-        *(["version"] if versions_differ else []),
-    )
     own = cluster["incarnation"]
     protocols = {record["incarnation"]: record["protocol"] for record in nodes}
-    for record in nodes:
-        by_name = {tier["name"]: tier for tier in record["tiers"]}
-        cells: list[str | Text] = [
+    columns: dict[str, Column] = {
+        "  node": lambda record: (
             Text(f"* {record['node']}", style="bold")
             if record["incarnation"] == own
-            else escape(f"  {record['node']}"),
-            _state(record, wanted=record["node"] in cluster["drains"]),
-            record["incarnation"][:INCARNATION_SHOWN],
-        ]
-        if labelled:
-            labels = (f"{k}={v}" for k, v in sorted(record["labels"].items()))
-            cells.append(escape(", ".join(labels)))
-        urls = ", ".join(transport["url"] for transport in record["transports"])
-        cells.append(escape(urls) or "none")
-        for name in tiers:
-            tier = by_name.get(name)
-            cells.append(used_text(_stored(tier), tier["capacity_bytes"]) if tier else "")
-            if name in secondary:
-                cells.append(size_text(tier["secondary_bytes"]) if tier else "")
-        if versions_differ:
-            cells.append(_version(record, protocols.get(own)))
-        table.add_row(*cells)
-    for column in table.columns:
-        column.no_wrap = column.header not in {"labels", "address"}
-        column.overflow = "fold"
-    console.print(table)
+            else f"  {record['node']}"
+        ),
+        "state": lambda record: _state(record, wanted=record["node"] in cluster["drains"]),
+        "incarnation": lambda record: record["incarnation"][:INCARNATION_SHOWN],
+    }
+    if labelled:
+        columns["labels"] = lambda record: ", ".join(
+            f"{k}={v}" for k, v in sorted(record["labels"].items())
+        )
+    columns["address"] = lambda record: (
+        ", ".join(transport["url"] for transport in record["transports"]) or "none"
+    )
+    for name in tiers:
+        columns[f">{name}"] = partial(_of_tier, name, _used)
+        if name in secondary:
+            columns[f">{name} secondary"] = partial(_of_tier, name, _secondary)
+    if versions_differ:
+        columns["version"] = lambda record: _version(record, protocols.get(own))
+    console.print(rows_table("", nodes, columns, wraps={"labels", "address"}))
 
 
-def _stored(tier: Mapping[str, Any]) -> int:
+def _of_tier(name: str, text: Callable[[Mapping[str, Any]], str], record: Mapping[str, Any]) -> str:
+    return "".join(text(tier) for tier in record["tiers"] if tier["name"] == name)
+
+
+def _used(tier: Mapping[str, Any]) -> str:
     """All that a tier holds: records tell secondary replicas apart from what is in use."""
-    return int(tier["used_bytes"] + tier["secondary_bytes"])
+    return used_text(int(tier["used_bytes"] + tier["secondary_bytes"]), tier["capacity_bytes"])
 
 
-def _print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
+def _secondary(tier: Mapping[str, Any]) -> str:
+    return size_text(tier["secondary_bytes"])
+
+
+def print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
     """What this node expects of pulling from each other one."""
-    table = make_table("Pulling from others", "node", "distance", ">answer", ">rate", "", "by")
-    for link in sorted(links, key=lambda link: str(link["node"])):
-        unmeasured = [
-            what
-            for what, age in (("answer", "latency_age_s"), ("rate", "bytes_age_s"))
-            if link[age] is None
-        ]
-        assumed = (
-            f"{'both' if len(unmeasured) > 1 else unmeasured[0]} assumed" if unmeasured else ""
-        )
-        table.add_row(
-            escape(link["node"]),
-            link["distance"],
-            f"{link['latency_s'] * 1e3:.1f} ms",
-            f"{size_text(link['bytes_s'])}/s",
-            Text(assumed, style="dim"),
-            escape(link["path"]),
-        )
-    for column in table.columns:
-        column.overflow = "fold"
-    console.print(table)
+    columns: dict[str, Column] = {
+        "node": "node",
+        "distance": "distance",
+        ">answer": lambda link: f"{link['latency_s'] * 1e3:.1f} ms",
+        ">rate": lambda link: f"{size_text(link['bytes_s'])}/s",
+        "": lambda link: Text(_assumed(link), style="dim"),
+        "by": "path",
+    }
+    ordered = sorted(links, key=lambda link: str(link["node"]))
+    console.print(rows_table("Pulling from others", ordered, columns))
+
+
+def _assumed(link: Mapping[str, Any]) -> str:
+    ages = {"answer": link["latency_age_s"], "rate": link["bytes_age_s"]}
+    assumed = [what for what, age in ages.items() if age is None]
+    return f"{'both' if len(assumed) > 1 else assumed[0]} assumed" if assumed else ""
 
 
 def _state(record: Mapping[str, Any], *, wanted: bool) -> Text:
@@ -323,16 +310,14 @@ def holdings(
     client: Asks, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
-    rows, silent = [], {}
-    for node in nodes:
-        try:
-            found = client.inspect(node).tenants.get(tenant)
-        except KvpoolError as error:
-            silent[node] = str(error)
-        else:
-            if found is not None:
-                held = _held(digest, found.namespaces.get(digest), found.usage.ssd)
-                rows.append({"node": node, **held})
+    answers, silent = ask_each(client, nodes, None)
+    theirs = {
+        node: found.tenants[tenant] for node, found in answers.items() if tenant in found.tenants
+    }
+    rows = [
+        {"node": node, **_held(digest, mine.namespaces.get(digest), mine.usage.ssd)}
+        for node, mine in theirs.items()
+    ]
     return rows, silent
 
 
@@ -340,11 +325,13 @@ def show_holdings(
     rows: Sequence[Mapping[str, Any]], title: str, console: Console | None = None
 ) -> None:
     """Print what `holdings` gives."""
-    table = make_table(title, "node", ">blocks in memory", ">bytes", ">on SSD")
-    for row in rows:
-        on_ssd = "" if row["ssd_bytes"] is None else size_text(row["ssd_bytes"])
-        table.add_row(escape(row["node"]), f"{row['blocks']:,}", size_text(row["bytes"]), on_ssd)
-    (console or make_console()).print(table)
+    columns = {
+        "node": "node",
+        "blocks in memory": "blocks",
+        "bytes": "bytes",
+        "on SSD": "ssd_bytes",
+    }
+    (console or make_console()).print(rows_table(title, rows, columns))
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -377,32 +364,28 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         return
     several = len({row["tenant"] for row in rows}) > 1
     disks = any(row["ssd_bytes"] is not None for row in rows)
-    columns = ["digest", "fields", ">epoch", ">replicas", ">a block", ">blocks", ">bytes"]
-    columns += [">on SSD"] if disks else []
-    columns.append(">hits")
-    table = make_table("", *(["tenant"] if several else []), *columns)
-    for row in rows:
-        hidden = row["blocks"] is None
-        cells: list[str | Text] = [
-            row["digest"][:DIGEST_SHOWN],
-            escape(", ".join(facts(row["fields"]))),
-            str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow"),
-            str(row["settings"]["replicas"]),
-            size_text(sum(part[0] for part in row["parts"])),
-            "" if hidden else f"{row['blocks']:,}",
-            "" if hidden else size_text(row["bytes"]),
-        ]
-        if disks:
-            cells.append("" if row["ssd_bytes"] is None else size_text(row["ssd_bytes"]))
-        cells.append(f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "")
-        table.add_row(*([escape(row["tenant"])] if several else []), *cells)
-    for column in table.columns:
-        column.no_wrap = column.header != "fields"
-        column.overflow = "fold"
-    console.print(table)
+    tenant: dict[str, Column] = {"tenant": "tenant"} if several else {}
+    on_disks: dict[str, Column] = {"on SSD": "ssd_bytes"} if disks else {}
+    columns: dict[str, Column] = {
+        **tenant,
+        "digest": "digest",
+        "fields": lambda row: ", ".join(facts(row["fields"])),
+        ">epoch": lambda row: (
+            str(row["epoch"]) if row["agreed"] else Text(f"{row['epoch']}?", style="yellow")
+        ),
+        ">replicas": lambda row: str(row["settings"]["replicas"]),
+        ">a block": lambda row: size_text(sum(part[0] for part in row["parts"])),
+        "blocks": "blocks",
+        "bytes": "bytes",
+        **on_disks,
+        ">hits": lambda row: f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "",
+    }
+    console.print(rows_table("", rows, columns, wraps={"fields"}))
     if any(settings_text(row["settings"]) for row in rows):
         console.print()
-        console.print(_settings_table(rows, several=several))
+        changed = [row for row in rows if settings_text(row["settings"])]
+        texts: dict[str, Column] = {"": lambda row: settings_text(row["settings"])}
+        console.print(rows_table("Settings", changed, {**tenant, "digest": "digest", **texts}))
     console.print()
     where = ", and on SSD those on its disks" if disks else ""
     console.print(
@@ -418,28 +401,18 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         console.print("?: not agreed with the cluster yet; that follows by itself", style="yellow")
 
 
-def _settings_table(rows: Sequence[Mapping[str, Any]], *, several: bool) -> Table:
-    """What is set for namespaces; a table of its own, since few have much of it."""
-    table = make_table("Settings", *(["tenant"] if several else []), "digest", "")
-    for row in rows:
-        if text := settings_text(row["settings"]):
-            digest = row["digest"][:DIGEST_SHOWN]
-            table.add_row(*([escape(row["tenant"])] if several else []), digest, escape(text))
-    return table
-
-
 # ---- blocks ----------------------------------------------------------------------------------------
 
 
 def replicas(
     client: Asks, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+) -> tuple[list[Located], dict[str, str]]:
     """Where blocks are; and nodes that do not answer, with why. nodes: of the cluster, this one first.
 
     A node finds blocks of the namespaces that are open on it, wherever they are. So the others are asked, one after
     the other, for what was not found yet. Raises what the first one said when all of them refuse.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Located] = []
     silent: dict[str, str] = {}
     refused: InvalidRequest | None = None
     missing, answered = list(keys), False
@@ -451,7 +424,7 @@ def replicas(
             refused = refused or error
         except (Unavailable, ClusterUnavailable) as error:
             silent[node] = str(error)
-        there = {block["key"] for block in found}
+        there = {block.key for block in found}
         missing = [key for key in missing if key.hex() not in there]
         if not missing:
             break
@@ -460,33 +433,27 @@ def replicas(
     return found, silent
 
 
-def show_replicas(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+def show_replicas(found: Sequence[Located], console: Console | None = None) -> None:
     """Print what `Client.locate` gives."""
     if not found:
         return
-    console = console or make_console()
-    table = make_table("", "key", "namespace", "node", "tier", ">parts")
-    for block in found:
-        for replica in block["replicas"]:
-            whole = replica["parts"] == block["parts"]
-            table.add_row(
-                block["key"],
-                block["namespace"][:DIGEST_SHOWN],
-                escape(replica["node"]),
-                replica["tier"],
-                Text(f"{replica['parts']} of {block['parts']}", style="" if whole else "yellow"),
-            )
-    for column in table.columns:
-        column.no_wrap = column.header != "node"
-        column.overflow = "fold"
-    console.print(table)
+    rows = [(block, replica) for block in found for replica in block.replicas]
+    columns: dict[str, Column] = {
+        "key": lambda row: row[0].key,
+        "namespace": lambda row: row[0].namespace[:DIGEST_SHOWN],
+        "node": lambda row: row[1].node,
+        "tier": lambda row: row[1].tier,
+        ">parts": lambda row: Text(
+            f"{row[1].parts} of {row[0].parts}",
+            style="" if row[1].parts == row[0].parts else "yellow",
+        ),
+    }
+    (console or make_console()).print(rows_table("", rows, columns, wraps={"node"}))
 
 
-def not_found(
-    wanted: Sequence[bytes], found: Sequence[Mapping[str, Any]], directory: Directory
-) -> str:
+def not_found(wanted: Sequence[bytes], found: Sequence[Located], directory: Directory) -> str:
     """Which blocks were not found and what that may be due to; empty if all were."""
-    there = {block["key"] for block in found}
+    there = {block.key for block in found}
     missing = [key.hex() for key in wanted if key.hex() not in there]
     if not missing:
         return ""

@@ -11,44 +11,43 @@ import os
 import resource
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.markup import escape
 from rich.text import Text
 
-from kvpool.cli.render.cluster import silent_text
+from kvpool.cli.render.cluster import print_links, silent_text
 from kvpool.cli.render.starting import waiting
-from kvpool.cli.render.text import fold, make_console, make_table, size_text
+from kvpool.cli.render.text import Column, make_console, rows_table, size_text
 from kvpool.daemon.server.memory_wait import last_mappers
 from kvpool.extras import install
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-OK, NOTE, BAD = "ok", "note", "bad"
+State = Literal["ok", "note", "bad"]
+OK: State = "ok"
+NOTE: State = "note"
+"""It works, and could be better."""
+BAD: State = "bad"
+"""Something that is there, or was asked for, cannot be used."""
 STYLES = {OK: "green", NOTE: "yellow", BAD: "red"}
 NIXL_PACKAGE = "nixl-cu12"
 SECTOR = 4096
-PORT_STATE_ACTIVE = "4: ACTIVE"
+HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 REMEDIES = {
     "membership": "look at etcd, and at this node's user, role and password there",
     "directory": "look at Redis, and at this node's user and password there",
 }
-NOT_BY_NIXL = "NIXL has failed lately, or is slower (kvpool status)"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
-
-    state: ok, note (works, and could be better) or bad (something that is there, or was asked for, cannot be
-    used). remedy: what to do; empty where there is nothing to do.
-    """
+    """One thing that was looked at, and what to do about it, if anything."""
 
     topic: str
-    state: str
+    state: State
     found: str
     remedy: str = ""
 
@@ -69,353 +68,233 @@ class Machine:
         except OSError:
             return ""
 
-    def folder(self, path: str) -> list[Path]:
+    def names(self, path: str) -> list[str]:
         """What is in a folder, sorted; nothing where there is none."""
         try:
-            return sorted((self.root / path).iterdir())
+            return sorted(os.listdir(self.root / path))
         except OSError:
             return []
+
+    @property
+    def rdma(self) -> list[str]:
+        """RDMA devices."""
+        return self.names("sys/class/infiniband")
 
 
 def examine(paths: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:
     """All findings, in the order in which they are shown. paths: folders meant for tier ssd."""
     machine = machine or Machine()
-    devices = machine.folder("sys/class/infiniband")
-    return [
-        Finding("cores", OK, f"{machine.cores()} may be used by this process"),
-        _memory(machine),
-        *_huge_pages(machine),
-        _shm(machine),
-        *_rdma(machine, devices),
-        _locked(machine, bool(devices)),
-        _nixl(machine, bool(devices)),
-        *_gpus(machine),
-        *_cards(machine),
-        *(_direct(path) for path in paths),
+    return [found for check in CHECKS for found in check(machine)] + [
+        _direct(f"disk at {path}", path) for path in paths
     ]
 
 
-def _meminfo(machine: Machine) -> dict[str, int]:
-    """Bytes, or a count, by name."""
-    found = {}
-    for line in machine.read("proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[0].isdigit():
-            found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
-    return found
+def _cores(machine: Machine) -> Iterator[Finding]:
+    yield Finding("cores", OK, f"{machine.cores()} may be used by this process")
 
 
-def _memory(machine: Machine) -> Finding:
-    info = _meminfo(machine)
-    free, total = info.get("MemAvailable", 0), info.get("MemTotal", 0)
-    if free < total / 2:
-        # A share that was silently of too little is found out by its misses only.
-        return Finding(
-            "memory",
-            NOTE,
-            f"{size_text(free)} of {size_text(total)} are free, and {size_text(info.get('Shmem', 0))} are shared memory: "
-            f"a daemon that starts now gets its share (`memory = 25%`) of what is free",
-            "free memory first (an engine may still map an ended daemon's segment), or give the size in bytes",
-        )
-    return Finding("memory", OK, f"{size_text(free)} of {size_text(total)} are free")
+def _memory(machine: Machine) -> Iterator[Finding]:
+    lines = (line.split() for line in machine.read("proc/meminfo").splitlines())
+    info = {words[0]: int(words[1]) << 10 for words in lines if words[-1:] == ["kB"]}
+    free, total = info.get("MemAvailable:", 0), info.get("MemTotal:", 0)
+    text = f"{size_text(free)} of {size_text(total)} are free"
+    if free >= total / 2:
+        yield Finding("memory", OK, text)
+        return
+    # A share that was silently of too little is found out by its misses only.
+    shared = size_text(info.get("Shmem:", 0))
+    yield Finding(
+        "memory",
+        NOTE,
+        f"{text}, and {shared} are shared memory: a daemon that starts now gets its share (`memory = 25%`) of what is free",
+        "free memory first (an engine may still map an ended daemon's segment), or give the size in bytes",
+    )
 
 
 def _huge_pages(machine: Machine) -> Iterator[Finding]:
-    setting = machine.read("sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    chosen = setting.partition("[")[2].partition("]")[0]
+    chosen = machine.read(HUGE_PAGES).partition("[")[2].partition("]")[0]
     if chosen in {"always", "advise", "within_size", "force"}:
         yield Finding("huge pages", OK, f"shared memory may have them (shmem_enabled: {chosen})")
-    else:
-        yield Finding(
-            "huge pages",
-            NOTE,
-            f"shared memory has none (shmem_enabled: {chosen or 'not known'}): mapping a segment and direct "
-            f"I/O from it take longer",
-            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
-        )
+        return
+    yield Finding(
+        "huge pages",
+        NOTE,
+        f"shared memory has none (shmem_enabled: {chosen or 'not known'}): mapping a segment and direct I/O from it take "
+        "longer",
+        f"echo advise > /{HUGE_PAGES}",
+    )
 
 
-def _shm(machine: Machine) -> Finding:
+def _shm(machine: Machine) -> Iterator[Finding]:
     try:
         room = os.statvfs(machine.root / "dev/shm")
     except OSError:
-        return Finding(
-            "shared memory",
-            NOTE,
-            "there is no /dev/shm: segments need none, but engines and UCX do",
-            "mount -t tmpfs tmpfs /dev/shm; in a container, --shm-size",
-        )
+        text = "there is no /dev/shm: segments need none, but engines and UCX do"
+        remedy = "mount -t tmpfs tmpfs /dev/shm; in a container, --shm-size"
+        yield Finding("shared memory", NOTE, text, remedy)
+        return
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    return Finding(
-        "shared memory",
-        OK,
-        f"{size_text(free)} of {size_text(size)} in /dev/shm are free (segments do not lie there: they are limited by "
-        f"memory alone)",
-    )
+    text = f"{size_text(free)} of {size_text(size)} in /dev/shm are free"
+    yield Finding("shared memory", OK, f"{text} (segments are limited by memory alone)")
 
 
-def _rdma(machine: Machine, devices: Sequence[Path]) -> Iterator[Finding]:
-    if not devices:
+def _rdma(machine: Machine) -> Iterator[Finding]:
+    if not machine.rdma:
         yield Finding("RDMA", OK, "no device: blocks go over TCP")
         return
-    nodes = machine.folder("dev/infiniband")
-    if not any(node.name.startswith("uverbs") for node in nodes):
-        yield Finding(
-            "RDMA",
-            BAD,
-            "there are devices, but no /dev/infiniband/uverbs*",
-            "modprobe ib_uverbs; in a container, --device=/dev/infiniband",
-        )
-    for device in devices:
-        for port in machine.folder(f"sys/class/infiniband/{device.name}/ports"):
-            yield _port(machine, device.name, port.name)
+    if not any(name.startswith("uverbs") for name in machine.names("dev/infiniband")):
+        text = "there are devices, but no /dev/infiniband/uverbs*"
+        remedy = "modprobe ib_uverbs; in a container, --device=/dev/infiniband"
+        yield Finding("RDMA", BAD, text, remedy)
+    for device in machine.rdma:
+        for port in machine.names(f"sys/class/infiniband/{device}/ports"):
+            yield _port(machine, f"sys/class/infiniband/{device}/ports/{port}", f"{device}:{port}")
 
 
-def _port(machine: Machine, device: str, port: str) -> Finding:
-    place = f"sys/class/infiniband/{device}/ports/{port}"
+def _port(machine: Machine, place: str, name: str) -> Finding:
     state, rate = machine.read(f"{place}/state"), machine.read(f"{place}/rate")
     layer = machine.read(f"{place}/link_layer")
-    what = f"{device}:{port}, {layer or 'link layer not known'}, {rate or 'rate not known'}"
-    if state != PORT_STATE_ACTIVE:
-        return Finding(
-            "RDMA", NOTE, f"{what}: {state or 'state not known'}", "ibstat; check cable and switch"
-        )
+    what = f"{name}, {layer or 'link layer not known'}, {rate or 'rate not known'}"
+    if not state.endswith("ACTIVE"):
+        what += f": {state or 'state not known'}"
+        return Finding("RDMA", NOTE, what, "ibstat; check cable and switch")
     if layer == "Ethernet":
-        versions = [
-            f"{gid.name} ({kind})"
-            for gid in machine.folder(f"{place}/gid_attrs/types")
-            if (kind := machine.read(f"{place}/gid_attrs/types/{gid.name}"))
-        ]
-        what += f"; GIDs {', '.join(versions) or 'none'}"
-        if not any("v2" in version for version in versions):
-            return Finding(
-                "RDMA",
-                BAD,
-                f"{what}: no RoCE v2 address",
-                "give the network interface an IP address; then UCX_IB_GID_INDEX (deploy/rdma.md)",
+        types = f"{place}/gid_attrs/types"
+        kinds = {gid: machine.read(f"{types}/{gid}") for gid in machine.names(types)}
+        gids = [f"{gid} ({kind})" for gid, kind in kinds.items() if kind]
+        what += f"; GIDs {', '.join(gids) or 'none'}"
+        if not any("v2" in gid for gid in gids):
+            remedy = (
+                "give the network interface an IP address; then UCX_IB_GID_INDEX (deploy/rdma.md)"
             )
+            return Finding("RDMA", BAD, f"{what}: no RoCE v2 address", remedy)
     return Finding("RDMA", OK, what)
 
 
-def _locked(machine: Machine, rdma: bool) -> Finding:
+def _locked(machine: Machine) -> Iterator[Finding]:
     limit = machine.locked_limit()
+    text = f"{size_text(limit)} a process"
     if limit == resource.RLIM_INFINITY:
-        return Finding("locked memory", OK, "no limit")
-    return Finding(
-        "locked memory",
-        BAD if rdma else OK,
-        f"{size_text(limit)} a process"
-        + (": RDMA locks each segment whole" if rdma else ", which only RDMA needs"),
-        "ulimit -l unlimited; LimitMEMLOCK=infinity in the unit; --ulimit memlock=-1 in a container"
-        if rdma
-        else "",
-    )
+        yield Finding("locked memory", OK, "no limit")
+    elif not machine.rdma:
+        yield Finding("locked memory", OK, f"{text}, which only RDMA needs")
+    else:
+        remedy = "ulimit -l unlimited; LimitMEMLOCK=infinity in the unit; --ulimit memlock=-1 in a container"
+        yield Finding("locked memory", BAD, f"{text}: RDMA locks each segment whole", remedy)
 
 
-def _nixl(machine: Machine, rdma: bool) -> Finding:
+def _nixl(machine: Machine) -> Iterator[Finding]:
     try:
-        version = importlib.metadata.version(NIXL_PACKAGE)
+        text = f"{NIXL_PACKAGE} {importlib.metadata.version(NIXL_PACKAGE)}"
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "NIXL",
-            NOTE if rdma else OK,
-            f"{NIXL_PACKAGE} is not installed",
-            f"{install('nixl')} (deploy/rdma.md)" if rdma else "",
-        )
+        remedy = f"{install('nixl')} (deploy/rdma.md)" if machine.rdma else ""
+        state = NOTE if machine.rdma else OK
+        yield Finding("NIXL", state, f"{NIXL_PACKAGE} is not installed", remedy)
+        return
     lanes = machine.environ.get("UCX_TLS", "")
-    if (
-        lanes
-        and not lanes.startswith("^")
-        and {"tcp", "all"} & set(lanes.split(","))
-        and machine.environ.get("UCX_NET_DEVICES") != "lo"
-    ):
-        return Finding(
-            "NIXL",
-            BAD,
-            f"{NIXL_PACKAGE} {version}; UCX_TLS={lanes}: whoever reaches UCX's TCP port can read and write "
-            f"the pool's memory",
-            "leave UCX_TLS unset, or without tcp; or set UCX_NET_DEVICES=lo",
-        )
-    return Finding("NIXL", OK, f"{NIXL_PACKAGE} {version}")
+    # A list that begins with ^ has what is left out.
+    tcp = not lanes.startswith("^") and {"tcp", "all"} & set(lanes.split(","))
+    if tcp and machine.environ.get("UCX_NET_DEVICES") != "lo":
+        text += f"; UCX_TLS={lanes}: whoever reaches UCX's TCP port can read and write the pool's memory"
+        remedy = "leave UCX_TLS unset, or without tcp; or set UCX_NET_DEVICES=lo"
+        yield Finding("NIXL", BAD, text, remedy)
+    else:
+        yield Finding("NIXL", OK, text)
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
-    folders = machine.folder("proc/driver/nvidia/gpus")
-    if not folders:
-        yield Finding("GPU", OK, "none that this process can see")
-    for folder in folders:
-        lines = machine.read(f"proc/driver/nvidia/gpus/{folder.name}/information").splitlines()
+    gpus = machine.names("proc/driver/nvidia/gpus")
+    for gpu in gpus:
+        lines = machine.read(f"proc/driver/nvidia/gpus/{gpu}/information").splitlines()
         model = next((line.partition(":")[2] for line in lines if line.startswith("Model:")), "")
-        yield Finding("GPU", OK, f"{model.strip() or 'unknown model'} at {folder.name}")
+        yield Finding("GPU", OK, f"{model.strip() or 'unknown model'} at {gpu}")
+    if not gpus:
+        yield Finding("GPU", OK, "none that this process can see")
 
 
 def _cards(machine: Machine) -> Iterator[Finding]:
     """Network cards of which it is known where they are: the others, loopback and bridges, do not matter."""
-    for card in machine.folder("sys/class/net"):
-        place = f"sys/class/net/{card.name}"
-        node = machine.read(f"{place}/device/numa_node")
-        if not node:
-            continue
-        speed = machine.read(f"{place}/speed")
-        where = f"NUMA node {node}" if node != "-1" else "NUMA node not known"
-        rate = f"{speed} Mb/s" if speed.isdigit() else "no link"
-        yield Finding("network card", OK, f"{card.name}: {where}, {rate}")
+    for card in machine.names("sys/class/net"):
+        if node := machine.read(f"sys/class/net/{card}/device/numa_node"):
+            speed = machine.read(f"sys/class/net/{card}/speed")
+            where = f"NUMA node {node}" if node != "-1" else "NUMA node not known"
+            rate = f"{speed} Mb/s" if speed.isdigit() else "no link"
+            yield Finding("network card", OK, f"{card}: {where}, {rate}")
 
 
-def _direct(path: str) -> Finding:
+CHECKS = (_cores, _memory, _huge_pages, _shm, _rdma, _locked, _nixl, _gpus, _cards)
+
+
+def _direct(topic: str, path: str) -> Finding:
     """Whether a file there can be written and read without the page cache."""
-    topic = f"disk at {path}"
     try:
         room = os.statvfs(path)
         with tempfile.NamedTemporaryFile(dir=path, prefix=".kvpool-doctor-") as file:
             try:
-                fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+                _write_page(file.name)
             except OSError as error:
-                return _no_direct(topic, error)
-            try:
-                page = mmap.mmap(-1, SECTOR)
-                page[:] = b"k" * SECTOR
-                if os.pwrite(fd, page, 0) != SECTOR or os.preadv(fd, [page], 0) != SECTOR:
-                    return Finding(
-                        topic, BAD, "a page written to it was cut short", "look at the disk"
-                    )
-            except OSError as error:
-                return _no_direct(topic, error)
-            finally:
-                os.close(fd)
+                text = f"O_DIRECT does not work ({error.strerror})"
+                remedy = "use a file system on a disk of this machine, such as xfs or ext4"
+                return Finding(topic, BAD, text, remedy)
     except OSError as error:
-        return Finding(
-            topic,
-            BAD,
-            f"cannot be written to: {error.strerror}",
-            "create it, and let the daemon's user write",
-        )
-    return Finding(
-        topic,
-        OK,
-        f"O_DIRECT works, {size_text(room.f_bavail * room.f_frsize)} are free",
-    )
+        text = f"cannot be written to: {error.strerror}"
+        return Finding(topic, BAD, text, "create it, and let the daemon's user write")
+    free = size_text(room.f_bavail * room.f_frsize)
+    return Finding(topic, OK, f"O_DIRECT works, {free} are free")
 
 
-def _no_direct(topic: str, error: OSError) -> Finding:
-    return Finding(
-        topic,
-        BAD,
-        f"O_DIRECT does not work ({error.strerror})",
-        "use a file system on a disk of this machine, such as xfs or ext4",
-    )
-
-
-def routes(cluster: Mapping[str, Any]) -> list[dict[str, str]]:
-    """How this node pulls from each other one: `node`, `transport`, `url`, `otherwise`, what takes over, `note`.
-
-    cluster: as `Client.cluster` tells it. By which way that is at present, it says itself.
-    """
-    own = cluster["node"]
-    paths = {link["incarnation"]: link["path"] for link in cluster.get("links", ())}
-
-    def urls(record: Mapping[str, Any]) -> tuple[str, str]:
-        listed = [transport["url"] for transport in record["transports"]]
-        nixl = next((url for url in listed if url.startswith("nixl://")), "")
-        return nixl, next((url for url in listed if not url.startswith("nixl://")), "")
-
-    records = {record["node"]: record for record in cluster["nodes"]}
-    we_have_nixl = own in records and bool(urls(records[own])[0])
-    found = []
-    for name, record in sorted(records.items()):
-        if name == own:
-            continue
-        nixl, other = urls(record)
-        by_nixl = we_have_nixl and bool(nixl) and bool(other)
-        default = nixl if by_nixl else other
-        url = paths.get(record["incarnation"], default)
-        listed = [transport["url"] for transport in record["transports"]]
-        rest = [one for one in listed if one not in {nixl, url.partition("?")[0]}]
-        found.append(
-            {
-                "node": name,
-                "transport": url.partition("://")[0] or "none",
-                "url": url,
-                "otherwise": ", ".join(rest),
-                "note": NOT_BY_NIXL if by_nixl and url != nixl else "",
-            }
-        )
-    return found
+def _write_page(path: str) -> None:
+    """Write and read a page without the page cache. Raises `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        page = mmap.mmap(-1, SECTOR)
+        page[:] = b"k" * SECTOR
+        if os.pwrite(fd, page, 0) != SECTOR or os.preadv(fd, [page], 0) != SECTOR:
+            raise OSError(0, "a page was cut short")
+    finally:
+        os.close(fd)
 
 
 def servers(cluster: Mapping[str, Any]) -> Iterator[Finding]:
-    """What etcd and Redis do not do that this node asks. cluster: as `Client.cluster` tells it."""
+    """What etcd, Redis and peers do not do that this node asks. cluster: as `Client.cluster` tells it."""
     for server, error in cluster.get("errors", {}).items():
-        yield Finding(
-            server, BAD, error, "the node continues with what it knows; " + REMEDIES[server]
-        )
+        remedy = f"the node continues with what it knows; {REMEDIES[server]}"
+        yield Finding(server, BAD, error, remedy)
     for silent in cluster.get("silent_peers", ()):
-        yield Finding(
-            "peer of the configuration",
-            NOTE,
-            silent_text(silent),
-            "check that its daemon listens there and has the same cluster secret, or take it out of the settings",
-        )
+        remedy = "check that its daemon listens there and has the same cluster secret, or take it out of the settings"
+        yield Finding("peer of the configuration", NOTE, silent_text(silent), remedy)
     if unreadable := cluster.get("undecodable_records", 0):
-        yield Finding(
-            "membership",
-            NOTE,
-            f"records in etcd that cannot be read were met {unreadable} times, and are left out",
-            "the daemon's log names each one; delete it unless a newer version wrote it",
-        )
+        text = f"records in etcd that cannot be read were met {unreadable} times, and are left out"
+        remedy = "the daemon's log names each one; delete it unless a newer version wrote it"
+        yield Finding("membership", NOTE, text, remedy)
 
 
 def starting(socket: str, root: Path = Path("/")) -> Iterator[Finding]:
     """Why no daemon answers at this socket, as far as that is for want of memory."""
-    said, mappers = waiting(socket), last_mappers(socket, root)
+    mappers = ", ".join(map(str, last_mappers(socket, root)))
     if mappers:
-        holders = ", ".join(map(str, mappers))
-        yield Finding(
-            "memory of the last daemon",
-            NOTE,
-            f"the daemon has ended, and its memory is not free: {holders} still map it",
-            "they let go when their last lease ends; otherwise restart them",
-        )
-    if said:
-        yield Finding(
-            "starting daemon",
-            NOTE,
-            said,
-            ""
-            if mappers
-            else "free memory; as root, `kvpool doctor` sees who maps an ended daemon's",
-        )
-
-
-def plain(findings: Sequence[Finding], pairs: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """For --json."""
-    return {"findings": [asdict(finding) for finding in findings], "peers": list(pairs)}
+        text = f"the daemon has ended, and its memory is not free: {mappers} still map it"
+        remedy = "they let go when their last lease ends; otherwise restart them"
+        yield Finding("memory of the last daemon", NOTE, text, remedy)
+    if said := waiting(socket):
+        remedy = "free memory; as root, `kvpool doctor` sees who maps an ended daemon's"
+        yield Finding("starting daemon", NOTE, said, "" if mappers else remedy)
 
 
 def show(
     findings: Sequence[Finding],
-    pairs: Sequence[Mapping[str, str]],
+    links: Sequence[Mapping[str, Any]],
     console: Console | None = None,
 ) -> None:
     """Print what was found, and how this node pulls from others."""
     console = console or make_console()
-    table = make_table("This machine", "what", "", "found", "remedy")
-    for one in findings:
-        table.add_row(
-            escape(one.topic),
-            Text(one.state, style=STYLES[one.state]),
-            escape(one.found),
-            escape(one.remedy),
-        )
-    fold(table)
-    console.print(table)
-    if pairs:
-        peers = make_table("Other nodes", "node", "pulled from by", "at", "where that fails", "")
-        for pair in pairs:
-            peers.add_row(
-                *(escape(pair[key]) for key in ("node", "transport", "url", "otherwise", "note"))
-            )
-        fold(peers)
+    columns: dict[str, Column] = {
+        "what": "topic",
+        "": lambda one: Text(one.state, style=STYLES[one.state]),
+        "found": "found",
+        "remedy": "remedy",
+    }
+    console.print(rows_table("This machine", findings, columns))
+    if links:
         console.print()
-        console.print(peers)
+        print_links(links, console)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.progress import BarColumn, Progress, TextColumn
-
+from kvpool.cli.render.bars import BAR, make_bar
 from kvpool.cli.render.cluster import drain_text
 from kvpool.cli.render.text import count, make_console, size_text
 from kvpool.errors import ClusterUnavailable, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
     from kvpool.client.gateway import Operator
 
@@ -140,10 +139,10 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
 def carry_out(client: Operator, node: str, timeout_s: float) -> tuple[str, bool]:
     """Follow the drain that was asked for, with a bar on a terminal, else with a line now and then."""
     console = make_console(sys.stderr)
-    bar = _bar(console) if console.is_terminal else None
-    shower: AbstractContextManager[Any] = bar if bar is not None else nullcontext()
-    with shower:
-        show = _on_bar(bar, node) if bar is not None else Lines(node, console, time.monotonic).show
+    with make_bar(*BAR, console=console) as bar:
+        show = _on_bar(bar, node)
+        if not console.is_terminal:
+            show = Lines(node, console, time.monotonic).show
         ended = follow(client.cluster, node, show, timeout_s)
     return verdict(node, ended, timeout_s)
 
@@ -173,16 +172,6 @@ class Lines:
         if text != self._last and now >= self._due:
             self._last, self._due = text, now + LINE_EVERY_S
             self._console.print(f"{self._node}: {text}", markup=False, soft_wrap=True)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[words]}"),
-        console=console,
-    )
 
 
 def _on_bar(bar: Progress, node: str) -> Callable[[Mapping[str, Any]], None]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvpool.cli.render.jobs import Asks
+from kvpool.cli.render.asking import Asks
 from kvpool.cli.render.text import make_console
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Event
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,9 +38,9 @@ class Feed:
         self._client = client
         self._after = dict.fromkeys(nodes, 0)
 
-    def news(self) -> list[dict[str, Any]]:
+    def news(self) -> list[Event]:
         """What has come since the last call. Raises `NotAuthenticated`."""
-        found: list[dict[str, Any]] = []
+        found: list[Event] = []
         for node in self._after:
             try:
                 found += self._of(node)
@@ -49,43 +50,41 @@ class Feed:
                 self.silent[node] = str(error)
             else:
                 self.silent.pop(node, None)
-        return sorted(found, key=lambda event: (event["at_s"], event["node"], event["number"]))
+        return sorted(found, key=lambda event: (event.at_s, event.node, event.number))
 
-    def _of(self, node: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def _of(self, node: str) -> list[Event]:
+        found: list[Event] = []
         for _ in range(PAGES_MAX):
             page = self._client.ask_node(operator_wire.Events(self._after[node], PAGE), node=node)
-            if page["last"] < self._after[node]:
+            if page.last < self._after[node]:
                 self._after[node] = 0  # it was started anew, and counts from 1 again
                 continue
-            found += page["events"]
-            if not page["events"]:
+            found += page.events
+            if not page.events:
                 break
-            self._after[node] = page["events"][-1]["number"]
+            self._after[node] = page.events[-1].number
         return found
 
 
-def chosen(
-    events: Sequence[Mapping[str, Any]], kinds: Sequence[str], limit: int
-) -> list[Mapping[str, Any]]:
+def chosen(events: Sequence[Event], kinds: Sequence[str], limit: int) -> list[Event]:
     """The last so many of these kinds; of all kinds where none is named."""
-    found = [event for event in events if not kinds or event["kind"] in kinds]
+    found = [event for event in events if not kinds or event.kind in kinds]
     return found[max(0, len(found) - limit) :]
 
 
-def show_events(events: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+def show_events(events: Sequence[Event], console: Console | None = None) -> None:
     """Print a line for each."""
     console = console or make_console()
     for event in events:
         console.print(line(event), soft_wrap=True)
 
 
-def line(event: Mapping[str, Any]) -> Text:
+def line(event: Event) -> Text:
     """An event as one line."""
-    at = datetime.fromtimestamp(event["at_s"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    text = Text(f"{at}  {event['node']}  ")
-    text.append(event["kind"], style=KIND_STYLES.get(event["kind"], "bold"))
-    for name, value in event["details"].items():
+    at = datetime.fromtimestamp(event.at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    text = Text(f"{at}  {event.node}  ")
+    text.append(event.kind, style=KIND_STYLES.get(event.kind, "bold"))
+    for name, value in event.details.items():
         if value == "":
             continue
         shown = value if isinstance(value, str) else json.dumps(value)
@@ -96,7 +95,7 @@ def line(event: Mapping[str, Any]) -> Text:
 def follow(
     feed: Feed,
     kinds: Sequence[str],
-    show: Callable[[Sequence[Mapping[str, Any]]], None],
+    show: Callable[[Sequence[Event]], None],
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[None]:

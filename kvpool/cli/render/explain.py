@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
+import msgspec
 from rich.markup import escape
 
 from kvpool.cli.render.misses import lines_of, sentence
 from kvpool.cli.render.text import make_console, make_table, size_text
 from kvpool.errors import InvalidRequest
+from kvpool.wire.answers import MissedBlock, Missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,18 +38,6 @@ _DECODER = {
 }
 
 
-def past(router: RouterHttp, request: str) -> dict[str, Any]:
-    """What became of a request, by its id."""
-    found: dict[str, Any] = router.ask("/explain/" + quote(request, safe=""))
-    return found
-
-
-def possible(router: RouterHttp, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What would be done with a completion request now."""
-    found: dict[str, Any] = router.ask("/explain", json.dumps(body).encode())
-    return found
-
-
 def the_model(router: RouterHttp) -> str:
     """The model that there is. Raises `InvalidRequest` unless there is one."""
     found = [str(row["id"]) for row in router.ask("/v1/models")["data"]]
@@ -65,7 +53,7 @@ def show_past(told: Mapping[str, Any], console: Console | None = None) -> None:
     console.print(f"request {told['request']}: {told['outcome']}", markup=False)
     console.print(", ".join(_words(facts)), markup=False)
     if (why := told.get("missing")) is not None:
-        said = why["error"] if "error" in why else sentence(why, why["asked"])
+        said = why["error"] if "error" in why else _sentence(why)
         console.print(f"missed on {why['engine']}: {said}", markup=False)
     for step in told["steps"]:
         nested = {k: v for k, v in step.items() if isinstance(v, (list, dict))}
@@ -95,9 +83,18 @@ def show_possible(told: Mapping[str, Any], console: Console | None = None) -> No
         _print_rows(told["decode_candidates"], _DECODER, None, console)
     if (why := told.get("missing")) is not None:
         console.print()
-        lines = [why["error"]] if "error" in why else lines_of(told["engine"], why)
+        lines = [why["error"]] if "error" in why else _lines(told["engine"], why)
         for line in lines:
             console.print(line, markup=False)
+
+
+def _sentence(why: Mapping[str, Any]) -> str:
+    missed = msgspec.convert(why, MissedBlock)
+    return sentence(missed, missed.asked or 0)
+
+
+def _lines(node: str, why: Mapping[str, Any]) -> Iterable[str]:
+    return lines_of(node, msgspec.convert(why, Missing))
 
 
 def _print_rows(

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from rich.markup import escape
 from rich.text import Text
 
-from kvpool.cli.render.cluster import STATE_STYLES, silent_text
-from kvpool.cli.render.jobs import nodes_of
-from kvpool.cli.render.text import count, make_console, make_table
+from kvpool.cli.render.asking import nodes_of
+from kvpool.cli.render.cluster import STANDINGS, STATE_STYLES, silent_text
+from kvpool.cli.render.text import Column, count, make_console, rows_table
 from kvpool.cli.render.top import FIRST_LOOK_S, NODES_MAX, Watch
 from kvpool.telemetry.node_stats import NodeStats
 
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 Health = Literal["well", "degraded", "lost"]
 STYLES = {"well": "green", "degraded": "yellow", "lost": "bold red"}
 SOUND_PLACES = frozenset(("serving", "opening"))
-STANDINGS = {
-    "away": "etcd does not answer",
-    "unsure": "it does not know whether others take it for dead",
-    "lost": "others take it for dead; it is joining again",
-    "out": "it is not a member",
-}
 
 
 class NodeHealth(msgspec.Struct, frozen=True):
@@ -86,16 +79,11 @@ def judge(
     if bad:
         named = ", ".join(f"{each.node} is {each.health}" for each in bad[:3])
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        problems.append(
-            f"{len(bad)} of {count(len(found), 'node')} {_are(len(bad))} not well: {named}{more}"
-        )
+        are = "is" if len(bad) == 1 else "are"
+        problems.append(f"{len(bad)} of {count(len(found), 'node')} {are} not well: {named}{more}")
     if len(found) < expected:
         problems.append(f"{count(len(found), 'node')} where {expected} are expected")
     return ClusterHealth(cluster["cluster"], tuple(found), expected, "; ".join(problems))
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
 
 
 def _complaints(stats: NodeStats) -> Iterator[str]:
@@ -103,7 +91,8 @@ def _complaints(stats: NodeStats) -> Iterator[str]:
     if cluster.state != "serving":
         yield f"it is {cluster.state}"
     if cluster.standing != "member":
-        yield STANDINGS.get(cluster.standing, f"it stands {cluster.standing}")
+        meaning = STANDINGS.get(cluster.standing, f"it stands {cluster.standing}")
+        yield meaning.partition(". ")[0]
     if cluster.membership_error:
         yield f"etcd: {cluster.membership_error}"
     if cluster.directory is not None and not cluster.directory.connected:
@@ -130,15 +119,10 @@ def show_health(found: ClusterHealth, console: Console | None = None) -> None:
     title.append(f", {count(len(found.nodes), 'node')}", style="none")
     console.print(title)
     console.print()
-    table = make_table("", "node", "state", "health", "")
-    for each in found.nodes:
-        table.add_row(
-            escape(each.node),
-            Text(each.state, style=STATE_STYLES.get(each.state, "")),
-            Text(each.health, style=STYLES[each.health]),
-            escape("; ".join(each.reasons)),
-        )
-    for column in table.columns:
-        column.no_wrap = column.header in {"state", "health"}
-        column.overflow = "fold"
-    console.print(table)
+    columns: dict[str, Column] = {
+        "node": "node",
+        "state": lambda each: Text(each.state, style=STATE_STYLES.get(each.state, "")),
+        "health": lambda each: Text(each.health, style=STYLES[each.health]),
+        "": lambda each: "; ".join(each.reasons),
+    }
+    console.print(rows_table("", found.nodes, columns, wraps={"node", ""}))

@@ -6,49 +6,31 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvpool.cli.render.jobs import nodes_of
-from kvpool.cli.render.text import make_console, make_table, size_text
-from kvpool.errors import ClusterUnavailable, InvalidRequest, ProtocolError, Unavailable
-from kvpool.telemetry.hit_curve import Curve, Memory, curve, misses_of
-from kvpool.telemetry.memory_stats import Missed
+from kvpool.cli.render.asking import ask_each, nodes_of
+from kvpool.cli.render.text import Column, make_console, rows_table, size_text
+from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
 from kvpool.telemetry.misses import WORDS, Reason
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.jobs import Asks
+    from kvpool.cli.render.asking import Asks
 
 TIMES = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)  # of the present memory, that the table shows
 
 
-class Found(msgspec.Struct, frozen=True):
-    """All nodes together. misses: reads and blocks by reason, since the nodes started. unreachable: why they did not
-    answer.
-    """
-
-    curve: Curve
-    misses: dict[str, Missed]
-    nodes: int
-    unreachable: dict[str, str]
-
-
-def gather(client: Asks, tenant: str) -> Found:
+def gather(client: Asks, tenant: str) -> MemoryPlan:
     """Ask all nodes."""
-    memories: list[Memory] = []
-    stats = []
-    unreachable: dict[str, str] = {}
-    for node in nodes_of(client.ask_node(operator_wire.Cluster())):
-        try:
-            told = client.ask_node(operator_wire.HitCurves(), node=node, tenant=tenant)
-            memories.append(msgspec.convert(told, Memory, strict=False))
-            stats.append(client.inspect(node))
-        except (Unavailable, ClusterUnavailable, InvalidRequest, ProtocolError) as error:
-            unreachable[node] = str(error)
-    return Found(curve(memories), misses_of(stats, tenant), len(memories), unreachable)
+    nodes = nodes_of(client.ask_node(operator_wire.Cluster()))
+    told, silent = ask_each(client, nodes, operator_wire.HitCurves(), tenant=tenant)
+    memories = [msgspec.convert(each, Memory, strict=False) for each in told.values()]
+    stats, others = ask_each(client, told, None)
+    misses = misses_of(stats.values(), tenant)
+    return MemoryPlan(tenant, len(memories), curve(memories), misses, silent | others)
 
 
-def show_memory(found: Found, console: Console | None = None) -> None:
+def show_memory(found: MemoryPlan, console: Console | None = None) -> None:
     """Print it."""
     console = console or make_console()
     seen = found.curve
@@ -62,15 +44,15 @@ def show_memory(found: Found, console: Console | None = None) -> None:
         markup=False,
     )
     console.print()
-    table = make_table("", ">memory", ">times", ">hit rate", ">more")
     now = seen.at(1.0)
-    for point in seen.points:
-        if point.times is None or point.dram_bytes is None:
-            table.add_row("infinite", "", f"{point.hit:.1%}", f"{point.hit - now:+.1%}")
-        elif point.times in TIMES:
-            size, times = size_text(point.dram_bytes), f"{point.times:g}"
-            table.add_row(size, times, f"{point.hit:.1%}", f"{point.hit - now:+.1%}")
-    console.print(table)
+    columns: dict[str, Column] = {
+        ">memory": lambda at: "infinite" if at.dram_bytes is None else size_text(at.dram_bytes),
+        ">times": lambda at: "" if at.times is None else f"{at.times:g}",
+        ">hit rate": lambda at: f"{at.hit:.1%}",
+        ">more": lambda at: f"{at.hit - now:+.1%}",
+    }
+    points = [point for point in seen.points if point.times in {None, *TIMES}]
+    console.print(rows_table("", points, columns))
     console.print(
         f"estimated with {seen.samples:,} followed blocks, to within {seen.error:.1%} (95 % confidence), as if the least "
         "recently used block left first",
@@ -79,9 +61,13 @@ def show_memory(found: Found, console: Console | None = None) -> None:
     if found.misses:
         console.print()
         total = sum(missed.blocks for missed in found.misses.values())
-        reasons = make_table("", "missed because", ">reads", ">blocks", ">share")
-        for name, missed in sorted(found.misses.items(), key=lambda one: -one[1].blocks):
-            words = WORDS[Reason(name)] if name in list(Reason) else name
-            share = f"{missed.blocks / total:.0%}"
-            reasons.add_row(words, f"{missed.requests:,}", f"{missed.blocks:,}", share)
-        console.print(reasons)
+        reasons: dict[str, Column] = {
+            "missed because": lambda one: (
+                WORDS[Reason(one[0])] if one[0] in list(Reason) else one[0]
+            ),
+            ">reads": lambda one: f"{one[1].requests:,}",
+            ">blocks": lambda one: f"{one[1].blocks:,}",
+            ">share": lambda one: f"{one[1].blocks / total:.0%}",
+        }
+        most = sorted(found.misses.items(), key=lambda one: -one[1].blocks)
+        console.print(rows_table("", most, reasons))

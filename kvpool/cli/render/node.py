@@ -6,24 +6,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.markup import escape
 from rich.text import Text
 
 from kvpool.cli.render.cluster import directory_text, standing_text
 from kvpool.cli.render.text import (
-    DIGEST_SHOWN,
+    Column,
     count,
     duration,
     facts,
     make_console,
     make_table,
+    number_text,
+    rows_table,
     size_text,
 )
 from kvpool.cli.render.tiers import show_tiers
-from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, PeerStats, WorkerStats
+from kvpool.telemetry.cluster_stats import (
+    NixlStats,
+    PathsStats,
+    PeerStats,
+    WayStats,
+    WorkerStats,
+)
 from kvpool.telemetry.memory_stats import NamespaceStats, SlabClass, TenantStats
 from kvpool.telemetry.node_stats import NodeStats
 
@@ -31,133 +38,53 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-Entries = tuple[tuple[str, tuple[tuple[str, str], ...], bool], ...]
-"""What an operator asks, which counters answer, and whether they mean trouble: then 0 is not shown."""
+Entries = Mapping[str, str]
+"""By what an operator asks, the counters that answer, each with what it counts. Bytes say so by their name."""
 
-_COUNTERS: Entries = (
-    (
-        "put",
-        (("committed", "blocks stored"), ("committed_bytes", ""), ("duplicates", "there already")),
-        False,
-    ),
-    (
-        "read",
-        (("acquired", "leases"), ("leased_blocks", "blocks"), ("leased_bytes", "")),
-        False,
-    ),
-    ("missed", (("acquire_misses", "reads found nothing"),), False),
-    (
-        "matched",
-        (("match_hits", "of"), ("match_keys", "blocks asked for"), ("match_calls", "calls")),
-        False,
-    ),
-    (
-        "eviction",
-        (
-            ("evicted", "blocks evicted"),
-            ("evicted_secondary", "of them secondary replicas"),
-            ("evicted_expendable", "of them left by their sessions"),
-            ("evicted_soft_pins", "of them soft-pinned"),
-            ("slabs_reclaimed", "slabs reassigned to another slot size"),
-            ("removed", "blocks removed"),
-        ),
-        False,
-    ),
-    (
-        "from and to peers",
-        (
-            ("pulled_blocks", "blocks pulled"),
-            ("pulled_bytes", ""),
-            ("lent_blocks", "blocks loaned"),
-        ),
-        False,
-    ),
-    ("refused, pool full", (("refused_full", "puts"),), True),
-    ("expired leases", (("leases_expired", ""),), True),
-    ("clients that died with leases or reservations", (("dead_holders", ""),), True),
-    ("checksum mismatches", (("checksum_mismatches", "blocks dropped"),), True),
-)
-
-_FETCH: Entries = (
-    (
-        "directory lookups",
-        (("lookups", "total"), ("lookups_remembered", "answered from memory")),
-        False,
-    ),
-    (
-        "transfers",
-        (
-            ("transfers", "in progress"),
-            ("no_room", "found no room"),
-            ("joined", "block parts already in progress"),
-            ("absent", "block parts absent at the source"),
-        ),
-        False,
-    ),
-    (
-        "hedges of slow peers",
-        (
-            ("hedges", "block parts requested from a second peer"),
-            ("cancelled", "transfers cancelled"),
-            ("not_begun", "ended before their turn"),
-        ),
-        False,
-    ),
-    (
-        "declined, faster to recompute",
-        (("declined", "block parts"), ("trials", "trials of their sources")),
-        False,
-    ),
-    ("failed lookups", (("lookups_failed", ""),), True),
-    ("failed transfers", (("failed_transfers", ""),), True),
-    ("damaged blocks received", (("mismatches", "dropped"),), True),
-)
-
-_NIXL: Entries = (
-    (
-        "pulled by RDMA",
-        (("pulls", "pulls"), ("blocks", "blocks"), ("bytes", "")),
-        False,
-    ),
-    (
-        "continued over TCP",
-        (
-            ("failed_over", "pulls"),
-            ("failed_over_blocks", "blocks"),
-            ("rested", "pulls soon after a failure"),
-        ),
-        True,
-    ),
-    ("sent over TCP, which is faster there", (("slower", "pulls"),), True),
-)
-
-_REPLICATION: Entries = (
-    (
-        "offered to other nodes",
-        (("offered_blocks", "blocks"), ("accepted_blocks", "accepted"), ("accepted_bytes", "")),
-        False,
-    ),
-    (
-        "of these",
-        (
-            ("replicated_blocks", "for replication"),
-            ("forwarded_blocks", "offloaded before eviction"),
-        ),
-        False,
-    ),
-    (
-        "accepted from other nodes",
-        (("taken_blocks", "blocks"), ("refused_offers", "offers refused")),
-        False,
-    ),
-    (
-        "missing replicas",
-        (("wanted", "blocks now"), ("repairs", "found by repair scans")),
-        False,
-    ),
-    ("found to be the last replica", (("promoted", "block parts"),), True),
-    ("replicas given up, backlog full", (("dropped_wishes", "blocks"),), True),
-)
+_COUNTERS = {
+    "put": "committed blocks stored, committed_bytes, duplicates there already",
+    "read": "acquired leases, leased_blocks blocks, leased_bytes",
+    "missed": "acquire_misses reads found nothing",
+    "matched": "match_hits of, match_keys blocks asked for, match_calls calls",
+    "eviction": "evicted blocks evicted, evicted_secondary of them secondary replicas, "
+    "evicted_expendable of them left by their sessions, evicted_soft_pins of them soft-pinned, "
+    "slabs_reclaimed slabs reassigned to another slot size, removed blocks removed",
+    "from and to peers": "pulled_blocks blocks pulled, pulled_bytes, lent_blocks blocks loaned",
+}
+_TROUBLES = {
+    "refused, pool full": "refused_full puts",
+    "expired leases": "leases_expired",
+    "clients that died with leases or reservations": "dead_holders",
+    "checksum mismatches": "checksum_mismatches blocks dropped",
+}
+_FETCH = {
+    "directory lookups": "lookups total, lookups_remembered answered from memory",
+    "transfers": "transfers in progress, no_room found no room, joined block parts already in progress, "
+    "absent block parts absent at the source",
+    "hedges of slow peers": "hedges block parts requested from a second peer, cancelled transfers cancelled, "
+    "not_begun ended before their turn",
+    "declined, faster to recompute": "declined block parts, trials trials of their sources",
+}
+_FETCH_TROUBLES = {
+    "failed lookups": "lookups_failed",
+    "failed transfers": "failed_transfers",
+    "damaged blocks received": "mismatches dropped",
+}
+_NIXL = {"pulled by RDMA": "pulls pulls, blocks blocks, bytes"}
+_NIXL_TROUBLES = {
+    "continued over TCP": "failed_over pulls, failed_over_blocks blocks, rested pulls soon after a failure",
+    "sent over TCP, which is faster there": "slower pulls",
+}
+_REPLICATION = {
+    "offered to other nodes": "offered_blocks blocks, accepted_blocks accepted, accepted_bytes",
+    "of these": "replicated_blocks for replication, forwarded_blocks offloaded before eviction",
+    "accepted from other nodes": "taken_blocks blocks, refused_offers offers refused",
+    "missing replicas": "wanted blocks now, repairs found by repair scans",
+}
+_REPLICATION_TROUBLES = {
+    "found to be the last replica": "promoted block parts",
+    "replicas given up, backlog full": "dropped_wishes blocks",
+}
 
 
 NOT_SERVING = frozenset(("unsure", "lost", "out"))
@@ -192,13 +119,15 @@ def show(
         _space(stats, tenant, mine),
         _slots(mine.space.classes),
         _namespaces(mine.namespaces),
-        _counters("Since the start, all tenants", stats.counters, _COUNTERS),
+        _counters("Since the start, all tenants", stats.counters, _COUNTERS, _TROUBLES),
         _transfer_workers(stats.transfer_workers),
         _nixl(stats.nixl),
         _ways(stats.paths),
         _peers(fetch.peers, names),
-        _counters("Other nodes, since the start", fetch, _FETCH) if _any(fetch) else None,
-        _counters("Replication, since the start", replication, _REPLICATION)
+        _counters("Other nodes, since the start", fetch, _FETCH, _FETCH_TROUBLES)
+        if _any(fetch)
+        else None,
+        _counters("Replication, since the start", replication, _REPLICATION, _REPLICATION_TROUBLES)
         if _any(replication)
         else None,
     ):
@@ -258,86 +187,87 @@ def _space(stats: NodeStats, tenant: str, mine: TenantStats) -> Table:
 def _slots(classes: list[SlabClass]) -> Table | None:
     if not classes:
         return None
-    table = make_table(
-        "Slots, by size", ">slot", ">in use", ">free", ">bytes in use", ">bytes free", ">lost"
-    )
-    for one in sorted(classes, key=lambda one: -int(one.bytes_used)):
-        table.add_row(
-            size_text(one.stride),
-            f"{one.slots_used:,}",
-            f"{one.slots_free:,}",
-            size_text(one.bytes_used),
-            size_text(one.bytes_free),
-            size_text(one.bytes_lost),
-        )
-    return table
+    columns: dict[str, Column] = {
+        ">slot": lambda one: size_text(one.stride),
+        "in use": "slots_used",
+        "free": "slots_free",
+        "bytes in use": "bytes_used",
+        "bytes free": "bytes_free",
+        "lost": "bytes_lost",
+    }
+    ordered = sorted(classes, key=lambda one: -int(one.bytes_used))
+    return rows_table("Slots, by size", ordered, columns)
 
 
 def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Table | None:
     if not namespaces:
         return None
-    table = make_table(
-        "Namespaces", "digest", "fields", ">blocks", ">parts", ">bytes a block", ">bytes"
-    )
-    table.columns[1].overflow = "fold"
-    held = [
-        (sum(n * size for n, size in zip(one.blocks, one.part_bytes, strict=True)), name, one)
-        for name, one in namespaces.items()
+    rows: list[dict[str, Any]] = [
+        {
+            "digest": digest,
+            "fields": ", ".join(facts(one.fields)),
+            "blocks": max(one.blocks, default=0),
+            "parts": len(one.part_bytes),
+            "block_bytes": sum(one.part_bytes),
+            "bytes": sum(n * size for n, size in zip(one.blocks, one.part_bytes, strict=True)),
+        }
+        for digest, one in namespaces.items()
     ]
-    for total, digest, one in sorted(held, key=lambda row: (-row[0], row[1])):
-        table.add_row(
-            digest[:DIGEST_SHOWN],
-            escape(", ".join(facts(one.fields))),
-            f"{max(one.blocks, default=0):,}",
-            f"{len(one.part_bytes):,}",
-            size_text(sum(one.part_bytes)),
-            size_text(total),
-        )
-    return table
+    columns = {
+        "digest": "digest",
+        "fields": "fields",
+        "blocks": "blocks",
+        "parts": "parts",
+        "bytes a block": "block_bytes",
+        "bytes": "bytes",
+    }
+    rows.sort(key=lambda row: (-row["bytes"], row["digest"]))
+    return rows_table("Namespaces", rows, columns)
 
 
 def _any(counters: msgspec.Struct) -> bool:
     return any(type(value) is int and value for value in msgspec.structs.astuple(counters))
 
 
-def _counters(title: str, counters: msgspec.Struct, entries: Entries) -> Table:
+def _counters(title: str, counters: msgspec.Struct, entries: Entries, troubles: Entries) -> Table:
+    """troubles: shown only where something was counted."""
     table = make_table(title, "", "")
-    for name, parts, trouble in entries:
-        if trouble and not any(getattr(counters, key) for key, _ in parts):
-            continue
-        words = []
-        for at, (key, unit) in enumerate(parts):
-            value = getattr(counters, key)
-            if value or at == 0 or key == "match_keys":
-                number = size_text(value) if key.endswith("bytes") else f"{value:,}"
-                noun = unit.removesuffix("s") if (value, unit) == (1, "calls") else unit
-                words.append(f"{number} {noun}".rstrip())
-        text = ", ".join(words).replace(" of, ", " of ")
-        table.add_row(name, Text(text, style="yellow" if trouble else ""))
+    for name, parts in entries.items():
+        table.add_row(name, _counted(counters, parts))
+    for name, parts in troubles.items():
+        if any(getattr(counters, part.split()[0]) for part in parts.split(",")):
+            table.add_row(name, Text(_counted(counters, parts), style="yellow"))
     return table
+
+
+def _counted(counters: msgspec.Struct, parts: str) -> str:
+    words: list[str] = []
+    for part in parts.split(", "):
+        name, _, what = part.partition(" ")
+        value = getattr(counters, name)
+        if value or not words or name == "match_keys":
+            what = what.removesuffix("s") if (value, what) == (1, "calls") else what
+            words.append(f"{number_text(name, value)} {what}".rstrip())
+    return ", ".join(words).replace(" of, ", " of ")
 
 
 def _transfer_workers(workers: Sequence[WorkerStats]) -> Table:
-    table = make_table(
-        "Transfer workers", ">process", "state", ">orders", ">loans", ">restarts", "peers pull from"
-    )
-    for one in workers:
-        table.add_row(
-            str(one.pid or ""),
-            Text("running") if one.alive else Text("down", style="red"),
-            str(one.orders),
-            str(one.loans),
-            Text(str(one.restarts), style="yellow" if one.restarts else ""),
-            escape("\n".join(one.listening)) or "nowhere",
-        )
-    return table
+    columns: dict[str, Column] = {
+        ">process": lambda one: str(one.pid or ""),
+        "state": lambda one: Text("running") if one.alive else Text("down", style="red"),
+        "orders": "orders",
+        "loans": "loans",
+        ">restarts": lambda one: Text(str(one.restarts), style="yellow" if one.restarts else ""),
+        "peers pull from": lambda one: "\n".join(one.listening) or "nowhere",
+    }
+    return rows_table("Transfer workers", workers, columns)
 
 
 def _nixl(nixl: NixlStats | None) -> Table | None:
     """None where this node has no NIXL."""
     if nixl is None:
         return None
-    table = _counters("NIXL, since the start", nixl, _NIXL)
+    table = _counters("NIXL, since the start", nixl, _NIXL, _NIXL_TROUBLES)
     if nixl.last_error:
         table.add_row("last reason", Text(nixl.last_error, style="yellow"))
     return table
@@ -345,58 +275,43 @@ def _nixl(nixl: NixlStats | None) -> Table | None:
 
 def _ways(paths: PathsStats) -> Table | None:
     """Of the peers to which there are several."""
-    several = {url: peer for url, peer in sorted(paths.peers.items()) if len(peer.ways) > 1}
-    if not several:
-        return None
-    table = make_table("Ways to peers", "peer", "as a rule", "way", ">pulls", ">bytes", "")
-    for url, peer in several.items():
-        for at, way in enumerate(peer.ways):
-            rests = f"rests for {way.rests_s:.1f} s: {way.reason}" if way.reason else ""
-            table.add_row(
-                "" if at else escape(url),
-                "" if at else peer.usual,
-                escape(way.url),
-                f"{way.pulls:,}",
-                size_text(way.bytes),
-                Text(rests, style="yellow"),
-            )
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
+    rows = [
+        (way, "" if at else url, "" if at else peer.usual)
+        for url, peer in sorted(paths.peers.items())
+        for at, way in enumerate(peer.ways)
+        if len(peer.ways) > 1
+    ]
+    columns: dict[str, Column] = {
+        "peer": lambda row: row[1],
+        "as a rule": lambda row: row[2],
+        "way": lambda row: row[0].url,
+        ">pulls": lambda row: f"{row[0].pulls:,}",
+        ">bytes": lambda row: size_text(row[0].bytes),
+        "": lambda row: Text(_rests(row[0]), style="yellow"),
+    }
+    return rows_table("Ways to peers", rows, columns) if rows else None
+
+
+def _rests(way: WayStats) -> str:
+    return f"rests for {way.rests_s:.1f} s: {way.reason}" if way.reason else ""
 
 
 def _peers(peers: Sequence[PeerStats], names: Mapping[str, str]) -> Table | None:
-    asked = [one for one in peers if one.asked]
-    if not asked:
-        return None
-    table = make_table(
-        "Peers",
-        "node",
-        "away",
-        "state",
-        ">asked",
-        ">failed",
-        ">slow",
-        ">latency",
-        ">rate",
-        ">bytes",
-    )
-    table.add_column("last error", overflow="fold")
-    named = [(_peer_name(one, names), one) for one in asked]
-    for name, one in sorted(named, key=lambda pair: pair[0]):
-        table.add_row(
-            escape(name),
-            one.distance,
-            _health(one),
-            f"{one.asked:,}",
-            f"{one.failed:,}",
-            f"{one.slow:,}",
-            f"{one.latency_ms:.1f} ms",
-            f"{size_text(one.bytes_s)}/s",
-            size_text(one.bytes),
-            escape(one.last_error),
-        )
-    return table
+    asked = sorted((one for one in peers if one.asked), key=lambda one: _peer_name(one, names))
+    columns: dict[str, Column] = {
+        "node": lambda one: _peer_name(one, names),
+        "away": "distance",
+        "state": _health,
+        "asked": "asked",
+        "failed": "failed",
+        "slow": "slow",
+        ">latency": lambda one: f"{one.latency_ms:.1f} ms",
+        ">rate": lambda one: f"{size_text(one.bytes_s)}/s",
+        "bytes": "bytes",
+        "last error": "last_error",
+    }
+    wraps = {"node", "state", "last error"}
+    return rows_table("Peers", asked, columns, wraps=wraps) if asked else None
 
 
 def _peer_name(peer: PeerStats, names: Mapping[str, str]) -> str:

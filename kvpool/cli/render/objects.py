@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.markup import escape
 
 from kvpool.cli.render.blocks import PAGE
-from kvpool.cli.render.text import duration, make_console, make_table, size_text
+from kvpool.cli.render.text import Column, make_console, rows_table, size_text
 from kvpool.engine_plugins.mooncake import codes
 from kvpool.engine_plugins.mooncake.objects import How, Objects
 from kvpool.engine_plugins.mooncake.pieces import Made, View
@@ -31,7 +30,7 @@ from kvpool.wire import operator as operator_wire
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.jobs import Asks
+    from kvpool.cli.render.asking import Asks
 
 BYTES_MAX = 1 << 30
 """The object and a copy of it are in this process's memory."""
@@ -175,12 +174,12 @@ def list_objects(
                 return found[:limit], True
             message = operator_wire.ListBlocks(tier, cursor, PAGE, space.ns.digest)
             page = client.ask_node(message)
-            cursor, blocks = page["cursor"], page["blocks"]
+            cursor, blocks = page.cursor, page.blocks
             looked_at += len(blocks)
             together = PAGE if tier == "dram" else READ_TOGETHER
             for first in range(0, len(blocks), together):
                 some = blocks[first : first + together]
-                packed = bytes.fromhex("".join(block["key"] for block in some))
+                packed = bytes.fromhex("".join(block.key for block in some))
                 owners = objects.whose(space, packed, READ_S if tier == "ssd" else 0.0)
                 found += [
                     {
@@ -189,8 +188,8 @@ def list_objects(
                         else owner.key.decode("utf-8", "backslashreplace"),
                         "hashed": owner.hashed,
                         "bytes": owner.length,
-                        "unused_s": block["age_s"],
-                        "pin": block["pin"],
+                        "unused_s": block.age_s,
+                        "pin": block.pin,
                     }
                     for block, owner in zip(some, owners, strict=True)
                     if owner is not None
@@ -216,18 +215,13 @@ def show_objects(
         looked = " among those that were looked at" if more else ""
         console.print(f"no objects{with_prefix} in {tier} here{looked}", markup=False)
         return
-    table = make_table("", ">size", ">unused for", "pin", "name")
-    for each in found:
-        table.add_row(
-            size_text(each["bytes"]),
-            duration(each["unused_s"]),
-            "" if each["pin"] == "none" else each["pin"],
-            escape(each["name"]),
-        )
-    for column in table.columns:
-        column.no_wrap = column.header != "name"
-        column.overflow = "fold"
-    console.print(table)
+    columns: dict[str, Column] = {
+        "size": "bytes",
+        "unused for": "unused_s",
+        "pin": lambda each: "" if each["pin"] == "none" else each["pin"],
+        "name": "name",
+    }
+    console.print(rows_table("", found, columns, wraps={"name"}))
     if any(each["hashed"] for each in found):
         console.print("sha256: names too long to be kept; `kvpool get` takes them as they were put")
     if more:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from kvpool.cli.render.text import DIGEST_SHOWN, duration, make_console, make_table, size_text
+from kvpool.cli.render.text import DIGEST_SHOWN, duration, make_console, rows_table, size_text
+from kvpool.telemetry.receipts import AccountItem, Amount, ReceiptItem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,8 +17,19 @@ if TYPE_CHECKING:
 GIB_H = float(1 << 30) * 3600
 
 
+_SHORT = {"read tokens": "read", "written tokens": "written", "kept GiB h": "kept"}
+_LONG = {
+    "read tokens": "read",
+    "read": "read_bytes",
+    "written tokens": "written",
+    "written": "written_bytes",
+    "refused": "refused_bytes",
+    "kept GiB h": "kept",
+}
+
+
 def show_accounts(
-    items: Sequence[Mapping[str, Any]], console: Console | None = None, *, periods: bool = False
+    items: Sequence[AccountItem], console: Console | None = None, *, periods: bool = False
 ) -> None:
     """Print accounts: of all nodes and periods together, or each by itself."""
     console = console or make_console()
@@ -25,74 +37,68 @@ def show_accounts(
         console.print("nothing was counted in this time")
         return
     if periods:
-        table = make_table("", "ended", "node", "tenant", "namespace", *_SHORT)
-        for item in items:
-            end = datetime.fromtimestamp(item["end_s"], UTC).strftime("%m-%d %H:%M")
-            names = (escape(item["node"]), escape(item["tenant"]), _namespace(item)[:6])
-            read, _, written, _, _, kept = _numbers([item])
-            table.add_row("open" if item["open"] else end, *names, read, written, kept)
-        console.print(table)
+        names = {"ended": "ended", "node": "node", "tenant": "tenant", "namespace": "namespace"}
+        rows = [_together([item]) | {"namespace": _namespace(item)[:6]} for item in items]
+        console.print(rows_table("", rows, names | _SHORT))
         return
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[AccountItem]] = {}
     for item in items:
-        groups.setdefault((item["tenant"], item["namespace"]), []).append(item)
-    table = make_table("", "tenant", "namespace", *_COLUMNS)
-    for (tenant, _), some in sorted(groups.items()):
-        table.add_row(escape(tenant), _namespace(some[0]), *_numbers(some))
-    console.print(table)
-    begin = min(item["begin_s"] for item in items)
-    end = max(item["end_s"] for item in items)
+        groups.setdefault((item.tenant, item.namespace), []).append(item)
+    rows = [_together(some) for _, some in sorted(groups.items())]
+    console.print(rows_table("", rows, {"tenant": "tenant", "namespace": "namespace"} | _LONG))
+    begin, end = min(item.begin_s for item in items), max(item.end_s for item in items)
     since = datetime.fromtimestamp(begin, UTC).isoformat(timespec="seconds")
     console.print(f"since {since}: {duration(end - begin)}. `--format csv` has all columns")
 
 
-def show_receipts(items: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+def _together(items: Sequence[AccountItem]) -> dict[str, Any]:
+    """A row for rows of one tenant and namespace."""
+    first = items[0]
+    reads = [amount for item in items for amount in item.reads.values()]
+    kept = sum(sum(item.kept_byte_s.values()) for item in items)
+    return {
+        "ended": "open"
+        if first.open
+        else f"{datetime.fromtimestamp(first.end_s, UTC):%m-%d %H:%M}",
+        "node": first.node,
+        "tenant": first.tenant,
+        "namespace": _namespace(first),
+        "read": sum(each.tokens for each in reads),
+        "read_bytes": sum(each.nbytes for each in reads),
+        "written": sum(item.written.tokens for item in items),
+        "written_bytes": sum(item.written.nbytes for item in items),
+        "refused_bytes": sum(each.nbytes for item in items for each in item.refused.values()),
+        "kept": round(kept / GIB_H, 3),
+    }
+
+
+def show_receipts(items: Sequence[ReceiptItem], console: Console | None = None) -> None:
     """Print receipts of requests, and where their tokens came from."""
     console = console or make_console()
     if not items:
         console.print("no node remembers such a request: its client names none, or it was long ago")
-        return
     for item in items:
-        console.print(f"[bold]{_shown(item['request'])}[/] on {escape(item['node'])}")
-        ended = item["ended_s"]
-        took = "not ended" if ended is None else f"ended after {duration(ended - item['begun_s'])}"
-        session = f", session {_shown(item['session'])}" if item["session"] else ""
+        console.print(f"[bold]{_shown(item.request)}[/] on {escape(item.node)}")
+        took = "not ended"
+        if item.ended_s is not None:
+            took = f"ended after {duration(item.ended_s - item.begun_s)}"
+        session = f", session {_shown(item.session)}" if item.session else ""
         console.print(
-            f"  tenant {escape(item['tenant'])}, {_namespace(item)}, "
-            f"{_shown(item['model']) or 'no model'}{session}: {took}"
+            f"  tenant {escape(item.tenant)}, {_namespace(item)}, "
+            f"{_shown(item.model) or 'no model'}{session}: {took}"
         )
-        for tier, amount in item["reads"].items():
+        for tier, amount in item.reads.items():
             console.print(f"  read from {tier}: {_amount(amount)}")
-        console.print(f"  written: {_amount(item['written'])}")
-        for reason, refused in item["refused"].items():
+        console.print(f"  written: {_amount(item.written)}")
+        for reason, refused in item.refused.items():
             console.print(
-                f"  refused ({reason}): {refused['parts']:,} parts of blocks, "
-                f"{size_text(refused['nbytes'])}"
+                f"  refused ({reason}): {refused.parts:,} parts of blocks, "
+                f"{size_text(refused.nbytes)}"
             )
 
 
-_COLUMNS = (">read tokens", ">read", ">written tokens", ">written", ">refused", ">kept GiB h")
-
-_SHORT = (">read tokens", ">written tokens", ">kept GiB h")
-
-
-def _numbers(items: Sequence[Mapping[str, Any]]) -> list[str]:
-    reads = [amount for item in items for amount in item["reads"].values()]
-    written = [item["written"] for item in items]
-    refused = [each for item in items for each in item["refused"].values()]
-    kept = sum(sum(item["kept_byte_s"].values()) for item in items)
-    return [
-        f"{sum(each['tokens'] for each in reads):,}",
-        size_text(sum(each["nbytes"] for each in reads)),
-        f"{sum(each['tokens'] for each in written):,}",
-        size_text(sum(each["nbytes"] for each in written)),
-        size_text(sum(each["nbytes"] for each in refused)),
-        f"{kept / GIB_H:,.3f}",
-    ]
-
-
-def _namespace(item: Mapping[str, Any]) -> str:
-    return item["namespace"][:DIGEST_SHOWN] or "(others)"
+def _namespace(item: AccountItem | ReceiptItem) -> str:
+    return item.namespace[:DIGEST_SHOWN] or "(others)"
 
 
 def _shown(text: str) -> str:
@@ -100,6 +106,5 @@ def _shown(text: str) -> str:
     return escape("".join(filter(str.isprintable, text)))
 
 
-def _amount(amount: Mapping[str, Any]) -> str:
-    blocks, tokens = amount["blocks"], amount["tokens"]
-    return f"{tokens:,} tokens in {blocks:,} blocks, {size_text(amount['nbytes'])}"
+def _amount(amount: Amount) -> str:
+    return f"{amount.tokens:,} tokens in {amount.blocks:,} blocks, {size_text(amount.nbytes)}"

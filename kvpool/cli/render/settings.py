@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import msgspec
-from rich.markup import escape
 
-from kvpool.cli.render.jobs import Asks
-from kvpool.cli.render.text import make_console, make_table
+from kvpool.cli.render.asking import Asks, ask_each
+from kvpool.cli.render.text import Column, make_console, rows_table
 from kvpool.config import SECRETS, SETTINGS, config_of, gather
-from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
+from kvpool.errors import InvalidRequest
 from kvpool.plain_text import plain as plain_text
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Setting as RunningSetting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,24 +88,25 @@ def show(found: Sequence[Setting], out: TextIO | None = None) -> None:
         out.write(plain_text(f"{text}\n"))
 
 
-def show_running(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print what a node answers to `kvpool.wire.operator.Settings`: what can be changed first."""
-    console = console or make_console()
-    table = make_table("", "setting", "value", "")
-    for each in sorted(found, key=lambda each: not each["changeable"]):
-        value = each["value"] if not each["secret"] else HIDDEN if each["value"] else None
-        marks = [
-            *(["default"] if each["default"] else []),
-            *(["can be changed"] if each["changeable"] else []),
-        ]
-        text = _text(Setting(each["name"], value, ""))
-        if isinstance(value, bool):
-            text = str(value).lower()  # as it is typed
-        table.add_row(each["name"], escape(text), ", ".join(marks))
-    for column in table.columns:
-        column.overflow = "fold"
-        column.no_wrap = not column.header
-    console.print(table)
+def show_running(found: Sequence[RunningSetting], console: Console | None = None) -> None:
+    """Print the settings of a running node: what can be changed first."""
+    columns: dict[str, Column] = {
+        "setting": "name",
+        "value": _running_value,
+        "": lambda each: ", ".join(
+            [*["default"] * each.default, *["can be changed"] * each.changeable]
+        ),
+    }
+    ordered = sorted(found, key=lambda each: not each.changeable)
+    (console or make_console()).print(rows_table("", ordered, columns, wraps={"setting", "value"}))
+
+
+def _running_value(each: RunningSetting) -> str:
+    if each.secret:
+        return HIDDEN if each.value else ""
+    if isinstance(each.value, bool):
+        return str(each.value).lower()  # as it is typed
+    return _text(Setting(each.name, each.value, ""))
 
 
 def parse_changes(given: Sequence[str]) -> dict[str, str]:
@@ -129,23 +130,14 @@ def change(
     message = operator_wire.ChangeSettings(msgspec.json.encode(changes))
     first, *others = nodes
     client.ask_node(message, node=first)
-    done, failed = [first], {}
-    for node in others:
-        try:
-            client.ask_node(message, node=node)
-        except (InvalidRequest, Unavailable, ClusterUnavailable) as error:
-            failed[node] = str(error)
-        else:
-            done.append(node)
-    return done, failed
+    done, failed = ask_each(client, others, message)
+    return [first, *done], failed
 
 
 def _text(setting: Setting) -> str:
     value = setting.value
     if setting.name == "socket_mode":
         return f"{value:o}"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, list):
         return ", ".join(_words(each) for each in value)
     return _words(value) if value is not None else ""

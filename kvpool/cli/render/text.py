@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from kvpool.plain_text import plain
+from kvpool.wire.answers import columns_of
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from msgspec import Struct
+
+Column = str | Callable[[Any], str | Text]
 
 FIELDS_SHOWN = 3
 FIELD_LENGTH_MAX = 32
@@ -44,14 +48,6 @@ def make_console(file: IO[str] | None = None, *, quiet: bool = False) -> Console
     return PlainConsole(file=file, highlight=False, width=width, quiet=quiet)
 
 
-def make_bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
-    """For `with`: progress on standard error, gone when it ends; nothing where there is no terminal."""
-    from rich.progress import Progress
-
-    console = console or make_console(sys.stderr)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
 def make_table(title: str, *columns: str) -> Table:
     """Columns whose name begins with > are numbers."""
     table = Table(
@@ -70,10 +66,58 @@ def make_table(title: str, *columns: str) -> Table:
     return table
 
 
-def fold(table: Table) -> None:
-    """Cut nothing off: what is too wide goes on in the next line."""
+def rows_table(
+    title: str,
+    rows: Iterable[Any],
+    columns: Mapping[str, Column] | type[Struct],
+    *,
+    wraps: Collection[str] | None = None,
+) -> Table:
+    """A table of structs or mappings, without cutting off any text.
+
+    columns: by their headings what is in them: the name of a field, or a function of a row; or a struct whose fields
+    declare their columns. Numbers, and functions whose heading begins with >, are to the right. wraps: the columns that
+    may continue in a next line; None: all.
+    """
+    if isinstance(columns, type):
+        columns = columns_of(columns)
+    cells = [[_cell(row, column) for column in columns.values()] for row in rows]
+    heads = [
+        f">{head}" if any(isinstance(row[at], Number) for row in cells) else head
+        for at, head in enumerate(columns)
+    ]
+    table = make_table(title, *heads)
     for column in table.columns:
+        column.no_wrap = wraps is not None and column.header not in wraps
         column.overflow = "fold"
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+class Number(str):
+    """The text of a number."""
+
+    __slots__ = ()
+
+
+def _cell(row: Any, column: Column) -> str | Text:
+    if not isinstance(column, str):
+        found = column(row)
+        return escape(found) if type(found) is str else found
+    value = row[column] if isinstance(row, Mapping) else getattr(row, column)
+    if isinstance(value, (int, float)):
+        return Number(number_text(column, value))
+    if column in {"namespace", "digest"}:
+        value = value[:DIGEST_SHOWN]
+    return escape("" if value is None else str(value))
+
+
+def number_text(name: str, value: float) -> str:
+    """A number as its field's name says what it is: bytes, `_s` for seconds, or a count."""
+    if "bytes" in name:
+        return size_text(value)
+    return duration(value) if name.endswith("_s") else f"{value:,}"
 
 
 def facts(fields: Mapping[str, Any]) -> Iterator[str]:

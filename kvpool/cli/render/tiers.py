@@ -135,21 +135,23 @@ def _usage(usage: Usage, tenant: str) -> Table:
     return table
 
 
+def _warning(text: str) -> Text:
+    return Text(text, style="yellow")
+
+
 def _engine_remarks(engines: EnginesStats) -> Iterator[Text]:
     if engines.error:
-        yield Text(engines.error, style="yellow")
+        yield _warning(engines.error)
     for engine in engines.followed:
-        where, age = engine.endpoint, engine.age_s
+        where = engine.endpoint
         if engine.error:
-            yield Text(engine.error, style="yellow")
+            yield _warning(engine.error)
         elif engine.outdated:
-            yield Text(
-                f"{where}: its weights are not those of the namespace any more", style="yellow"
-            )
-        elif age is None:
+            yield _warning(f"{where}: its weights are not those of the namespace any more")
+        elif engine.age_s is None:
             yield Text(f"{where} has not been heard of yet")
         else:
-            yield Text(f"{where} was heard of {duration(age)} ago")
+            yield Text(f"{where} was heard of {duration(engine.age_s)} ago")
 
 
 def _packing(disks: Iterable[SsdStats]) -> Iterator[Text]:
@@ -163,40 +165,29 @@ def _packing(disks: Iterable[SsdStats]) -> Iterator[Text]:
                 f"written smaller and {disk.unpacked_blocks:,} were not worth it"
             )
         if disk.undecoded_blocks:
-            yield Text(
-                f"{where}: {count(disk.undecoded_blocks, 'block')} could not be decoded, "
-                f"counted as damaged",
-                style="yellow",
-            )
+            blocks = count(disk.undecoded_blocks, "block")
+            yield _warning(f"{where}: {blocks} could not be decoded, counted as damaged")
         if disk.retired_bytes:
-            yield Text(
-                f"{where}: {size_text(disk.retired_bytes)} failed repeatedly and are not used any more: it may be dying",
-                style="yellow",
+            lost = size_text(disk.retired_bytes)
+            yield _warning(
+                f"{where}: {lost} failed repeatedly and are not used any more: it may be dying"
             )
         if disk.codec_error:
-            yield Text(f"{where}: {disk.codec_error}", style="yellow")
+            yield _warning(f"{where}: {disk.codec_error}")
 
 
 def _remarks(tiers: TiersStats) -> Iterator[Text]:
     """What is out of the ordinary."""
-    for device in tiers.device:
-        if device.error:
-            yield Text(f"{device.path} is {device.state}: {device.error}", style="yellow")
-    for disk in tiers.ssd:
-        if disk.error:
-            yield Text(f"{disk.path} is {disk.state}: {disk.error}", style="yellow")
-        elif disk.state == "serving" and not disk.direct:
-            yield Text(
-                f"{disk.path} goes through the page cache, which is slower: its file system "
-                f"knows no O_DIRECT",
-                style="yellow",
+    for place in (*tiers.device, *tiers.ssd, *tiers.object):
+        if place.error:
+            yield _warning(f"{place.path} is {place.state}: {place.error}")
+        elif place in tiers.ssd and place.state == "serving" and not place.direct:
+            yield _warning(
+                f"{place.path} goes through the page cache, which is slower: its file system knows no O_DIRECT"
             )
-    for place in (*tiers.ssd, *tiers.object):
         if place.encrypted:
             yield Text(f"{place.path}: blocks are encrypted")
     for store in tiers.object:
-        if store.error:
-            yield Text(f"{store.path} is {store.state}: {store.error}", style="yellow")
         if store.stale_blocks:
             yield Text(f"{count(store.stale_blocks, 'block')} not found in the object named for it")
     for key, what in (

@@ -10,29 +10,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.text import Text
 
+from kvpool.cli.render.asking import nodes_of
 from kvpool.cli.render.cluster import STATE_STYLES
-from kvpool.cli.render.jobs import jobs_table, nodes_of
+from kvpool.cli.render.jobs import jobs_table
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
-    count,
+    Column,
     make_console,
-    make_table,
+    rows_table,
     size_text,
     used_text,
 )
+from kvpool.cli.render.text import count as counted
 from kvpool.errors import KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
+from kvpool.telemetry.rates import Fill, Rates, count, fills, rates
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.jobs import JobState, JobView
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,25 +52,6 @@ INTERRUPT = 3  # Ctrl-C, where no terminal makes a signal of it
 QUIT = frozenset((*b"qQ", INTERRUPT))
 NAMESPACES_SHOWN = 10  # those of which most blocks are asked for
 WIDE = 1000  # columns, as many as any table takes
-
-
-class Sums(NamedTuple):
-    """What a node has done since it was started: bytes, and blocks that reads asked for."""
-
-    put_bytes: int
-    read_bytes: int
-    pulled_bytes: int
-    asked_blocks: int
-    got_blocks: int
-
-
-class Rates(NamedTuple):
-    """What it does in a second. hit_rate: of the blocks that reads asked for; None: nobody has asked."""
-
-    put_bytes_s: float
-    read_bytes_s: float
-    pulled_bytes_s: float
-    hit_rate: float | None
 
 
 class Asked(NamedTuple):
@@ -87,37 +72,12 @@ class Seen:
     asked for. error: why it is not known better."""
 
     stats: NodeStats | None = None
-    jobs: Sequence[Mapping[str, Any]] = ()
+    jobs: Sequence[JobView] = ()
     at_s: float = 0.0
-    rates: Rates | None = None
+    rates: Rates = field(default_factory=Rates)
     namespaces: ByNamespace = field(default_factory=dict)
     error: str = ""
     asked: Answer | None = field(default=None, repr=False)
-
-
-def sums_of(stats: NodeStats) -> Sums:
-    """stats: a node's answer to `kvpool.wire.operator.Inspect`."""
-    traffic = [tenant.traffic for tenant in stats.tenants.values()]
-    reads = [each.reads for each in traffic]
-    got = sum(each.local + each.fetched for each in reads)
-    return Sums(
-        put_bytes=sum(each.put_bytes for each in traffic),
-        read_bytes=sum(each.read_bytes + each.device_read_bytes for each in traffic),
-        pulled_bytes=stats.counters.pulled_bytes,
-        asked_blocks=got + sum(each.missed for each in reads),
-        got_blocks=got,
-    )
-
-
-def rates_between(before: Sums, after: Sums, seconds: float) -> Rates | None:
-    """None where there is nothing to compare with: no time has passed, or the node was started anew."""
-    change = [new - old for old, new in zip(before, after, strict=True)]
-    if seconds <= 0 or min(change) < 0:
-        return None
-    put, read, pulled, asked, got = change
-    return Rates(
-        put / seconds, read / seconds, pulled / seconds, got / asked if asked > 0 else None
-    )
 
 
 def asked_of(stats: NodeStats) -> ByNamespace:
@@ -138,18 +98,6 @@ def asked_between(before: ByNamespace, after: ByNamespace, seconds: float) -> By
         asked, hits = new.asked - old.asked, new.hits - old.hits
         if seconds > 0 and asked > 0 and hits >= 0:
             found[name] = Asked(asked / seconds, hits / seconds)
-    return found
-
-
-def fills(stats: NodeStats) -> dict[str, tuple[int, int]]:
-    """(used, size) of each tier, in bytes, of all tenants."""
-    spaces = [tenant.space for tenant in stats.tenants.values()]
-    found = {"dram": (sum(s.bytes_used for s in spaces), sum(s.size for s in spaces))}
-    for tier, places in stats.tiers.places().items():
-        if places:
-            used = sum(place.used_bytes for place in places)
-            sizes = (place.segment_bytes or place.size_bytes for place in places)
-            found[tier] = (used, sum(sizes))
     return found
 
 
@@ -211,10 +159,10 @@ def _take(seen: Seen) -> None:
     except KvpoolError as error:
         seen.error = str(error)
         return
-    seen.rates, seen.namespaces = None, {}
+    seen.rates, seen.namespaces = Rates(), {}
     if seen.stats is not None and seen.stats.incarnation == stats.incarnation:
         seconds = at_s - seen.at_s
-        seen.rates = rates_between(sums_of(seen.stats), sums_of(stats), seconds)
+        seen.rates = rates(count(seen.stats), count(stats), seconds)
         seen.namespaces = asked_between(asked_of(seen.stats), asked_of(stats), seconds)
     seen.stats, seen.jobs, seen.at_s, seen.error = stats, jobs, at_s, ""
 
@@ -228,19 +176,16 @@ def plain(watch: Watch) -> dict[str, Any]:
             row |= {
                 "state": seen.stats.cluster.state,
                 "standing": seen.stats.cluster.standing,
-                "tiers": {
-                    tier: {"used_bytes": used, "size_bytes": size}
-                    for tier, (used, size) in fills(seen.stats).items()
-                },
-                "rates": seen.rates._asdict() if seen.rates is not None else None,
-                "totals": sums_of(seen.stats)._asdict(),
+                "tiers": fills(seen.stats),
+                "rates": seen.rates,
+                "totals": count(seen.stats),
                 "namespaces": [
                     {"tenant": tenant, "digest": digest, "asked_s": one.asked, "hits_s": one.hits}
                     for (tenant, digest), one in seen.namespaces.items()
                 ],
                 "leases": seen.stats.leases,
                 "clients": seen.stats.clients,
-                "jobs": [job for job in seen.jobs if job["state"] == "running"],
+                "jobs": _running(seen),
             }
         rows.append(row)
     return {"cluster": watch.cluster["cluster"], "nodes": rows}
@@ -261,31 +206,60 @@ class _Fitting:
 
 def _table(watch: Watch, tiers: Sequence[str], *, narrow: bool = False) -> Table:
     """A row for each node. narrow: tiers in percent, no leases and clients."""
-    more = [] if narrow else [">leases", ">clients"]
-    errors = [""] if any(seen.error for seen in watch.seen.values()) else []
-    named = [*(f">{tier}" for tier in tiers), ">put/s", ">read/s", ">pulled/s", ">hits", *more]
-    table = make_table("", "node", "state", *named, *errors)
+    show = _percent if narrow else _used
+    columns: dict[str, Column] = {"node": lambda row: row[0], "state": lambda row: _state(row[1])}
+    columns |= {f">{tier}": partial(_fill, tier, show) for tier in tiers}
+    columns |= {
+        ">put/s": lambda row: _rate(row[1].rates.put_bytes_s),
+        ">read/s": lambda row: _rate(row[1].rates.read_bytes_s),
+        ">pulled/s": lambda row: _rate(row[1].rates.pulled_bytes_s),
+        ">hits": lambda row: "" if (hits := row[1].rates.hit_rate) is None else f"{hits:.0%}",
+    }
+    if not narrow:
+        columns[">leases"] = lambda row: f"{row[1].stats.leases:,}" if row[1].stats else ""
+        columns[">clients"] = lambda row: f"{row[1].stats.clients:,}" if row[1].stats else ""
+    if any(seen.error for seen in watch.seen.values()):
+        columns[""] = lambda row: Text(row[1].error, style="yellow")
+    wraps = {"node", "put/s", "read/s", "pulled/s", "hits", "leases", "clients", ""}
+    table = rows_table("", watch.seen.items(), columns, wraps=wraps)
     if len(tiers) > 1:
         table.padding = (0, 1, 0, 0)  # for 80 columns
-    for name, seen in watch.seen.items():
-        table.add_row(*_row(name, seen, tiers, narrow=narrow)[: len(table.columns)])
-    for column in table.columns:
-        column.no_wrap = column.header in {"state", *tiers}
-        column.overflow = "fold"
     return table
+
+
+def _state(seen: Seen) -> Text:
+    if seen.stats is None:
+        return Text("unknown", style="bold red")
+    state = seen.stats.cluster.state
+    return Text(state, style=STATE_STYLES.get(state, ""))
+
+
+def _fill(tier: str, show: Callable[[Fill], str], row: tuple[str, Seen]) -> str:
+    found = None if row[1].stats is None else fills(row[1].stats).get(tier)
+    return show(found) if found else ""
+
+
+def _used(fill: Fill) -> str:
+    return used_text(fill.used_bytes, fill.size_bytes)
+
+
+def _percent(fill: Fill) -> str:
+    return f"{fill.used_bytes / fill.size_bytes:.0%}" if fill.size_bytes else ""
+
+
+def _rate(bytes_s: float | None) -> str:
+    return "" if bytes_s is None else f"{size_text(bytes_s)}/s"
 
 
 def _namespaces_table(found: ByNamespace) -> Table:
     """A row for each namespace of which blocks are asked for."""
-    several = len({tenant for tenant, _ in found}) > 1
-    table = make_table("", "namespace", *(["tenant"] if several else []), ">asked/s", ">hits")
+    columns: dict[str, Column] = {"namespace": lambda row: row[0][1][:DIGEST_SHOWN]}
+    if len({tenant for tenant, _ in found}) > 1:
+        columns["tenant"] = lambda row: row[0][0]
+    columns[">asked/s"] = lambda row: f"{row[1].asked:,.0f}"
+    columns[">hits"] = lambda row: f"{row[1].hits / row[1].asked:.0%}"
     busiest = sorted(found.items(), key=lambda item: (-item[1].asked, item[0]))
-    for (tenant, digest), one in busiest[:NAMESPACES_SHOWN]:
-        named = [digest[:DIGEST_SHOWN], *([escape(tenant)] if several else [])]
-        table.add_row(*named, f"{one.asked:,.0f}", f"{one.hits / one.asked:.0%}")
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
+    return rows_table("", busiest[:NAMESPACES_SHOWN], columns)
 
 
 def _on_all(seen: Iterable[Seen]) -> ByNamespace:
@@ -304,8 +278,8 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
     names = {tier for seen in known if seen.stats is not None for tier in fills(seen.stats)}
     tiers = [tier for tier in ("device", "dram", "ssd") if tier in names]
     title = Text(f"cluster {watch.cluster['cluster']}", style="bold")
-    title.append(f", {count(len(watch.seen), 'node')}", style="none")
-    title.append(f", {count(sum(len(_running(s)) for s in known), 'job')} running", style="none")
+    title.append(f", {counted(len(watch.seen), 'node')}", style="none")
+    title.append(f", {counted(sum(len(_running(s)) for s in known), 'job')} running", style="none")
     table = _Fitting(_table(watch, tiers), _table(watch, tiers, narrow=True))
     parts: list[RenderableType] = [title, Text(), table]
     if namespaces := _on_all(known):
@@ -318,32 +292,8 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
     return Group(*parts)
 
 
-def _running(seen: Seen) -> list[Mapping[str, Any]]:
-    return [job for job in seen.jobs if job["state"] == "running"]
-
-
-def _row(name: str, seen: Seen, tiers: Sequence[str], *, narrow: bool) -> list[str | Text]:
-    if seen.stats is None:
-        unknown: list[str | Text] = [escape(name), Text("unknown", style="bold red")]
-        empty = len(tiers) + (4 if narrow else 6)
-        return [*unknown, *[""] * empty, Text(seen.error, style="yellow")]
-    state, space = seen.stats.cluster.state, fills(seen.stats)
-    rates = seen.rates
-    hits = "" if rates is None or rates.hit_rate is None else f"{rates.hit_rate:.0%}"
-    used = _percent if narrow else used_text
-    return [
-        escape(name),
-        Text(state, style=STATE_STYLES.get(state, "")),
-        *(used(*space[tier]) if tier in space else "" for tier in tiers),
-        *([""] * 3 if rates is None else [f"{size_text(rate)}/s" for rate in rates[:3]]),
-        hits,
-        *([] if narrow else [f"{seen.stats.leases:,}", f"{seen.stats.clients:,}"]),
-        Text(seen.error, style="yellow"),
-    ]
-
-
-def _percent(used: int, capacity: int) -> str:
-    return f"{used / capacity:.0%}" if capacity else ""
+def _running(seen: Seen) -> list[JobView]:
+    return [job for job in seen.jobs if job.state is JobState.RUNNING]
 
 
 def once(client: Operator, every_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Watch:

@@ -124,6 +124,7 @@ def verify(path: Path) -> Iterator[tuple[AuditRecord, ChainEnd]]:
             raise ConfigError(f"cannot read {file}: {error.strerror}") from None
 
 
+@dataclass(eq=False)
 class AuditFile:
     """Appends records. `write` is for the event loop; one thread of its own does the work.
 
@@ -131,19 +132,20 @@ class AuditFile:
     Raises `ConfigError` if the file cannot be opened, or its last line is not one of a chain.
     """
 
-    def __init__(self, path: Path, bytes_max: int, files_max: int) -> None:
+    path: Path
+    bytes_max: int
+    files_max: int
+
+    def __post_init__(self) -> None:
         self.written = 0
         self.lost = 0  # the disk did not take them in time
         self.errors = 0
-        self._path = path
-        self._bytes_max = bytes_max
-        self._files_max = files_max
         self._queue: queue.Queue[AuditRecord | None] = queue.Queue(QUEUE_MAX)
         self._closing = threading.Event()
         try:
-            self._fd = _open(path)
+            self._fd = _open(self.path)
             try:
-                self._end = _last(path)
+                self._end = _last(self.path)
                 self._drop_surplus()
                 self._size = os.fstat(self._fd).st_size
             except BaseException:
@@ -151,10 +153,10 @@ class AuditFile:
                 raise
         except BlockingIOError:
             raise ConfigError(
-                f"audit_file: another daemon writes {path}: give each its own file"
+                f"audit_file: another daemon writes {self.path}: give each its own file"
             ) from None
         except OSError as error:
-            raise ConfigError(f"audit_file: cannot open {path}: {error.strerror}") from None
+            raise ConfigError(f"audit_file: cannot open {self.path}: {error.strerror}") from None
         self._thread = threading.Thread(target=self._run, name="kvpool-audit", daemon=True)
         self._thread.start()
 
@@ -204,26 +206,26 @@ class AuditFile:
             except OSError as error:
                 self.errors += 1
                 if not failed:
-                    log.warning("the audit file %s cannot be written: %s", self._path, error)
+                    log.warning("the audit file %s cannot be written: %s", self.path, error)
                 failed = True
                 if self._closing.wait(RETRY_S):
                     self.lost += len(records)
                     return
             else:
                 if failed:
-                    log.warning("the audit file %s is written again", self._path)
+                    log.warning("the audit file %s is written again", self.path)
                 return
 
     def _append(self, records: list[AuditRecord]) -> None:
         """All of them, durably. Raises OSError: then none of them counts, and the file's end is as before."""
-        if not _is(self._path, self._fd):
-            log.warning("the audit file %s was moved or removed: a new one is begun", self._path)
-            self._use(_open(self._path))
+        if not _is(self.path, self._fd):
+            log.warning("the audit file %s was moved or removed: a new one is begun", self.path)
+            self._use(_open(self.path))
         there = os.fstat(self._fd).st_size
         if there > self._size:  # half of a line, by an attempt that has failed
             os.ftruncate(self._fd, self._size)
         self._size = min(self._size, there)
-        if self._size >= self._bytes_max:
+        if self._size >= self.bytes_max:
             self._rotate()
         end, lines = self._end, []
         for record in records:
@@ -242,13 +244,13 @@ class AuditFile:
         self.written += len(records)
 
     def _rotate(self) -> None:
-        path = self._path
+        path = self.path
         # First the new file: if there is none, nothing has changed.
         made = path.with_name(f".{path.name}.new")
         made.unlink(missing_ok=True)
         fd = _open(made)
         try:
-            shift_files(path, self._files_max)
+            shift_files(path, self.files_max)
             made.replace(path)
         except BaseException:
             os.close(fd)
@@ -263,9 +265,9 @@ class AuditFile:
 
     def _drop_surplus(self) -> None:
         """Files beyond those that are kept, the oldest first: fewer are wanted now than before."""
-        for file in files_of(self._path):
-            suffix = file.name.removeprefix(f"{self._path.name}.")
-            if file != self._path and int(suffix) >= self._files_max:
+        for file in files_of(self.path):
+            suffix = file.name.removeprefix(f"{self.path.name}.")
+            if file != self.path and int(suffix) >= self.files_max:
                 file.unlink(missing_ok=True)
 
 

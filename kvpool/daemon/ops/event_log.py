@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from kvpool.placement.records import NodeChange, NodeRecord, View
+from kvpool.wire.answers import Event
 
 EVENTS_MAX = 4096
 AUDIT = "change"
@@ -34,16 +33,6 @@ KINDS = (
 
 events_log = logging.getLogger("kvpool.events")
 audit_log = logging.getLogger("kvpool.audit")
-
-
-class Event(msgspec.Struct, frozen=True):
-    """number: counts up from 1 after each start of the node. at_s: seconds since 1970, by this node's clock."""
-
-    number: int
-    at_s: float
-    node: str
-    kind: str
-    details: Mapping[str, Any]
 
 
 class EventLog:

@@ -19,6 +19,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -299,22 +300,17 @@ class Stream:
         self._context.term()
 
 
+@dataclass(eq=False)
 class EventPublisher:
     """All streams of a node. mode: permissions of socket files. held: its tiers, by name, for this reader alone."""
 
-    def __init__(
-        self,
-        configs: Sequence[StreamConfig],
-        node: str,
-        mode: int,
-        held: Mapping[str, Holdings],
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._configs = configs
-        self._node = node
-        self._mode = mode
-        self._held = held
-        self._wall = wall
+    configs: Sequence[StreamConfig]
+    node: str
+    mode: int
+    held: Mapping[str, Holdings]
+    wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._spaces: dict[bytes, Space] = {}
         self._awake = asyncio.Event()
         self._tasks = Tasks()
@@ -322,16 +318,16 @@ class EventPublisher:
 
     def begin(self) -> None:
         """Bind all sockets and publish from now on. Raises `ConfigError`."""
-        if not self._configs:
+        if not self.configs:
             return
-        first = int(self._wall() * 1e6)
-        for config in self._configs:
-            one = Stream(config, self._node, self._mode, first, self._wall)
+        first = int(self.wall() * 1e6)
+        for config in self.configs:
+            one = Stream(config, self.node, self.mode, first, self.wall)
             self.streams.append(one)
             one.publish([CLEARED])
             if one.replaying is not None:
                 self._tasks.begin(self._answer(one))
-        for held in self._held.values():
+        for held in self.held.values():
             held.follow_changes(self._awake.set)
         self._tasks.begin(self._run())
         self._tasks.begin(self._beat())
@@ -355,7 +351,7 @@ class EventPublisher:
             await self._awake.wait()
             await asyncio.sleep(LINGER_S)
             self._awake.clear()
-            for tier, held in self._held.items():
+            for tier, held in self.held.items():
                 looked = 0
                 for namespace, keys in held.take_changes():
                     for at in range(0, len(keys), SLICE_BLOCKS):

@@ -82,30 +82,24 @@ def parse_wanted(intent: str, *, hard: bool, for_s: float, dry_run: bool) -> Wan
     return Wanted(Intent(intent), hard, for_s, dry_run)
 
 
+@dataclass(eq=False)
 class Intents:
     """See the module."""
 
-    def __init__(
-        self,
-        node: Node,
-        ssd: SsdTier,
-        rules: TierRules,
-        fetcher: BlockFetcher,
-        prefetcher: Prefetcher,
-        clock: Callable[[], float],
-    ) -> None:
-        self._node = node
-        self._ssd = ssd
-        self._rules = rules
-        self._fetcher = fetcher
-        self._prefetcher = prefetcher
-        self._clock = clock
+    node: Node
+    ssd: SsdTier
+    rules: TierRules
+    fetcher: BlockFetcher
+    prefetcher: Prefetcher
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._awake = asyncio.Event()
-        node.counters.intents = dict.fromkeys(map(str, Outcome), 0)
+        self.node.counters.intents = dict.fromkeys(map(str, Outcome), 0)
 
     async def run(self) -> None:
         """End what was kept for a time. Until cancelled."""
-        keeps = self._node.keeps
+        keeps = self.node.keeps
         while True:
             wait_s = None if keeps.next_end is None else LOOK_S
             try:
@@ -116,7 +110,7 @@ class Intents:
             self._awake.clear()
             more = True
             while more:
-                more = keeps.end_some(self._clock())
+                more = keeps.end_some(self.clock())
                 await asyncio.sleep(0)
 
     async def answer(
@@ -141,13 +135,13 @@ class Intents:
         else:
             unique = _unique(split_keys(keys))
             answer = await self._of_chain(namespace, unique, wanted, _Promised())
-        self._node.counters.intents[answer.outcome] += 1
+        self.node.counters.intents[answer.outcome] += 1
         return answer
 
     async def _of_session(
         self, tenant: Tenant, namespace: NamespaceState | None, name: str, wanted: Wanted
     ) -> IntentAnswer:
-        sessions = self._node.sessions
+        sessions = self.node.sessions
         session = sessions.get(tenant, name)
         if session is None:
             return IntentAnswer(Outcome.MISSING, reason=f"no session {name!r:.100} is known here")
@@ -200,7 +194,7 @@ class Intents:
     ) -> IntentAnswer:
         """Pin or unpin blocks in memory and on disks, or keep them for a time, in memory only."""
         keeping = wanted.intent is Intent.KEEP
-        until = self._clock() + wanted.for_s
+        until = self.clock() + wanted.for_s
         here = nbytes = done = 0
         reason, limit = "", None
         for some in _pieces(keys, PINNED_TOGETHER):
@@ -218,11 +212,11 @@ class Intents:
                 if held and not wanted.dry_run:
                     try:
                         if keeping:
-                            self._node.keeps.keep(namespace, held, until)
+                            self.node.keeps.keep(namespace, held, until)
                         else:
                             packed = b"".join(held)
                             await pin_in_all_tiers(
-                                self._node, self._ssd, [namespace], packed, wanted.pin_kind
+                                self.node, self.ssd, [namespace], packed, wanted.pin_kind
                             )
                     except KvpoolError as error:
                         reason, held = str(error), []
@@ -247,7 +241,7 @@ class Intents:
         keeping = wanted.intent is Intent.KEEP
         digest = namespace.directory_digest
         limits: list[tuple[Node, partial[Fit]]] = []
-        for rules in (self._node,) if keeping else (self._node, *self._ssd.rules()):
+        for rules in (self.node,) if keeping else (self.node, *self.ssd.rules()):
             state = rules.namespaces.by_directory(digest)
             if state is None:
                 continue
@@ -274,14 +268,14 @@ class Intents:
         wanted: Wanted,
         promised: _Promised,
     ) -> IntentAnswer:
-        there, located = await self._fetcher.locate_prefix(namespace, keys, LOOKUP_S)
+        there, located = await self.fetcher.locate_prefix(namespace, keys, LOOKUP_S)
         if not there:
             return _answer(keys, 0, 0, 0, "neither this node nor another one has them")
-        here = self._node.leases.match(namespace, [], keys)
+        here = self.node.leases.match(namespace, [], keys)
         if here >= there:
             return _answer(keys, there, there, 0)
         tenant = namespace.tenant.name
-        room = self._node.candidates.room_bytes(namespace) - self._prefetcher.waiting_bytes(tenant)
+        room = self.node.candidates.room_bytes(namespace) - self.prefetcher.waiting_bytes(tenant)
         room = max(0, room - promised.brought)
         fit, nbytes = self._fitting(namespace, keys[:there], located, room)
         reason, limit = "", None
@@ -292,10 +286,10 @@ class Intents:
             return _answer(keys, there, here, 0, reason, limit)
         chosen = b"".join(keys[:fit])
         if wanted.dry_run:
-            act = self._prefetcher.foreseen(namespace, chosen)
+            act = self.prefetcher.foreseen(namespace, chosen)
             promised.brought += nbytes
         else:
-            act = self._prefetcher.order(namespace, chosen, nbytes)
+            act = self.prefetcher.order(namespace, chosen, nbytes)
         if act is Outcome.REFUSED:
             return _answer(keys, there, here, 0, f"{QUEUE_MAX} prompts wait already")
         answer = _answer(keys, there, fit, nbytes, reason, limit)
@@ -308,7 +302,7 @@ class Intents:
     ) -> tuple[int, int]:
         """How many blocks of a prompt, from the first on, can be brought into so much room, and the bytes that takes."""
         takes: Counter[bytes] = Counter()
-        for request in self._fetcher.lacking(namespace, keys, located):
+        for request in self.fetcher.lacking(namespace, keys, located):
             for key in request.keys:
                 takes[key] += request.table.stride
         nbytes = 0
@@ -340,15 +334,15 @@ class Intents:
                 if drop:
                     self._drop(namespace, free)
                 else:
-                    self._node.candidates.expend(namespace, free, left=True)
-                    self._ssd.expend(namespace, free)
+                    self.node.candidates.expend(namespace, free, left=True)
+                    self.ssd.expend(namespace, free)
             done += free
             await asyncio.sleep(0)
         return _answer(keys, here, len(done), nbytes, reason)
 
     def _is_held(self, namespace: NamespaceState, key: bytes, *, drop: bool) -> bool:
         """Whether a pin keeps a block from being dropped anywhere here; or in memory from being expended, or a read."""
-        for tier, rules in self._rules:
+        for tier, rules in self.rules:
             state = rules.namespaces.by_directory(namespace.directory_digest)
             for table in () if state is None else state.tables:
                 block = table.blocks.get(key)
@@ -362,8 +356,8 @@ class Intents:
         return False
 
     def _drop(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
-        self._node.keeps.forget(namespace, keys)
-        for _, rules in self._rules:
+        self.node.keeps.forget(namespace, keys)
+        for _, rules in self.rules:
             state = rules.namespaces.by_directory(namespace.directory_digest)
             if state is not None:
                 rules.removal.give_up(state, keys)
@@ -375,7 +369,7 @@ class Intents:
     ) -> list[int]:
         """The parts of each block that are on this node, or in its memory."""
         masks = [0] * len(keys)
-        for tier, rules in self._rules:
+        for tier, rules in self.rules:
             if memory and tier != "dram":
                 continue
             _, found = rules.inventory.masks(namespace.directory_digest, keys)

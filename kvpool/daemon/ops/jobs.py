@@ -51,41 +51,29 @@ EvictOn = Callable[[str, NamespaceState, Mapping[bytes, int], str], Awaitable[in
 class Job:
     """One job. `task` ends when it does."""
 
-    name: str
     spec: JobSpec
     tenant: Tenant
-    by: str
-    dry_run: bool
     began: float
-    state: JobState = JobState.RUNNING
-    seen: int = 0
-    total: int = 0
-    blocks: int = 0
-    nbytes: int = 0
-    kept: int = 0
+    view: JobView
+    """Its progress. The times in it are those of the last look."""
     ended: float | None = None
-    error: str = ""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
+@dataclass(eq=False)
 class JobRunner:
     """The jobs of a node: a few at a time, half of them kept for the tenants in equal parts, the most recent ones
     remembered.
     """
 
-    def __init__(
-        self,
-        node: str,
-        work: Work,
-        journal: EventLog,
-        clock: Callable[[], float],
-        tenants: Collection[str] = (),
-    ) -> None:
-        self._shares = Shares(tenants)
-        self._node = node
-        self._work = work
-        self._journal = journal
-        self._clock = clock
+    node: str
+    work: Work
+    journal: EventLog
+    clock: Callable[[], float]
+    tenants: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self._shares = Shares(self.tenants)
         self._jobs: OrderedDict[str, Job] = OrderedDict()
 
     def begin(
@@ -103,20 +91,23 @@ class JobRunner:
             raise InvalidRequest(
                 f"job {name!r:.80} already exists on this node, or the name is invalid"
             )
-        running = [j.tenant.name for j in self._jobs.values() if j.state is JobState.RUNNING]
+        running = [j.tenant.name for j in self._jobs.values() if j.view.state is JobState.RUNNING]
         mine = running.count(tenant.name)
         room = self._shares.room(Counter(running), tenant.name, RUNNING_MAX)
         if mine >= RUNNING_OF_TENANT_MAX or not room:
             raise LimitExceeded(
-                f"{mine} jobs of tenant {tenant.name!r} are running on node {self._node}, "
+                f"{mine} jobs of tenant {tenant.name!r} are running on node {self.node}, "
                 f"{len(running)} in all: wait until one ends, or stop one"
             )
-        job = Job(name, spec, tenant, by, dry_run, self._clock())
+        kind = _kind(spec)
+        view = JobView(
+            job=name, node=self.node, kind=kind, dry_run=dry_run, tenant=tenant.name, by=by
+        )
+        job = Job(spec, tenant, self.clock(), view)
         self._jobs[name] = job
         if len(self._jobs) > REMEMBERED_MAX:
             self._forget_one()
-        kind = _kind(spec)
-        self._journal.note("job began", job=name, what=kind, by=by, dry_run=dry_run)
+        self.journal.note("job began", job=name, what=kind, by=by, dry_run=dry_run)
         job.task = asyncio.get_running_loop().create_task(self._run(job, namespaces))
         job.task.add_done_callback(crash_if_failed)
         job.task.add_done_callback(partial(self._ended, job))
@@ -124,31 +115,31 @@ class JobRunner:
 
     async def _run(self, job: Job, namespaces: Sequence[NamespaceState]) -> None:
         try:
-            await self._work.run(job, namespaces)
-            job.state = JobState.DONE
+            await self.work.run(job, namespaces)
+            job.view.state = JobState.DONE
         except KvpoolError as error:
-            job.state, job.error = JobState.FAILED, str(error)
+            job.view.state, job.view.error = JobState.FAILED, str(error)
 
     def _forget_one(self) -> None:
         """The oldest ended job of the tenant with the most: no tenant displaces another's."""
-        ended = [job for job in self._jobs.values() if job.state is not JobState.RUNNING]
+        ended = [job for job in self._jobs.values() if job.view.state is not JobState.RUNNING]
         ((most, _),) = Counter(job.tenant.name for job in ended).most_common(1)
-        del self._jobs[next(job.name for job in ended if job.tenant.name == most)]
+        del self._jobs[next(job.view.job for job in ended if job.tenant.name == most)]
 
     def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
         """Its remembered state is small."""
         if task.cancelled():
-            job.state = JobState.CANCELLED  # perhaps before it began
-        job.ended = self._clock()
+            job.view.state = JobState.CANCELLED  # perhaps before it began
+        job.ended = self.clock()
         if not isinstance(job.spec, ScrubJob):
             job.spec = msgspec.structs.replace(job.spec, keys=[])
-        self._journal.note(
+        self.journal.note(
             "job ended",
-            job=job.name,
-            what=_kind(job.spec),
-            state=str(job.state),
-            blocks=job.blocks,
-            error=job.error,
+            job=job.view.job,
+            what=job.view.kind,
+            state=str(job.view.state),
+            blocks=job.view.blocks,
+            error=job.view.error,
         )
 
     def views(self, names: Iterable[str]) -> list[JobView]:
@@ -171,44 +162,24 @@ class JobRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _view(self, job: Job) -> JobView:
-        now = self._clock()
-        return JobView(
-            job=job.name,
-            node=self._node,
-            kind=_kind(job.spec),
-            state=job.state,
-            dry_run=job.dry_run,
-            tenant=job.tenant.name,
-            by=job.by,
-            seen=job.seen,
-            total=job.total,
-            blocks=job.blocks,
-            nbytes=job.nbytes,
-            kept=job.kept,
+        now = self.clock()
+        return msgspec.structs.replace(
+            job.view,
             age_s=round(now - job.began, 3),
             took_s=round((job.ended or now) - job.began, 3),
-            error=job.error,
         )
 
 
+@dataclass(eq=False)
 class Work:
     """The work of jobs. rules: of this node's slots, by tier; all, or of one."""
 
-    def __init__(
-        self,
-        tiers: SsdTier,
-        fetcher: BlockFetcher,
-        rules: Callable[[], Mapping[str, list[Node]]],
-        list_on: ListOn,
-        evict_on: EvictOn,
-        clock: Callable[[], float],
-    ) -> None:
-        self._tiers = tiers
-        self._fetcher = fetcher
-        self._rules = rules
-        self._list_on = list_on
-        self._evict_on = evict_on
-        self._clock = clock
+    tiers: SsdTier
+    fetcher: BlockFetcher
+    rules: Callable[[], Mapping[str, list[Node]]]
+    list_on: ListOn
+    evict_on: EvictOn
+    clock: Callable[[], float]
 
     async def run(self, job: Job, namespaces: Sequence[NamespaceState]) -> None:
         """Raises `KvpoolError` when it cannot continue."""
@@ -225,12 +196,12 @@ class Work:
                 assert_never(other)
 
     async def _pause(self, began: float) -> None:
-        await asyncio.sleep((self._clock() - began) * IDLE_SHARE)
+        await asyncio.sleep((self.clock() - began) * IDLE_SHARE)
 
     # ---- evict -------------------------------------------------------------------------------------
 
     def _chosen(self, spec: EvictJob) -> list[Node]:
-        rules = self._rules()
+        rules = self.rules()
         return [node for tier in spec.tiers or rules for node in rules.get(tier, [])]
 
     async def _evict(self, job: Job, spec: EvictJob, namespaces: Sequence[NamespaceState]) -> None:
@@ -240,22 +211,22 @@ class Work:
         if keys and not spec.chains:
             await self._evict_keys(job, spec, chosen, wanted, keys)
             return
-        nodes = [node for rules in self._rules().values() for node in rules]
-        chains = _Chains(keys, nodes, wanted, self._tiers.parents)
+        nodes = [node for rules in self.rules().values() for node in rules]
+        chains = _Chains(keys, nodes, wanted, self.tiers.parents)
         theirs = [(node, t) for node in chosen if (t := node.tenants.get(job.tenant.name))]
-        job.total = sum(node.inventory.rows_of(tenant) for node, tenant in theirs)
+        job.view.total = sum(node.inventory.rows_of(tenant) for node, tenant in theirs)
         for node, tenant in theirs:
             cursor: int | None = 0
             while cursor is not None:
-                began = self._clock()
+                began = self.clock()
                 blocks, cursor = node.inventory.scan(cursor, TOGETHER, tenant)
                 some = [b for b in blocks if b.table.namespace.directory_digest in wanted]
                 if keys:
                     some = await chains.those_of(some)
                 self._give_up(job, spec, node, some)
-                job.seen = min(job.total, job.seen + TOGETHER)
+                job.view.seen = min(job.view.total, job.view.seen + TOGETHER)
                 await self._pause(began)
-        job.seen = job.total
+        job.view.seen = job.view.total
 
     async def _evict_keys(
         self,
@@ -265,72 +236,72 @@ class Work:
         wanted: set[bytes],
         keys: Sequence[bytes],
     ) -> None:
-        job.total = len(keys) * len(chosen)
+        job.view.total = len(keys) * len(chosen)
         for node in chosen:
             for first in range(0, len(keys), TOGETHER):
-                began, some = self._clock(), keys[first : first + TOGETHER]
+                began, some = self.clock(), keys[first : first + TOGETHER]
                 for digest in wanted:
                     state = node.namespaces.by_directory(digest)
                     if state is not None and not state.retired:
                         self._give_up(job, spec, node, _blocks(state, some))
-                job.seen += len(some)
+                job.view.seen += len(some)
                 await self._pause(began)
 
     def _give_up(self, job: Job, spec: EvictJob, node: Node, blocks: Sequence[Block]) -> None:
         """Evict blocks that are not pinned and not used too recently; or only count them."""
         oldest = -1
         if spec.unused_s:
-            oldest = node.idle_age.tick_before(spec.unused_s, self._clock())
+            oldest = node.idle_age.tick_before(spec.unused_s, self.clock())
         going: dict[NamespaceState, list[bytes]] = {}
         for block in blocks:
             if spec.unused_s and block.used > oldest:
                 continue
             if block.pin == PIN_HARD:
-                job.kept += 1
+                job.view.kept += 1
                 continue
-            job.blocks += 1
-            job.nbytes += part_bytes(block)[1]
+            job.view.blocks += 1
+            job.view.nbytes += part_bytes(block)[1]
             going.setdefault(block.table.namespace, []).append(block.key)
-        if not job.dry_run:
+        if not job.view.dry_run:
             for namespace, keys in going.items():
                 node.removal.give_up(namespace, keys)
 
     async def _evict_least(self, job: Job, spec: EvictJob) -> None:
         """Evict the policy's next victims, until enough is free."""
         chosen = self._chosen(spec)
-        job.total = spec.least_bytes
+        job.view.total = spec.least_bytes
         for node in chosen:
             tenant = node.tenants.get(job.tenant.name)
             if tenant is None:
                 continue
-            if job.dry_run:
-                began = self._clock()
+            if job.view.dry_run:
+                began = self.clock()
                 _count_least(job, spec, node, tenant)
                 await self._pause(began)
             gone = -1
-            while gone and not job.dry_run and job.nbytes < spec.least_bytes:
-                began = self._clock()
+            while gone and not job.view.dry_run and job.view.nbytes < spec.least_bytes:
+                began = self.clock()
                 largest = max(tenant.classes, default=1)
-                n = min(LEAST_TOGETHER, -(-(spec.least_bytes - job.nbytes) // largest))
+                n = min(LEAST_TOGETHER, -(-(spec.least_bytes - job.view.nbytes) // largest))
                 gone, nbytes = node.eviction.evict_least(tenant, n)
-                job.blocks += gone
-                job.nbytes += nbytes
+                job.view.blocks += gone
+                job.view.nbytes += nbytes
                 await self._pause(began)
-            job.seen = min(job.total, job.nbytes)
+            job.view.seen = min(job.view.total, job.view.nbytes)
 
     # ---- warm --------------------------------------------------------------------------------------
 
     async def _warm(self, job: Job, spec: WarmJob, namespace: NamespaceState) -> None:
         keys = [bytes.fromhex(key) for key in spec.keys]
-        job.total = len(keys)
+        job.view.total = len(keys)
         if keys:
             for first in range(0, len(keys), WARM_TOGETHER):
                 await self._bring(job, spec, namespace, keys[first : first + WARM_TOGETHER])
             return
         cursor: str | None = ""
         while cursor is not None:
-            keys, cursor = await self._list_on(spec.source, namespace, cursor)
-            job.total += len(keys)
+            keys, cursor = await self.list_on(spec.source, namespace, cursor)
+            job.view.total += len(keys)
             for first in range(0, len(keys), WARM_TOGETHER):
                 await self._bring(job, spec, namespace, keys[first : first + WARM_TOGETHER])
             await asyncio.sleep(0)
@@ -339,29 +310,29 @@ class Work:
         self, job: Job, spec: WarmJob, namespace: NamespaceState, keys: Sequence[bytes]
     ) -> None:
         """Raises `LimitExceeded` if moving would evict others' sole replicas, or blocks moved before."""
-        job.seen += len(keys)
-        (node,) = self._rules()["dram"]
+        job.view.seen += len(keys)
+        (node,) = self.rules()["dram"]
         _, before = node.inventory.masks(namespace.directory_digest, keys)
         every = (1 << len(namespace.tables)) - 1
         lacking = [
             k for k, mask in zip(keys, before or [0] * len(keys), strict=True) if mask != every
         ]
-        if job.dry_run:
-            job.blocks += len(lacking)
+        if job.view.dry_run:
+            job.view.blocks += len(lacking)
             return
         most = _room(node, namespace) if spec.move else len(lacking)
         left = set(lacking[most:])
         lacking = lacking[:most]
         keys = [key for key in keys if key not in left]
         if lacking:
-            await self._fetcher.pull_each(namespace, [], lacking, WARM_S)
+            await self.fetcher.pull_each(namespace, [], lacking, WARM_S)
         _, after = node.inventory.masks(namespace.directory_digest, keys)
         here = {key: mask for key, mask in zip(keys, after, strict=False) if mask}
         came = [key for key in lacking if key in here]
-        job.blocks += len(came)
+        job.view.blocks += len(came)
         for key in came:
             block = next(block for table in namespace.tables if (block := table.blocks.get(key)))
-            job.nbytes += part_bytes(block)[1]
+            job.view.nbytes += part_bytes(block)[1]
         if spec.move and here:
             await self._take_over(job, spec, namespace, node, here)
         if left:
@@ -387,31 +358,31 @@ class Work:
             held = {
                 table: [key for key in here if key in table.blocks] for table in namespace.tables
             }
-            if not self._fetcher.hold(held, kept):
+            if not self.fetcher.hold(held, kept):
                 raise LimitExceeded("too many leases are held on this node: try again")
             node.candidates.promote(
                 [b for t in namespace.tables for key in here if (b := t.blocks.get(key))]
             )
-            await self._evict_on(spec.source, namespace, here, job.by)
+            await self.evict_on(spec.source, namespace, here, job.view.by)
         finally:
-            self._fetcher.let_go(namespace.tenant.name, kept)
+            self.fetcher.let_go(namespace.tenant.name, kept)
 
     # ---- scrub -------------------------------------------------------------------------------------
 
     async def _scrub(self, job: Job) -> None:
-        if job.dry_run:
+        if job.view.dry_run:
             raise InvalidRequest(
                 "a scrub has no dry run: it changes nothing except dropping damaged blocks"
             )
-        job.total = sum(node.inventory.block_count() for node in self._rules().get("ssd", []))
+        job.view.total = sum(node.inventory.block_count() for node in self.rules().get("ssd", []))
         cursor: int | None = 0
         while cursor is not None:
-            began = self._clock()
-            seen, bad, cursor = await self._tiers.scrub(cursor, SCRUB_TOGETHER)
-            job.seen += seen
-            job.blocks += bad
+            began = self.clock()
+            seen, bad, cursor = await self.tiers.scrub(cursor, SCRUB_TOGETHER)
+            job.view.seen += seen
+            job.view.blocks += bad
             # Half of the disks' time is for engines.
-            await asyncio.sleep(self._clock() - began if seen else SHORT_S)
+            await asyncio.sleep(self.clock() - began if seen else SHORT_S)
 
 
 class _Chains:
@@ -490,10 +461,10 @@ def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
         *node.candidates.coldest(tenant, DRY_LEAST_MAX),
     ]
     for block in coldest:
-        if job.nbytes >= spec.least_bytes:
+        if job.view.nbytes >= spec.least_bytes:
             return
-        job.blocks += 1
-        job.nbytes += block.table.stride
+        job.view.blocks += 1
+        job.view.nbytes += block.table.stride
     if len(coldest) >= DRY_LEAST_MAX:
         raise LimitExceeded(f"a dry run counts at most {DRY_LEAST_MAX} blocks: request fewer bytes")
 

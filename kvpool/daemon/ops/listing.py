@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.daemon.core.blocks import PIN_KINDS, Block, NamespaceState
 from kvpool.daemon.core.node import Node
@@ -13,6 +12,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest
 from kvpool.hit_rule import needed
 from kvpool.types import KEY_BYTES, split_keys
+from kvpool.wire import answers
 
 SCAN_ROWS = 10_000
 """Slots examined for one answer: about two milliseconds."""
@@ -27,18 +27,18 @@ def list_blocks(
     cursor: str,
     count: int,
     now: float,
-    shown: dict[Block, dict[str, Any]],
-) -> dict[str, Any]:
+    show: Callable[[Block, float], answers.Block],
+) -> answers.Blocks:
     """About `count` blocks of these namespaces of one tenant in one tier, and the next cursor (null: the end).
 
     rules: of the tier's parts. Few may be returned, or none, between others' blocks. A block present
-    throughout is returned once; one that comes or goes meanwhile at most once. shown: receives what is shown of each:
-    `parent` is missing where the rules do not know it.
+    throughout is returned once; one that comes or goes meanwhile at most once. show: makes the answer of a block and its
+    age.
     """
     wanted = {namespace.directory_digest for namespace in namespaces}
     name = namespaces[0].tenant.name if namespaces else ""
     number, inner = _parse(cursor)
-    found: list[dict[str, Any]] = []
+    found: list[answers.Block] = []
     left = SCAN_ROWS
     while number < len(rules) and left > 0 and len(found) < count:
         step = min(STEP_ROWS, left, count - len(found))
@@ -50,12 +50,12 @@ def list_blocks(
         left -= step
         ages = rules[number].idle_age
         found += [
-            shown.setdefault(block, {**_shown(block), "age_s": _age(ages.age_s(block.used, now))})
+            show(block, ages.age_s(block.used, now))
             for block in blocks
             if block.table.namespace.directory_digest in wanted
         ]
         number, inner = (number + 1, 0) if after is None else (number, after)
-    return {"blocks": found, "cursor": f"{number}.{inner}" if number < len(rules) else None}
+    return answers.Blocks(found, f"{number}.{inner}" if number < len(rules) else None)
 
 
 def show_blocks(
@@ -63,13 +63,12 @@ def show_blocks(
     namespaces: Sequence[NamespaceState],
     keys: Sequence[bytes],
     now: float,
-    shown: dict[Block, dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """The replicas of each of these blocks here, tier by tier; absent blocks are left out. shown: as of `list_blocks`."""
-    answer = []
+    show: Callable[[Block, float, str], answers.Block],
+) -> list[answers.Block]:
+    """The replicas of each of these blocks here, tier by tier; absent blocks are left out. show: takes the tier too."""
+    found = []
     for namespace in namespaces:
         for key in keys:
-            found = []
             for tier, rules in tiers.items():
                 for node in rules:
                     state = node.namespaces.by_directory(namespace.directory_digest)
@@ -77,13 +76,11 @@ def show_blocks(
                         continue
                     parts = [block for t in state.tables if (block := t.blocks.get(key))]
                     if parts:
-                        age_s = _age(node.idle_age.age_s(max(b.used for b in parts), now))
-                        leases = sum(block.leases for block in parts)
-                        one = {"tier": tier, **_shown(parts[0]), "age_s": age_s, "leases": leases}
-                        found.append(shown.setdefault(parts[0], one))
-            if found:
-                answer.append({"key": key.hex(), "namespace": namespace.base.hex(), "here": found})
-    return answer
+                        age_s = node.idle_age.age_s(max(b.used for b in parts), now)
+                        one = show(parts[0], age_s, tier)
+                        one.leases = sum(block.leases for block in parts)
+                        found.append(one)
+    return found
 
 
 def part_bytes(block: Block) -> tuple[int, int]:
@@ -92,23 +89,23 @@ def part_bytes(block: Block) -> tuple[int, int]:
     return len(strides), sum(strides)
 
 
-def _shown(block: Block) -> dict[str, Any]:
+def describe_block(node: str, tier: str, block: Block, age_s: float) -> answers.Block:
+    """Describe a block in a tier of a node. Its parent is right where `block.parent_known`."""
     parts, nbytes = part_bytes(block)
-    return {
-        "key": block.key.hex(),
-        "namespace": block.table.namespace.base.hex(),
-        "parent": block.parent.hex(),
-        "depth": block.depth,
-        "parts": parts,
-        "bytes": nbytes,
-        "pin": _PINS[block.pin],
-        "copy": block.secondary,
-        "reused": block.used > block.put,
-    }
-
-
-def _age(seconds: float) -> float:
-    return round(seconds, 1)
+    return answers.Block(
+        node=node,
+        tier=tier,
+        key=block.key.hex(),
+        namespace=block.table.namespace.base.hex(),
+        parent=block.parent.hex(),
+        depth=block.depth,
+        parts=parts,
+        bytes=nbytes,
+        pin=_PINS[block.pin],
+        copy=block.secondary,
+        reused=block.used > block.put,
+        age_s=round(age_s, 1),
+    )
 
 
 def _parse(cursor: str) -> tuple[int, int]:
@@ -120,24 +117,26 @@ def _parse(cursor: str) -> tuple[int, int]:
     return int(number), int(inner)
 
 
-def describe_session(session: Session, now: float) -> dict[str, Any]:
-    """See `kvpool.wire.operator.ListSessions`."""
+def describe_session(session: Session, now: float) -> answers.Session:
+    """Describe a session without its prompts."""
     chains = list(session.chains.values())
-    return {
-        "session": session.name,
-        "turns": session.turns,
-        "agents": len(chains),
-        "blocks": sum(len(chain.keys) // KEY_BYTES for chain in chains),
-        "nbytes": sum(
+    return answers.Session(
+        session=session.name,
+        turns=session.turns,
+        agents=len(chains),
+        blocks=sum(len(chain.keys) // KEY_BYTES for chain in chains),
+        nbytes=sum(
             len(chain.keys) // KEY_BYTES * sum(each.nbytes for each in chain.namespace.parts)
             for chain in chains
         ),
-        "idle_s": now - session.last_at,
-    }
+        idle_s=now - session.last_at,
+    )
 
 
-async def describe_chains(session: Session, node: Node, tiers: SsdTier) -> list[dict[str, Any]]:
-    """See `kvpool.wire.operator.ShowSession`. A few blocks at a time, and others are served in between."""
+async def describe_chains(
+    session: Session, node: Node, tiers: SsdTier
+) -> list[answers.SessionChain]:
+    """Describe the prompts of a session. A few blocks at a time, and others are served in between."""
     found = []
     for (namespace, agent), chain in list(session.chains.items()):
         keys = split_keys(chain.keys)
@@ -157,14 +156,8 @@ async def describe_chains(session: Session, node: Node, tiers: SsdTier) -> list[
                 elif not wanted[key] & ~(up | down):
                     disks += 1
             await asyncio.sleep(0)
+        missing = len(keys) - memory - disks
         found.append(
-            {
-                "namespace": namespace.base.hex(),
-                "agent": agent,
-                "blocks": len(keys),
-                "in_memory": memory,
-                "on_disk": disks,
-                "missing": len(keys) - memory - disks,
-            }
+            answers.SessionChain(namespace.base.hex(), agent, len(keys), memory, disks, missing)
         )
     return found

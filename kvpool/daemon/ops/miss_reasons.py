@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -22,6 +23,7 @@ from kvpool.decoding import decode_json
 from kvpool.hit_rule import usable
 from kvpool.telemetry.hit_curve import Memory, Reuse
 from kvpool.telemetry.misses import WORDS, Reason
+from kvpool.wire.answers import MissedBlock, Missing
 
 LOOK_S = 1.0
 OTHERS_MAX = 64  # namespaces of a tenant that are compared
@@ -30,34 +32,27 @@ FACTS_MAX = 8
 FACT_CHARACTERS_MAX = 80
 
 
+@dataclass(eq=False)
 class MissReasons:
     """Finds reasons, and counts them."""
 
-    def __init__(
-        self,
-        name: str,
-        node: Node,
-        fetcher: BlockFetcher,
-        cluster: ClusterView,
-        tenants: Sequence[str],
-        disk_bytes: Mapping[str, int],
-        disk_lost_since: Callable[[float], str],
-        clock: Callable[[], float],
-    ) -> None:
-        """tenants: all names that there will be. disk_bytes: each one's part of the disks; without any empty.
-        disk_lost_since: the name of a disk that was lost since then; empty: none was.
-        """
-        self._disk_lost_since = disk_lost_since
-        self._disk_bytes = disk_bytes
-        self._name = name
-        self._node = node
-        self._fetcher = fetcher
-        self._cluster = cluster
-        self._clock = clock
-        self._departures = node.departures
+    name: str
+    node: Node
+    fetcher: BlockFetcher
+    cluster: ClusterView
+    tenants: Sequence[str]
+    """All names that there will be."""
+    disk_bytes: Mapping[str, int]
+    """Each tenant's part of the disks; empty without any."""
+    disk_lost_since: Callable[[float], str]
+    """Returns the name of a disk that was lost since a time, or an empty one."""
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._departures = self.node.departures
         self.misses = Misses(self._counted)
         self.on = self._departures.most > 0
-        self._curves = {name: ReuseCurve() for name in tenants} if self.on else {}
+        self._curves = {name: ReuseCurve() for name in self.tenants} if self.on else {}
 
     # ---- for reads -----------------------------------------------------------------------------------
 
@@ -77,7 +72,7 @@ class MissReasons:
             return
         now, before = 0.0, None
         if misses.waits or found < len(keys):
-            now = self._clock()
+            now = self.clock()
             misses.settle(now)
             before = misses.asked(namespace, keys, stage)
         curve = self._curves[namespace.tenant.name]
@@ -91,7 +86,7 @@ class MissReasons:
             verdict = self._verdict_of_read(table, keys[at], found, pulled, now)
             misses.missed(Miss(now, namespace, keys[at], len(keys), found, verdict), keys, stage)
         elif misses.waits or stage is Stage.PULLED:
-            misses.found(namespace, keys, stage, now or self._clock())
+            misses.found(namespace, keys, stage, now or self.clock())
 
     def read_each(
         self, namespace: NamespaceState, part: int, packed: bytes, keys: Sequence[bytes], found: int
@@ -103,7 +98,7 @@ class MissReasons:
         self._curves[namespace.tenant.name].asked(namespace, packed, found if whole else 0)
         if whole:
             return
-        now = self._clock()
+        now = self.clock()
         self.misses.settle(now)
         table = namespace.table(part)
         key = next((key for key in keys if key not in table.blocks), keys[-1])
@@ -133,12 +128,12 @@ class MissReasons:
     async def run(self) -> None:
         """Until cancelled: give departures their time, count reads that have ended, and follow what was asked for."""
         while True:
-            now = self._clock()
+            now = self.clock()
             self._departures.pass_time(now)
             self.misses.settle(now)
             for name, curve in self._curves.items():
-                if (tenant := self._node.tenants.get(name)) is not None:
-                    curve.present_bytes = tenant.allocator.size + self._disk_bytes.get(name, 0)
+                if (tenant := self.node.tenants.get(name)) is not None:
+                    curve.present_bytes = tenant.allocator.size + self.disk_bytes.get(name, 0)
                 for _ in curve.turns(now):
                     await asyncio.sleep(0)
             await asyncio.sleep(LOOK_S)
@@ -147,9 +142,7 @@ class MissReasons:
         """What the tenant has here, and what was measured of its reads."""
         curve = self._curves.get(tenant.name)
         reuse = Reuse() if curve is None else curve.reuse()
-        return Memory(
-            self._name, tenant.allocator.size, self._disk_bytes.get(tenant.name, 0), reuse
-        )
+        return Memory(self.name, tenant.allocator.size, self.disk_bytes.get(tenant.name, 0), reuse)
 
     # ---- for one block -------------------------------------------------------------------------------
 
@@ -158,13 +151,13 @@ class MissReasons:
         namespace = table.namespace
         if namespace.retired:
             return Verdict(Reason.EPOCH)
-        locator = self._fetcher.locator
+        locator = self.fetcher.locator
         if key in locator.on_this_node([table], [key]):
             return Verdict(Reason.NOT_ASKED)
         departed = self._departures.find(namespace.space, key)
         lost = locator.lost_with(namespace, key)
         if lost is not None and (departed is None or departed.cause.reason in _ROOM):
-            gone = self._cluster.gone.get(lost)
+            gone = self.cluster.gone.get(lost)
             drained = gone is not None and gone.drained
             reason = Reason.DRAINED if drained else Reason.NODE_LOST
             return Verdict(reason, where=lost.hex() if gone is None else gone.node)
@@ -172,10 +165,10 @@ class MissReasons:
             cause = departed.cause
             age_s = max(0.0, now - departed.at)
             reason = Reason(cause.reason)
-            if cause.kept and (disk := self._disk_lost_since(departed.at)):
+            if cause.kept and (disk := self.disk_lost_since(departed.at)):
                 return Verdict(Reason.DISK_LOST, "ssd", where=disk)
             return Verdict(reason, cause.tier, age_s, departed.idle_s, cause.by)
-        if any(key in each.garbage for each in self._node.ended_epochs.tables_of(namespace)):
+        if any(key in each.garbage for each in self.node.ended_epochs.tables_of(namespace)):
             return Verdict(Reason.EPOCH)
         other = self._elsewhere(namespace, key)
         if other is not None:
@@ -197,44 +190,34 @@ class MissReasons:
 
     def explain(
         self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]
-    ) -> dict[str, Any]:
+    ) -> Missing:
         """What a read of this prefix would find here now, and why not more; and the last one that did not."""
-        now = self._clock()
-        self._node.settle()
+        now = self.clock()
+        self.node.settle()
         tables = namespace.tables_of(parts)
         in_memory = usable([each.spec for each in tables], [each.blocks for each in tables], keys)
-        on_node = self._fetcher.usable_on_node(namespace, parts, keys)
-        told: dict[str, Any] = {
-            "asked": len(keys),
-            "memory_blocks": in_memory,
-            "blocks": on_node,
-            "missing": None,
-            "last": None,
-            "reach_s": self._departures.reach_s(),
-        }
+        on_node = self.fetcher.usable_on_node(namespace, parts, keys)
+        missing = last = None
         if on_node < len(keys):
             table, at = self._first_missing_on_node(tables, keys, on_node)
-            told["missing"] = {
-                "block": at,
-                "key": keys[at].hex(),
-                **describe(self.why(table, keys[at], now)),
-            }
-        if (last := self.misses.last(namespace, keys)) is not None:
-            told["last"] = {
-                "block": keys.index(last.key),
-                "key": last.key.hex(),
-                "asked": last.asked,
-                "found": last.found,
-                "ago_s": now - last.at,
-                **describe(last.verdict),
-            }
-        return told
+            missing = describe(at, keys[at], self.why(table, keys[at], now))
+        if (read := self.misses.last(namespace, keys)) is not None:
+            last = describe(keys.index(read.key), read.key, read.verdict)
+            last.asked, last.found, last.ago_s = read.asked, read.found, now - read.at
+        return Missing(
+            asked=len(keys),
+            memory_blocks=in_memory,
+            blocks=on_node,
+            missing=missing,
+            last=last,
+            reach_s=self._departures.reach_s(),
+        )
 
     def _first_missing_on_node(
         self, tables: Sequence[PartTable], keys: Sequence[bytes], found: int
     ) -> tuple[PartTable, int]:
         """Not in memory, and in no tier below it."""
-        below = self._fetcher.locator.on_this_node(tables, keys)
+        below = self.fetcher.locator.on_this_node(tables, keys)
         for at in range(found, len(keys)):
             for table in tables:
                 if keys[at] not in table.blocks and keys[at] not in below:
@@ -267,6 +250,6 @@ def _short(value: object) -> object:
     return text[:FACT_CHARACTERS_MAX] if len(text) > FACT_CHARACTERS_MAX else value
 
 
-def describe(verdict: Verdict) -> dict[str, Any]:
-    """For JSON, with the reason in words too."""
-    return {**verdict._asdict(), "words": WORDS[verdict.reason]}
+def describe(block: int, key: bytes, verdict: Verdict) -> MissedBlock:
+    """The reason why a block is missing, in words too. block: its index in the prompt."""
+    return MissedBlock(block=block, key=key.hex(), words=WORDS[verdict.reason], **verdict._asdict())

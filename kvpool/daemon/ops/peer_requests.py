@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.masks import pack_masks, width_for
-from kvpool.decoding import decode_hex, decode_json
+from kvpool.decoding import decode_hex
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
-from kvpool.wire.jobs import Key
+from kvpool.wire.answers import Blocks
+from kvpool.wire.command import answer_of
 
 LIST_BLOCKS_MAX = 1000
 ANSWER_S = 5.0  # beyond a request's own wait, for the round trip
@@ -30,17 +29,6 @@ class Asks(Protocol):
     """How other nodes are asked: `Paths`."""
 
     async def ask(self, order: worker_wire.AskPeer) -> frame.Done | frame.Bytes: ...
-
-
-class _Named(msgspec.Struct, frozen=True):
-    key: Key
-
-
-class _Listed(msgspec.Struct, frozen=True):
-    """The used fields of a `ListBlocks`' answer."""
-
-    blocks: list[_Named]
-    cursor: str | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,9 +80,7 @@ class OtherNodes:
         tier, _, inner = cursor.partition(":") if cursor else ("dram", "", "")
         ask = operator_wire.ListBlocks(tier, inner, LIST_BLOCKS_MAX, namespace.base)
         answer = await self.ask(node, namespace.tenant.name, "", ask, 0.0)
-        if not isinstance(answer, frame.Bytes):
-            raise ProtocolError(f"node {node}: unexpected type of the answer to ListBlocks")
-        found = decode_json(answer.data, _Listed, f"a list of blocks, as node {node} should send")
+        found: Blocks = answer_of(ask, answer)
         after = found.cursor
         if after is not None:
             after = f"{tier}:{after}"
@@ -109,4 +95,4 @@ class OtherNodes:
         masks = pack_masks(list(taken.values()), width_for(len(namespace.tables)))
         request = operator_wire.Evict(b"".join(taken), namespace.base, masks=masks)
         answer = await self.ask(node, namespace.tenant.name, by, request, ANSWER_S)
-        return answer.value if isinstance(answer, frame.Done) else 0
+        return int(answer_of(request, answer))

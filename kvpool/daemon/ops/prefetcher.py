@@ -55,13 +55,15 @@ class _Brought:
     count: int = 0
 
 
+@dataclass(eq=False)
 class Prefetcher:
     """See the module."""
 
-    def __init__(self, node: Node, fetcher: BlockFetcher, clock: Callable[[], float]) -> None:
-        self._node = node
-        self._fetcher = fetcher
-        self._clock = clock
+    node: Node
+    fetcher: BlockFetcher
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._queues: OrderedDict[str, deque[_Order]] = OrderedDict()  # by tenant; none is empty
         self._known: dict[tuple[NamespaceState, bytes], _Order] = {}  # see `_name`
         self._bytes: dict[str, int] = {}  # of the orders of each tenant
@@ -145,19 +147,19 @@ class Prefetcher:
             return
         asked = split_keys(order.keys)
         for at in range(0, len(asked), RECALLED_TOGETHER):
-            self._node.candidates.recall(namespace, asked[at : at + RECALLED_TOGETHER])
+            self.node.candidates.recall(namespace, asked[at : at + RECALLED_TOGETHER])
             await asyncio.sleep(0)
-        there, located = await self._fetcher.locate_prefix(namespace, asked, LOOKUP_S)
+        there, located = await self.fetcher.locate_prefix(namespace, asked, LOOKUP_S)
         if not there:
             return
         keys = asked[:there]
-        requests = self._fetcher.lacking(namespace, keys, located)
+        requests = self.fetcher.lacking(namespace, keys, located)
         brought = _Brought(0.0)
         for some in _slices(namespace, keys, requests):
             if not await self._bring_slice(some, brought):
                 break
         if brought.count:
-            brought.judge_at = self._clock() + USED_WITHIN_S
+            brought.judge_at = self.clock() + USED_WITHIN_S
             self._brought[brought] = None
             self._brought_count += brought.count
             while self._brought_count > BROUGHT_MAX:
@@ -165,15 +167,15 @@ class Prefetcher:
 
     async def _bring_slice(self, requests: Sequence[FetchRequest], brought: _Brought) -> bool:
         """Whether all of it has come."""
-        self._node.settle()
+        self.node.settle()
         asked = [
             (request.table, [key for key in request.keys if key not in request.table.blocks])
             for request in requests
         ]
-        whole = await self._fetcher.bring_ahead(requests, SLICE_S)
-        self._node.settle()
+        whole = await self.fetcher.bring_ahead(requests, SLICE_S)
+        self.node.settle()
         nbytes = 0
-        counters = self._node.counters
+        counters = self.node.counters
         for table, keys in asked:
             came = [key for key in keys if key in table.blocks]
             if came:
@@ -188,20 +190,20 @@ class Prefetcher:
 
     def _judge_due(self) -> None:
         """See `USED_WITHIN_S`."""
-        while self._brought and (first := next(iter(self._brought))).judge_at <= self._clock():
+        while self._brought and (first := next(iter(self._brought))).judge_at <= self.clock():
             self._judge(first)
 
     def _judge(self, brought: _Brought) -> None:
         del self._brought[brought]
         self._brought_count -= brought.count
-        self._node.settle()
+        self.node.settle()
         used = sum(
             block is not None and block.used > block.put
             for table, keys in brought.parts
             for block in table.blocks.found(keys)
         )
-        self._node.counters.prefetches_used += used
-        self._node.counters.prefetches_wasted += brought.count - used
+        self.node.counters.prefetches_used += used
+        self.node.counters.prefetches_wasted += brought.count - used
 
 
 def _name(namespace: NamespaceState, keys: bytes) -> tuple[NamespaceState, bytes]:

@@ -30,9 +30,10 @@ from kvpool.errors import LimitExceeded, ProtocolError
 from kvpool.folders import shift_files, sync_folder, write_all
 from kvpool.telemetry.receipts import (
     PERIOD_S,
+    AccountItem,
     Period,
-    PeriodRow,
     PeriodRows,
+    ReceiptItem,
     Receipts,
     Row,
     decode_period,
@@ -224,7 +225,7 @@ class AccountPeriods:
         lines: Iterator[bytes] = iter(self._lines())
         files: list[BinaryIO] = []
         failed: list[OSError] = []
-        answer = _Answer(m, now.sequence, now.incarnation)
+        answer = _Answer(m, now)
         try:
             if self._file is not None and m.from_sequence < before:
                 files, failed = await asyncio.to_thread(self._file.open)
@@ -241,8 +242,8 @@ class AccountPeriods:
         self._unreadable = bool(failed)
         return answer.rows(incomplete=bool(failed))
 
-    def receipts(self, m: operator_wire.ListReceipts) -> Receipts:
-        """Receipts of requests, oldest first."""
+    def receipts(self, m: operator_wire.ListReceipts, node: str) -> Receipts:
+        """Receipts of requests on this node, by its name, oldest first."""
         tenants, digest, count = set(m.tenants), m.digest.hex(), max(1, m.count)
         found = self._accounts.receipts(
             lambda receipt: (
@@ -253,7 +254,15 @@ class AccountPeriods:
             )
         )
         count = min(count, RECEIPTS_ASKED_MAX)
-        return Receipts(found[-count:], len(found) > count)
+        items = [
+            ReceiptItem(
+                node=node,
+                **{k: v for k, v in msgspec.structs.asdict(each).items() if k != "booked"},
+                **msgspec.structs.asdict(each.booked),
+            )
+            for each in found[-count:]
+        ]
+        return Receipts(items, len(found) > count)
 
     def _numbered(self, period: Period) -> Period:
         """With its sequence number."""
@@ -268,14 +277,14 @@ class AccountPeriods:
 class _Answer:
     """Collects rows until there are enough, or sums them up."""
 
-    def __init__(self, m: operator_wire.ListAccounts, open_: int, incarnation: str) -> None:
-        """open_: the open period's sequence number."""
+    def __init__(self, m: operator_wire.ListAccounts, now: Period) -> None:
+        """now: the open period."""
         self._m = m
         self._tenants = set(m.tenants)
         self._digest = m.digest.hex()
-        self._open = open_
-        self._incarnation = incarnation
-        self._rows: list[PeriodRow] = []
+        self._open = now.sequence
+        self._now = now
+        self._rows: list[AccountItem] = []
         self._totals: dict[tuple[str, str], Row] = {}
         self._total_rows_of: dict[str, int] = {}
         self._covered: dict[tuple[str, str], tuple[float, float, float, bool, int]] = {}
@@ -302,7 +311,7 @@ class _Answer:
                 elif len(self._rows) < self._count:
                     is_open = period.sequence == self._open
                     times = period.begin_s, period.end_s, period.seconds, is_open
-                    self._rows.append(PeriodRow(period.incarnation, period.number, *times, row))
+                    self._rows.append(_item(period, period.number, times, row))
                 else:
                     self._next = (period.sequence, index)
                     return False
@@ -332,12 +341,31 @@ class _Answer:
     def rows(self, *, incomplete: bool) -> PeriodRows:
         if self._m.total:
             rows = [
-                PeriodRow(self._incarnation, 0, *self._covered[name][:4], row)
+                _item(self._now, 0, self._covered[name][:4], row)
                 for name, row in sorted(self._totals.items())
             ]
             return PeriodRows(rows, more=False, incomplete=incomplete)
         more = self._next is not None
         return PeriodRows(self._rows, more, *(self._next or (0, 0)), incomplete=incomplete)
+
+
+def _item(
+    period: Period, number: int, times: tuple[float, float, float, bool], row: Row
+) -> AccountItem:
+    begin_s, end_s, seconds, is_open = times
+    return AccountItem(
+        node=period.node,
+        incarnation=period.incarnation,
+        number=number,
+        begin_s=begin_s,
+        end_s=end_s,
+        seconds=seconds,
+        open=is_open,
+        tenant=row.tenant,
+        namespace=row.namespace,
+        model=row.model,
+        **msgspec.structs.asdict(row.booked),
+    )
 
 
 def _chosen(lines: Iterator[bytes], m: operator_wire.ListAccounts, before: int) -> Iterator[Period]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import compress
 
 from kvpool.daemon.core.blocks import NamespaceState
@@ -27,40 +28,30 @@ ASKED_AT_ONCE = 16
 NAMED_MAX = 8  # nodes in an error
 
 
+@dataclass(eq=False)
 class Removals:
     """Event loop only."""
 
-    def __init__(
-        self,
-        node: Node,
-        ssd: SsdTier,
-        device: DeviceTier | None,
-        objects: ObjectTier,
-        cluster: ClusterView,
-        transport: PeerTransport,
-        clock: Callable[[], float],
-        *,
-        has_objects: bool,
-    ) -> None:
-        """has_objects: whether this node is to use object storage, reachable or not."""
-        self._has_objects = has_objects
-        self._node = node
-        self._ssd = ssd
-        self._device = device
-        self._objects = objects
-        self._cluster = cluster
-        self._transport = transport
-        self._clock = clock
+    node: Node
+    ssd: SsdTier
+    device: DeviceTier | None
+    objects: ObjectTier
+    cluster: ClusterView
+    transport: PeerTransport
+    clock: Callable[[], float]
+    _: KW_ONLY
+    has_objects: bool
+    """Whether this node is to use object storage, reachable or not."""
 
     def now(self, namespaces: Sequence[NamespaceState], packed: bytes) -> set[bytes]:
         """Remove up to `TOGETHER` blocks from this node's tiers; which were there."""
         gone: set[bytes] = set()
         keys = split_keys(packed)
         for namespace in namespaces:
-            gone |= self._node.removal.remove(namespace, keys)
-            gone |= self._ssd.remove(namespace, packed)
-            if self._device is not None:
-                gone |= self._device.remove(namespace, packed)
+            gone |= self.node.removal.remove(namespace, keys)
+            gone |= self.ssd.remove(namespace, packed)
+            if self.device is not None:
+                gone |= self.device.remove(namespace, packed)
         return gone
 
     async def here(self, namespaces: Sequence[NamespaceState], packed: bytes) -> set[bytes]:
@@ -76,7 +67,7 @@ class Removals:
     def at_once(self, namespaces: Sequence[NamespaceState], packed: bytes, others_s: float) -> bool:
         """Whether `now` does all that `everywhere` would."""
         few = len(packed) * len(namespaces) <= TOGETHER * KEY_BYTES
-        beyond = self._has_objects or (others_s > 0 and bool(self._cluster.living))
+        beyond = self.has_objects or (others_s > 0 and bool(self.cluster.living))
         return few and not beyond
 
     async def everywhere(
@@ -87,9 +78,9 @@ class Removals:
         """
         gone = await self.here(namespaces, packed)
         with asking_others():
-            if self._has_objects:
+            if self.has_objects:
                 for namespace in namespaces:
-                    gone |= await self._objects.remove(namespace, packed)
+                    gone |= await self.objects.remove(namespace, packed)
             if others_s > 0:
                 gone |= await self._from_others(namespaces, packed, others_s)
         return gone
@@ -102,7 +93,7 @@ class Removals:
         All, and not those that the directory names, which may be wrong: an older copy must not come back. Raises
         `ClusterUnavailable` if some did not do it.
         """
-        deadline = self._clock() + wait_s
+        deadline = self.clock() + wait_s
         turns = asyncio.Semaphore(ASKED_AT_ONCE)
         failed: list[str] = []
         tenant, keys = namespaces[0].tenant.name, split_keys(packed)
@@ -110,7 +101,7 @@ class Removals:
 
         async def ask(other: LivingNode) -> set[bytes]:
             async with turns:
-                left_s = deadline - self._clock()
+                left_s = deadline - self.clock()
                 if left_s <= 0:
                     failed.append(other.record.node)
                     return set()
@@ -118,9 +109,7 @@ class Removals:
                 meant = "" if other.record.node == other.url else other.record.node
                 order = peer_wire.Discard(tenant, digests, packed, left_s, meant)
                 try:
-                    answer = await self._transport.ask(
-                        worker_wire.AskPeer(other.url, order, left_s)
-                    )
+                    answer = await self.transport.ask(worker_wire.AskPeer(other.url, order, left_s))
                 except KvpoolError:
                     failed.append(other.record.node)
                     return set()
@@ -128,7 +117,7 @@ class Removals:
                     set(compress(keys, answer.data)) if isinstance(answer, frame.Bytes) else set()
                 )
 
-        found = await asyncio.gather(*map(ask, list(self._cluster.living.values())))
+        found = await asyncio.gather(*map(ask, list(self.cluster.living.values())))
         if failed:
             named = ", ".join(sorted(failed)[:NAMED_MAX])
             raise ClusterUnavailable(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvpool.daemon.cluster.engine_registry import describe as describe_engines
@@ -21,7 +22,7 @@ from kvpool.daemon.ops.commands import (
     unpacked,
 )
 from kvpool.daemon.ops.event_log import EventLog
-from kvpool.daemon.ops.listing import list_blocks, show_blocks
+from kvpool.daemon.ops.listing import describe_block, list_blocks, show_blocks
 from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.receipts import AccountPeriods
@@ -37,6 +38,8 @@ from kvpool.telemetry.spans import Spans
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import Block as Shown
+from kvpool.wire.answers import Events, Located, Replica
 
 EVENTS_MAX = 1000  # in one answer
 WAIT_S_MAX = 60.0
@@ -96,14 +99,14 @@ class Reports:
 
     @answers
     async def _list_receipts(self, _who: Asker, m: operator_wire.ListReceipts) -> Any:
-        return self.receipts.receipts(m)
+        return self.receipts.receipts(m, self.cluster.config.node)
 
     @answers
     async def _events(self, _who: Asker, m: operator_wire.Events) -> Any:
         journal = self.journal
         await journal.wait(m.after, min(m.wait_s, WAIT_S_MAX))
         events = journal.after(m.after, min(max(1, m.count), EVENTS_MAX))
-        return {"events": events, "first": journal.first, "last": journal.last}
+        return Events(events, journal.first, journal.last)
 
     @answers
     async def _take_spans(self, _who: Asker, m: operator_wire.TakeSpans) -> Any:
@@ -139,8 +142,9 @@ class BlockReports:
         namespaces = namespaces_of(who.tenant, m.digest)
         rules = self._tier(m.tier)
         count = min(max(1, m.count), LIST_BLOCKS_MAX)
-        shown: dict[Block, dict[str, Any]] = {}
-        answer = list_blocks(rules, namespaces, m.cursor, count, self.clock(), shown)
+        shown: dict[Block, Shown] = {}
+        show = partial(self._show, shown, tier=m.tier)
+        answer = list_blocks(rules, namespaces, m.cursor, count, self.clock(), show)
         await self._show_parents(shown)
         return answer
 
@@ -148,12 +152,16 @@ class BlockReports:
     async def _show_blocks(self, who: Asker, m: operator_wire.ShowBlocks) -> Any:
         keys = unpacked(m.keys, SHOW_KEYS_MAX)
         namespaces = namespaces_of(who.tenant, m.digest)
-        shown: dict[Block, dict[str, Any]] = {}
-        answer = show_blocks(self.rules.by_tier(), namespaces, keys, self.clock(), shown)
+        shown: dict[Block, Shown] = {}
+        show = partial(self._show, shown)
+        answer = show_blocks(self.rules.by_tier(), namespaces, keys, self.clock(), show)
         await self._show_parents(shown)
         return answer
 
-    async def _show_parents(self, shown: Mapping[Block, dict[str, Any]]) -> None:
+    def _show(self, shown: dict[Block, Shown], block: Block, age_s: float, tier: str) -> Shown:
+        return shown.setdefault(block, describe_block(self.name, tier, block, age_s))
+
+    async def _show_parents(self, shown: Mapping[Block, Shown]) -> None:
         """Where the rules of a tier do not know a block's parent, its disk does; it stays empty if the disk is away."""
         unknown = [block for block in shown if not block.parent_known]
         try:
@@ -161,7 +169,7 @@ class BlockReports:
         except Unavailable:
             return
         for block, parent in zip(unknown, parents, strict=True):
-            shown[block]["parent"] = parent.hex()
+            shown[block].parent = parent.hex()
 
     def _tier(self, tier: str) -> list[Node]:
         found = self.rules.by_tier()
@@ -169,9 +177,7 @@ class BlockReports:
             raise InvalidRequest(f"tier {tier!r:.40}: this node has only {', '.join(found)}")
         return found[tier]
 
-    async def _replicas(
-        self, namespace: NamespaceState, keys: Sequence[bytes]
-    ) -> list[dict[str, Any]]:
+    async def _replicas(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[Located]:
         """Where blocks of one namespace are: here from this node's state, elsewhere from the directory."""
         digest = namespace.directory_digest
         _, masks = self.node.inventory.masks(digest, keys)
@@ -191,33 +197,22 @@ class BlockReports:
             keys, in_engines, on_device, masks, on_disk, on_nodes, strict=True
         ):
             replicas = [
-                {
-                    "node": self.cluster.living[entry.incarnation].record.node,
-                    "incarnation": entry.incarnation.hex(),
-                    "tier": tier_names.get(entry.tier, str(entry.tier)),
-                    "parts": entry.mask.bit_count(),
-                }
+                Replica(self.name, self.cluster.incarnation, tier, mask.bit_count())
+                for tier, mask in (("gpu", gpu), ("dram", dram), ("device", device), ("ssd", ssd))
+                if mask
+            ]
+            replicas += [
+                Replica(
+                    self.cluster.living[entry.incarnation].record.node,
+                    entry.incarnation.hex(),
+                    tier_names.get(entry.tier, str(entry.tier)),
+                    entry.mask.bit_count(),
+                )
                 for entry in entries
             ]
             if objects := stored.get(key, 0):
-                nowhere = {"node": NOT_NODES[OBJECT], "incarnation": ""}
-                replicas.append({**nowhere, "tier": "object", "parts": objects.bit_count()})
-            here = {"node": self.name, "incarnation": self.cluster.incarnation}
-            if ssd:
-                replicas.insert(0, {**here, "tier": "ssd", "parts": ssd.bit_count()})
-            if device:
-                replicas.insert(0, {**here, "tier": "device", "parts": device.bit_count()})
-            if dram:
-                replicas.insert(0, {**here, "tier": "dram", "parts": dram.bit_count()})
-            if gpu:
-                replicas.insert(0, {**here, "tier": "gpu", "parts": gpu.bit_count()})
+                replicas.append(Replica(NOT_NODES[OBJECT], "", "object", objects.bit_count()))
             if replicas:
-                found.append(
-                    {
-                        "key": key.hex(),
-                        "namespace": namespace.base.hex(),
-                        "parts": len(namespace.tables),
-                        "replicas": replicas,
-                    }
-                )
+                name = namespace.base.hex()
+                found.append(Located(key.hex(), name, len(namespace.tables), replicas))
         return found

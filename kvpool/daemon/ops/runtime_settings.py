@@ -12,6 +12,7 @@ import msgspec
 
 from kvpool.config import SETTINGS, DaemonConfig, parse_setting, settings_of
 from kvpool.errors import ConfigError, InvalidRequest
+from kvpool.wire.answers import Setting
 
 CHANGEABLE = (
     "clients_max",
@@ -26,8 +27,8 @@ CHANGEABLE = (
 SHOWN_CHARACTERS_MAX = 1000
 
 
-def describe(config: DaemonConfig) -> list[dict[str, Any]]:
-    """Describe each setting in plain values: see `kvpool.admin.types.Setting`."""
+def describe(config: DaemonConfig) -> list[Setting]:
+    """Describe each setting in plain values."""
     shown = []
     for name, each in settings_of(DaemonConfig).items():
         value = given = getattr(config, name)
@@ -35,18 +36,16 @@ def describe(config: DaemonConfig) -> list[dict[str, Any]]:
             value = bool(value)
         elif name == "tenants":
             value = [{"name": t.name, "memory": t.memory, "ssd": t.ssd} for t in config.tenants]
-        plain = msgspec.to_builtins(value)
-        changeable = name in CHANGEABLE
         shown.append(
-            {
-                "name": name,
-                "value": plain,
-                "secret": each.secret,
-                "default": given == each.default,
-                "changeable": changeable,
-                "help": each.help,
-                "form": each.metavar,
-            }
+            Setting(
+                name=name,
+                value=msgspec.to_builtins(value),
+                secret=each.secret,
+                default=given == each.default,
+                changeable=name in CHANGEABLE,
+                help=each.help,
+                form=each.metavar,
+            )
         )
     return shown
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.commands import Asker, answers, namespace_of, unpacked
@@ -17,6 +19,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.types import KEY_BYTES, Intent, Outcome
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
+from kvpool.wire.answers import SessionDetail, Sessions
 
 LIST_SESSIONS_MAX = 1000
 CLIENT = (
@@ -42,15 +45,15 @@ class SessionCommands:
         found = self.node.sessions.named(who.tenant, m.after, count + 1)
         now = self.clock()
         some = [describe_session(session, now) for session in found[:count]]
-        return {"sessions": some, "more": len(found) > count}
+        return Sessions(some, len(found) > count)
 
     @answers
     async def _show_session(self, who: Asker, m: operator_wire.ShowSession) -> Any:
         session = self.node.sessions.get(who.tenant, m.session)
         if session is None:
-            return []
-        about = describe_session(session, self.clock())
-        return [{**about, "chains": await describe_chains(session, self.node, self.tiers)}]
+            return None
+        about = msgspec.structs.asdict(describe_session(session, self.clock()))
+        return SessionDetail(**about, chains=await describe_chains(session, self.node, self.tiers))
 
     @answers
     async def _end_session(self, who: Asker, m: operator_wire.EndSession) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
@@ -26,27 +27,21 @@ PASSED_ON_MAX = 64  # at a time; what is told beyond is not passed on, and count
 PASS_ON_S = 2.0
 
 
+@dataclass(eq=False)
 class SessionTurns:
     """Passes turns to the rules, and applies these piece by piece."""
 
-    def __init__(
-        self,
-        name: str,
-        node: Node,
-        ssd: SsdTier,
-        cluster: ClusterView,
-        transport: PeerTransport,
-        clock: Callable[[], float],
-    ) -> None:
-        """name: this node's."""
-        self._name = name
-        self._node = node
-        self._cluster = cluster
-        self._transport = transport
-        self._clock = clock
+    name: str
+    node: Node
+    ssd: SsdTier
+    cluster: ClusterView
+    transport: PeerTransport
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._passing: set[asyncio.Task[None]] = set()
         self._told = asyncio.Event()
-        node.sessions.follow(ssd.expend)
+        self.node.sessions.follow(self.ssd.expend)
 
     def turn(
         self,
@@ -56,8 +51,8 @@ class SessionTurns:
     ) -> bool:
         """See `Sessions.turn`; whether the session goes on. Raises `InvalidRequest`."""
         _check(told.session, told.agent)
-        session = self._node.sessions.turn(
-            *(tenant, namespace, told.session, told.agent, told.keys, self._clock()),
+        session = self.node.sessions.turn(
+            *(tenant, namespace, told.session, told.agent, told.keys, self.clock()),
             ended=told.ended,
             shared=told.shared,
         )
@@ -66,7 +61,7 @@ class SessionTurns:
 
     def end(self, tenant: Tenant, name: str) -> bool:
         """See `Sessions.end`."""
-        known = self._node.sessions.end(tenant, name)
+        known = self.node.sessions.end(tenant, name)
         self._told.set()
         return known
 
@@ -75,7 +70,7 @@ class SessionTurns:
 
         Raises `InvalidRequest`.
         """
-        tenant = self._node.tenants.get(news.tenant)
+        tenant = self.node.tenants.get(news.tenant)
         if tenant is None:
             raise InvalidRequest(f"there is no tenant {news.tenant!r:.80} here")
         _check(news.session)
@@ -89,13 +84,13 @@ class SessionTurns:
         if len(nodes) > NODES_MAX:
             raise InvalidRequest(f"at most {NODES_MAX} nodes are told of a session")
         _check(session)
-        for name in dict.fromkeys(nodes or (self._name,)):
-            if name == self._name:
+        for name in dict.fromkeys(nodes or (self.name,)):
+            if name == self.name:
                 self.end(tenant, session)
                 continue
             url = self._url(name)
             if not url or len(self._passing) >= PASSED_ON_MAX:
-                self._node.counters.session_news_lost += 1
+                self.node.counters.session_news_lost += 1
                 continue
             news = peer_wire.SessionEnded(tenant.name, session, name)
             task = asyncio.get_running_loop().create_task(self._pass_on(url, news))
@@ -104,7 +99,7 @@ class SessionTurns:
 
     def _url(self, name: str) -> str:
         """Of a living node; empty: there is none of this name."""
-        for other in self._cluster.living.values():
+        for other in self.cluster.living.values():
             if other.record.node == name:
                 return other.url
         return ""
@@ -112,13 +107,13 @@ class SessionTurns:
     async def _pass_on(self, url: str, news: peer_wire.SessionEnded) -> None:
         order = worker_wire.AskPeer(url, news, PASS_ON_S, background=True)
         try:
-            await self._transport.ask(order)
+            await self.transport.ask(order)
         except KvpoolError:
-            self._node.counters.session_news_lost += 1
+            self.node.counters.session_news_lost += 1
 
     async def run(self) -> None:
         """Until cancelled."""
-        sessions = self._node.sessions
+        sessions = self.node.sessions
         while True:
             if sessions.settling:
                 try:
@@ -129,15 +124,15 @@ class SessionTurns:
             else:
                 await self._told.wait()
             self._told.clear()
-            sessions.settle(self._clock())
-            due = self._clock() + TICK_S
+            sessions.settle(self.clock())
+            due = self.clock() + TICK_S
             more = True
             while more:
                 more = sessions.work(TOGETHER)
                 await asyncio.sleep(0)
-                if self._clock() >= due:  # somebody's long chains keep nobody else waiting
-                    sessions.settle(self._clock())
-                    due = self._clock() + TICK_S
+                if self.clock() >= due:  # somebody's long chains keep nobody else waiting
+                    sessions.settle(self.clock())
+                    due = self.clock() + TICK_S
 
 
 def _check(session: str, agent: str = "") -> None:

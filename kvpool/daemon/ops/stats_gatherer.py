@@ -54,55 +54,34 @@ class TransferStats(Protocol):
     def path_stats(self) -> PathsStats: ...
 
 
+@dataclass(eq=False)
 class StatsGatherer:
     """Gathers the numbers of all parts of a daemon. Event loop only."""
 
-    def __init__(
-        self,
-        name: str,
-        node: Node,
-        cluster: ClusterMember,
-        workers: TransferStats,
-        ssd: SsdTier,
-        objects: ObjectTier,
-        device: DeviceTier | None,
-        fetcher: BlockFetcher,
-        streams: PrefixStreams,
-        replication: Replication,
-        engines: Engines,
-        publisher: EventPublisher,
-        expiry: Expiry,
-        sampler: Sampler,
-        hot_prefixes: HotPrefixes,
-        connections: ConnectionCounts,
-        logins: Logins,
-        internal_errors: Mapping[str, int],
-        audit: AuditFile | None,
-        accounts: Accounts,
-        clock: Callable[[], float],
-    ) -> None:
-        self._name = name
-        self._node = node
-        self._cluster = cluster
-        self._workers = workers
-        self._ssd = ssd
-        self._objects = objects
-        self._device = device
-        self._fetcher = fetcher
-        self._streams = streams
-        self._replication = replication
-        self._engines = engines
-        self._publisher = publisher
-        self._expiry = expiry
-        self._sampler = sampler
-        self._hot_prefixes = hot_prefixes
-        self._connections = connections
-        self._logins = logins
-        self._internal_errors = internal_errors
-        self._audit = audit
-        self._accounts = accounts
-        self._clock = clock
-        self._started = clock()
+    name: str
+    node: Node
+    cluster: ClusterMember
+    workers: TransferStats
+    ssd: SsdTier
+    objects: ObjectTier
+    device: DeviceTier | None
+    fetcher: BlockFetcher
+    streams: PrefixStreams
+    replication: Replication
+    engines: Engines
+    publisher: EventPublisher
+    expiry: Expiry
+    sampler: Sampler
+    hot_prefixes: HotPrefixes
+    connections: ConnectionCounts
+    logins: Logins
+    internal_errors: Mapping[str, int]
+    audit: AuditFile | None
+    accounts: Accounts
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
 
     def tenant(self, tenant: Tenant) -> NodeStats:
         """What a tenant may see: itself, and of the node what names no other."""
@@ -110,51 +89,51 @@ class StatsGatherer:
 
     def all(self) -> NodeStats:
         """The same of all tenants, and what is read most."""
-        found = self._of(self._node.tenants.values(), self._hot_prefixes.hottest())
-        return msgspec.structs.replace(found, event_streams=self._publisher.stats())
+        found = self._of(self.node.tenants.values(), self.hot_prefixes.hottest())
+        return msgspec.structs.replace(found, event_streams=self.publisher.stats())
 
     def _of(self, tenants: Collection[Tenant], hot: list[HotPrefix]) -> NodeStats:
-        self._accounts.settle()
+        self.accounts.settle()
         # Of others' objects, as answers to two tenants may lie side by side.
         tiers = msgspec.structs.replace(
-            self._ssd.stats(),
-            object=self._objects.stats(),
-            device=[] if self._device is None else [self._device.stats()],
-            clean_share={tenant.name: self._ssd.clean_share(tenant) for tenant in tenants},
+            self.ssd.stats(),
+            object=self.objects.stats(),
+            device=[] if self.device is None else [self.device.stats()],
+            clean_share={tenant.name: self.ssd.clean_share(tenant) for tenant in tenants},
         )
         return NodeStats(
-            node=self._name,
-            incarnation=self._node.incarnation,
+            node=self.name,
+            incarnation=self.node.incarnation,
             version=__version__,
-            uptime_s=self._clock() - self._started,
-            clients=self._connections.clients,
-            connections=self._connections.connections,
-            refused_connections=self._connections.refused,
-            tenant_waits=self._connections.waits,
-            failed_logins=dict(self._logins.failed),
-            internal_errors=dict(self._internal_errors),
-            audit=None if self._audit is None else self._audit.stats(),
-            counters=self._node.counters,
-            gone=self._node.counters.gone(),
-            leases=self._node.leases.count,
-            expired=self._expiry.expired,
+            uptime_s=self.clock() - self._started,
+            clients=self.connections.clients,
+            connections=self.connections.connections,
+            refused_connections=self.connections.refused,
+            tenant_waits=self.connections.waits,
+            failed_logins=dict(self.logins.failed),
+            internal_errors=dict(self.internal_errors),
+            audit=None if self.audit is None else self.audit.stats(),
+            counters=self.node.counters,
+            gone=self.node.counters.gone(),
+            leases=self.node.leases.count,
+            expired=self.expiry.expired,
             tenants={tenant.name: self._tenant(tenant) for tenant in tenants},
             tiers=tiers,
-            fetch=self._fetcher.stats(),
-            sources=self._fetcher.active,
-            prefix_streams=self._streams.stats(),
-            replication=self._replication.stats(),
-            transfer_workers=self._workers.stats(),
-            nixl=self._workers.nixl_stats(),
-            paths=self._workers.path_stats(),
-            cluster=self._cluster.stats(),
-            sampled=self._sampler.stats(),
+            fetch=self.fetcher.stats(),
+            sources=self.fetcher.active,
+            prefix_streams=self.streams.stats(),
+            replication=self.replication.stats(),
+            transfer_workers=self.workers.stats(),
+            nixl=self.workers.nixl_stats(),
+            paths=self.workers.path_stats(),
+            cluster=self.cluster.stats(),
+            sampled=self.sampler.stats(),
             processes=family(),
             hot=hot,
         )
 
     def _tenant(self, tenant: Tenant) -> TenantStats:
-        stats = self._node.inventory.tenant_stats(tenant)
-        stats.usage.ssd = self._ssd.usage(tenant.name)
-        stats.engines = self._engines.stats(tenant.name)
+        stats = self.node.inventory.tenant_stats(tenant)
+        stats.usage.ssd = self.ssd.usage(tenant.name)
+        stats.engines = self.engines.stats(tenant.name)
         return stats

@@ -123,8 +123,8 @@ def hexed(numbers):
         ("GET", f"/v1/namespaces/{DIGEST}/blocks", None),
         ("PATCH", f"/v1/namespaces/{DIGEST}", {"ttl_s": 1}),
         ("POST", f"/v1/namespaces/{DIGEST}/clear", {}),
-        ("GET", "/v1/blocks/{key}", None),
-        ("POST", "/v1/lookup", {"namespace": DIGEST, "keys": ["{key}"]}),
+        ("POST", "/v1/blocks", {"namespace": DIGEST, "keys": ["{key}"]}),
+        ("POST", "/v1/operator/prefixes", {"namespace": DIGEST, "keys": ["{key}"], "wait_s": 1}),
         ("POST", "/v1/why", {"namespace": DIGEST, "keys": ["{key}"]}),
         ("GET", "/v1/memory", None),
         ("POST", "/v1/pins", {"namespace": DIGEST, "keys": ["{key}"], "kind": "hard"}),
@@ -156,18 +156,18 @@ def test_another_tenants_blocks_are_not_guessed(gate, blues, until):
     blue, some, red, mine = blues
     eye = gate.of("redeye")
     until(lambda: eye.ask("GET", f"/v1/namespaces/{DIGEST}?tenant=red").status == 200)
-    for each in hexed(some):
-        assert eye.ask("GET", f"/v1/blocks/{each}?namespace={DIGEST}").status == 404
     body = {"namespace": DIGEST, "keys": hexed(some)}
-    assert eye.change("POST", "/v1/lookup", body)["items"] == []
-    why = eye.change("POST", "/v1/why", body)["items"]
-    assert [each["missing"]["reason"] for each in why] == ["never_stored"] * len(why)
+    assert not any(eye.change("POST", "/v1/blocks", body)["nodes"].values())
+    assert eye.change("POST", "/v1/operator/locate?node=a", body) == []
+    assert eye.change("POST", "/v1/operator/prefixes", {**body, "wait_s": 1}) == {}
+    why = eye.change("POST", "/v1/why", body)["nodes"]
+    assert [each["missing"]["reason"] for each in why.values()] == ["never_stored"] * len(why)
     listed = eye.every(f"/v1/namespaces/{DIGEST}/blocks")
     assert {each["key"] for each in listed}.isdisjoint(hexed(some))
     assert set(hexed(mine)) <= {each["key"] for each in listed}
     op = gate.of("redop")
     pins = op.change("POST", "/v1/pins", {**body, "kind": "hard"})
-    assert [each["blocks"] for each in pins["items"]] == [0] * len(pins["items"])
+    assert set(pins["nodes"].values()) == {0}
     for spec in ({"kind": "evict", "keys": hexed(some)}, {"kind": "evict", "least_bytes": 1 << 30}):
         job = op.change("POST", "/v1/jobs", {"spec": spec})["job"]
         until(lambda job=job: op.get(f"/v1/jobs/{job}")["state"] == "done")
@@ -180,7 +180,6 @@ def test_lists_show_a_tenant_its_own(gate, blues, until):
     until(lambda: red.get("/v1/namespaces")["items"])
     assert {each["tenant"] for each in red.get("/v1/namespaces")["items"]} == {"red"}
     assert [each["tenant"] for each in red.get("/v1/tenants")["items"]] == ["red"]
-    assert {each["tenant"] for each in red.get("/v1/nodes/a/segments")["items"]} == {"red"}
     one = red.get("/v1/nodes/a")
     assert set(one["sections"]) == {"tenants"}
     assert all(set(section) == {"red"} for section in one["sections"].values())

@@ -72,7 +72,7 @@ def pair(start_cluster, tmp_path):
 
 def pin(gate, node):
     """One event of the node."""
-    assert gate.change("POST", "/v1/pins", {**PIN, "node": node})["items"][0]["node"] == node
+    assert gate.change("POST", f"/v1/pins?node={node}", PIN)["nodes"].keys() == {node}
 
 
 def test_events_of_all_nodes_come(pair):
@@ -129,7 +129,7 @@ def test_a_node_that_was_restarted_is_heard_again(pair, until):
         stream.pins(1)
         pair.node("a").restart()
         gate.wait()
-        until(lambda: gate.patient("POST", "/v1/pins", {**PIN, "node": "a"}).json.get("items"))
+        until(lambda: gate.patient("POST", "/v1/pins?node=a", PIN).json.get("nodes"))
         assert stream.pins(1)[0][1]["node"] == "a"
 
 
@@ -137,7 +137,7 @@ def test_a_tenant_hears_of_itself_alone(two):
     gate = two.gate
     with Stream(gate.of("redeye")) as stream:
         for tenant in ("blue", "default", "red"):
-            gate.change("POST", f"/v1/pins?tenant={tenant}", {**PIN, "node": "a"})
+            gate.change("POST", f"/v1/pins?node=a&tenant={tenant}", PIN)
         ((_, data),) = stream.pins(1)
         assert data["details"]["tenant"] == "red"
 
@@ -198,11 +198,11 @@ def test_a_node_that_left_and_is_taken_back_is_not_heard_again(pair, until):
         )
 
     pin(gate, "a")
-    gate.change("PUT", "/v1/nodes/a/drain")
+    gate.change("POST", "/v1/operator/drain", {"node": "a"})
     until(lambda: state() == "gone")
     looked = time.monotonic() + 2 * NODES_LOOK_S  # by then the gateway has left it
     until(lambda: time.monotonic() > looked)
-    gate.change("DELETE", "/v1/nodes/a/drain")
+    gate.change("POST", "/v1/operator/drain", {"node": "a", "wanted": False})
     until(lambda: state() == "serving")
     pin(gate, "a")
     with Stream(gate, "/v1/events?replay=500") as stream:

@@ -11,6 +11,7 @@ from tests.integration.cluster.conftest import NBYTES, PLAIN, key
 from tests.support.waiting import PATIENCE_S
 
 DIGEST = PLAIN.digest().hex()
+DRAIN = "/v1/operator/drain"
 
 
 def hexed(numbers):
@@ -44,12 +45,11 @@ def test_cluster_and_nodes(gate, two):
     assert one["uptime_s"] > 0
     assert set(one["sections"]["tenants"]) == {"default", "red", "blue"}
     assert one["sections"]["node"] == "a"
-    segments = gate.get("/v1/nodes/a/segments")["items"]
-    assert [(each["tenant"], each["size_bytes"]) for each in segments] == [
-        (tenant, 8 << 20) for tenant in ("blue", "default", "red")
-    ]
+    tenants = one["sections"]["tenants"]
+    assert {name: each["space"]["size"] for name, each in tenants.items()} == dict.fromkeys(
+        ("blue", "default", "red"), 8 << 20
+    )
     assert gate.ask("GET", "/v1/nodes/zzz").code == "not_found"
-    assert gate.ask("GET", "/v1/nodes/zzz/segments").status == 404
 
 
 def test_namespaces_blocks_and_tenants(gate, seat_of, numbers, until):
@@ -80,14 +80,20 @@ def test_namespaces_blocks_and_tenants(gate, seat_of, numbers, until):
     assert by_key[hexed(some)[3]]["parent"] == hexed(some)[2]
     assert by_key[hexed(some)[3]]["depth"] == 3
 
-    def whole():
-        found = gate.get(f"/v1/blocks/{hexed(some)[4]}?namespace={DIGEST}")
-        return len(found["located"]) == 1 and len(found["located"][0]["replicas"]) == 2 and found
+    body = {"namespace": DIGEST, "keys": hexed(some)[4:5]}
 
-    one = until(whole)
-    assert {(each["node"], each["tier"]) for each in one["here"]} == {("a", "dram"), ("g", "dram")}
-    assert {each["node"] for each in one["located"][0]["replicas"]} == {"a", "g"}
-    assert gate.ask("GET", f"/v1/blocks/{'f' * 32}").code == "not_found"
+    def whole():
+        (found,) = gate.change("POST", "/v1/operator/locate", body)
+        return len(found["replicas"]) == 2 and found
+
+    assert {each["node"] for each in until(whole)["replicas"]} == {"a", "g"}
+    found = gate.change("POST", "/v1/blocks", body)["nodes"]
+    assert {node: [each["tier"] for each in blocks] for node, blocks in found.items()} == {
+        "a": ["dram"],
+        "g": ["dram"],
+    }
+    nobody = gate.change("POST", "/v1/blocks", {**body, "keys": ["f" * 32]})
+    assert nobody["nodes"] == {"a": [], "g": []}
 
     tenants = {each["tenant"]: each for each in gate.every("/v1/tenants", limit=1)}
     assert set(tenants) == {"default", "red", "blue"}
@@ -104,8 +110,8 @@ def test_why_each_node_lacks_a_block(gate, seat_of, numbers, until):
     assert g.read(numbers(3)) == 0
     found = gate.change("POST", "/v1/why", {"namespace": DIGEST, "keys": hexed(some)})
     assert found["unreachable"] == {}
-    at_a, at_g = found["items"]
-    assert (at_a["node"], at_a["blocks"], at_g["node"], at_g["blocks"]) == ("a", 5, "g", 0)
+    at_a, at_g = found["nodes"]["a"], found["nodes"]["g"]
+    assert (at_a["blocks"], at_g["blocks"]) == (5, 0)
     assert (at_a["missing"]["block"], at_a["missing"]["reason"]) == (5, "removed")
     assert at_a["missing"]["words"] == "removed by a client"
     assert at_g["missing"]["reason"] == "never_stored"
@@ -129,18 +135,13 @@ def test_prefixes_of_each_node(gate, seat_of, numbers, until):
     some = numbers(20)
     a.put(some)
     g.put(some[:5])
-    body = {"namespace": DIGEST, "keys": hexed(some)}
-
-    def found():
-        answer = gate.change("POST", "/v1/lookup", body)
-        return len(answer["items"]) == 2 and answer
-
-    answer = until(found)
-    assert [(each["node"], each["blocks"]) for each in answer["items"]] == [("a", 20), ("g", 5)]
-    assert answer["asked"] == 20
+    body = {"namespace": DIGEST, "keys": hexed(some), "wait_s": 1}
+    path = "/v1/operator/prefixes"
+    until(lambda: gate.change("POST", path, body) == {"a": [20, 20], "g": [5, 5]})
     for wrong in ({}, {"namespace": DIGEST}, {"keys": hexed(some)}, {**body, "prompt": "x"}):
-        assert gate.ask("POST", "/v1/lookup", wrong).code == "invalid"
-    assert gate.ask("POST", "/v1/lookup", {"model": "m", "prompt": "x"}).code == "no_routers"
+        assert gate.ask("POST", path, wrong).code == "invalid"
+    by_text = {"model": "m", "prompt": "x"}
+    assert gate.ask("POST", "/v1/prompts/lookup", by_text).code == "no_routers"
 
 
 def test_pins_stay_when_the_rest_is_evicted(gate, seat_of, numbers, until):
@@ -148,8 +149,8 @@ def test_pins_stay_when_the_rest_is_evicted(gate, seat_of, numbers, until):
     some = numbers(12)
     a.put(some)
     until(lambda: "a" in gate.get(f"/v1/namespaces/{DIGEST}")["nodes"])
-    body = {"namespace": DIGEST, "keys": hexed(some[:3]), "kind": "hard", "node": "a"}
-    assert gate.change("POST", "/v1/pins", body)["items"] == [{"node": "a", "blocks": 3}]
+    body = {"namespace": DIGEST, "keys": hexed(some[:3]), "kind": "hard"}
+    assert gate.change("POST", "/v1/pins?node=a", body)["nodes"] == {"a": 3}
     spec = {"kind": "evict", "namespace": DIGEST, "keys": hexed(some)}
     dry = gate.change("POST", "/v1/jobs", {"spec": spec, "nodes": ["a"], "dry_run": True})
     view = ended(gate, dry["job"], until)
@@ -162,8 +163,7 @@ def test_pins_stay_when_the_rest_is_evicted(gate, seat_of, numbers, until):
     assert {each["node"] for each in view["nodes"]} >= {"a"}
     assert view["by"].startswith("token root")
     assert answer.json["job"] in {job["job"] for job in gate.every("/v1/jobs", limit=1)}
-    body = {**body, "kind": "none", "node": ""}
-    assert {"node": "a", "blocks": 3} in gate.change("POST", "/v1/pins", body)["items"]
+    assert gate.change("POST", "/v1/pins", {**body, "kind": "none"})["nodes"]["a"] == 3
 
 
 def test_blocks_are_brought_to_another_node(gate, seat_of, numbers, until):
@@ -238,32 +238,27 @@ def test_a_node_is_drained_and_that_is_called_off(start_cluster, tmp_path, numbe
     # Until it ends the node does not leave.
     lease = seat.client.acquire(seat.ns, [key(number) for number in some], lease_s=60.0)
     assert lease is not None
-    assert gate.change("PUT", "/v1/nodes/a/drain") | {"progress": None} == {
-        "node": "a",
-        "wanted": True,
-        "progress": None,
-    }
+    gate.change("POST", DRAIN, {"node": "a"})
     until(lambda: gate.get("/v1/nodes/a")["node"]["drain_wanted"])
-    assert not gate.change("DELETE", "/v1/nodes/a/drain")["wanted"]
+    gate.change("POST", DRAIN, {"node": "a", "wanted": False})
     until(lambda: not gate.get("/v1/nodes/a")["node"]["drain_wanted"])
     lease.release()
-    for method in ("PUT", "DELETE"):
-        assert gate.ask(method, "/v1/nodes/zzz/drain").code == "not_found"
+    for wanted in (True, False):
+        assert gate.ask("POST", DRAIN, {"node": "zzz", "wanted": wanted}).code == "invalid"
 
 
 def test_a_node_that_was_drained_and_has_left_is_brought_back(start_cluster, tmp_path, until):
     world = start_cluster(nodes=2)
     gate = open_gate(world, tmp_path)
-    gate.change("PUT", "/v1/nodes/b/drain")
+    gate.change("POST", DRAIN, {"node": "b"})
     until(lambda: gate.ask("GET", "/v1/nodes/b").status == 404)
-    assert not gate.change("DELETE", "/v1/nodes/b/drain")["wanted"]
+    gate.change("POST", DRAIN, {"node": "b", "wanted": False})
     until(lambda: gate.ask("GET", "/v1/nodes/b").status == 200)
 
 
 def test_settings_of_nodes(gate, until):
-    found = gate.get("/v1/config?node=a")
-    assert found["node"] == "a"
-    values = {each["name"]: each for each in found["items"]}
+    found = gate.get("/v1/config")["nodes"]
+    values = {each["name"]: each for each in found["a"]}
     assert values["cluster_secret"] == {
         "name": "cluster_secret",
         "value": True,
@@ -274,14 +269,20 @@ def test_settings_of_nodes(gate, until):
         "form": "TEXT",
     }
     assert values["forward"]["value"] is True and values["forward"]["changeable"]
-    changed = gate.change("PATCH", "/v1/config", {"changes": {"forward": False}, "node": "a"})
-    assert changed == {"nodes": ["a"], "unreachable": {}}
-    named = {each["name"]: each["value"] for each in gate.get("/v1/config?node=a")["items"]}
-    assert named["forward"] is False
-    named = {each["name"]: each["value"] for each in gate.get("/v1/config")["items"]}
-    assert named["forward"] is True and named["node"] == "g"
-    assert gate.change("PATCH", "/v1/config", {"changes": {"forward": True}})["nodes"] == ["a", "g"]
-    assert gate.ask("PATCH", "/v1/config", {"changes": {"memory": 1}}).status == 409
+    changed = gate.change("PATCH", "/v1/config?node=a", {"changes": {"forward": False}})
+    assert changed == {"nodes": {"a": 1}, "unreachable": {}}
+
+    def forwards():
+        nodes = gate.get("/v1/config")["nodes"]
+        named = {
+            node: {each["name"]: each["value"] for each in some} for node, some in nodes.items()
+        }
+        return {node: values["forward"] for node, values in named.items()}
+
+    assert forwards() == {"a": False, "g": True}
+    changed = gate.change("PATCH", "/v1/config", {"changes": {"forward": True}})
+    assert changed["nodes"] == {"a": 1, "g": 1}
+    assert gate.ask("PATCH", "/v1/config", {"changes": {"memory": 1}}).code == "invalid"
     assert gate.ask("PATCH", "/v1/config", {"changes": {}}).code == "invalid"
 
 
@@ -380,8 +381,6 @@ def test_five_thousand_blocks_are_listed_once_each(gate, two, until):
         "/v1/nodes?cursor=zzz",
         "/v1/nodes?cursor=" + "A" * 600,
         "/v1/nodes/..%2f..",
-        "/v1/blocks/xyz",
-        f"/v1/blocks/{'F' * 32}",
         "/v1/namespaces/00",
         f"/v1/namespaces/{DIGEST}/blocks?tier=tape",
         f"/v1/namespaces/{DIGEST}/blocks?cursor=W10",

@@ -11,12 +11,12 @@ import pytest
 from kvpool.admin.cluster_view import NODE_S, Answers, Cluster, View, check
 from kvpool.admin.handlers.inventory import Looking, gather_namespaces, gather_tenants
 from kvpool.admin.handlers.monitoring import hottest_prefixes
-from kvpool.admin.history import count
 from kvpool.admin.scope import having
 from kvpool.admin.types import OfNode
 from kvpool.errors import ProtocolError
 from kvpool.placement.records import NamespaceEntry, NamespaceSettings
 from kvpool.telemetry.node_stats import decode
+from kvpool.telemetry.rates import count, fills
 from kvpool.types import NamespaceRecord
 from kvpool.wire import operator as operator_wire
 
@@ -74,8 +74,9 @@ async def show(stats):
 
     looking = Looking(SimpleNamespace(view=view, stats=known), 0)
     call = SimpleNamespace(who=SimpleNamespace(sees=all_of_them, whole=True))
-    await looking.list_segments(call, OfNode("a"))
-    count(stats, 1.0)
+    await looking.get_node(call, OfNode("a"))
+    count(stats)
+    fills(stats)
     gather_tenants(answers, all_of_them)
     gather_namespaces(VIEW, answers, all_of_them)
     hottest_prefixes([stats], all_of_them)
@@ -116,11 +117,11 @@ def test_a_node_with_wrong_numbers_is_named_and_the_others_are_shown(stats):
             raise ProtocolError(str(error)) from None
 
     async def ask():
-        cluster = Cluster(SimpleNamespace(json=answer), clock=lambda: 0.0)
+        cluster = Cluster(SimpleNamespace(get=answer), clock=lambda: 0.0)
         return await cluster.stats_of(["a", "b"])
 
     found = asyncio.run(ask())
-    assert found.by_node == {"a": read(stats)}
+    assert found.nodes == {"a": read(stats)}
     assert set(found.unreachable) == {"b"} and "tenants" in found.unreachable["b"]
 
 
@@ -141,7 +142,7 @@ def test_a_change_at_another_node_is_waited_for():
         return view("a", 3 if len(looks) > 3 else 2)
 
     async def scenario():
-        cluster = Cluster(SimpleNamespace(json=answer), clock=time.monotonic)
+        cluster = Cluster(SimpleNamespace(get=answer), clock=time.monotonic)
         await cluster.follow("b", "red", "ab" * 16)
         return (await cluster.view()).namespace("red", "ab" * 16)
 
@@ -160,7 +161,7 @@ def test_a_change_that_is_never_heard_of_is_not_waited_for_longer_than_an_answer
     theirs = msgspec.structs.replace(VIEW, node="b", namespaces=(entry,))
 
     async def scenario():
-        cluster = Cluster(SimpleNamespace(json=answer), clock=lambda: now[0])
+        cluster = Cluster(SimpleNamespace(get=answer), clock=lambda: now[0])
         await cluster.follow("b", "red", "ab" * 16)
 
     asyncio.run(scenario())

@@ -215,7 +215,7 @@ def test_a_node_that_is_no_member(tab, server):
     server.answers["nodes"] = everybody
     page.get_by_role("button", name="Take the drain back").click()
     until(lambda: server.changes, "the page asks for it")
-    assert server.changes == [("DELETE", "nodes/b/drain", None)]
+    assert server.changes == [("POST", "operator/drain", {"node": "b", "wanted": False})]
     expect(page.get_by_text("400 of 1,000 blocks")).to_be_visible()
     tab.go("nodes/z")
     expect(page.get_by_text("No node of this cluster is called z.")).to_be_visible()
@@ -460,11 +460,11 @@ def test_a_drain_takes_the_nodes_name(tab, server):
     typed.fill("c")
     drain.click()
     expect(dialog).to_have_count(0)
-    assert server.changes == [("PUT", "nodes/c/drain", None)]
+    assert server.changes == [("POST", "operator/drain", {"node": "c"})]
     tab.go("nodes/b")
     page.get_by_role("button", name="Take the drain back").click()
     expect(page.get_by_text("The drain of b is taken back.")).to_be_visible()
-    assert server.changes[-1] == ("DELETE", "nodes/b/drain", None)
+    assert server.changes[-1] == ("POST", "operator/drain", {"node": "b", "wanted": False})
 
 
 def test_blocks_are_pinned(tab, server):
@@ -482,7 +482,7 @@ def test_blocks_are_pinned(tab, server):
     expect(pin).to_have_text("Pin 2 blocks")
     pin.click()
     expect(dialog).to_have_count(0)
-    body = {"keys": ["0" * 32, "1" * 32], "kind": "hard", "namespace": DIGESTS[0], "node": ""}
+    body = {"keys": ["0" * 32, "1" * 32], "kind": "hard", "namespace": DIGESTS[0]}
     assert server.changes == [("POST", "pins", body)]
     expect(page.get_by_text("Pinned on a: 2; b did not answer: no answer.")).to_be_visible()
 
@@ -549,7 +549,7 @@ def test_a_setting_is_changed(tab, server):
     expect(dialog).to_contain_text("ssd_flush_s: 20 s → 90, on all nodes, until their daemons end.")
     go.click()
     expect(page.get_by_text("ssd_flush_s is changed on a, b.")).to_be_visible()
-    assert server.changes == [("PATCH", "config", {"changes": {"ssd_flush_s": "90"}, "node": ""})]
+    assert server.changes == [("PATCH", "config", {"changes": {"ssd_flush_s": "90"}})]
 
 
 # ---- how it behaves ------------------------------------------------------------------------------------
@@ -637,7 +637,7 @@ def test_by_keyboard_alone(tab, server):
     page.keyboard.type("a")
     page.keyboard.press("Enter")
     expect(dialog).to_have_count(0)
-    assert server.changes == [("PUT", "nodes/a/drain", None)]
+    assert server.changes == [("POST", "operator/drain", {"node": "a"})]
 
 
 def test_a_fresh_answer_takes_no_focus_away(tab, server):

@@ -132,8 +132,11 @@ def test_blocks_are_warmed_and_pinned(pair, open_tab, numbers, until):
     dialog.get_by_label("Pin", exact=True).select_option("hard")
     dialog.get_by_role("button", name="Pin 1 block").click()
     expect(page.get_by_text("Pinned on g: 1.")).to_be_visible()
-    found = pair.gate.get(f"/v1/blocks/{key}?namespace={PLAIN.digest().hex()}")["here"]
-    assert {each["node"]: each["pin"] for each in found} == {"a": "none", "g": "hard"}
+    found = pair.gate.change(
+        "POST", "/v1/blocks", {"keys": [key], "namespace": PLAIN.digest().hex()}
+    )
+    pins = {node: each["pin"] for node, (each,) in found["nodes"].items()}
+    assert pins == {"a": "none", "g": "hard"}
     assert tab.said == []
 
 
@@ -158,7 +161,7 @@ def test_namespaces_are_configured_and_settings_changed(pair, open_tab, until):
     dialog.get_by_role("button", name="Change", exact=True).click()
     expect(page.get_by_text("replication_bandwidth is changed on a, g.")).to_be_visible()
     for node in "ag":
-        items = pair.gate.get(f"/v1/config?node={node}")["items"]
+        items = pair.gate.get(f"/v1/config?node={node}")["nodes"][node]
         assert 64 << 20 in [e["value"] for e in items if e["name"] == "replication_bandwidth"]
     page.get_by_role("button", name="Change replication_bandwidth").click()
     dialog.get_by_label("Value").fill("much")
@@ -172,8 +175,9 @@ def test_a_drain_is_refused_to_a_viewer(pair, open_tab):
     expect(page.get_by_text("Links to other nodes")).to_be_visible()
     expect(page.get_by_role("button", name="Drain…")).to_have_count(0)
     status = page.evaluate(
-        "fetch('/v1/nodes/a/drain', {method: 'PUT', headers: {Authorization: "
-        "'Bearer ' + Object.values(sessionStorage)[0]}}).then((answer) => answer.status)"
+        "fetch('/v1/operator/drain', {method: 'POST', body: '{\"node\": \"a\"}', headers: {"
+        "Authorization: 'Bearer ' + Object.values(sessionStorage)[0], 'Content-Type': 'application/json'"
+        "}}).then((answer) => answer.status)"
     )
     assert status == 403
     assert not pair.gate.get("/v1/nodes/a")["node"]["drain_wanted"]

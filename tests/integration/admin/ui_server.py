@@ -48,7 +48,7 @@ def node(name: str, **more: Any) -> dict[str, Any]:
         ],
         "drain": None,
         "drain_wanted": False,
-        "engines": 1,
+        "engines": [{"url": "http://10.0.0.97:8000", "tenant": "default"}],
     }  # fmt: skip
     return found | more
 
@@ -146,12 +146,6 @@ class UiServer:
         """As it was at first."""
         spaces = [namespace(DIGESTS[0], "llama", 9000), namespace(DIGESTS[1], HOSTILE, 30)]
         replica = {"node": "a", "incarnation": "0" * 16, "tier": "dram", "parts": 1}
-        segment = {
-            "tenant": "default", "size_bytes": 64 * GIB, "used_bytes": 44 * GIB, "secondary_bytes": 3 * GIB, "slab_bytes": 1 << 20,
-            "slabs": 65536, "slabs_unassigned": 1000,
-            "classes": [{"stride": 1 << 21, "extents": 9, "slots_used": 900, "slots_free": 24, "bytes_used": 0,
-                         "bytes_free": 0, "bytes_lost": 0}],
-        }  # fmt: skip
         self.lost = set()
         self.changes = []
         self.asked = []
@@ -193,15 +187,12 @@ class UiServer:
             "jobs": [job("evict-1", "running"), job("warm-2", "done", kind="warm", seen=120)],
             "audit": [{"number": 7, "at_s": NOW, "node": "a", "kind": "change",
                        "details": {"by": "token ops", "what": "drain", "of": "b"}}],
-            "nodes/a/segments": [segment],
-            "config": {"node": "a", "items": [
+            "config": {"unreachable": {}, "nodes": {"a": [
                 {"name": "memory", "value": 64 * GIB, "secret": False, "default": False, "changeable": False, "help": "DRAM", "form": "SIZE"},
                 {"name": "cluster_secret", "value": True, "secret": True, "default": False, "changeable": False, "help": "", "form": "TEXT"},
                 {"name": "ssd_flush_s", "value": 20.0, "secret": False, "default": True, "changeable": True, "help": HOSTILE, "form": "SECONDS"},
-                {"name": "log_level", "value": "info", "secret": False, "default": False, "changeable": True, "help": "", "form": "debug|info"}]},
-            f"blocks/{'0' * 32}": {
-                "key": "0" * 32, "here": [], "unreachable": {},
-                "located": [{"namespace": DIGESTS[0], "parts": 1, "replicas": [replica]}]},
+                {"name": "log_level", "value": "info", "secret": False, "default": False, "changeable": True, "help": "", "form": "debug|info"}]}},
+            "operator/locate": [{"key": "0" * 32, "namespace": DIGESTS[0], "parts": 1, "replicas": [replica]}],
             "requests/req-1": {"router": "http://10.0.0.9:8080", "account": ACCOUNT},
             "hot?tenant": {
                 "by": "tenant", "seconds": 60.0, "unreachable": {}, "items": [{"tenant": "default", "read_bytes_s": 5e7}]},
@@ -236,6 +227,10 @@ class UiServer:
             self.blocks_of.append(request.query.get("node", ""))
         if role is None:
             return problem(401, "Unauthorized", "This token is not known.")
+        if path == "blocks":
+            return web.json_response({"nodes": {"a": []}, "unreachable": {}})
+        if path == "operator/locate":
+            return web.json_response(self.answers[path])
         if request.method != "GET":
             body = await request.json() if request.can_read_body else None
             self.changes.append((request.method, path, body))
@@ -279,7 +274,7 @@ class UiServer:
         if isinstance(found, web.Response):
             return found
         if found is None or found == []:
-            empty = path in self.answers or path.endswith("segments")
+            empty = path in self.answers
             return (
                 listed([], request)
                 if empty
@@ -344,8 +339,8 @@ class UiServer:
 
 
 CHANGED = {
-    "pins": {"items": [{"node": "a", "blocks": 2}], "unreachable": {"b": "no answer"}},
-    "config": {"nodes": ["a", "b"], "unreachable": {}},
+    "pins": {"nodes": {"a": 2}, "unreachable": {"b": "no answer"}},
+    "config": {"nodes": {"a": 0, "b": 0}, "unreachable": {}},
 }
 SECTIONS = {
     "fetch": {
@@ -364,7 +359,9 @@ SECTIONS = {
     "gone": {},
     "tenants": {"default": {
         "segment_bytes": 64 * GIB, "blocks": 900,
-        "space": {"slab_bytes": 1 << 20, "bytes_used": 41 * GIB, "classes": [{"stride": 1 << 21, "slots_used": 900}]},
+        "secondary_bytes": 3 * GIB,
+        "space": {"size": 64 * GIB, "slab_bytes": 1 << 20, "bytes_used": 44 * GIB, "bytes_unassigned": 1000 << 20,
+                  "classes": [{"stride": 1 << 21, "slots_used": 900, "slots_free": 24}]},
         "namespaces": {DIGESTS[0]: {"fields": {"model": "llama"}, "epoch": 3, "blocks": [900], "misses": {
             "full": {"requests": 5, "blocks": 70}, "never_stored": {"requests": 6, "blocks": 80}}}},
         "waits": {"bounds": [0.001, 0.005], "counts": [3, 0, 1], "sum": 0.8}}},

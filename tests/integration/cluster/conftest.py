@@ -140,17 +140,17 @@ class Seat:
         """The nodes that have a block whole, as this one sees it."""
         found = self.client.locate(keys_of([number]), digest=self.ns.digest)
         return {
-            replica["node"]
+            replica.node
             for entry in found
-            for replica in entry["replicas"]
-            if replica["parts"] == entry["parts"]
+            for replica in entry.replicas
+            if replica.parts == entry.parts
         }
 
     def replicas(self, numbers: Iterable[int]) -> list[int]:
         """How many nodes have each of the blocks."""
         listed = list(numbers)
         found = self.client.locate(keys_of(listed), digest=self.ns.digest)
-        counts = {entry["key"]: len(entry["replicas"]) for entry in found}
+        counts = {entry.key: len(entry.replicas) for entry in found}
         return [counts.get(key(number).hex(), 0) for number in listed]
 
     @property

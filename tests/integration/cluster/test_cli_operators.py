@@ -446,7 +446,7 @@ def test_an_interrupted_wait_leaves_the_job_going(long_job, kvpool, until):
     assert "Traceback" not in err
     (view,) = kvpool.json(long_job.node, "job", "show", name)["jobs"]
     assert view["state"] in {"running", "done"}
-    until(lambda: long_job.client.ask_node(operator_wire.Jobs([name]))[0]["state"] == "done")
+    until(lambda: long_job.client.ask_node(operator_wire.Jobs([name]))[0].state == "done")
 
 
 def test_ctrl_c_on_a_terminal_offers_to_stop_the_job(long_job, kvpool, until):
@@ -483,7 +483,7 @@ def test_jobs_are_listed_shown_and_stopped(pair, numbers, kvpool, until):
     assert (done.status, done.err) == (0, "")
     name = done.out.strip()
     assert re.fullmatch(r"evict-[0-9a-f]{8}", name)
-    until(lambda: a.client.ask_node(operator_wire.Jobs([name]), node="b")[0]["state"] == "done")
+    until(lambda: a.client.ask_node(operator_wire.Jobs([name]), node="b")[0].state == "done")
     (view,) = kvpool.json(a.node, "job", "show", name)["jobs"]
     assert (view["node"], view["state"], view["blocks"]) == ("b", "done", 5)
     (row,) = rows(kvpool(a.node, "job", "list").out)[1:]
@@ -501,7 +501,7 @@ def test_a_running_job_is_stopped(long_job, kvpool, until):
     done = kvpool(long_job.node, "job", "stop", name)
     assert done.status == 0
     assert done.out.startswith(f"job {name} ")
-    until(lambda: long_job.client.ask_node(operator_wire.Jobs([name]))[0]["state"] != "running")
+    until(lambda: long_job.client.ask_node(operator_wire.Jobs([name]))[0].state != "running")
 
 
 def test_blocks_are_brought_and_moved(pair, numbers, kvpool, until):

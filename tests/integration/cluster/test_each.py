@@ -288,7 +288,7 @@ def test_what_finds_no_space_is_told_key_by_key(start):
 def parents_at(client: OperatorClient, ns: Namespace, numbers: Sequence[int]) -> list[str]:
     """The keys before these blocks, as operators see them."""
     shown = client.ask_node(operator_wire.ShowBlocks(ns.digest, b"".join(keys_of(numbers))))
-    parents = {one["key"]: one["here"][0]["parent"] for one in shown}
+    parents = {one.key: one.parent for one in shown}
     return [parents[one.hex()] for one in keys_of(numbers)]
 
 

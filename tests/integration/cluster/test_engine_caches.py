@@ -65,7 +65,7 @@ def tiers(seat: Any, numbers: Iterable[int]) -> dict[int, set[tuple[str, str]]]:
     """Where each block is, as (node, tier), by the word of a seat's node."""
     keys = [number.to_bytes(16, "big") for number in numbers]
     return {
-        int(row["key"], 16): {(each["node"], each["tier"]) for each in row["replicas"]}
+        int(row.key, 16): {(each.node, each.tier) for each in row.replicas}
         for row in seat.client.locate(keys, digest=seat.ns.digest)
     }
 
@@ -123,11 +123,11 @@ def test_a_daemon_that_starts_again_is_told_again(
         engine.does("match", some)
         keys = [number.to_bytes(16, "big") for number in some]
         replicas = [
-            each for row in b.client.locate(keys, digest=b.ns.digest) for each in row["replicas"]
+            each for row in b.client.locate(keys, digest=b.ns.digest) for each in row.replicas
         ]
-        return [(each["incarnation"], each["tier"]) for each in replicas] == [
-            (incarnation, "gpu")
-        ] * len(some)
+        return [(each.incarnation, each.tier) for each in replicas] == [(incarnation, "gpu")] * len(
+            some
+        )
 
     until(told_again, what="the engine has repeated all of it")
 

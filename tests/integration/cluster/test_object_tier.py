@@ -61,9 +61,7 @@ def kept(seat, listed):
     """Which of the blocks are in object storage, by the catalog."""
     found = seat.client.locate(keys_of(listed), digest=seat.ns.digest)
     there = {
-        entry["key"]
-        for entry in found
-        if any(replica["tier"] == "object" for replica in entry["replicas"])
+        entry.key for entry in found if any(replica.tier == "object" for replica in entry.replicas)
     }
     return [
         number for number, key in zip(listed, keys_of(listed), strict=True) if key.hex() in there
@@ -74,9 +72,9 @@ def in_memory_of(seat, node, listed):
     """Which of the blocks a node has in memory, by the directory."""
     found = seat.client.locate(keys_of(listed), digest=seat.ns.digest)
     there = {
-        entry["key"]
+        entry.key
         for entry in found
-        if any((each["node"], each["tier"]) == (node, "dram") for each in entry["replicas"])
+        if any((each.node, each.tier) == (node, "dram") for each in entry.replicas)
     }
     return {
         number for number, key in zip(listed, keys_of(listed), strict=True) if key.hex() in there

@@ -3,6 +3,7 @@
 import json
 import os
 
+import msgspec
 import pytest
 
 from kvpool.client import Client
@@ -43,10 +44,10 @@ def ended(until):
 
         def done():
             found[:] = seat.client.ask_node(operator_wire.Jobs([job]), node=node)
-            return found and found[0]["state"] != "running"
+            return found and found[0].state != "running"
 
         until(done)
-        return found[0]
+        return msgspec.to_builtins(found[0])
 
     return wait
 
@@ -58,9 +59,9 @@ def every_block(seat, node="", tier="dram", count=7, digest=DIGEST):
         page = seat.client.ask_node(
             operator_wire.ListBlocks(tier, cursor, count, digest), node=node
         )
-        assert len(page["blocks"]) <= count
-        found += page["blocks"]
-        cursor = page["cursor"]
+        assert len(page.blocks) <= count
+        found += msgspec.to_builtins(page.blocks)
+        cursor = page.cursor
         pages += 1
         assert pages < 10_000
     return found
@@ -145,8 +146,7 @@ def test_all_blocks_are_listed_once(pair, numbers):
         assert 0 <= shown["age_s"] < 120 and not shown["reused"]
     assert every_block(a) == []
     (one,) = a.client.ask_node(operator_wire.ShowBlocks(DIGEST, key(some[5])), node="b")
-    assert one["key"] == key(some[5]).hex()
-    assert [each["tier"] for each in one["here"]] == ["dram"]
+    assert (one.key, one.tier) == (key(some[5]).hex(), "dram")
 
 
 def test_a_chain_is_evicted_from_where_it_is(pair, numbers, ended):
@@ -202,7 +202,7 @@ def test_what_was_not_used_for_a_while(pair, numbers, ended, until):
 
     def aged():
         shown = b.client.ask_node(operator_wire.ShowBlocks(DIGEST, key(old[0])))
-        return shown[0]["here"][0]["age_s"] >= 8
+        return shown[0].age_s >= 8
 
     until(aged)
     b.put(young)
@@ -322,26 +322,26 @@ def test_what_happened_is_told(pair, numbers, ended):
     a, b = pair
     b.put(numbers(3))
     told = b.client.ask_node(operator_wire.Events(0, 1000))
-    assert told["first"] == 1
-    assert [e["number"] for e in told["events"]] == list(range(1, told["last"] + 1))
-    joined = [e["details"]["of"] for e in told["events"] if e["kind"] == "node joined"]
+    assert told.first == 1
+    assert [e.number for e in told.events] == list(range(1, told.last + 1))
+    joined = [e.details["of"] for e in told.events if e.kind == "node joined"]
     assert set(joined) == {"a", "b"}
     begin(a, {"kind": "evict", "everything": True}, node="b", by="token ops")
     ended(a, node="b")
     a.client.ask_node(operator_wire.PinBlocks(bytes(16), "soft", DIGEST), node="b", by="token ops")
-    news = b.client.ask_node(operator_wire.Events(told["last"], 1000, 5.0))["events"]
-    assert [e["kind"] for e in news] == ["job began", "change", "job ended", "change"]
-    changes = [e["details"] for e in news if e["kind"] == "change"]
+    news = b.client.ask_node(operator_wire.Events(told.last, 1000, 5.0)).events
+    assert [e.kind for e in news] == ["job began", "change", "job ended", "change"]
+    changes = [e.details for e in news if e.kind == "change"]
     assert [(each["by"], each["what"]) for each in changes] == [
         ("token ops on a", "evict"),
         ("token ops on a", "pin"),
     ]
     # Bare requests are in the name of who asks.
     b.client.pin_blocks(bytes(16), "soft", digest=DIGEST)
-    last = b.client.ask_node(operator_wire.Events(0, 1000))["events"][-1]
-    assert last["details"]["by"] == f"uid {os.getuid()}"
-    nothing = b.client.ask_node(operator_wire.Events(last["number"], 10))
-    assert nothing["events"] == []
+    last = b.client.ask_node(operator_wire.Events(0, 1000)).events[-1]
+    assert last.details["by"] == f"uid {os.getuid()}"
+    nothing = b.client.ask_node(operator_wire.Events(last.number, 10))
+    assert nothing.events == []
 
 
 def test_a_node_that_is_gone(pair):
@@ -359,7 +359,8 @@ def test_settings_that_may_change(pair):
 
     def shown(seat, node=""):
         return {
-            each["name"]: each for each in seat.client.ask_node(operator_wire.Settings(), node=node)
+            each.name: msgspec.to_builtins(each)
+            for each in seat.client.ask_node(operator_wire.Settings(), node=node)
         }
 
     def change(**changes):

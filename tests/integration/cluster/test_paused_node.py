@@ -89,8 +89,8 @@ def test_a_paused_node_serves_and_publishes_nothing_before_it_is_a_member_again(
         proxy.set()
         until(lambda: b.read(some, wait_s=2) == 30, "its blocks are found again")
         assert a.incarnation == record.incarnation
-        replicas = b.client.locate([some[0].to_bytes(16, "big")], digest=b.ns.digest)[0]["replicas"]
-        entries = {r["incarnation"] for r in replicas if r["node"] == "a"}
+        replicas = b.client.locate([some[0].to_bytes(16, "big")], digest=b.ns.digest)[0].replicas
+        entries = {r.incarnation for r in replicas if r.node == "a"}
         assert entries == {record.incarnation}
         assert a.client.cluster()["leases_lost"] == 1
 

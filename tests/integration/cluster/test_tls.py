@@ -429,11 +429,11 @@ def test_operators_act_from_the_nodes_that_may(fleet):
     fleet.all_see(*seats)
     a, b, c = seats
     listing = operator_wire.ListBlocks("dram", "", 5)
-    assert a.client.ask_node(listing, node="b")["blocks"] == []
+    assert a.client.ask_node(listing, node="b").blocks == []
     with pytest.raises(NotAuthenticated, match="takes no operators' requests from node c"):
         c.client.ask_node(listing, node="b")
-    assert c.client.ask_node(listing, node="a")["blocks"] == []
-    assert b.client.ask_node(listing)["blocks"] == [], "its own are not asked where they come from"
+    assert c.client.ask_node(listing, node="a").blocks == []
+    assert b.client.ask_node(listing).blocks == [], "its own are not asked where they come from"
     # What a client wants of another node is an operator's request there.
     want = (b.ns.digest, Intent.DROP, [bytes(16)])
     for intent in Intent:

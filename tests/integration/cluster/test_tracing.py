@@ -205,7 +205,7 @@ def test_what_is_on_a_disk_is_read_for_its_lender_or_its_owner(
 
     def on_disk():
         found = a.client.locate(keys_of(listed), digest=a.ns.digest)
-        tiers = [[replica["tier"] for replica in entry["replicas"]] for entry in found]
+        tiers = [[replica.tier for replica in entry.replicas] for entry in found]
         return len(tiers) == 4 and all("ssd" in each for each in tiers)
 
     until(on_disk, what="they are on the disk")

@@ -25,10 +25,10 @@ def cached(engine: Any) -> dict[bytes, int]:
 def in_engines(node: Any, keys: set[bytes]) -> dict[bytes, int]:
     """Blocks that engines have, by the word of a node, and how many parts of each."""
     return {
-        bytes.fromhex(row["key"]): replica["parts"]
+        bytes.fromhex(row.key): replica.parts
         for row in node.client.locate(sorted(keys))
-        for replica in row["replicas"]
-        if (replica["tier"], replica["node"]) == ("gpu", "a")
+        for replica in row.replicas
+        if (replica.tier, replica.node) == ("gpu", "a")
     }
 
 

@@ -216,8 +216,8 @@ def pinned(socket: str) -> set[str]:
     """The keys of blocks in a node's memory that are pinned for longer than a read."""
     with OperatorClient(socket, connect=True, timeout_s=PATIENCE_S) as client:
         found: Any = client.ask_node(operator_wire.ListBlocks("dram", "", 1000, b""))
-    assert found["cursor"] is None
-    return {block["key"] for block in found["blocks"] if block["pin"] != "none"}
+    assert found.cursor is None
+    return {block.key for block in found.blocks if block.pin != "none"}
 
 
 def test_what_an_engine_has_saved_of_a_prompt_is_kept_by_its_text(served: Served) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from kvpool.cli.render.node import show
 from kvpool.errors import Unavailable
 from kvpool.placement.records import DEFAULT_SETTINGS
+from kvpool.wire.answers import Located, Replica
 from tests.support.stats import node_stats
 
 DIRECTORY = {
@@ -214,15 +215,12 @@ CLUSTER = {
 }
 
 FOUND = [
-    {
-        "key": "00" * 16,
-        "namespace": DIGEST,
-        "parts": 2,
-        "replicas": [
-            {"node": "host-1", "incarnation": "a" * 16, "tier": "dram", "parts": 2},
-            {"node": "host-2", "incarnation": "b" * 16, "tier": "gpu", "parts": 1},
-        ],
-    }
+    Located(
+        "00" * 16,
+        DIGEST,
+        2,
+        [Replica("host-1", "a" * 16, "dram", 2), Replica("host-2", "b" * 16, "gpu", 1)],
+    )
 ]
 
 

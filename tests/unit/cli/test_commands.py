@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -225,7 +226,7 @@ def test_locate(daemon):
     ]
     done = run("blocks", "locate", "00" * 16, "ff" * 16, "--json")
     assert done.status == 1
-    assert json.loads(done.out) == FOUND
+    assert json.loads(done.out) == msgspec.to_builtins(FOUND)
 
 
 def test_locate_goes_on_where_a_namespace_is_not_open_or_nobody_answers(daemon):

@@ -50,7 +50,7 @@ def test_copies_of_what_others_keep_are_part_of_what_is_used() -> None:
     head = next(line for line in lines if "secondary" in line)
     first = next(line for line in lines if "host-1 " in line and "tcp" in line)
     second = next(line for line in lines if "host-2 " in line and "tcp" in line)
-    end = head.index("of it secondary") + len("of it secondary")
+    end = head.index("secondary") + len("secondary")
     assert first[:end].endswith("5 GiB") and "5/64 GiB" in first
     assert second[:end].endswith(" 0 B")
 

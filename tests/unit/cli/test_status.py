@@ -6,7 +6,7 @@ from hypothesis import given
 
 from kvpool.cli.render.cluster import show_nodes
 from kvpool.cli.render.naming import period
-from kvpool.cli.render.node import _COUNTERS
+from kvpool.cli.render.node import _COUNTERS, _TROUBLES
 from kvpool.cli.render.text import duration, period_text, size_text, used_text
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.memory_stats import Counters
@@ -181,7 +181,12 @@ def test_any_width_of_terminal(width):
 
 
 def test_every_counter_that_is_shown_exists():
-    shown_keys = {key for _, entries, _ in _COUNTERS for key, _ in entries}
+    shown_keys = {
+        part.split()[0]
+        for each in (_COUNTERS, _TROUBLES)
+        for parts in each.values()
+        for part in parts.split(", ")
+    }
     assert shown_keys <= set(Counters.__struct_fields__)
 
 

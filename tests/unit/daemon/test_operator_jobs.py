@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.jobs import JobRunner, Work
-from kvpool.daemon.ops.listing import list_blocks
+from kvpool.daemon.ops.listing import describe_block, list_blocks
 from kvpool.errors import LimitExceeded
 from kvpool.types import PartSpec
 from kvpool.wire.jobs import EvictJob, JobState, JobView
@@ -25,6 +26,9 @@ def pool() -> Pool:
 
 def hexed(*numbers: int) -> list[str]:
     return [n.to_bytes(16, "big").hex() for n in numbers]
+
+
+SHOW = partial(describe_block, "a", "dram")
 
 
 class Jobs:
@@ -181,9 +185,9 @@ def test_numbers_of_others_do_not_show(pool: Pool) -> None:
 
     own = len(pool.tenant.classes[1024].by_row)
     assert asyncio.run(story()).total == own
-    page = list_blocks([pool.node], [pool.namespace], "", 10, 0.0, {})
-    assert [each["key"] for each in page["blocks"]] == hexed(1, 2)
-    assert page["cursor"] is None
+    page = list_blocks([pool.node], [pool.namespace], "", 10, 0.0, SHOW)
+    assert [each.key for each in page.blocks] == hexed(1, 2)
+    assert page.cursor is None
 
 
 @pytest.mark.parametrize("row", [0, 3, 1 << 20, (1 << 40) - 1])
@@ -197,5 +201,5 @@ def test_a_cursor_that_somebody_made_up_costs_no_more(
         blocks, after = pool.node.inventory.scan((number << 40) + row, 3, tenant)
         assert len(blocks) <= 3
         assert after is None or after > (number << 40)
-    page = list_blocks([pool.node], others, f"0.{(number << 40) + row}", 3, 0.0, {})
-    assert len(page["blocks"]) <= 3
+    page = list_blocks([pool.node], others, f"0.{(number << 40) + row}", 3, 0.0, SHOW)
+    assert len(page.blocks) <= 3
