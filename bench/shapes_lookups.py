@@ -23,7 +23,8 @@ from kvpool.client import Client
 from kvpool.engine_plugins.vllm.ahead import Ahead
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, pack
-from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.engine_plugins.vllm.request_state import Engine
+from kvpool.engine_plugins.vllm.scheduler import SchedulerHalf
 from kvpool.types import NamespaceRecord, PartSpec
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ def lookup_block_ms(tokens: int = 1_000_000, ranks: int = 1, rounds: int = 5) ->
     found: dict[str, list[float]] = {"block": [], "whole": [], "at_once": []}
     with tempfile.TemporaryDirectory() as folder, _half(Path(folder), hashes, ranks) as half:
         for number in range(rounds + 1):
-            ahead, half._ahead = half._ahead, None
+            lookups = half._lookups
+            ahead, lookups._ahead = lookups._ahead, None
             at_once, _ = _look_up(half, f"at-once-{number}", hashes)
-            half._ahead = ahead
+            lookups._ahead = ahead
             block, whole = _look_up(half, f"ahead-{number}", hashes)
             if number:  # the first ones warm up
                 for name, seconds in (("block", block), ("whole", whole), ("at_once", at_once)):

@@ -64,7 +64,8 @@ from kvpool.engine_plugins.vllm.positions import rotations
 from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
 from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.engine_plugins.vllm.request_state import Engine
+from kvpool.engine_plugins.vllm.scheduler import SchedulerHalf
 from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
 from kvpool.engine_plugins.vllm.stored import stored_groups
 from kvpool.engine_plugins.vllm.weights import Loaded, projected_heads
@@ -387,7 +388,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.use_device(common_life(self._reports.values()))
         scheduler.use_memory(pinned=all(report.pinned for report in self._reports.values()))
         everyone = self._sorted_reports()
-        if not scheduler.ready:
+        if scheduler.namespace is None:
             record = namespace.record(
                 self._vllm_config,
                 self._kv_cache_config,
@@ -466,7 +467,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether a request waits for blocks rather than taking those of another, which saves may still copy."""
-        return self._scheduler is not None and self._scheduler.pins.pinned > 0
+        return self._scheduler is not None and self._scheduler.pins > 0
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003

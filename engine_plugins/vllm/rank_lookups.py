@@ -6,7 +6,7 @@ each rank's answer comes back with its report. Usable is what all of them have. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.engine_plugins.vllm.following import Following
@@ -52,7 +52,7 @@ class RankLookups:
 
     ranks: how many they are. windows: whether a prefix may be usable though a shorter one is not.
     wait_s: how long ranks wait for blocks of other nodes; answer_s: how much longer their answers may take.
-    next_job: gives numbers.
+    jobs: gives numbers.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class RankLookups:
         lease_s: float,
         wait_s: float,
         answer_s: float,
-        next_job: Callable[[], int],
+        jobs: Iterator[int],
         clock: Callable[[], float],
     ) -> None:
         self._ranks = ranks
         self._windows = windows
         self._lease_s, self._wait_s, self._answer_s = lease_s, wait_s, answer_s
-        self._next_job = next_job
+        self._jobs = jobs
         self._clock = clock
         self._open: dict[int, Question] = {}
         self._lookups: list[LookupJob] = []
@@ -90,7 +90,7 @@ class RankLookups:
         return question
 
     def _ask(self, question: Question) -> None:
-        question.job = self._next_job()
+        question.job = next(self._jobs)
         question.rounds += 1
         question.since, question.answers = self._clock(), []
         self._open[question.job] = question

@@ -39,9 +39,9 @@ from vllm.version import __version__ as vllm_version
 from kvpool.client import Client
 from kvpool.engine_plugins import facts
 from kvpool.engine_plugins.vllm import tier_namespace
+from kvpool.engine_plugins.vllm.engine_namespace import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.namespace import isa, with_weights
 from kvpool.engine_plugins.vllm.plan import block_key
-from kvpool.engine_plugins.vllm.scheduler import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.tier_config import TierConfig
 from kvpool.engine_plugins.vllm.tier_jobs import Jobs
 from kvpool.engine_plugins.vllm.tier_store import TierStore

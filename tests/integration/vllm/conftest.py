@@ -178,6 +178,11 @@ class Engine:
 
         return get_kv_transfer_group()._worker
 
+    @property
+    def namespace(self) -> Any:
+        """The namespace that the connector reads and writes."""
+        return self.connector._scheduler.namespace
+
     def generate(
         self, asked: list[list[int]], new: int = NEW, params: dict[str, Any] | None = None
     ) -> list[Output]:
@@ -210,7 +215,7 @@ class Engine:
     def assert_nothing_held(self, daemon: Daemon) -> None:
         self.drain()
         assert self.pool.get_num_free_blocks() == self.idle_free
-        assert self.connector._scheduler.pins.pinned == 0
+        assert self.connector._scheduler.pins == 0
         # Releases are one-way, over other connections than this question.
         until(lambda: daemon.leases() == 0, "no lease is held")
 
@@ -380,7 +385,7 @@ def wait_until_settled(engine: Engine) -> None:
     Else requests wait to hear whether others have their blocks, are computed in other company than the
     oracle's, and the last bits differ.
     """
-    pulls = engine.connector._scheduler._pulls
+    pulls = engine.connector._scheduler._lookups._pulls
     if pulls is not None and pulls._namespace is not None:
         until(pulls._namespace.done, "the engine knows whether its node is alone")
 

@@ -99,7 +99,7 @@ def test_blocks_cross_nodes_and_an_ended_epoch_ends_them_everywhere(
         assert [output.cached for output in outputs] == hits
         keys = keys_of(engine, asked[0])
         # Somebody else's reset, over on b, ends this one's epoch.
-        record = engine.connector._scheduler._namespace.record
+        record = engine.namespace.record
         other = b.client.open(record)
         b.client.reset(other)
         kit.until(lambda: a.client.match(a.client.open(record), keys) == 0, "a has the new epoch")
@@ -131,7 +131,7 @@ class Killer:
         self._puller = puller
         self._owners = {owner.client.stats().cluster.incarnation: owner for owner in owners}
         self._workers = {owner.pid: owner.workers for owner in owners}
-        self._pulls = engine.connector._scheduler._pulls
+        self._pulls = engine.connector._scheduler._lookups._pulls
         self._ended = self._pulls.ended
 
     def __enter__(self) -> Self:
@@ -172,7 +172,7 @@ def test_an_owner_that_dies_during_a_pull(
         engine.generate(asked)
         keys = b"".join(keys_of(engine, each) for each in asked)
         publish(kit, engine, node)
-        namespace = engine.connector._scheduler._namespace
+        namespace = engine.namespace
         for owner in owners:
             owner.client.open(namespace.record)
             for at in range(0, len(keys), 16):

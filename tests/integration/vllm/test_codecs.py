@@ -102,7 +102,7 @@ def test_what_is_loaded_is_near_what_was_computed(
         engine.assert_nothing_held(daemon)
         blocks = sum((len(each) + kit.NEW - 1) // kit.BLOCK for each in asked)
         assert daemon.counters().committed == before + kit.SHARDS * blocks
-        part, other = engine.connector._scheduler._namespace.parts
+        part, other = engine.namespace.parts
         # Of one head in four layers: a byte an element, and a scale for K and V.
         assert part.nbytes == other.nbytes == 4 * (2 * kit.BLOCK * SIZE + 2 * 4)
         assert engine.metric("saved_bytes") == HEADS * blocks * part.nbytes
@@ -146,7 +146,7 @@ def test_nobody_meets_a_copy_of_another_codec(
             (second,) = engine.generate(asked)
             assert second.cached == kit.hit(333)
             engine.assert_nothing_held(daemon)
-            digests.add(engine.connector._scheduler._namespace.digest)
+            digests.add(engine.namespace.digest)
             if codec == "none":
                 assert second.tokens == exact
             assert first.tokens == exact

@@ -153,7 +153,7 @@ def a_daemon_that_dies_under_a_load(
     assert copied == [1], "the other loads had no lease to join"
     assert engine.metric("failed_loads") == len(asked)
     assert half.report.life == 0
-    assert engine.connector._scheduler._life == 0
+    assert engine.connector._scheduler._lookups.life == 0
     engine.forget()
     assert [output.tokens for output in engine.generate(asked)] == expected
     assert engine.metric("failed_loads") == len(asked)
@@ -168,7 +168,7 @@ def the_next_daemon_is_attached_to(
     def used() -> bool:
         assert [output.tokens for output in engine.generate(asked)] == expected
         engine.forget()
-        attached = engine.connector._scheduler._life
+        attached = engine.connector._scheduler._lookups.life
         return bool(attached) and device(daemon).blocks >= blocks_of(kit, asked)
 
     kit.until(used, "attached, saved anew, read, copied up: when the back-offs are over")

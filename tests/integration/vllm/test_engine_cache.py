@@ -52,7 +52,7 @@ def test_other_nodes_know_what_is_in_an_engines_prefix_cache(
     with kit.run_cluster(tmp_path, 2) as (a, b):
         with kit.run_engine(models(model), a, kv_events_config=events) as engine:
             # The other node has the namespace open, so that it can be asked about it.
-            b.client.open(engine.connector._scheduler._namespace.record)
+            b.client.open(engine.namespace.record)
             engine.generate(prompts)
             engine.drain()
             has = cached(engine)

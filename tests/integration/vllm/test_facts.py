@@ -176,7 +176,7 @@ def namespaces_of(
         with kit.run_engine(model, daemon, extra, **options) as engine:
             answers.append(engine.generate(asked, NEW))
             engine.drain()
-            space = engine.connector and engine.connector._scheduler._namespace
+            space = engine.connector and engine.namespace
             names.append(space and space.record.digest())
     return names, answers
 

@@ -84,7 +84,7 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
             layer[blocks] = 0
 
     before = engine.metric("failed_loads")
-    half = engine.connector._scheduler
+    half = engine.connector._scheduler._lookups
     monkeypatch.setattr(half, "_config", replace(half._config, lease_s=LEASE_S))
     monkeypatch.setattr(HostPages, "from_slots", stop)
     outputs = engine.generate(asked[:1])

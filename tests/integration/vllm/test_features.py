@@ -27,9 +27,9 @@ def test_fp8_kv(kit: Any, llama: Path, tmp_path: Path, oracle: Oracle, dtype: st
                 assert [output.tokens for output in engine.generate(asked)] == expected
                 engine.forget()
             assert engine.metric("loaded_blocks") >= sum(map(kit.hit, (500, 210))) // kit.BLOCK
-            first = engine.connector._scheduler._namespace.digest
+            first = engine.namespace.digest
         with kit.run_engine(llama, daemon, dtype="bfloat16") as engine:
-            assert engine.connector._scheduler._namespace.digest != first
+            assert engine.namespace.digest != first
             assert [output.cached for output in engine.generate(asked)] == [0, 0]
 
 

@@ -104,7 +104,7 @@ def test_what_an_engine_announces(
             n for n, g in enumerate(groups) if not getattr(g.kv_cache_spec, "sliding_window", 0)
         ]
         assert spec.groups == tuple(whole)
-        ns = engine.connector._scheduler._namespace
+        ns = engine.namespace
         assert spec.namespace == ns.digest
         # A prefix needs few blocks of windows, however long it is.
         full = [part.nbytes for part in ns.parts if part.kind is PartKind.FULL]

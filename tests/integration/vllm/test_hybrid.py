@@ -28,7 +28,7 @@ def saved(
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         engine.assert_nothing_held(daemon)
-        parts = engine.connector._scheduler._namespace.parts
+        parts = engine.namespace.parts
         assert sorted((part.kind, part.window_blocks) for part in parts) == [
             *[(PartKind.FULL, 0)] * kit.SHARDS,
             *[(PartKind.WINDOW, 2)] * (2 * kit.SHARDS),

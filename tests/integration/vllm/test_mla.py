@@ -43,7 +43,7 @@ def saved(
         outputs = engine.generate(asked, NEW)
         assert [output.tokens for output in outputs] == expected
         engine.assert_nothing_held(daemon)
-        (part,) = engine.connector._scheduler._namespace.parts
+        (part,) = engine.namespace.parts
         assert part.kind is PartKind.FULL
         # Four layers' latents: 512 floats and 64 of positions a token, the same for all heads.
         assert part.nbytes == 4 * BLOCK * (512 + 64) * 4
@@ -98,11 +98,11 @@ def test_two_ranks_read_what_one_wrote(
         with kit.run_engine(deepseek, daemon, **OPTIONS) as engine:
             answers = [output.tokens for output in engine.generate(asked, NEW)]
             engine.assert_nothing_held(daemon)
-            record = engine.connector._scheduler._namespace.record
+            record = engine.namespace.record
         committed = daemon.counters().committed
         two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         with kit.run_engine(deepseek, daemon, {"load_mode": "async"}, **two, **OPTIONS) as engine:
-            assert engine.connector._scheduler._namespace.record == record
+            assert engine.namespace.record == record
             outputs = engine.generate(asked, NEW)
             assert [output.tokens for output in outputs] == answers
             assert [output.cached for output in outputs] == hits(sync=False)

@@ -74,8 +74,8 @@ def test_an_engine_learns_how_fast_it_computes(
     monkeypatch.setattr(PrefillFit, "observe", listen)
     measured = {"prefill_tokens_per_s": 0}
     with kit.run_daemon(tmp_path) as daemon, kit.run_engine(llama, daemon, measured) as engine:
-        half = engine.connector._scheduler
-        assert half._recompute(0, 1) is None
+        speeds = engine.connector._scheduler._speeds
+        assert speeds.recompute(0, 1) is None
         begun = time.perf_counter()
         for seed in range(3):
             for prompt in kit.prompts(60 + seed, lengths):
@@ -88,10 +88,10 @@ def test_an_engine_learns_how_fast_it_computes(
         assert engine.metric("prefill_tokens") == 3 * sum(lengths)
         assert 0 < sum(seconds for _, seconds in steps) < taken
         # Steps differ much on a busy machine; of all of them together it is about right.
-        a, b, c = half._prefill.coefficients
+        a, b, c = speeds._prefill.coefficients
         learnt_s = sum(a + b * work.tokens + c * work.attended for work, _ in steps)
         assert 0.2 < learnt_s / sum(seconds for _, seconds in steps) < 5
-        price = half._recompute(0, 60)
+        price = speeds.recompute(0, 60)
         assert price.seconds(0, 60) == pytest.approx(
             b * 60 * kit.BLOCK + c * (60 * kit.BLOCK) ** 2 / 2, rel=0.01
         )

@@ -63,7 +63,7 @@ def test_a_fresh_engine_loads_what_another_saved(
         assert engine.metric("lookups") == engine.metric("loads") == len(asked)
         assert engine.metric("loaded_blocks") == kit.SHARDS * blocks
         assert engine.metric("failed_loads") == 0
-        parts = engine.connector._scheduler._namespace.parts
+        parts = engine.namespace.parts
         assert engine.metric("loaded_bytes") == blocks * sum(part.nbytes for part in parts)
     assert daemon.counters().committed == before
 

@@ -148,7 +148,7 @@ def test_the_namespace_is_complete_and_loads_by_module_path(
 ) -> None:
     """Also loaded by path, as where no entry point is installed."""
     with kit.run_engine(llama, daemon, kv_connector_module_path=MODULE) as engine:
-        fields = engine.connector._scheduler._namespace.record.fields
+        fields = engine.namespace.record.fields
         assert fields["model"] == str(llama)
         assert fields["device"] == ["cpu"]
         assert fields["isa"] != [""]
@@ -159,7 +159,7 @@ def test_the_namespace_is_complete_and_loads_by_module_path(
         assert fields["groups"][0]["kind"] == "halves"
         assert fields["groups"][0]["shards"] == 2
         # Of one head, four layers of K and V: 64, four bytes each.
-        sizes = [part.nbytes for part in engine.connector._scheduler._namespace.parts]
+        sizes = [part.nbytes for part in engine.namespace.parts]
         assert sizes == [4 * kit.BLOCK * 2 * 64 * 4] * 2
 
 

@@ -41,7 +41,7 @@ def test_each_rank_at_its_own_daemon(kit: Any, llama: Path, tmp_path: Path) -> N
         engine.assert_nothing_held(b)
         # One rank's blocks are lost: a miss for all, which is computed, and answered.
         engine.forget()
-        namespace = engine.connector._scheduler._namespace
+        namespace = engine.namespace
         lost = keys_of(engine, asked[0])[10 * 16 :]
         assert b.client.remove(b.client.open(namespace.record), lost) > 0
         outputs = engine.generate(asked, NEW)

@@ -79,7 +79,7 @@ def saved(model: Model, answers: Oracle) -> list[list[int]]:
         outputs = engine.generate(model.asked)
         assert [output.tokens for output in outputs] == expected
         engine.assert_nothing_held(model.daemon)
-        parts = engine.connector._scheduler._namespace.parts
+        parts = engine.namespace.parts
         shards, states = SHARDS[model.kind], STATE_GROUPS[model.kind]
         assert sorted((part.kind, part.window_blocks) for part in parts) == [
             *[(PartKind.FULL, 0)] * shards,

@@ -78,9 +78,9 @@ def test_one_rank_and_two_read_what_the_other_wrote(kit: Any, llama: Path, tmp_p
     with kit.run_cluster(tmp_path, 2) as (a, b):
         with kit.run_engine(llama, a) as engine:
             answers = written(kit, engine, a, by_one)
-            record = engine.connector._scheduler._namespace.record
+            record = engine.namespace.record
         with kit.run_engine(llama, b, EXTRA, **TWO) as engine:
-            assert engine.connector._scheduler._namespace.record == record
+            assert engine.namespace.record == record
             read(kit, engine, b, "a", by_one, answers, ranks=2)
             answers_of_two = written(kit, engine, b, by_two)
             # Ranks read what ranks wrote.

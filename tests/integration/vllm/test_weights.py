@@ -103,7 +103,7 @@ def test_weights_reach_the_name_of_the_namespace(
     for source in (weights.first, weights.other, weights.first):
         shutil.copytree(source, copy, dirs_exist_ok=True)
         with kit.run_engine(copy, daemon, {"model": "m"}) as engine:
-            digests.append(engine.connector._scheduler._namespace.digest)
+            digests.append(engine.namespace.digest)
     assert digests[0] == digests[2] != digests[1]
 
 

@@ -33,7 +33,7 @@ def saved(
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         engine.assert_nothing_held(daemon)
-        parts = engine.connector._scheduler._namespace.parts
+        parts = engine.namespace.parts
         assert [(part.kind, part.window_blocks) for part in parts] == [(PartKind.WINDOW, 2)] * 2
     return expected
 

@@ -41,14 +41,14 @@ class Clock:
 
 
 def made(ranks: int = 2, *, windows: bool = False) -> tuple[RankLookups, Clock]:
-    clock, numbers = Clock(), count(1)
+    clock = Clock()
     lookups = RankLookups(
         ranks,
         windows=windows,
         lease_s=LEASE_S,
         wait_s=WAIT_S,
         answer_s=ANSWER_S,
-        next_job=lambda: next(numbers),
+        jobs=count(1),
         clock=clock,
     )
     return lookups, clock

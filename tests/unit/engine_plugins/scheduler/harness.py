@@ -12,7 +12,8 @@ from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.plan import GroupRule, StepDone, StepPlan, block_key, pack
 from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.scheduler import Engine, SchedulerHalf
+from kvpool.engine_plugins.vllm.request_state import Engine
+from kvpool.engine_plugins.vllm.scheduler import SchedulerHalf
 from kvpool.types import NamespaceRecord, PartSpec
 
 TOKENS = 4
@@ -38,10 +39,12 @@ class Harness:
         threads: Any = None,
         events: Publisher | None = None,
         several_nodes: bool = False,
+        ahead: Any = None,
+        known: bool = True,
         **extra: Any,
     ) -> None:
         self.pool, self.block_pool = pool, block_pool
-        self.ahead: Any = None
+        self.ahead = ahead
         self.now = 100.0
         pool.clock = lambda: self.now
         rules = list(rules)
@@ -80,6 +83,7 @@ class Harness:
             config,
             engine,
             pulls=pulls,
+            ahead=ahead,
             new_weights=lambda: f"unseen-{next(unseen)}",
             clock=lambda: self.now,
         )
@@ -87,13 +91,14 @@ class Harness:
         self.make: Callable[[str], NamespaceRecord] = lambda weights: NamespaceRecord(
             {"weights": weights or "as started"}, parts
         )
-        self.half.set_namespace(
-            self.make,
-            "first",
-            groups=[rule.group for _ in range(ranks) for rule in rules],
-            rank_bytes=sum(PART_BYTES // rule.stride for rule in rules),
-            several_nodes=several_nodes,
-        )
+        if known:
+            self.half.set_namespace(
+                self.make,
+                "first",
+                groups=[rule.group for _ in range(ranks) for rule in rules],
+                rank_bytes=sum(PART_BYTES // rule.stride for rule in rules),
+                several_nodes=several_nodes,
+            )
         self.ns = pool.open(self.make(""))
         if threads is not None:
             threads.run()

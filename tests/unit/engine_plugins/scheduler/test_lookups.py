@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm import scheduler
+from kvpool.engine_plugins.vllm import lookups
 from kvpool.engine_plugins.vllm.plan import StepDone, pack
 from kvpool.errors import LimitExceeded
 from kvpool.types import NamespaceRecord
@@ -213,12 +213,9 @@ class AheadByHand:
 @pytest.fixture
 def slow(pool: Any, block_pool: Any, threads: Any, monkeypatch: pytest.MonkeyPatch) -> Harness:
     """One that asks for more than four blocks ahead."""
-    monkeypatch.setattr(scheduler, "SLICE_BLOCKS", 4)
-    monkeypatch.setattr(scheduler, "PARTS_AT_ONCE", 4)
-    harness = Harness(pool, block_pool, load_mode="async")
-    harness.ahead = AheadByHand(pool, threads)
-    harness.half._ahead = harness.ahead
-    return harness
+    monkeypatch.setattr(lookups, "SLICE_BLOCKS", 4)
+    monkeypatch.setattr(lookups, "PARTS_AT_ONCE", 4)
+    return Harness(pool, block_pool, load_mode="async", ahead=AheadByHand(pool, threads))
 
 
 def test_very_many_blocks_are_asked_for_in_slices_beside_the_steps(slow: Harness) -> None:
@@ -227,11 +224,11 @@ def test_very_many_blocks_are_asked_for_in_slices_beside_the_steps(slow: Harness
     packed = []
     for _ in range(6):
         assert slow.half.matched_tokens(request, 0) == (None, False)
-        asking = slow.half._requests["r"].asking
-        packed.append(len(asking.keys) // 16)
+        large = slow.half._requests["r"].large
+        packed.append(len(large.keys) // 16)
         assert slow.pool.acquires == 0
     assert packed == [4, 8, 10, 10, 10, 10]
-    assert bytes(asking.keys) == pack(request.block_hashes)
+    assert bytes(large.keys) == pack(request.block_hashes)
     slow.ahead.threads.run()
     assert slow.half.matched_tokens(request, 0) == (9 * TOKENS, True)
     assert slow.half.matched_tokens(request, 0) == (9 * TOKENS, True)
@@ -283,12 +280,13 @@ def test_a_request_waits_for_no_answer_without_end(slow: Harness, why: str) -> N
 
 
 def test_what_a_pull_brings_to_very_many_blocks_is_asked_for_ahead_too(
-    clustered: Harness, threads: Any, monkeypatch: pytest.MonkeyPatch
+    pool: Any, block_pool: Any, threads: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "SLICE_BLOCKS", 4)
-    monkeypatch.setattr(scheduler, "PARTS_AT_ONCE", 4)
-    ahead: Any = AheadByHand(clustered.pool, type(threads)())
-    clustered.half._ahead = ahead
+    monkeypatch.setattr(lookups, "SLICE_BLOCKS", 4)
+    monkeypatch.setattr(lookups, "PARTS_AT_ONCE", 4)
+    pool.others = 1
+    ahead: Any = AheadByHand(pool, type(threads)())
+    clustered = Harness(pool, block_pool, load_mode="async", threads=threads, ahead=ahead)
     request = clustered.request("r", 10)
     clustered.store(request.block_hashes[:3])
     clustered.store_elsewhere(request.block_hashes)

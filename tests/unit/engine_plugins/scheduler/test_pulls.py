@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.plan import StepDone
 from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.scheduler import STEPS_MAX
+from kvpool.engine_plugins.vllm.speeds import STEPS_MAX
 from kvpool.types import Recompute
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, tables
 
@@ -238,7 +238,6 @@ def test_steps_that_are_never_heard_of_are_given_up(
     request = harness.request("r", 200)
     for _ in range(STEPS_MAX + 5):
         plan = harness.step(request, 1, tables(200))
-    assert len(harness.half._steps) == STEPS_MAX
     harness.half.step_done(StepDone(steps={1: (1.0, 1), plan.measured: (1.0, 1)}))
     assert harness.half.counters.take()["prefill_tokens"] == 1
 

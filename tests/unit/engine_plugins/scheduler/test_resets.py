@@ -151,8 +151,7 @@ def test_ranks_open_the_namespace_when_its_weights_are_known(pool: Any, block_po
 
 
 def test_a_reset_before_the_namespace_is_known_counts(pool: Any, block_pool: Any) -> None:
-    harness = Harness(pool, block_pool)
-    harness.half._namespace = harness.half._make_record = None
+    harness = Harness(pool, block_pool, known=False)
     assert harness.half.reset()
     request = harness.request("r", 4)
     assert harness.half.matched_tokens(request, 0) == (0, False)
@@ -247,8 +246,7 @@ def test_a_failed_reset_is_not_undone_by_the_answer_to_the_one_before(idle: Harn
 def test_a_reset_that_failed_before_the_namespace_is_known_counts(
     pool: Any, block_pool: Any
 ) -> None:
-    harness = Harness(pool, block_pool)
-    harness.half._namespace = harness.half._make_record = None
+    harness = Harness(pool, block_pool, known=False)
     block_pool.touch(block_pool.blocks[1:3])
     assert not harness.half.reset()
     harness.half.set_namespace(harness.make, "first", groups=[0], rank_bytes=PART_BYTES)

@@ -69,8 +69,7 @@ def test_an_engine_that_only_reads_saves_nothing(pool: Any, block_pool: Any) -> 
 
 
 def test_nothing_happens_before_the_namespace_is_known(pool: Any, block_pool: Any) -> None:
-    harness = Harness(pool, block_pool)
-    harness.half._namespace = harness.half._make_record = None
+    harness = Harness(pool, block_pool, known=False)
     request = harness.request("r", 4)
     assert harness.half.matched_tokens(request, 0) == (0, False)
     plan = harness.step(request, 4 * TOKENS, tables(4))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.plan import GroupRule, StepPlan, block_key, pack
+from kvpool.engine_plugins.vllm.plan import GroupRule, StepDone, StepPlan, block_key, pack
 from kvpool.errors import LimitExceeded
 from kvpool.types import PartKind
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, tables
@@ -134,7 +134,8 @@ def test_states_behind_the_prompt_are_saved_where_no_tokens_are_drafted(
 @pytest.mark.parametrize("why", ["shut out", "unknown request", "no saves"])
 def test_no_state_is_saved_where_nothing_is(pool: Any, block_pool: Any, why: str) -> None:
     hybrid = Harness(pool, block_pool, rules=STATES, saves=why != "no saves")
-    hybrid.half._shut = why == "shut out"
+    if why == "shut out":
+        hybrid.half.step_done(StepDone(outdated={1}))
     plan = hybrid.half.plan_step({}, lambda _: [], {"nobody": [(1, 5, TOKENS)]})
     if why != "unknown request":
         request = hybrid.request("r", 2)
