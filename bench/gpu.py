@@ -32,13 +32,13 @@ import numpy as np
 from gpu_ways import EACH, driver_batch
 from harness import Report, in_turns, median, parse_arguments
 
-from kvpool.engine_plugins.vllm.device import (
+from kvpool.engine_plugins.vllm.layout.pages import DeviceSlots
+from kvpool.engine_plugins.vllm.worker.device import (
     DevicePages,
     PinnedSegments,
     strategy_for,
 )
-from kvpool.engine_plugins.vllm.device_copies import STAGED, Strategy
-from kvpool.engine_plugins.vllm.layout import DeviceSlots
+from kvpool.engine_plugins.vllm.worker.device_copies import STAGED, Strategy
 from kvpool.storage.device import DeviceSegment, register
 
 KIB, MIB = 1 << 10, 1 << 20

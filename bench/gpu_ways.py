@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.device_copies import Paged, Strategy
-from kvpool.engine_plugins.vllm.layout import Index
+from kvpool.engine_plugins.vllm.layout.pages import Index
+from kvpool.engine_plugins.vllm.worker.device_copies import Paged, Strategy
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 

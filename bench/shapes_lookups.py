@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 from engines import daemon
 
 from kvpool.client import Client
-from kvpool.engine_plugins.vllm.ahead import Ahead
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.plan import GroupRule, pack
-from kvpool.engine_plugins.vllm.request_state import Engine
-from kvpool.engine_plugins.vllm.scheduler import SchedulerHalf
+from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
+from kvpool.engine_plugins.vllm.scheduler.half import SchedulerHalf
+from kvpool.engine_plugins.vllm.scheduler.request_state import Engine
 from kvpool.types import NamespaceRecord, PartSpec
 
 if TYPE_CHECKING:

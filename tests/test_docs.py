@@ -25,10 +25,10 @@ from kvpool.config import SECRETS, SETTINGS, load, parse_setting
 from kvpool.engine_plugins import sglang
 from kvpool.engine_plugins.sglang.config import BackendConfig
 from kvpool.engine_plugins.vllm import NAME
+from kvpool.engine_plugins.vllm.chunks.config import TierConfig
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import following
-from kvpool.engine_plugins.vllm.session_turns import session_turn
-from kvpool.engine_plugins.vllm.tier_config import TierConfig
+from kvpool.engine_plugins.vllm.scheduler.session_turns import session_turn
 from kvpool.errors import ConfigError
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import load as load_router

@@ -19,6 +19,9 @@ _URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
 CODEC_VERSION = 1
 """Changes with the bytes that codecs.py makes of the same KV."""
 
+CHANGED_TTL_S = 3600.0
+"""Blocks of weights that were changed in place are dropped when they were not used for so long: more sets follow."""
+
 
 class LoadMode(StrEnum):
     """How blocks are loaded: before the step that needs them, or beside other requests' steps."""

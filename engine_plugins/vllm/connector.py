@@ -42,15 +42,14 @@ from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client
 from kvpool.engine_plugins import facts
-from kvpool.engine_plugins.vllm import namespace
-from kvpool.engine_plugins.vllm.ahead import Ahead
-from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.callers import models_with
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
-from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.events import publisher
-from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, Pages
+from kvpool.engine_plugins.vllm.layout.pages import GroupPages, HostPages, Pages
 from kvpool.engine_plugins.vllm.metrics import Counters
+from kvpool.engine_plugins.vllm.naming import namespace
+from kvpool.engine_plugins.vllm.naming.callers import models_with
+from kvpool.engine_plugins.vllm.naming.positions import rotations
+from kvpool.engine_plugins.vllm.naming.weights import Loaded, projected_heads
 from kvpool.engine_plugins.vllm.plan import (
     GroupRule,
     RankReport,
@@ -60,16 +59,17 @@ from kvpool.engine_plugins.vllm.plan import (
     common_weights,
     several_nodes,
 )
-from kvpool.engine_plugins.vllm.positions import rotations
-from kvpool.engine_plugins.vllm.presence import engine_record
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
-from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.request_state import Engine
-from kvpool.engine_plugins.vllm.scheduler import SchedulerHalf
-from kvpool.engine_plugins.vllm.steps import DeviceTimer, HostTimer
-from kvpool.engine_plugins.vllm.stored import stored_groups
-from kvpool.engine_plugins.vllm.weights import Loaded, projected_heads
-from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
+from kvpool.engine_plugins.vllm.scheduler.half import SchedulerHalf
+from kvpool.engine_plugins.vllm.scheduler.presence import engine_record
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pulls
+from kvpool.engine_plugins.vllm.scheduler.request_state import Engine
+from kvpool.engine_plugins.vllm.worker.attachment import Attachment
+from kvpool.engine_plugins.vllm.worker.device import DevicePages, PinnedSegments
+from kvpool.engine_plugins.vllm.worker.half import WorkerHalf
+from kvpool.engine_plugins.vllm.worker.steps import DeviceTimer, HostTimer
+from kvpool.engine_plugins.vllm.worker.stored import stored_groups
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.engine_plugins.vllm.following import Following
-from kvpool.engine_plugins.vllm.shards import Held
+from kvpool.engine_plugins.vllm.layout.shards import Held
 from kvpool.types import KEY_BYTES, REQUEST_MAX, NamespaceRecord, PartKind, Recompute
 
 NULL_BLOCK = 0

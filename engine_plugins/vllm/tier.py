@@ -38,13 +38,13 @@ from vllm.version import __version__ as vllm_version
 
 from kvpool.client import Client
 from kvpool.engine_plugins import facts
-from kvpool.engine_plugins.vllm import tier_namespace
-from kvpool.engine_plugins.vllm.engine_namespace import CHANGED_TTL_S
-from kvpool.engine_plugins.vllm.namespace import isa, with_weights
+from kvpool.engine_plugins.vllm.chunks import namespace as tier_namespace
+from kvpool.engine_plugins.vllm.chunks.config import TierConfig
+from kvpool.engine_plugins.vllm.chunks.jobs import Jobs
+from kvpool.engine_plugins.vllm.chunks.store import TierStore
+from kvpool.engine_plugins.vllm.config import CHANGED_TTL_S
+from kvpool.engine_plugins.vllm.naming.namespace import isa, with_weights
 from kvpool.engine_plugins.vllm.plan import block_key
-from kvpool.engine_plugins.vllm.tier_config import TierConfig
-from kvpool.engine_plugins.vllm.tier_jobs import Jobs
-from kvpool.engine_plugins.vllm.tier_store import TierStore
 from kvpool.types import NO_PARENT, NamespaceRecord
 
 logger = init_logger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool.client import Client
-from kvpool.engine_plugins.vllm.ahead import Ahead
+from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
 from kvpool.types import Namespace, NamespaceRecord, PartSpec
 from tests.support.waiting import PATIENCE_S
 

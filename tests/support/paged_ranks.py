@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from kvpool.engine_plugins.vllm import namespace
 from kvpool.engine_plugins.vllm.config import Codec, PluginConfig
-from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
-from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, HostPages
+from kvpool.engine_plugins.vllm.layout.pages import CHUNK_BYTES, HostPages
+from kvpool.engine_plugins.vllm.naming import namespace
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupRule,
@@ -23,8 +22,9 @@ from kvpool.engine_plugins.vllm.plan import (
     SaveJob,
     StepPlan,
 )
-from kvpool.engine_plugins.vllm.stored import stored_groups
-from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.engine_plugins.vllm.worker.device import DevicePages, PinnedSegments
+from kvpool.engine_plugins.vllm.worker.half import WorkerHalf
+from kvpool.engine_plugins.vllm.worker.stored import stored_groups
 from kvpool.types import NamespaceRecord
 from tests.support.waiting import PATIENCE_S
 

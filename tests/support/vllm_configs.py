@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpool.engine_plugins.vllm.config import PluginConfig
-from kvpool.engine_plugins.vllm.namespace import engine_facts
+from kvpool.engine_plugins.vllm.layout.shards import Cut, Held, Kind
+from kvpool.engine_plugins.vllm.naming.namespace import engine_facts
 from kvpool.engine_plugins.vllm.plan import RankReport
-from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 
 
 class HfConfig(SimpleNamespace):

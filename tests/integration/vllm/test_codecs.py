@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpool.engine_plugins.vllm.config import Codec
-from kvpool.engine_plugins.vllm.namespace import check_codec
+from kvpool.engine_plugins.vllm.naming.namespace import check_codec
 from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.errors import ConfigError
 

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvpool.engine_plugins.facts import plain
 from kvpool.engine_plugins.vllm.config import PluginConfig
-from kvpool.engine_plugins.vllm.namespace import engine_facts
+from kvpool.engine_plugins.vllm.naming.namespace import engine_facts
 
 NEW = 16
 

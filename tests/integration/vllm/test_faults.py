@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engine_plugins.vllm.layout import HostPages
+from kvpool.engine_plugins.vllm.layout.pages import HostPages
 from kvpool.errors import ConfigError, LeaseLost
 
 Oracle = Callable[..., list[list[int]]]

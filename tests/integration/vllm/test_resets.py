@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.layout import HostPages
+from kvpool.engine_plugins.vllm.layout.pages import HostPages
 from tests.support.waiting import PATIENCE_S
 
 Oracle = Callable[..., list[list[int]]]

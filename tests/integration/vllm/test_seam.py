@@ -21,11 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpool.engine_plugins.vllm import MODULE, NAME, connector, register
-from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
-from kvpool.engine_plugins.vllm.layout import HostPages, byte_rows
+from kvpool.engine_plugins.vllm.layout.pages import HostPages, byte_rows
 from kvpool.engine_plugins.vllm.metrics import COUNTERS
 from kvpool.engine_plugins.vllm.plan import RankReport, StepDone, StepPlan
 from kvpool.engine_plugins.vllm.prometheus import KvpoolPromMetrics, KvpoolStats
+from kvpool.engine_plugins.vllm.worker.device import DevicePages, PinnedSegments
 from kvpool.errors import ConfigError
 
 # --- names and signatures

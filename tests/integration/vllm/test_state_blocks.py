@@ -29,11 +29,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvpool.engine_plugins.vllm.config import PluginConfig
-from kvpool.engine_plugins.vllm.layout import HostPages
-from kvpool.engine_plugins.vllm.namespace import group_rules
+from kvpool.engine_plugins.vllm.layout.pages import HostPages
+from kvpool.engine_plugins.vllm.layout.shards import Kind
+from kvpool.engine_plugins.vllm.naming.namespace import group_rules
 from kvpool.engine_plugins.vllm.plan import plan_states, state_name
-from kvpool.engine_plugins.vllm.shards import Kind
-from kvpool.engine_plugins.vllm.stored import stored_groups
+from kvpool.engine_plugins.vllm.worker.stored import stored_groups
 from kvpool.types import PartKind
 
 BLOCK, BLOCKS, STATES = 8, 64, 3

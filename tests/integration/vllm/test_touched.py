@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvpool.engine_plugins.vllm.callers import models_with
+from kvpool.engine_plugins.vllm.naming.callers import models_with
 from kvpool.errors import ConfigError
 
 TOUCHED = {

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm import adapters
-from kvpool.engine_plugins.vllm.adapters import KNOWN_MAX, Adapters
+from kvpool.engine_plugins.vllm.scheduler import adapters
+from kvpool.engine_plugins.vllm.scheduler.adapters import KNOWN_MAX, Adapters
 
 
 def adapter(folder: Path, number: int = 1, weights: bytes = b"w", config: str = "{}") -> Any:

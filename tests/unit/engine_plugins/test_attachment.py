@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.attachment import REFUSED_S, Attachment
 from kvpool.engine_plugins.vllm.plan import QUIET_S
+from kvpool.engine_plugins.vllm.worker.attachment import REFUSED_S, Attachment
 from kvpool.errors import SegmentError
 
 

@@ -17,11 +17,11 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout
 from kvpool.engine_plugins.vllm.config import Codec
-from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments
-from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages, Pages, byte_rows
+from kvpool.engine_plugins.vllm.layout.codecs import CodecPages, HeadLayout, head_layout
+from kvpool.engine_plugins.vllm.layout.pages import DeviceSlots, HostPages, Pages, byte_rows
 from kvpool.engine_plugins.vllm.metrics import COUNTERS
+from kvpool.engine_plugins.vllm.worker.device import DevicePages, PinnedSegments
 from kvpool.errors import ConfigError
 
 pytestmark = pytest.mark.torch

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm import namespace
 from kvpool.engine_plugins.vllm.config import Codec, PluginConfig
 from kvpool.engine_plugins.vllm.metrics import Counters
-from kvpool.engine_plugins.vllm.namespace import check_codec, record
+from kvpool.engine_plugins.vllm.naming import namespace
+from kvpool.engine_plugins.vllm.naming.namespace import check_codec, record
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
-from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.engine_plugins.vllm.worker.half import WorkerHalf
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord
 from tests.support.vllm_configs import engine_config, rank_report, start

@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpool.engine_plugins.vllm.codecs import CodecPages, head_layout  # noqa: E402
 from kvpool.engine_plugins.vllm.config import Codec  # noqa: E402
-from kvpool.engine_plugins.vllm.device import DevicePages, PinnedSegments  # noqa: E402
-from kvpool.engine_plugins.vllm.layout import HostPages, byte_rows  # noqa: E402
+from kvpool.engine_plugins.vllm.layout.codecs import CodecPages, head_layout  # noqa: E402
+from kvpool.engine_plugins.vllm.layout.pages import HostPages, byte_rows  # noqa: E402
+from kvpool.engine_plugins.vllm.worker.device import DevicePages, PinnedSegments  # noqa: E402
 
 pytestmark = pytest.mark.torch
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engine_plugins.vllm.device import DevicePages
-from kvpool.engine_plugins.vllm.device_copies import Paged, Strategy
+from kvpool.engine_plugins.vllm.worker.device import DevicePages
+from kvpool.engine_plugins.vllm.worker.device_copies import Paged, Strategy
 from kvpool.storage.device import DeviceSegment
 from tests.support.scripted_device import DeviceModule, Rows, scripted_torch
 

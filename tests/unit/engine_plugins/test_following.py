@@ -14,7 +14,7 @@ from kvpool.engine_plugins.vllm.following import (
     following,
     wants_report,
 )
-from kvpool.engine_plugins.vllm.pulls import FOLLOW_TURN_S, GIVES_UP_S, Pull, Pulls
+from kvpool.engine_plugins.vllm.scheduler.pulls import FOLLOW_TURN_S, GIVES_UP_S, Pull, Pulls
 from kvpool.errors import InvalidRequest, LimitExceeded
 from kvpool.types import NamespaceRecord, PartSpec
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness

@@ -19,13 +19,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpool.engine_plugins.vllm.device import (  # noqa: E402
+from kvpool.engine_plugins.vllm.layout.pages import DeviceSlots, HostPages, shard_rows  # noqa: E402
+from kvpool.engine_plugins.vllm.worker.device import (  # noqa: E402
     DevicePages,
     PinnedSegments,
     strategy_for,
 )
-from kvpool.engine_plugins.vllm.device_copies import STAGED, Paged, Strategy  # noqa: E402
-from kvpool.engine_plugins.vllm.layout import DeviceSlots, HostPages, shard_rows  # noqa: E402
+from kvpool.engine_plugins.vllm.worker.device_copies import STAGED, Paged, Strategy  # noqa: E402
 from kvpool.errors import SegmentError  # noqa: E402
 from kvpool.storage.device import DeviceSegment  # noqa: E402
 
@@ -55,7 +55,7 @@ def way(request: pytest.FixtureRequest) -> tuple[Strategy, Any]:
     name, _, on = request.param.partition("-")
     if name == "staged":
         return STAGED, torch.device(on)
-    from kvpool.engine_plugins.vllm.device_kernel import KERNEL
+    from kvpool.engine_plugins.vllm.worker.device_kernel import KERNEL
 
     return KERNEL, torch.device(on)
 

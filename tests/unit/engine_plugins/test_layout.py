@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine_plugins.vllm.layout import RUN_BYTES_MIN, HostPages, chunks, spans, straight_runs
+from kvpool.engine_plugins.vllm.layout.pages import (
+    RUN_BYTES_MIN,
+    HostPages,
+    chunks,
+    spans,
+    straight_runs,
+)
 
 BLOCKS, ROWS = 16, 24
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine_plugins.vllm.load_cost import KEEP_S, LoadCost
+from kvpool.engine_plugins.vllm.scheduler.load_cost import KEEP_S, LoadCost
 from kvpool.prefill_cost import STEPS_MIN
 
 COUNTS = st.integers(1, 4000)

@@ -14,9 +14,9 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from kvpool.engine_plugins.vllm import weights
-from kvpool.engine_plugins.vllm.callers import models_with
-from kvpool.engine_plugins.vllm.weights import Loaded
+from kvpool.engine_plugins.vllm.naming import weights
+from kvpool.engine_plugins.vllm.naming.callers import models_with
+from kvpool.engine_plugins.vllm.naming.weights import Loaded
 
 pytestmark = pytest.mark.torch
 

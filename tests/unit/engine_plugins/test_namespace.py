@@ -13,7 +13,8 @@ import pytest
 
 from kvpool.engine_plugins.facts import plain
 from kvpool.engine_plugins.vllm.config import PluginConfig
-from kvpool.engine_plugins.vllm.namespace import (
+from kvpool.engine_plugins.vllm.layout.shards import Cut, Held, Kind
+from kvpool.engine_plugins.vllm.naming.namespace import (
     DRAFTS_WITHOUT_KV,
     check_hashes,
     draft_blocks,
@@ -27,7 +28,6 @@ from kvpool.engine_plugins.vllm.namespace import (
     with_weights,
 )
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
-from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind, PartSpec
 from tests.support.vllm_configs import HfConfig, drafts, engine_config, rank_report, start

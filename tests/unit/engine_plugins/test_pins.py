@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.pins import Pins
+from kvpool.engine_plugins.vllm.scheduler.pins import Pins
 
 CACHED, PLAIN = [1, 2], [3, 4]
 

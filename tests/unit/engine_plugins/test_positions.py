@@ -12,7 +12,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from kvpool.engine_plugins.vllm.positions import rotations
+from kvpool.engine_plugins.vllm.naming.positions import rotations
 
 pytestmark = pytest.mark.torch
 DTYPE = torch.bfloat16

@@ -8,7 +8,12 @@ import pytest
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import reachable
 from kvpool.engine_plugins.vllm.plan import GroupRule
-from kvpool.engine_plugins.vllm.presence import Presence, engine_record, rank_at_url, whole_groups
+from kvpool.engine_plugins.vllm.scheduler.presence import (
+    Presence,
+    engine_record,
+    rank_at_url,
+    whole_groups,
+)
 from kvpool.errors import ConfigError, LimitExceeded
 from kvpool.types import PartKind
 from tests.support.waiting import PATIENCE_S

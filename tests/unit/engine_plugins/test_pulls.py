@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.pulls import OTHERS_S, Pulls
+from kvpool.engine_plugins.vllm.scheduler.pulls import OTHERS_S, Pulls
 from kvpool.errors import NamespaceMismatch
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.types import NamespaceRecord, PartSpec

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.following import Following
-from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, PartPages
+from kvpool.engine_plugins.vllm.layout.pages import GroupPages, HostPages, PartPages
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupSave,
@@ -23,8 +23,8 @@ from kvpool.engine_plugins.vllm.plan import (
     StepPlan,
     several_nodes,
 )
-from kvpool.engine_plugins.vllm.rank_lookups import ROUNDS_MAX, RankLookups
-from kvpool.engine_plugins.vllm.worker import WorkerHalf
+from kvpool.engine_plugins.vllm.scheduler.rank_lookups import ROUNDS_MAX, RankLookups
+from kvpool.engine_plugins.vllm.worker.half import WorkerHalf
 from kvpool.errors import ProtocolError
 from kvpool.types import KEY_BYTES, NamespaceRecord, PartSpec
 from tests.support.waiting import PATIENCE_S

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.engine_plugins.vllm import saves
-from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, PartPages
+from kvpool.engine_plugins.vllm.layout.pages import GroupPages, HostPages, PartPages
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupSave, SaveJob
-from kvpool.engine_plugins.vllm.saves import Saved, Saves
+from kvpool.engine_plugins.vllm.worker import saves
+from kvpool.engine_plugins.vllm.worker.saves import Saved, Saves
 from kvpool.errors import PoolFull
 from kvpool.types import KEY_BYTES, NamespaceRecord, PartSpec
 

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is in the vLLM environment only")
 
-from kvpool.engine_plugins.vllm import device, device_copies
-from kvpool.engine_plugins.vllm.device import PinnedSegments
+from kvpool.engine_plugins.vllm.worker import device, device_copies
+from kvpool.engine_plugins.vllm.worker.device import PinnedSegments
 from kvpool.errors import SegmentError
 
 pytestmark = pytest.mark.torch

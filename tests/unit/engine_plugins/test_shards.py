@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine_plugins.vllm.shards import (
+from kvpool.engine_plugins.vllm.layout.shards import (
     SHARDS_MAX,
     Rank,
     Share,

@@ -14,8 +14,8 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from kvpool.engine_plugins.vllm import namespace
 from kvpool.engine_plugins.vllm.config import Codec
+from kvpool.engine_plugins.vllm.naming import namespace
 from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.errors import ConfigError
 from tests.support.paged_ranks import ORDERS, Engine, PagedRanks

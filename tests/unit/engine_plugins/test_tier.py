@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.tier_config import TierConfig
-from kvpool.engine_plugins.vllm.tier_jobs import Jobs
-from kvpool.engine_plugins.vllm.tier_namespace import check, record
-from kvpool.engine_plugins.vllm.tier_namespace import engine_config as engine_config_of
+from kvpool.engine_plugins.vllm.chunks.config import TierConfig
+from kvpool.engine_plugins.vllm.chunks.jobs import Jobs
+from kvpool.engine_plugins.vllm.chunks.namespace import check, record
+from kvpool.engine_plugins.vllm.chunks.namespace import engine_config as engine_config_of
 from kvpool.errors import ConfigError
 from tests.support.vllm_configs import HfConfig, drafts, engine_config
 

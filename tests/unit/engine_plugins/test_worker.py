@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.layout import GroupPages, HostPages, PartPages
+from kvpool.engine_plugins.vllm.layout.pages import GroupPages, HostPages, PartPages
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
     GroupSave,
@@ -22,7 +21,8 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
 )
-from kvpool.engine_plugins.vllm.worker import LoadResults, WorkerHalf
+from kvpool.engine_plugins.vllm.worker.attachment import Attachment
+from kvpool.engine_plugins.vllm.worker.half import LoadResults, WorkerHalf
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 from tests.support.waiting import PATIENCE_S
 

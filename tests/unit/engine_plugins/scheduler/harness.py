@@ -11,9 +11,9 @@ import numpy as np
 from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.plan import GroupRule, StepDone, StepPlan, block_key, pack
-from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.request_state import Engine
-from kvpool.engine_plugins.vllm.scheduler import SchedulerHalf
+from kvpool.engine_plugins.vllm.scheduler.half import SchedulerHalf
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pulls
+from kvpool.engine_plugins.vllm.scheduler.request_state import Engine
 from kvpool.types import NamespaceRecord, PartSpec
 
 TOKENS = 4

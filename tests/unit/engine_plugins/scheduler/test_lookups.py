@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm import lookups
 from kvpool.engine_plugins.vllm.plan import StepDone, pack
+from kvpool.engine_plugins.vllm.scheduler import lookups
 from kvpool.errors import LimitExceeded
 from kvpool.types import NamespaceRecord
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, tables

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.engine_plugins.vllm.plan import StepDone
-from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.speeds import STEPS_MAX
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pulls
+from kvpool.engine_plugins.vllm.scheduler.speeds import STEPS_MAX
 from kvpool.types import Recompute
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, tables
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool.engine_plugins.vllm.plan import block_key
-from kvpool.engine_plugins.vllm.session_turns import (
+from kvpool.engine_plugins.vllm.scheduler.session_turns import (
     NAME_MAX,
     SessionTurn,
     session_turn,

@@ -15,8 +15,8 @@ import numpy as np
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
-from kvpool.engine_plugins.vllm.device_copies import WORD, Paged, Strategy
-from kvpool.engine_plugins.vllm.layout import Index
+from kvpool.engine_plugins.vllm.layout.pages import Index
+from kvpool.engine_plugins.vllm.worker.device_copies import WORD, Paged, Strategy
 
 PROGRAMS = 32
 PIECE = 1024

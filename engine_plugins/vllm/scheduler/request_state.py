@@ -14,9 +14,9 @@ from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupRule, label_of
-from kvpool.engine_plugins.vllm.pulls import Pull
-from kvpool.engine_plugins.vllm.rank_lookups import Question, RankLease
-from kvpool.engine_plugins.vllm.session_turns import SessionTurn
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pull
+from kvpool.engine_plugins.vllm.scheduler.rank_lookups import Question, RankLease
+from kvpool.engine_plugins.vllm.scheduler.session_turns import SessionTurn
 from kvpool.types import KEY_BYTES, EngineRecord
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.engine_plugins.facts import digest, fp8_type, plain
-from kvpool.engine_plugins.vllm.callers import callers
-from kvpool.engine_plugins.vllm.namespace import check_hashes, engine_facts
-from kvpool.engine_plugins.vllm.tier_config import TierConfig
+from kvpool.engine_plugins.vllm.chunks.config import TierConfig
+from kvpool.engine_plugins.vllm.naming.callers import callers
+from kvpool.engine_plugins.vllm.naming.namespace import check_hashes, engine_facts
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartSpec
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpool.engine_plugins.vllm.lookups import Lookups
 from kvpool.engine_plugins.vllm.plan import LoadJob, StepDone, block_key, plan_load
-from kvpool.engine_plugins.vllm.rank_lookups import RankLease
-from kvpool.engine_plugins.vllm.request_state import RequestState, Shared
-from kvpool.engine_plugins.vllm.scheduled_saves import Saves
-from kvpool.engine_plugins.vllm.speeds import SpeedModel
+from kvpool.engine_plugins.vllm.scheduler.lookups import Lookups
+from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLease
+from kvpool.engine_plugins.vllm.scheduler.request_state import RequestState, Shared
+from kvpool.engine_plugins.vllm.scheduler.saves import Saves
+from kvpool.engine_plugins.vllm.scheduler.speeds import SpeedModel
 
 if TYPE_CHECKING:
     from kvpool.client import Lease

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.attachment import Attachment
-from kvpool.engine_plugins.vllm.layout import DeviceSlots, GroupPages, Index
+from kvpool.engine_plugins.vllm.layout.pages import DeviceSlots, GroupPages, Index
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
@@ -33,8 +32,9 @@ from kvpool.engine_plugins.vllm.plan import (
     StepDone,
     StepPlan,
 )
-from kvpool.engine_plugins.vllm.saves import Saved, Saves, joined
-from kvpool.engine_plugins.vllm.steps import StepTimer
+from kvpool.engine_plugins.vllm.worker.attachment import Attachment
+from kvpool.engine_plugins.vllm.worker.saves import Saved, Saves, joined
+from kvpool.engine_plugins.vllm.worker.steps import StepTimer
 from kvpool.errors import KvpoolError, LeaseLost
 from kvpool.types import Namespace
 from kvpool.wire.frame import NO_ROW

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvpool.engine_plugins.vllm.load_cost import LoadCost
-from kvpool.engine_plugins.vllm.request_state import RequestState, Shared
+from kvpool.engine_plugins.vllm.scheduler.load_cost import LoadCost
+from kvpool.engine_plugins.vllm.scheduler.request_state import RequestState, Shared
 from kvpool.prefill_cost import PrefillFit, StepWork
 from kvpool.types import Recompute
 

@@ -12,19 +12,17 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from kvpool.engine_plugins.vllm.ahead import Ahead
+from kvpool.engine_plugins.vllm.config import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.events import Publisher
 from kvpool.engine_plugins.vllm.plan import Opening
-from kvpool.engine_plugins.vllm.presence import Presence
-from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.request_state import Shared
+from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
+from kvpool.engine_plugins.vllm.scheduler.presence import Presence
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pulls
+from kvpool.engine_plugins.vllm.scheduler.request_state import Shared
 from kvpool.errors import KvpoolError
 from kvpool.types import Namespace, NamespaceRecord, PartKind
 
 log = logging.getLogger("kvpool.vllm")
-
-CHANGED_TTL_S = 3600.0
-"""Blocks of weights that were changed in place are dropped when they were not used for so long: more sets follow."""
 
 
 class EngineNamespace:

@@ -10,18 +10,18 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
-from kvpool.engine_plugins.vllm.ahead import PARTS_AT_ONCE, SLICE_BLOCKS, Ahead
-from kvpool.engine_plugins.vllm.engine_namespace import EngineNamespace
 from kvpool.engine_plugins.vllm.plan import QUIET_S, LookupJob, pack
-from kvpool.engine_plugins.vllm.pulls import Pull, Pulls
-from kvpool.engine_plugins.vllm.rank_lookups import RankLease, RankLookups
-from kvpool.engine_plugins.vllm.request_state import (
+from kvpool.engine_plugins.vllm.scheduler.ahead import PARTS_AT_ONCE, SLICE_BLOCKS, Ahead
+from kvpool.engine_plugins.vllm.scheduler.engine_namespace import EngineNamespace
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pull, Pulls
+from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLease, RankLookups
+from kvpool.engine_plugins.vllm.scheduler.request_state import (
     LargeLookup,
     Lookup,
     RequestState,
     Shared,
 )
-from kvpool.engine_plugins.vllm.speeds import SpeedModel
+from kvpool.engine_plugins.vllm.scheduler.speeds import SpeedModel
 from kvpool.errors import KvpoolError
 from kvpool.retry import Backoff
 

@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.engine_plugins.vllm.codecs import CodecPages, HeadLayout, head_layout, shard_layout
 from kvpool.engine_plugins.vllm.config import Codec, PluginConfig
-from kvpool.engine_plugins.vllm.layout import (
+from kvpool.engine_plugins.vllm.layout.codecs import (
+    CodecPages,
+    HeadLayout,
+    head_layout,
+    shard_layout,
+)
+from kvpool.engine_plugins.vllm.layout.pages import (
     GroupPages,
     Pages,
     PartPages,
@@ -16,9 +21,7 @@ from kvpool.engine_plugins.vllm.layout import (
     byte_rows,
     shard_rows,
 )
-from kvpool.engine_plugins.vllm.namespace import STATE_SPECS
-from kvpool.engine_plugins.vllm.plan import GroupRule
-from kvpool.engine_plugins.vllm.shards import (
+from kvpool.engine_plugins.vllm.layout.shards import (
     CONTENT_BACKENDS,
     HALVES_BACKENDS,
     Held,
@@ -30,6 +33,8 @@ from kvpool.engine_plugins.vllm.shards import (
     layer_order,
     share,
 )
+from kvpool.engine_plugins.vllm.naming.namespace import STATE_SPECS
+from kvpool.engine_plugins.vllm.plan import GroupRule
 from kvpool.errors import ConfigError
 
 MakePages = Callable[[Sequence[Any], int], Pages]

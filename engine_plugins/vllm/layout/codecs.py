@@ -37,8 +37,8 @@ import numpy as np
 import torch
 
 from kvpool.engine_plugins.vllm.config import Codec
-from kvpool.engine_plugins.vllm.layout import Index, Pages, SlotTable, chunks, spans
-from kvpool.engine_plugins.vllm.shards import CONTENT_BACKENDS, HALVES_BACKENDS
+from kvpool.engine_plugins.vllm.layout.pages import Index, Pages, SlotTable, chunks, spans
+from kvpool.engine_plugins.vllm.layout.shards import CONTENT_BACKENDS, HALVES_BACKENDS
 from kvpool.errors import ConfigError
 from kvpool.memory.device_stream import finished_stream
 

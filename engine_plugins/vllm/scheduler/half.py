@@ -11,20 +11,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpool.engine_plugins.vllm.adapters import Adapters
-from kvpool.engine_plugins.vllm.ahead import Ahead
 from kvpool.engine_plugins.vllm.config import LoadMode, PluginConfig
-from kvpool.engine_plugins.vllm.engine_namespace import EngineNamespace
 from kvpool.engine_plugins.vllm.following import SaveReport, following, wants_report
-from kvpool.engine_plugins.vllm.loads import Loads
-from kvpool.engine_plugins.vllm.lookups import Lookups
 from kvpool.engine_plugins.vllm.plan import Handover, StepDone, StepPlan, pack
-from kvpool.engine_plugins.vllm.pulls import Pulls
-from kvpool.engine_plugins.vllm.rank_lookups import RankLookups
-from kvpool.engine_plugins.vllm.request_state import Engine, RequestState, Shared
-from kvpool.engine_plugins.vllm.scheduled_saves import Saves
-from kvpool.engine_plugins.vllm.session_turns import SessionTurn, session_turn
-from kvpool.engine_plugins.vllm.speeds import SpeedModel
+from kvpool.engine_plugins.vllm.scheduler.adapters import Adapters
+from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
+from kvpool.engine_plugins.vllm.scheduler.engine_namespace import EngineNamespace
+from kvpool.engine_plugins.vllm.scheduler.loads import Loads
+from kvpool.engine_plugins.vllm.scheduler.lookups import Lookups
+from kvpool.engine_plugins.vllm.scheduler.pulls import Pulls
+from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLookups
+from kvpool.engine_plugins.vllm.scheduler.request_state import Engine, RequestState, Shared
+from kvpool.engine_plugins.vllm.scheduler.saves import Saves
+from kvpool.engine_plugins.vllm.scheduler.session_turns import SessionTurn, session_turn
+from kvpool.engine_plugins.vllm.scheduler.speeds import SpeedModel
 from kvpool.errors import InvalidRequest
 from kvpool.types import Namespace, NamespaceRecord, PartKind
 

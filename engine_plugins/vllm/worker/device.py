@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.device_copies import PIN_SLICE, STAGED, Copy, Paged, Strategy
-from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, Index, SlotTable
+from kvpool.engine_plugins.vllm.layout.pages import CHUNK_BYTES, Index, SlotTable
+from kvpool.engine_plugins.vllm.worker.device_copies import PIN_SLICE, STAGED, Copy, Paged, Strategy
 from kvpool.errors import SegmentError
 from kvpool.memory.device_stream import finished_stream
 
@@ -211,7 +211,7 @@ def strategy_for(device: Any) -> Strategy:
     import torch
 
     if device.type == "cuda" and torch.version.cuda and importlib.util.find_spec("triton"):
-        from kvpool.engine_plugins.vllm.device_kernel import KERNEL
+        from kvpool.engine_plugins.vllm.worker.device_kernel import KERNEL
 
         return KERNEL
     return STAGED

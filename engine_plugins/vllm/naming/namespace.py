@@ -28,8 +28,8 @@ from kvpool.engine_plugins.facts import (
     plain,
 )
 from kvpool.engine_plugins.vllm.config import CODEC_VERSION, Codec, PluginConfig
+from kvpool.engine_plugins.vllm.layout.shards import Cut, Held, Kind
 from kvpool.engine_plugins.vllm.plan import GroupRule, RankReport
-from kvpool.engine_plugins.vllm.shards import Cut, Held, Kind
 from kvpool.errors import ConfigError
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
 

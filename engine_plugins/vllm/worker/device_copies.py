@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.layout import Index, chunks, spans
+from kvpool.engine_plugins.vllm.layout.pages import Index, chunks, spans
 
 WORD = 8
 PIN_SLICE = 1 << 30

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvpool.engine_plugins.vllm.engine_namespace import EngineNamespace
 from kvpool.engine_plugins.vllm.following import SaveReport
-from kvpool.engine_plugins.vllm.pins import Pins
 from kvpool.engine_plugins.vllm.plan import (
     GroupSave,
     Handover,
@@ -21,7 +19,9 @@ from kvpool.engine_plugins.vllm.plan import (
     plan_states,
     state_name,
 )
-from kvpool.engine_plugins.vllm.request_state import RequestState, Shared
+from kvpool.engine_plugins.vllm.scheduler.engine_namespace import EngineNamespace
+from kvpool.engine_plugins.vllm.scheduler.pins import Pins
+from kvpool.engine_plugins.vllm.scheduler.request_state import RequestState, Shared
 
 OFFERED_PER_BLOCK = 8
 """How many offered keys are remembered, in multiples of what the engine's own cache holds."""

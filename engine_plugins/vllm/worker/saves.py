@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvpool.engine_plugins.vllm.layout import CHUNK_BYTES, GroupPages, Index
+from kvpool.engine_plugins.vllm.layout.pages import CHUNK_BYTES, GroupPages, Index
+from kvpool.engine_plugins.vllm.layout.shards import my_turn
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupSave, SaveJob, label_of
-from kvpool.engine_plugins.vllm.shards import my_turn
 from kvpool.errors import KvpoolError, StaleEpoch
 from kvpool.types import KEY_BYTES, NO_PARENT, Namespace
 

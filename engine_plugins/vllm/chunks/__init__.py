@@ -1,0 +1,1 @@
+"""Tier: chunks of vLLM's own offloading, kept in the pool."""
