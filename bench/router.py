@@ -37,11 +37,11 @@ import aiohttp
 from harness import Report, median, parse_arguments, percentile, run_module
 
 from kvpool.placement.kv_events.engine_blocks import short_hash
-from kvpool.router.engine_catalog import EngineCatalog
+from kvpool.router.engines.engine_catalog import EngineCatalog
+from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
-from kvpool.router.pool_view import PoolViews
-from kvpool.router.prompts import Prompts
-from kvpool.router.upstream import open_session
+from kvpool.router.requests.prompts import Prompts
+from kvpool.router.upstream.upstream import open_session
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex

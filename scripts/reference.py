@@ -25,7 +25,7 @@ from kvpool.cli.base import EXIT_STATUSES
 from kvpool.cli.verbs import app
 from kvpool.config import DaemonConfig, settings_of
 from kvpool.router.config import RouterConfig
-from kvpool.router.metrics import Metrics
+from kvpool.router.records.metrics import Metrics
 from kvpool.telemetry.metrics import families
 from kvpool.telemetry.node_stats import NodeStats
 

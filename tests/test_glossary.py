@@ -13,7 +13,7 @@ import pytest
 import typer.main
 
 from kvpool.cli import verbs
-from kvpool.router.metrics import Metrics
+from kvpool.router.records.metrics import Metrics
 from kvpool.telemetry.metrics import families
 from kvpool.telemetry.node_stats import NodeStats
 

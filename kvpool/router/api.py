@@ -33,21 +33,21 @@ from aiohttp import web
 from kvpool.decoding import JsonDecoder, decode_json
 from kvpool.errors import ProtocolError
 from kvpool.net import names_loopback
-from kvpool.router.bodies import BadRequest, Kind, error_body
-from kvpool.router.calls import ClientGone
 from kvpool.router.config import RouterConfig, Secrets
-from kvpool.router.engine_roster import EngineRoster
+from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.group.group import PATH as GROUP_PATH
 from kvpool.router.group.group import Group
-from kvpool.router.intake import Incoming, Rejected
-from kvpool.router.intents import PLACES_MAX, Wanted
-from kvpool.router.memory import Held, NoRoom
-from kvpool.router.metrics import Metrics
-from kvpool.router.requests import RETRY_AFTER_S_MAX, Serving
-from kvpool.router.session_hints import HEADERS as SESSION_HEADERS
-from kvpool.router.session_hints import NAME_MAX
-from kvpool.router.tracing import request_id, trace_of
-from kvpool.router.turnstile import Turnstile
+from kvpool.router.http.bodies import BadRequest, Kind, error_body
+from kvpool.router.http.memory import Held, NoRoom
+from kvpool.router.http.session_hints import HEADERS as SESSION_HEADERS
+from kvpool.router.http.session_hints import NAME_MAX
+from kvpool.router.http.tracing import request_id, trace_of
+from kvpool.router.http.turnstile import Turnstile
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.requests.calls import ClientGone
+from kvpool.router.requests.intake import Incoming, Rejected
+from kvpool.router.requests.intents import PLACES_MAX, Wanted
+from kvpool.router.requests.serving import RETRY_AFTER_S_MAX, Serving
 from kvpool.types import Intent
 
 log = logging.getLogger("kvpool.router")

@@ -32,33 +32,33 @@ from kvpool.router.api import HEADER_BYTES_MAX, Api
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.descriptors import connections_max, fitted
-from kvpool.router.engine_catalog import EngineCatalog
-from kvpool.router.engine_hosts import EngineHosts
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engine_usage import EngineUsage
-from kvpool.router.engines import EngineSpec
+from kvpool.router.engines.engine_catalog import EngineCatalog
+from kvpool.router.engines.engine_roster import EngineRoster
+from kvpool.router.engines.engine_usage import EngineUsage
+from kvpool.router.engines.health import Health
+from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.group.group import Group
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books
 from kvpool.router.group.messages import PROTOCOL, Hello
 from kvpool.router.group.questions import RouterQuestions
 from kvpool.router.group.rows import stranger
-from kvpool.router.health import Health
-from kvpool.router.intents import THREADS as INTENT_THREADS
-from kvpool.router.intents import Intents
-from kvpool.router.isolation import Isolation
-from kvpool.router.metrics import Metrics
-from kvpool.router.model_tokenizer import ModelTokenizer
-from kvpool.router.observations import Observing, learned
+from kvpool.router.http.isolation import Isolation
 from kvpool.router.orders import Orders
-from kvpool.router.own_tokenizers import OwnTokenizers
-from kvpool.router.pool_view import PoolViews
-from kvpool.router.prompts import Prompts
-from kvpool.router.record_file import RecordFile
-from kvpool.router.recorder import Recorder
-from kvpool.router.requests import Serving
-from kvpool.router.sessions import Sessions
-from kvpool.router.upstream import Upstream, open_session
+from kvpool.router.prompts.model_tokenizer import ModelTokenizer
+from kvpool.router.prompts.own_tokenizers import OwnTokenizers
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.records.observations import Observing, learned
+from kvpool.router.records.record_file import RecordFile
+from kvpool.router.records.recorder import Recorder
+from kvpool.router.requests.intents import THREADS as INTENT_THREADS
+from kvpool.router.requests.intents import Intents
+from kvpool.router.requests.prompts import Prompts
+from kvpool.router.requests.serving import Serving
+from kvpool.router.requests.sessions import Sessions
+from kvpool.router.upstream.engine_hosts import EngineHosts
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import Upstream, open_session
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import make_policy

@@ -31,8 +31,8 @@ from kvpool.config.parse import Seconds
 from kvpool.errors import ConfigError
 from kvpool.net import is_loopback
 from kvpool.placement.kv_events.engine_blocks import GROUPS_MAX
-from kvpool.router.engine_hosts import LOOPBACK, parse_entries
-from kvpool.router.engines import by_rank
+from kvpool.router.upstream.engine_hosts import LOOPBACK, parse_entries
+from kvpool.router.upstream.specs import by_rank
 from kvpool.scheduler.policies import DEFAULT_POLICY, POLICIES
 from kvpool.secret_files import read_secret_file
 from kvpool.types import DATA_PARALLEL_RANKS_MAX, Intent, api_path_of

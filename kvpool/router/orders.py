@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvpool.router.metrics import Metrics
-from kvpool.router.observations import Measured, Observer
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.records.observations import Measured, Observer
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Begun, DecodeOrder, Engine, Order, Rejection, Request
 

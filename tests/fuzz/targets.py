@@ -30,7 +30,8 @@ from kvpool.placement.kv_events import stream as kv_events
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import ClusterConfig, encode_record
-from kvpool.router import api, bodies, sse
+from kvpool.router import api
+from kvpool.router.http import bodies, sse
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.storage.object import packs
 from kvpool.telemetry import node_stats, spans

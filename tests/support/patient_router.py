@@ -20,17 +20,17 @@ from tests.support.waiting import PATIENCE_S
 
 CONSTANTS = "ROUTER_CONSTANTS"
 LIMITS = {
-    "kvpool.router.active_request": ("USAGE_S", "LOST_SAVE_S", "FOLLOW_MORE_S"),
+    "kvpool.router.requests.active_request": ("USAGE_S", "LOST_SAVE_S", "FOLLOW_MORE_S"),
     "kvpool.router.command": ("CLIENT_TIMEOUT_S",),
-    "kvpool.router.engine_catalog": ("START_S",),
-    "kvpool.router.engine_server": ("ASK_S",),
+    "kvpool.router.engines.engine_catalog": ("START_S",),
+    "kvpool.router.engines.engine_server": ("ASK_S",),
     "kvpool.router.group.group": ("ASK_S", "CONNECT_S", "HEARTBEAT_S"),
     "kvpool.router.group.links": ("HEARTBEAT_S", "HELLO_S"),
     # Not EVENTS_S: an event that is lost at the beginning is made up for by a second try.
-    "kvpool.router.hash_check": ("ANSWER_S", "CONNECT_S"),
-    "kvpool.router.intake": ("TOKENIZE_S",),
-    "kvpool.router.intents": ("TOKENIZE_S",),
-    "kvpool.router.recorder": ("CLOSE_S",),
+    "kvpool.router.engines.hash_check": ("ANSWER_S", "CONNECT_S"),
+    "kvpool.router.requests.intake": ("TOKENIZE_S",),
+    "kvpool.router.requests.intents": ("TOKENIZE_S",),
+    "kvpool.router.records.recorder": ("CLOSE_S",),
     "kvpool.telemetry.otlp": ("EXPORT_S",),
 }
 

@@ -18,11 +18,9 @@ from typing import Any, Self
 import msgspec
 
 from kvpool.retry import BreakerRule
-from kvpool.router.bodies import Body, Kind
-from kvpool.router.calls import REPORT
 from kvpool.router.config import RouterConfig
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engines import EngineSpec, gpu_holder, pool_holders
+from kvpool.router.engines.engine_roster import EngineRoster
+from kvpool.router.engines.health import Health
 from kvpool.router.group.group import Group
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books
@@ -30,17 +28,19 @@ from kvpool.router.group.messages import PROTOCOL, Hello
 from kvpool.router.group.questions import RouterQuestions
 from kvpool.router.group.rows import stranger
 from kvpool.router.hashing import HashSpec, Prompt
-from kvpool.router.health import Health
-from kvpool.router.intake import Incoming
-from kvpool.router.intents import Wanted
-from kvpool.router.isolation import Isolation
-from kvpool.router.memory import Held
-from kvpool.router.metrics import Metrics
-from kvpool.router.observations import Measured
+from kvpool.router.http.bodies import Body, Kind
+from kvpool.router.http.isolation import Isolation
+from kvpool.router.http.memory import Held
+from kvpool.router.http.tracing import trace_of
 from kvpool.router.orders import Orders
-from kvpool.router.requests import Serving
-from kvpool.router.tracing import trace_of
-from kvpool.router.upstream import CUT, UNREACHABLE, EngineFailed, EngineRefused, Exhausted
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.records.observations import Measured
+from kvpool.router.requests.calls import REPORT
+from kvpool.router.requests.intake import Incoming
+from kvpool.router.requests.intents import Wanted
+from kvpool.router.requests.serving import Serving
+from kvpool.router.upstream.specs import EngineSpec, gpu_holder, pool_holders
+from kvpool.router.upstream.upstream import CUT, UNREACHABLE, EngineFailed, EngineRefused, Exhausted
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.index import PrefixIndex

@@ -27,7 +27,7 @@ from kvpool.errors import ConfigError
 from kvpool.router.config import SETTINGS as ROUTER_SETTINGS
 from kvpool.router.config import EngineTable
 from kvpool.router.config import load as load_router
-from kvpool.router.metrics import BREAKER_STATES, OUTCOMES, Metrics
+from kvpool.router.records.metrics import BREAKER_STATES, OUTCOMES, Metrics
 from kvpool.telemetry import cluster_stats, memory_stats, tier_stats
 from kvpool.telemetry.metrics import families
 from kvpool.telemetry.misses import Reason

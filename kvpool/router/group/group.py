@@ -21,8 +21,6 @@ import aiohttp
 from aiohttp import web
 
 from kvpool.errors import ProtocolError
-from kvpool.router.calls import ClientGone
-from kvpool.router.engine_calls import bearer
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books, LedRouter
 from kvpool.router.group.links import HEARTBEAT_S, Link
@@ -43,7 +41,9 @@ from kvpool.router.group.messages import (
     Served,
 )
 from kvpool.router.group.rows import packed, request_row
-from kvpool.router.metrics import Metrics
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.requests.calls import ClientGone
+from kvpool.router.upstream.engine_calls import bearer
 from kvpool.scheduler.values import Request
 
 log = logging.getLogger("kvpool.router")

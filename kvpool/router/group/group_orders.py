@@ -38,8 +38,8 @@ from kvpool.router.group.rows import (
     order_of,
     request_row,
 )
-from kvpool.router.observations import Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, Orders, Recipient
+from kvpool.router.records.observations import Measured
 from kvpool.scheduler.values import CODES, DecodeOrder, Order, Rejection, Request
 
 

@@ -37,8 +37,8 @@ from kvpool.router.group.rows import (
     request_of,
     unpacked,
 )
-from kvpool.router.observations import Measured
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Orders
+from kvpool.router.records.observations import Measured
 from kvpool.scheduler.values import DecodeOrder, Order, Rejection, Request, Saves
 
 REQUESTS_MAX = 1 << 16

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.explain import Accounts, dry_run
+from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.group.messages import KindRow, Learned, Operated, Question, RequestRow
 from kvpool.router.group.rows import request_of
-from kvpool.router.observations import learned
+from kvpool.router.records.explain import Accounts, dry_run
+from kvpool.router.records.observations import learned
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Role

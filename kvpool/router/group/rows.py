@@ -10,7 +10,6 @@ import numpy as np
 
 from kvpool.decoding import finite
 from kvpool.errors import ProtocolError
-from kvpool.router.explain import SHOWN_MAX
 from kvpool.router.group.messages import (
     COUNT_MAX,
     DecodeRow,
@@ -19,6 +18,7 @@ from kvpool.router.group.messages import (
     OrderRow,
     RequestRow,
 )
+from kvpool.router.records.explain import SHOWN_MAX
 from kvpool.scheduler.links import Link
 from kvpool.scheduler.values import (
     DecodeEstimate,

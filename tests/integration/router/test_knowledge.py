@@ -13,12 +13,12 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import Unavailable
 from kvpool.router.daemon_link import DaemonLink
-from kvpool.router.engine_catalog import EngineCatalog
-from kvpool.router.engines import Place, scheduled
+from kvpool.router.engines.engine_catalog import EngineCatalog
+from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.hashing import HashSpec, chain, none_hash
-from kvpool.router.pool_view import PoolViews
-from kvpool.router.prompts import Prompts
-from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.prompts.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.requests.prompts import Prompts
+from kvpool.router.upstream.specs import Place, scheduled
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.types import EngineRecord, NamespaceRecord
@@ -158,7 +158,7 @@ async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None
         know = learner.knowledge
         assert len((await learner.prompts.prompt({"prompt": TEXT}, "completions")).keys) > 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.router.hash_check.EVENTS_S", 2.0)
+            patch.setattr("kvpool.router.engines.hash_check.EVENTS_S", 2.0)
             assert await know.verify("e") == "mismatch"
         asked = engine.counts()
         assert await know.verify("e") == "mismatch"
@@ -178,7 +178,7 @@ async def test_hashes_of_an_engine_that_is_not_heard_are_not_called_wrong(folder
         learning(tables=[table_of(engine, folder) | {"topic": "another"}]) as learner,
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.router.hash_check.EVENTS_S", 0.1)
+            patch.setattr("kvpool.router.engines.hash_check.EVENTS_S", 0.1)
             assert await learner.knowledge.verify("e") == "unverified"
         assert learner.knowledge.engines["e"].hashing is not None
 
@@ -473,7 +473,7 @@ async def test_an_engine_that_changes_while_its_hashes_are_verified(
             know._change(known, replace(known.spec, follows_max=7))
             return "mismatch"
 
-        monkeypatch.setattr("kvpool.router.engine_catalog.verify", wait_in_vain)
+        monkeypatch.setattr("kvpool.router.engines.engine_catalog.verify", wait_in_vain)
         assert await know.verify("e") == "mismatch"
         assert len(feeds) == 2 and feeds[0] is not feeds[1]
         assert (know.engines["e"].follows_max, know.engines["e"].hashing) == (7, None)
@@ -484,6 +484,6 @@ async def test_an_engine_that_changes_while_its_hashes_are_verified(
             return "mismatch"
 
         know._change(known, replace(known.spec, hashing=HashSpec(BLOCK, "sha256_cbor", b"x")))
-        monkeypatch.setattr("kvpool.router.engine_catalog.verify", always_another)
+        monkeypatch.setattr("kvpool.router.engines.engine_catalog.verify", always_another)
         assert await know.verify("e") == "unverified"
         assert know.engines["e"].hashing is not None

@@ -2,7 +2,7 @@
 
 import json
 
-from kvpool.router.own_tokenizers import FIRST
+from kvpool.router.prompts.own_tokenizers import FIRST
 from tests.integration.router.conftest import MODEL, World
 from tests.support.stub_engine.files import TEMPLATE, write_files
 from tests.support.stub_engine.tokens import tokens_of

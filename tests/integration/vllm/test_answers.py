@@ -29,7 +29,7 @@ import pytest
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is looked up
 
-from kvpool.router.tokens import question
+from kvpool.router.prompts.tokens import question
 from tests.integration.vllm.test_router import BENCH
 from tests.support.answer_cases import ADAPTER, EMBEDDING, MODEL, SECOND, all_cases, of_embeddings
 from tests.support.answers import Answer, Case, differences, flat, joined, unstated

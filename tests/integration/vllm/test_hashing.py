@@ -15,8 +15,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from kvpool.router.engines import spec_of
 from kvpool.router.hashing import HashSpec, Item, chain, none_hash
+from kvpool.router.upstream.specs import spec_of
 from kvpool.types import PartKind
 
 TOKENS = [random.Random(3).choice([5, 200, 40_000, 150_000]) + n % 7 for n in range(700)]

@@ -46,8 +46,8 @@ FOLLOW_S_LEAST = (
     60.0  # a `PATIENT` router lets a decode engine follow a prompt for at least so long
 )
 PROGRAM = f"""
-import kvpool.cli, kvpool.router.active_request
-kvpool.router.active_request.FOLLOW_MORE_S = {FOLLOW_S_LEAST}
+import kvpool.cli, kvpool.router.requests.active_request
+kvpool.router.requests.active_request.FOLLOW_MORE_S = {FOLLOW_S_LEAST}
 kvpool.cli.main()
 """
 PATIENT = ("-c", PROGRAM)

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from kvpool.errors import InvalidRequest
-from kvpool.router.model_tokenizer import ModelTokenizer
-from kvpool.router.tokens import question
+from kvpool.router.prompts.model_tokenizer import ModelTokenizer
+from kvpool.router.prompts.tokens import question
 from tests.integration.vllm.test_router import BENCH
 
 SEED, BODIES = 19, 400

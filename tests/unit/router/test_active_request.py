@@ -13,23 +13,23 @@ import msgspec
 import pytest
 
 from kvpool.errors import KvpoolError
-from kvpool.router import active_request
-from kvpool.router.active_request import (
+from kvpool.router.http.bodies import Body, Kind, parse
+from kvpool.router.http.memory import Memory
+from kvpool.router.http.tracing import trace_of
+from kvpool.router.orders import Forgotten, News
+from kvpool.router.records.explain import Account
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.records.observations import Measured
+from kvpool.router.requests import active_request
+from kvpool.router.requests.active_request import (
     FOLLOW_MORE_S,
     ActiveRequest,
     DeadlinePassed,
     GivenUp,
 )
-from kvpool.router.bodies import Body, Kind, parse
-from kvpool.router.calls import REPORT, Caller, Limits
-from kvpool.router.engines import EngineSpec
-from kvpool.router.explain import Account
-from kvpool.router.memory import Memory
-from kvpool.router.metrics import Metrics
-from kvpool.router.observations import Measured
-from kvpool.router.orders import Forgotten, News
-from kvpool.router.tracing import trace_of
-from kvpool.router.upstream import EngineFailed, EngineRefused
+from kvpool.router.requests.calls import REPORT, Caller, Limits
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import EngineFailed, EngineRefused
 from kvpool.scheduler.values import (
     DecodeEstimate,
     DecodeOrder,

@@ -13,12 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvpool.router.active_request import ActiveRequest
 from kvpool.router.api import REQUEST_ID, Api
-from kvpool.router.bodies import Kind, parse
 from kvpool.router.config import RouterConfig, Secrets, TenantTable
-from kvpool.router.engines import EngineSpec
-from kvpool.router.isolation import Isolation
+from kvpool.router.http.bodies import Kind, parse
+from kvpool.router.http.isolation import Isolation
+from kvpool.router.requests.active_request import ActiveRequest
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.types import Intent
 from tests.support.scripted_engines import EVENTS, MODEL, Bench, ScriptedIntents, answer_to, engine
 from tests.support.waiting import PATIENCE_S, until_async

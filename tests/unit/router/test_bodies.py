@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from kvpool.router.bodies import (
+from kvpool.router.http.bodies import (
     BadRequest,
     Body,
     Kind,

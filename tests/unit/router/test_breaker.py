@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kvpool.retry import BreakerRule
-from kvpool.router.breaker import EngineBreaker
+from kvpool.router.engines.breaker import EngineBreaker
 
 RULE = BreakerRule(failures_max=3, backoff_s=1.0, backoff_s_max=30.0)
 

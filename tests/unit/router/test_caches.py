@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.router.caches import SLICE_BLOCKS, Caches
-from kvpool.router.engines import EngineSpec, spec_of
+from kvpool.router.engines.caches import SLICE_BLOCKS, Caches
+from kvpool.router.upstream.specs import EngineSpec, spec_of
 from kvpool.scheduler.index import PrefixIndex
 from tests.support.stub_engine.events import EventPublisher
 from tests.support.waiting import until_async

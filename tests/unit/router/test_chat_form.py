@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.router.chat_form import of_messages, of_responses
-from kvpool.router.tokens import question
+from kvpool.router.prompts.chat_form import of_messages, of_responses
+from kvpool.router.prompts.tokens import question
 
 CALL = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"a": "ü"}'}}
 CALL_ASCII = {**CALL, "function": {"name": "f", "arguments": '{"a": "\\u00fc"}'}}

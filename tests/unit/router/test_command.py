@@ -11,7 +11,7 @@ from kvpool.cli.verbs import app
 from kvpool.retry import BreakerState
 from kvpool.router.command import Router, _drain
 from kvpool.router.config import SETTINGS
-from kvpool.router.metrics import Metrics
+from kvpool.router.records.metrics import Metrics
 
 
 @pytest.mark.parametrize("hurried", [True, False])

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.router.engine_hosts import LOOPBACK, EngineHosts, EngineResolver, never, parse_entries
+from kvpool.router.upstream.engine_hosts import (
+    LOOPBACK,
+    EngineHosts,
+    EngineResolver,
+    never,
+    parse_entries,
+)
 
 ALLOWED = EngineHosts(["10.0.0.0/8", "fd00::/8", "gpu-7", "*.engines.local", "192.168.1.5"])
 EVERYWHERE = EngineHosts(["0.0.0.0/0", "::/0"])

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engines import EngineSpec
+from kvpool.router.engines.engine_roster import EngineRoster
+from kvpool.router.upstream.specs import EngineSpec
 
 
 class Catalog:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.router.engine_usage import EVERY_S, SILENT_S, EngineUsage, OthersTokens, usages
-from kvpool.router.engines import EngineSpec
-from kvpool.router.upstream import EngineFailed
+from kvpool.router.engines.engine_usage import EVERY_S, SILENT_S, EngineUsage, OthersTokens, usages
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import EngineFailed
 from kvpool.scheduler.values import Engine, Role
 
 REPORT = b"""# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.

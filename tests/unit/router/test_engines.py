@@ -5,8 +5,16 @@ from dataclasses import fields
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.router.engines import Place, by_rank, differs, of_rank, scheduled, spec_of, with_models
 from kvpool.router.hashing import HashSpec, none_hash
+from kvpool.router.upstream.specs import (
+    Place,
+    by_rank,
+    differs,
+    of_rank,
+    scheduled,
+    spec_of,
+    with_models,
+)
 from kvpool.scheduler.values import Role
 
 ANNOUNCED = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvpool.router.evidence import Evidence, another_may_differ, for_client
-from kvpool.router.upstream import (
+from kvpool.router.upstream.evidence import Evidence, another_may_differ, for_client
+from kvpool.router.upstream.upstream import (
     CUT,
     GARBAGE,
     GONE,

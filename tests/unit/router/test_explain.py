@@ -1,6 +1,6 @@
 """Accounts of requests, as they are kept."""
 
-from kvpool.router.explain import Account, Accounts
+from kvpool.router.records.explain import Account, Accounts
 
 
 def test_accounts_are_each_tenants_and_so_many() -> None:

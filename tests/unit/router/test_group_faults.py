@@ -12,9 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvpool.router.bodies import BadRequest
 from kvpool.router.config import RouterConfig
-from kvpool.router.engines import EngineSpec
 from kvpool.router.group.leader import LedRouter
 from kvpool.router.group.messages import (
     Blamed,
@@ -26,6 +24,8 @@ from kvpool.router.group.messages import (
     decode,
     encode,
 )
+from kvpool.router.http.bodies import BadRequest
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import (

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvpool.retry import BreakerRule
-from kvpool.router.engines import EngineSpec
-from kvpool.router.health import Health
-from kvpool.router.upstream import EngineFailed
+from kvpool.router.engines.health import Health
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import EngineFailed
 from tests.support.waiting import PATIENCE_S, until_async
 
 RULE = BreakerRule(failures_max=2, backoff_s=1000.0, backoff_s_max=1000.0)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
-from kvpool.router.bodies import BadRequest, Body, Kind, parse
-from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, Prompt, chain, none_hash
-from kvpool.router.intake import Rejected
-from kvpool.router.intents import EACH, PLACES_MAX, TOGETHER, Intents, Wanted
-from kvpool.router.metrics import Metrics
-from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.http.bodies import BadRequest, Body, Kind, parse
+from kvpool.router.prompts.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.requests.intake import Rejected
+from kvpool.router.requests.intents import EACH, PLACES_MAX, TOGETHER, Intents, Wanted
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.types import Intent, IntentAnswer, Outcome
 from tests.support.virtual_time import virtually
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.router.bodies import BadRequest, Body, Kind, parse, prompt_only, segment
-from kvpool.router.isolation import Isolation
+from kvpool.router.http.bodies import BadRequest, Body, Kind, parse, prompt_only, segment
+from kvpool.router.http.isolation import Isolation
 
 SECRET = b"a secret of the routers"
 REGIONS = {"red": "shop", "blue": "shop", "green": "shop2"}

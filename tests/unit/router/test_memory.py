@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.router.memory import SMALL_BYTES, Held, Memory, NoRoom
+from kvpool.router.http.memory import SMALL_BYTES, Held, Memory, NoRoom
 
 SIZES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4 * SMALL_BYTES)), max_size=40)
 

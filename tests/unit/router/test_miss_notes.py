@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvpool.router.explain import Account
 from kvpool.router.hashing import HashSpec, Prompt
-from kvpool.router.miss_notes import TOGETHER, MissNotes
+from kvpool.router.records.explain import Account
+from kvpool.router.records.miss_notes import TOGETHER, MissNotes
 
 SPEC = HashSpec(16, "sha256_cbor", b"start")
 LAST = {"block": 2, "key": "aa", "asked": 4, "found": 2, "ago_s": 1.0, "reason": "full"}

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from kvpool.errors import ConfigError, InvalidRequest
-from kvpool.router.model_tokenizer import CHARACTERS_MAX, ModelTokenizer
+from kvpool.router.prompts.model_tokenizer import CHARACTERS_MAX, ModelTokenizer
 from tests.support.stub_engine.files import write_files
 from tests.support.stub_engine.tokens import chat_tokens, tokens_of
 

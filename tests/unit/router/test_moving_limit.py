@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.router.moving_limit import MovingLimit
+from kvpool.router.http.moving_limit import MovingLimit
 from tests.sim.simulation.loop import run_alone
 
 # No sleep ends just when a limit does.

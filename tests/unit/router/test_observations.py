@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvpool.placement.records import LinkRecord
-from kvpool.router.calls import Call
-from kvpool.router.engines import spec_of
 from kvpool.router.hashing import HashSpec
-from kvpool.router.observations import Measured, Observing, assumed, learned
+from kvpool.router.records.observations import Measured, Observing, assumed, learned
+from kvpool.router.requests.calls import Call
+from kvpool.router.upstream.specs import spec_of
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.values import Engine, Estimate, Role
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from kvpool.errors import InvalidRequest, Unavailable
-from kvpool.router.own_tokenizers import FIRST, PENDING_MAX, SHARE, OwnTokenizers
+from kvpool.router.prompts.own_tokenizers import FIRST, PENDING_MAX, SHARE, OwnTokenizers
 
 COMPLETION = {"model": "m", "prompt": "secret words"}
 CHAT = {"model": "m", "messages": []}

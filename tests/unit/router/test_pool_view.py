@@ -5,8 +5,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.router.engines import pool_holders
-from kvpool.router.pool_view import PoolView
+from kvpool.router.engines.pool_view import PoolView
+from kvpool.router.upstream.specs import pool_holders
 from kvpool.scheduler.index import PrefixIndex, Reach
 
 NODES = ["a", "b", "c"]

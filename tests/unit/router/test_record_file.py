@@ -10,8 +10,8 @@ import pytest
 
 from kvpool import folders
 from kvpool.errors import ConfigError
-from kvpool.router import record_file
-from kvpool.router.record_file import RecordFile
+from kvpool.router.records import record_file
+from kvpool.router.records.record_file import RecordFile
 from kvpool.simulator.recordings import MARKER
 
 BYTES = 100

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvpool.errors import KvpoolError, Unavailable
-from kvpool.router.bodies import Kind
 from kvpool.router.config import RouterConfig
-from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import HashSpec
-from kvpool.router.metrics import RECORD_OUTCOMES
-from kvpool.router.recorder import EndedRequest
+from kvpool.router.http.bodies import Kind
+from kvpool.router.records.metrics import RECORD_OUTCOMES
+from kvpool.router.records.recorder import EndedRequest
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role
 from tests.support.scripted_engines import BLOCK_TOKENS, EVENTS, Bench, Client, engine

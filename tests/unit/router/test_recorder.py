@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from kvpool.router import recorder
-from kvpool.router.recorder import (
+from kvpool.router.records import recorder
+from kvpool.router.records.recorder import (
     LINE_BYTES,
     MODEL_CHARACTERS_MAX,
     QUEUE_BYTES_MAX,

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 
 from kvpool.errors import Unavailable
-from kvpool.router.engine_catalog import Served
-from kvpool.router.engines import EngineSpec
+from kvpool.router.engines.engine_catalog import Served
 from kvpool.router.hashing import HashSpec, Item, chain, none_hash
-from kvpool.router.prompts import Prompts
-from kvpool.router.rendering import ASK_AGAIN_S, PATHS, Renderer
+from kvpool.router.prompts.rendering import ASK_AGAIN_S, PATHS, Renderer
+from kvpool.router.requests.prompts import Prompts
+from kvpool.router.upstream.specs import EngineSpec
 
 BODY = {"model": "m", "messages": [{"role": "user"}], "stream": True, "stream_options": {"a": 1}}
 FEATURES = {

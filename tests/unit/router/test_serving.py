@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 
 from kvpool.errors import Unavailable
-from kvpool.router.bodies import BadRequest, Kind
 from kvpool.router.config import RouterConfig
-from kvpool.router.engines import EngineSpec
-from kvpool.router.intake import Rejected
-from kvpool.router.intents import Wanted
-from kvpool.router.memory import SMALL_BYTES
-from kvpool.router.requests import QUIET_S
-from kvpool.router.upstream import TOO_LARGE, EngineFailed
+from kvpool.router.http.bodies import BadRequest, Kind
+from kvpool.router.http.memory import SMALL_BYTES
+from kvpool.router.requests.intake import Rejected
+from kvpool.router.requests.intents import Wanted
+from kvpool.router.requests.serving import QUIET_S
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import TOO_LARGE, EngineFailed
 from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.values import Role

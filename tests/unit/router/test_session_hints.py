@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.router.session_hints import (
+from kvpool.router.http.session_hints import (
     CACHE_CONTROLS_MAX,
     HEADERS,
     KEEP_MAX_S,

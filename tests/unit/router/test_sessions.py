@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpool.errors import Unavailable
-from kvpool.router.metrics import Metrics
-from kvpool.router.session_hints import SessionHint
-from kvpool.router.sessions import AGENTS_MAX, NEWS_MAX, SessionBook, Sessions
+from kvpool.router.http.session_hints import SessionHint
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.requests.sessions import AGENTS_MAX, NEWS_MAX, SessionBook, Sessions
 
 A, B, C = (frozenset({name}) for name in "abc")
 Told = tuple[str, tuple[str, ...], dict[str, Any]]

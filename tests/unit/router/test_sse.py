@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.router import sse
-from kvpool.router.sse import (
+from kvpool.router.http import sse
+from kvpool.router.http.sse import (
     EventStream,
     EventTooLong,
     NoEvent,

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from kvpool.errors import Unavailable
-from kvpool.router.own_tokenizers import FIRST, OwnTokenizers
-from kvpool.router.tokens import PROMPT_TOKENS, Tokenizer, TokenizeRefused, question
+from kvpool.router.prompts.own_tokenizers import FIRST, OwnTokenizers
+from kvpool.router.prompts.tokens import PROMPT_TOKENS, Tokenizer, TokenizeRefused, question
 from tests.support.waiting import until_async
 
 TEXT = [{"role": "user", "content": "hello"}]

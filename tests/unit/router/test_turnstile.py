@@ -3,7 +3,7 @@
 import asyncio
 from itertools import pairwise
 
-from kvpool.router.turnstile import Turnstile
+from kvpool.router.http.turnstile import Turnstile
 
 
 def passes(count: int, most: int, leave: frozenset[int] = frozenset()) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
-from kvpool.router.engines import EngineSpec
-from kvpool.router.upstream import (
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import (
     CUT,
     OWN_FAULTS,
     PIECE_BYTES,

@@ -25,18 +25,18 @@ from typing import Any
 import xxhash
 
 from kvpool.errors import KvpoolError
-from kvpool.router.bodies import Body
-from kvpool.router.calls import Call, Caller, Reply, end_span, span_of
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engines import EngineSpec
-from kvpool.router.evidence import Evidence, another_may_differ, for_client
-from kvpool.router.explain import Account
-from kvpool.router.memory import NoRoom
-from kvpool.router.metrics import Metrics
-from kvpool.router.observations import EVENTS_MIN, Measured
+from kvpool.router.engines.engine_roster import EngineRoster
+from kvpool.router.http.bodies import Body
+from kvpool.router.http.memory import NoRoom
+from kvpool.router.http.session_hints import NO_HINT, SessionHint
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Ordering
-from kvpool.router.session_hints import NO_HINT, SessionHint
-from kvpool.router.upstream import GONE, TOO_LARGE, EngineFailed, EngineRefused, Exhausted
+from kvpool.router.records.explain import Account
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.records.observations import EVENTS_MIN, Measured
+from kvpool.router.requests.calls import Call, Caller, Reply, end_span, span_of
+from kvpool.router.upstream.evidence import Evidence, another_may_differ, for_client
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import GONE, TOO_LARGE, EngineFailed, EngineRefused, Exhausted
 from kvpool.scheduler.decode import SLOWER_MAX
 from kvpool.scheduler.values import DecodeOrder, Engine, Order, Request, Saves
 from kvpool.telemetry.spans import QUEUE, Span

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from kvpool.router.metrics import RECORD_OUTCOMES
+from kvpool.router.records.metrics import RECORD_OUTCOMES
 from kvpool.simulator.recordings import TOKENS_MAX, RecordedRequest, line_of
 
 log = logging.getLogger("kvpool.router")

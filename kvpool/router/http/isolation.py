@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvpool.router.bodies import BadRequest, Body, with_field
+from kvpool.router.http.bodies import BadRequest, Body, with_field
 
 FIELD = "cache_salt"
 REFUSED = ("kv_transfer_params", "ec_transfer_params")

@@ -12,7 +12,7 @@ opens none. Time is no evidence: a slow engine is one whose probes succeed.
 
 from __future__ import annotations
 
-from kvpool.router.upstream import CUT, UNREACHABLE, WRONG_RANK, EngineFailed
+from kvpool.router.upstream.upstream import CUT, UNREACHABLE, WRONG_RANK, EngineFailed
 
 OF_THE_ROUTER = frozenset((401, 403, 407))
 """Answers to the router's own credentials: no client's fault, and of no use to one."""

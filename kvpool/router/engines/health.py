@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.retry import BreakerRule
-from kvpool.router.breaker import EngineBreaker
-from kvpool.router.engines import EngineSpec
-from kvpool.router.upstream import EngineFailed, Exhausted, Upstream
+from kvpool.router.engines.breaker import EngineBreaker
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import EngineFailed, Exhausted, Upstream
 
 log = logging.getLogger("kvpool.router")
 

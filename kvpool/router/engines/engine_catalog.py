@@ -30,12 +30,16 @@ import msgspec
 
 from kvpool.errors import ConfigError, KvpoolError, Unavailable
 from kvpool.placement.records import LinkRecord
-from kvpool.router.caches import Caches
 from kvpool.router.daemon_link import DaemonLink
-from kvpool.router.engine_calls import bearer
-from kvpool.router.engine_hosts import LOOPBACK, EngineHosts
-from kvpool.router.engine_server import EngineServer
-from kvpool.router.engines import (
+from kvpool.router.engines.caches import Caches
+from kvpool.router.engines.engine_server import EngineServer
+from kvpool.router.engines.hash_check import MISMATCH, UNVERIFIED, VERIFIED, verify
+from kvpool.router.engines.pool_view import PoolViews
+from kvpool.router.hashing import HashSpec, salt_of
+from kvpool.router.records.observations import assumed, refine
+from kvpool.router.upstream.engine_calls import bearer
+from kvpool.router.upstream.engine_hosts import LOOPBACK, EngineHosts
+from kvpool.router.upstream.specs import (
     EngineSpec,
     Place,
     by_rank,
@@ -44,10 +48,6 @@ from kvpool.router.engines import (
     spec_of,
     with_models,
 )
-from kvpool.router.hash_check import MISMATCH, UNVERIFIED, VERIFIED, verify
-from kvpool.router.hashing import HashSpec, salt_of
-from kvpool.router.observations import assumed, refine
-from kvpool.router.pool_view import PoolViews
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import KindEstimates
 from kvpool.scheduler.index import PrefixIndex

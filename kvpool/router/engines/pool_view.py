@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from kvpool.router.engines import EngineSpec, pool_holders
+from kvpool.router.upstream.specs import EngineSpec, pool_holders
 from kvpool.scheduler.index import PrefixIndex
 
 KEYS_MAX = 1 << 20

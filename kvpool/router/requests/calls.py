@@ -13,13 +13,12 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError
-from kvpool.router.bodies import SESSION, Body, Kind, prompt_only, segment, with_params
-from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import Prompt
-from kvpool.router.memory import Held, Memory
-from kvpool.router.moving_limit import MovingLimit
-from kvpool.router.session_hints import NO_HINT, SessionHint
-from kvpool.router.sse import (
+from kvpool.router.http.bodies import SESSION, Body, Kind, prompt_only, segment, with_params
+from kvpool.router.http.memory import Held, Memory
+from kvpool.router.http.moving_limit import MovingLimit
+from kvpool.router.http.session_hints import NO_HINT, SessionHint
+from kvpool.router.http.sse import (
     DETAILS,
     EventStream,
     EventTooLong,
@@ -29,8 +28,9 @@ from kvpool.router.sse import (
     usage_of,
     with_cached,
 )
-from kvpool.router.tracing import Trace
-from kvpool.router.upstream import (
+from kvpool.router.http.tracing import Trace
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import (
     CUT,
     GARBAGE,
     GONE,

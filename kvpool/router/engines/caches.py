@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpool.errors import ConfigError
 from kvpool.placement.kv_events.subscriber import EngineFeed, EngineSource, EventSubscriber
-from kvpool.router.engines import EngineSpec, gpu_holder
+from kvpool.router.upstream.specs import EngineSpec, gpu_holder
 from kvpool.scheduler.index import PrefixIndex
 
 log = logging.getLogger("kvpool.router")

@@ -18,13 +18,13 @@ import msgspec
 
 from kvpool.client import Client
 from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
-from kvpool.router.bodies import BadRequest, Body
 from kvpool.router.daemon_link import DaemonLink
-from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import HashSpec, Prompt
-from kvpool.router.intake import TOKENIZE_S, Rejected
-from kvpool.router.metrics import Metrics
-from kvpool.router.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.http.bodies import BadRequest, Body
+from kvpool.router.prompts.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.requests.intake import TOKENIZE_S, Rejected
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.types import KEY_BYTES, Intent, IntentAnswer
 
 TOGETHER, EACH = 8, 2

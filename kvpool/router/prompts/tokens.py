@@ -18,10 +18,10 @@ import xxhash
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable
-from kvpool.router.chat_form import of_messages, of_responses
-from kvpool.router.engine_calls import bearer, post_json
-from kvpool.router.evidence import another_may_differ
-from kvpool.router.own_tokenizers import CHAT, OwnTokenizers
+from kvpool.router.prompts.chat_form import of_messages, of_responses
+from kvpool.router.prompts.own_tokenizers import CHAT, OwnTokenizers
+from kvpool.router.upstream.engine_calls import bearer, post_json
+from kvpool.router.upstream.evidence import another_may_differ
 
 if TYPE_CHECKING:
     import aiohttp

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.router.daemon_link import DaemonLink
-from kvpool.router.engine_catalog import EngineCatalog
-from kvpool.router.engines import EngineSpec
+from kvpool.router.engines.engine_catalog import EngineCatalog
+from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.hashing import Hasher, HashSpec, Item, Prompt, index_keys, salt_of
-from kvpool.router.own_tokenizers import OwnTokenizers
-from kvpool.router.pool_view import PoolViews
-from kvpool.router.rendering import PATHS, Renderer
-from kvpool.router.tokens import Tokenizer, UnknownModel, question
+from kvpool.router.prompts.own_tokenizers import OwnTokenizers
+from kvpool.router.prompts.rendering import PATHS, Renderer
+from kvpool.router.prompts.tokens import Tokenizer, UnknownModel, question
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.types import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from aiohttp import BodyPartReader, MultipartReader
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 
-from kvpool.router.bodies import BadRequest, Body, Kind, model_of
+from kvpool.router.http.bodies import BadRequest, Body, Kind, model_of
 
 PARTS_MAX = 64
 TEXT_BYTES_MAX = 1 << 16

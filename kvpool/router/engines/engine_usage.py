@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvpool.router.engines import EngineSpec
-from kvpool.router.upstream import EngineFailed, Upstream
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import EngineFailed, Upstream
 
 if TYPE_CHECKING:
     from kvpool.scheduler.values import Engine

@@ -16,9 +16,9 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import ProtocolError, Unavailable
-from kvpool.router.engine_calls import bearer, post_json
-from kvpool.router.evidence import another_may_differ
 from kvpool.router.hashing import Item
+from kvpool.router.upstream.engine_calls import bearer, post_json
+from kvpool.router.upstream.evidence import another_may_differ
 
 if TYPE_CHECKING:
     import aiohttp

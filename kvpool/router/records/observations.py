@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvpool.router.engines import EngineSpec
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.estimates import Error, KindEstimates, LoadEstimate, StepEstimate
 from kvpool.scheduler.values import Engine, Estimate, Order, Saves

@@ -26,7 +26,7 @@ class ModelTokenizer:
         try:
             from tokenizers import Tokenizer
 
-            from kvpool.router.chat_template import read_chat_template
+            from kvpool.router.prompts.chat_template import read_chat_template
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"models: a tokenizer needs {error.name}: {install('tokenizer')}"

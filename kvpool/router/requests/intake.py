@@ -11,18 +11,18 @@ from typing import Any, Protocol
 import xxhash
 
 from kvpool.errors import Unavailable
-from kvpool.router.bodies import BadRequest, Body, Kind, limited, parse, parsed_bytes
 from kvpool.router.config import RouterConfig
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engines import EngineSpec
-from kvpool.router.explain import Account
-from kvpool.router.forms import parse_form
+from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.hashing import Prompt
-from kvpool.router.isolation import Isolation
-from kvpool.router.memory import Held, Memory
-from kvpool.router.session_hints import SessionHint, hint_of, session_name
-from kvpool.router.tokens import TokenizeRefused, UnknownModel
-from kvpool.router.tracing import Trace
+from kvpool.router.http.bodies import BadRequest, Body, Kind, limited, parse, parsed_bytes
+from kvpool.router.http.forms import parse_form
+from kvpool.router.http.isolation import Isolation
+from kvpool.router.http.memory import Held, Memory
+from kvpool.router.http.session_hints import SessionHint, hint_of, session_name
+from kvpool.router.http.tracing import Trace
+from kvpool.router.prompts.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.records.explain import Account
+from kvpool.router.upstream.specs import EngineSpec
 from kvpool.scheduler.values import Request
 
 TOKENIZE_S = 2.0

@@ -14,7 +14,7 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import ProtocolError
-from kvpool.router.engine_calls import read
+from kvpool.router.upstream.engine_calls import read
 
 MODELS_S = 10.0
 """How often an engine is asked for its models: adapters come and go."""

@@ -21,27 +21,27 @@ import xxhash
 
 from kvpool.decoding import decode_json
 from kvpool.errors import KvpoolError
-from kvpool.router.active_request import ActiveRequest, DeadlinePassed, GivenUp
-from kvpool.router.bodies import BadRequest, Kind, error_body, parse, parsed_bytes
-from kvpool.router.calls import Caller, ClientGone, Limits, Reply, while_alive
 from kvpool.router.config import RouterConfig
-from kvpool.router.engine_roster import EngineRoster
-from kvpool.router.engines import EngineSpec
-from kvpool.router.evidence import Evidence, another_may_differ, for_client
-from kvpool.router.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
+from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.hashing import Prompt
-from kvpool.router.intake import Incoming, Intake, Prompts, Rejected
-from kvpool.router.intents import Intents, Wanted
-from kvpool.router.isolation import Isolation
-from kvpool.router.memory import Held, Memory, NoRoom
-from kvpool.router.metrics import Metrics
-from kvpool.router.miss_notes import MissNotes
-from kvpool.router.observations import Observer
+from kvpool.router.http.bodies import BadRequest, Kind, error_body, parse, parsed_bytes
+from kvpool.router.http.isolation import Isolation
+from kvpool.router.http.memory import Held, Memory, NoRoom
+from kvpool.router.http.sse import error_event
 from kvpool.router.orders import Ordering
-from kvpool.router.recorder import EndedRequest, Recorder
-from kvpool.router.sessions import Sessions
-from kvpool.router.sse import error_event
-from kvpool.router.upstream import (
+from kvpool.router.records.explain import IN_FLIGHT, Account, Accounts, dry_run, rejection_of
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.records.miss_notes import MissNotes
+from kvpool.router.records.observations import Observer
+from kvpool.router.records.recorder import EndedRequest, Recorder
+from kvpool.router.requests.active_request import ActiveRequest, DeadlinePassed, GivenUp
+from kvpool.router.requests.calls import Caller, ClientGone, Limits, Reply, while_alive
+from kvpool.router.requests.intake import Incoming, Intake, Prompts, Rejected
+from kvpool.router.requests.intents import Intents, Wanted
+from kvpool.router.requests.sessions import Sessions
+from kvpool.router.upstream.evidence import Evidence, another_may_differ, for_client
+from kvpool.router.upstream.specs import EngineSpec
+from kvpool.router.upstream.upstream import (
     GONE,
     TOO_LARGE,
     EngineFailed,

@@ -21,10 +21,10 @@ from aiohttp.client_proto import ResponseHandler
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError
-from kvpool.router.engine_calls import bearer
-from kvpool.router.engine_hosts import EngineResolver
-from kvpool.router.engines import EngineSpec
-from kvpool.router.memory import Held
+from kvpool.router.http.memory import Held
+from kvpool.router.upstream.engine_calls import bearer
+from kvpool.router.upstream.engine_hosts import EngineResolver
+from kvpool.router.upstream.specs import EngineSpec
 
 IDLE_S = 3.0
 """How long an idle connection is kept: less than the 5 s after which vLLM closes it."""

@@ -19,8 +19,8 @@ from functools import partial
 from kvpool.client import Client
 from kvpool.errors import KvpoolError
 from kvpool.router.daemon_link import DaemonLink
-from kvpool.router.metrics import Metrics
-from kvpool.router.session_hints import SessionHint, session_name
+from kvpool.router.http.session_hints import SessionHint, session_name
+from kvpool.router.records.metrics import Metrics
 
 SESSIONS_MAX = 16_384  # of a tenant; beyond it those that were active longest ago are forgotten
 AGENTS_MAX = 64  # of a session

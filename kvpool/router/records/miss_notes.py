@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvpool.router.explain import Account
 from kvpool.router.hashing import Prompt
+from kvpool.router.records.explain import Account
 
 TOGETHER = 2
 """Questions under way; requests that end meanwhile get no answer."""

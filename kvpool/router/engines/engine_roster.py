@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from kvpool.errors import Unavailable
 from kvpool.retry import Backoff
-from kvpool.router.bodies import BadRequest
-from kvpool.router.breaker import EngineBreaker
-from kvpool.router.engines import EngineSpec, scheduled
-from kvpool.router.hash_check import UNVERIFIED, VERIFIED
-from kvpool.router.metrics import Metrics
+from kvpool.router.engines.breaker import EngineBreaker
+from kvpool.router.engines.hash_check import UNVERIFIED, VERIFIED
+from kvpool.router.http.bodies import BadRequest
 from kvpool.router.orders import Orders
-from kvpool.router.upstream import GONE, EngineFailed, EngineRefused
+from kvpool.router.records.metrics import Metrics
+from kvpool.router.upstream.specs import EngineSpec, scheduled
+from kvpool.router.upstream.upstream import GONE, EngineFailed, EngineRefused
 from kvpool.scheduler.roles import REBALANCE_S
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Engine, Role

@@ -16,10 +16,10 @@ import msgspec
 from kvpool.errors import Unavailable
 from kvpool.placement.kv_events.engine_blocks import short_hash
 from kvpool.placement.kv_events.subscriber import EngineFeed
-from kvpool.router.engine_calls import post_json
-from kvpool.router.engines import EngineSpec
 from kvpool.router.hashing import HashSpec, chain
-from kvpool.router.tokens import ANSWER_BYTES_MAX, tokens_of
+from kvpool.router.prompts.tokens import ANSWER_BYTES_MAX, tokens_of
+from kvpool.router.upstream.engine_calls import post_json
+from kvpool.router.upstream.specs import EngineSpec
 
 if TYPE_CHECKING:
     import aiohttp

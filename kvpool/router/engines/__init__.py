@@ -1,0 +1,1 @@
+"""Engines: which are known, which get requests, and what their caches hold."""

@@ -1,0 +1,1 @@
+"""HTTP: what requests and answers look like, without knowledge of engines."""

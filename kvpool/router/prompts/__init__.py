@@ -1,0 +1,1 @@
+"""Prompts: their tokens, from tokenizers and from engines."""

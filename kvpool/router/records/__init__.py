@@ -1,0 +1,1 @@
+"""Records: metrics, explanations, recordings and measurements of requests."""

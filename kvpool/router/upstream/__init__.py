@@ -1,0 +1,1 @@
+"""Upstream: calls to engines, what an engine is, and what a failed call says."""
