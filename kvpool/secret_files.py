@@ -28,18 +28,6 @@ def _check_mode(mode: int, path: str, where: str) -> None:
         raise ConfigError(f"{where}: other users can access {path}: chmod 600 {path}")
 
 
-def check_own(path: str, where: str) -> None:
-    """Raises `ConfigError` for a file, or a folder, of another user than this one and root, or that others can change."""
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot read {path}: {error.strerror}") from None
-    if found.st_uid not in {0, os.geteuid()}:
-        raise ConfigError(f"{where}: {path} belongs to another user (uid {found.st_uid})")
-    if stat.S_IMODE(found.st_mode) & 0o022:
-        raise ConfigError(f"{where}: other users can change {path}: chmod go-w {path}")
-
-
 def is_own(path: str) -> bool:
     """Whether this user owns the file. False: it is missing."""
     try:

@@ -132,11 +132,3 @@ class KnownLayouts:
         if told is None:
             return list(reversed(known))
         return [told] if told in known else [told, *reversed(known)]
-
-    def of_model(self, model: str) -> list[Layout]:
-        """All of a model, of whichever group."""
-        found: dict[Layout, None] = {}
-        for (name, _), known in self._known.items():
-            if name == model:
-                found.update(known)
-        return list(found)

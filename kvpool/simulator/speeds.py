@@ -103,16 +103,6 @@ class Speeds:
         return fixed_s, 0.0, self.model.kv_bytes / bandwidth
 
 
-def hardware_names() -> list[str]:
-    """The names of the hardware that is described here."""
-    return _names("hardware")
-
-
-def model_names() -> list[str]:
-    """The names of the models that are described here."""
-    return _names("model")
-
-
 def load_hardware(name: str) -> Hardware:
     """By name, or from a TOML file. Raises `ConfigError`."""
     return _load(Hardware, "hardware", name)

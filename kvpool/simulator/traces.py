@@ -154,19 +154,6 @@ def generate(shape: str, requests: int, seed: int, rate: float = 4.0) -> list[En
     return [replace(entry, timestamp_s=entry.timestamp_s - first) for entry in entries]
 
 
-def write_trace(entries: Sequence[Entry], path: Path) -> None:
-    """In Mooncake's format."""
-    with path.open("w") as lines:
-        for entry in entries:
-            document = {
-                "timestamp": round(entry.timestamp_s * 1e3),
-                "input_length": entry.tokens,
-                "output_length": entry.output_tokens,
-                "hash_ids": entry.keys,
-            }
-            lines.write(json.dumps(document) + "\n")
-
-
 def _length(rng: Random, mean: float) -> int:
     return max(1, round(rng.expovariate(1 / mean)))
 

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvpool.placement.directory.base import Directory
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from tests.contract.suites.directory import DirectoryContract
+from tests.support.embedded_directory import EmbeddedDirectory
 
 
 class TestEmbedded(DirectoryContract):

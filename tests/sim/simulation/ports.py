@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Entry, Swept
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.key_groups import tag_of
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
@@ -21,6 +20,7 @@ from kvpool.placement.records import (
 )
 from tests.sim.simulation.loop import Domain
 from tests.sim.simulation.memory import Violation
+from tests.support.embedded_directory import EmbeddedDirectory
 
 if TYPE_CHECKING:
     from tests.sim.simulation.world import World

@@ -18,16 +18,16 @@ from kvpool.daemon.fetch import (
 from kvpool.daemon.server import composition
 from kvpool.daemon.tiers import ssd_books, ssd_demote, ssd_read, ssd_restore, ssd_tier, ssd_write
 from kvpool.daemon.workers.turns import COPIES, PULLS, QUESTIONS, WAITS, TurnLimits
-from kvpool.placement.directory import embedded
 from kvpool.placement.key_groups import TAGS
 from tests.sim.simulation.plan import Plan
+from tests.support import embedded_directory
 
 Constants = Sequence[tuple[Any, str, Any]]
 
 # A million blocks spread over thousands of buckets; here are a few hundred.
 ALWAYS: Constants = (
-    (embedded, "_BUCKETS_A_TAG", 1),
-    (embedded, "_BUCKETS", TAGS),
+    (embedded_directory, "_BUCKETS_A_TAG", 1),
+    (embedded_directory, "_BUCKETS", TAGS),
 )
 # No waits of minutes in a world that lives for one.
 _DISKS: Constants = (

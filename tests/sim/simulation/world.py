@@ -19,7 +19,6 @@ from kvpool.daemon.core.blocks import PIN_NONE, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.errors import KvpoolError
 from kvpool.placement.directory.base import TIERS
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from kvpool.placement.records import NodeRecord, NodeState
 from kvpool.types import DEFAULT_TENANT
@@ -36,6 +35,7 @@ from tests.sim.simulation.nodes import LEASE_S_MAX, Life, SimulatedNode
 from tests.sim.simulation.plan import MODEST_BLOCKS, MODEST_CHAINS, Plan
 from tests.sim.simulation.ports import BadMembership
 from tests.sim.simulation.stays import WhatStays
+from tests.support.embedded_directory import EmbeddedDirectory
 
 STEPS_MAX = 3_000_000  # fifty nodes take more than one million
 EVENTS_KEPT = 60

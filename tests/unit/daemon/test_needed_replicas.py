@@ -14,9 +14,9 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.replication import AUDIT_KEYS, Replication
 from kvpool.daemon.core.blocks import NamespaceState, Origin
 from kvpool.placement.directory.base import Entry
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import NamespaceSettings, NodeState
 from tests.contract.suites.membership import until
+from tests.support.embedded_directory import EmbeddedDirectory
 from tests.support.tiers import without_disks
 
 SECOND = Origin(secondary=True)

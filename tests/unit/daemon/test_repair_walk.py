@@ -17,9 +17,9 @@ from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.base import Entry
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import NamespaceSettings
 from tests.contract.suites.membership import until
+from tests.support.embedded_directory import EmbeddedDirectory
 from tests.support.tiers import without_disks
 
 PAGES = 4

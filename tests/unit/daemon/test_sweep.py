@@ -22,10 +22,10 @@ from kvpool.daemon.cluster.sweep import (
 from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, Unavailable
 from kvpool.placement.directory.base import BATCH_MAX, Swept
 from kvpool.placement.directory.checks import DEAD_MAX
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.directory_memory import DeadIncarnations
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
 from tests.contract.suites.membership import record
+from tests.support.embedded_directory import EmbeddedDirectory
 
 DIGEST = b"D" * 16
 DRAM = 1

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcer import LANES, RETRACTS_MAX, TRIALS, Announcer
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Entry
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.directory.repairs import (
     REFRESH_KEYS_S,
     REPAIRS_MAX,
@@ -25,6 +24,7 @@ from kvpool.placement.directory.repairs import (
     verify_rate,
 )
 from kvpool.placement.key_groups import TAGS, tag_of
+from tests.support.embedded_directory import EmbeddedDirectory
 from tests.support.virtual_time import virtually
 
 DRAM = TIERS["dram"]

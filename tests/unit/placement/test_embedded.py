@@ -10,9 +10,9 @@ import pytest
 
 from kvpool.errors import InvalidRequest
 from kvpool.placement.directory.base import TIERS, Entry
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.key_groups import TAGS, tag_of
 from tests.contract.suites.directory import NAMESPACE, key_of, keys_of, node
+from tests.support.embedded_directory import EmbeddedDirectory
 
 DRAM = TIERS["dram"]
 

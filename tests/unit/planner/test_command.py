@@ -17,7 +17,8 @@ from kvpool.planner.workload import Workload, at_rate
 from kvpool.simulator.recordings import Trace
 from kvpool.simulator.simulated_cluster import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
-from kvpool.simulator.traces import generate, ideal_hits, write_trace
+from kvpool.simulator.traces import generate, ideal_hits
+from tests.support.traces import write_trace
 
 SMALL = ["--limit", "25", "--engines-max", "24", "--rate", "2"]
 SHAPE = Shape(Speeds(load_hardware("a800x8"), load_model("llama-3-70b")))

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from kvpool.cli.verbs import app
 from kvpool.errors import ConfigError, InvalidRequest
-from kvpool.simulator.traces import generate, write_trace
+from kvpool.simulator.traces import generate
+from tests.support.traces import write_trace
 
 SMALL = ["--limit", "60", "--prefill", "2", "--decode", "1", "--load", "0.6"]
 

@@ -28,7 +28,8 @@ from kvpool.simulator.recordings import (
 )
 from kvpool.simulator.simulated_cluster import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
-from kvpool.simulator.traces import Entry, generate, ideal_hits, read_trace, write_trace
+from kvpool.simulator.traces import Entry, generate, ideal_hits, read_trace
+from tests.support.traces import write_trace
 
 SPEEDS = Speeds(load_hardware("a800x8"), load_model("llama-3-70b"))
 COUNTS = st.integers(0, TOKENS_MAX)

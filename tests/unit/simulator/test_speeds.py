@@ -9,16 +9,16 @@ from kvpool.errors import ConfigError
 from kvpool.simulator.bound import central_queue, scale_for, service_s
 from kvpool.simulator.speeds import (
     Speeds,
-    hardware_names,
     load_hardware,
     load_model,
-    model_names,
 )
 from kvpool.simulator.traces import Entry, arrivals
 
+PROFILES = Path(__file__).resolve().parents[3] / "kvpool" / "simulator" / "profiles"
 
-@pytest.mark.parametrize("hardware", hardware_names())
-@pytest.mark.parametrize("model", model_names())
+
+@pytest.mark.parametrize("hardware", [file.stem for file in PROFILES.glob("hardware/*.toml")])
+@pytest.mark.parametrize("model", [file.stem for file in PROFILES.glob("model/*.toml")])
 def test_every_profile_is_usable_and_says_where_it_is_from(hardware: str, model: str) -> None:
     speeds = Speeds(load_hardware(hardware), load_model(model))
     assert len(speeds.hardware.source) > 100

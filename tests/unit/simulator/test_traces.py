@@ -15,8 +15,8 @@ from kvpool.simulator.traces import (
     ideal_hits,
     read_trace,
     step_of,
-    write_trace,
 )
+from tests.support.traces import write_trace
 
 LINE = {"timestamp": 3000, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
 

@@ -1,4 +1,4 @@
-"""The directory in this process: for one machine, for tests, and for simulations.
+"""A directory in this process, for tests and simulations of many nodes.
 
 It fulfils the contract of `directory/base.py`, marks included; nodes of a simulated cluster share one object.
 """
