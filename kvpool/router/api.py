@@ -352,10 +352,10 @@ class Api:
                 "object": "model",
                 "created": self._started_at,
                 "owned_by": "kvpool",
-                "parent": self._roster.parent(name),
+                "parent": self._roster.models.parent(name),
                 "max_model_len": longest or None,
             }
-            for name, longest in self._roster.model_lengths().items()
+            for name, longest in self._roster.models.lengths().items()
         ]
         return _json({"object": "list", "data": rows})
 

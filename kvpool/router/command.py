@@ -215,7 +215,7 @@ class Router:
         )
         books = Books(
             orders=self._orders,
-            among=self._roster.among,
+            among=self._roster.models.among,
             engine_of=engine_of,
             told=pools.told,
             blame=self.health.failed,

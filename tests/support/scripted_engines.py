@@ -420,7 +420,7 @@ class Bench:
         self.shared = GroupOrders(self.orders, engine_of, clock)
         self.books = Books(
             orders=self.orders,
-            among=self.roster.among,
+            among=self.roster.models.among,
             engine_of=engine_of,
             told=lambda *_: None,
             blame=self.health.failed,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
-from kvpool.errors import Unavailable
-from kvpool.retry import Backoff
 from kvpool.router.engines.breaker import EngineBreaker
-from kvpool.router.engines.hash_check import UNVERIFIED, VERIFIED
+from kvpool.router.engines.hash_verification import HashVerification
+from kvpool.router.engines.served_models import ServedModels
 from kvpool.router.http.bodies import BadRequest
 from kvpool.router.orders import Orders
 from kvpool.router.records.metrics import Metrics
@@ -22,9 +20,6 @@ from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Engine, Role
 
 log = logging.getLogger("kvpool.router")
-
-VERIFY_S, VERIFY_S_MAX = 1.0, 60.0
-"""Pauses between attempts to verify an engine's hashes: the first, and the longest."""
 
 
 class Catalog(Protocol):
@@ -43,28 +38,6 @@ class EngineHealth(Protocol):
     def spec(self, name: str) -> EngineSpec | None: ...
     def succeeded(self, name: str) -> None: ...
     def failed(self, name: str, request: Hashable) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """Engines that serve a model. longest: as `EngineRoster.longest`; kinds, names: as `EngineRoster.among`."""
-
-    engines: Sequence[EngineSpec]
-    longest: int
-    kinds: frozenset[str]
-    names: frozenset[str] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Models:
-    """What these engines serve. names: of the models, in the engines' order. asked: of those that were asked for."""
-
-    engines: tuple[EngineSpec, ...]
-    names: Mapping[str, None]
-    asked: dict[str, _Serving] = field(default_factory=dict)
-
-
-NOBODY = _Serving((), 0, frozenset(), None)
 
 
 class EngineRoster:
@@ -97,25 +70,8 @@ class EngineRoster:
         """Called when an engine gets requests, or no more."""
         self._drains: set[str] = set()
         self._weights: dict[str, float] = {}
-        self._models = _models_of(())
-        self._verifying: dict[str, asyncio.Task[None]] = {}  # by engine
-
-    def models(self) -> tuple[str, ...]:
-        """All models that engines serve, adapters included; also of unreachable engines."""
-        return tuple(self._now().names)
-
-    def model_lengths(self) -> dict[str, int]:
-        """Each model with the longest prompt and answer that an engine accepts; 0: not known."""
-        return {model: self.longest(model) for model in self.models()}
-
-    def parent(self, model: str) -> str | None:
-        """The model that an adapter is for; None: it is no adapter."""
-        of = (spec.model for spec in self._serving(model).engines if model in spec.adapters)
-        return next(of, None)
-
-    def longest(self, model: str) -> int:
-        """Tokens of the longest prompt and answer that one of its engines accepts; 0: not known."""
-        return self._serving(model).longest
+        self._verification = HashVerification(catalog, metrics, clock)
+        self.models = ServedModels(lambda: catalog.engines)
 
     def engine(self, name: str) -> Engine | None:
         """As known to the scheduler; None: it gets no requests."""
@@ -152,14 +108,12 @@ class EngineRoster:
         self._scheduler.weigh(spec.name, self._weights.get(spec.name, 1.0))
         if breaker := self._health.breakers.get(spec.name):
             self._metrics.breaks(spec.name, breaker.state)
-        self._verifying[spec.name] = asyncio.create_task(
-            self._keep_verified(spec.name), name=f"verify {spec.name}"
-        )
+        self._verification.begin(spec.name)
 
     def engine_down(self, spec: EngineSpec) -> None:
         """It is dead, or was removed: requests sent there that have not begun to be answered move elsewhere."""
         del self._engines[spec.name]
-        self._verifying.pop(spec.name).cancel()
+        self._verification.end(spec.name)
         self._orders.leave(spec.name)
         self.reached()
         if breaker := self._health.breakers.get(spec.name):
@@ -182,54 +136,9 @@ class EngineRoster:
         breaker = self._health.breakers.get(name)
         return breaker is not None and breaker.passes
 
-    async def _keep_verified(self, name: str) -> None:
-        """Compare an engine's hashes until they are verified, and again after they changed; until cancelled.
-
-        The catalog logs the result and acts on it.
-        """
-        retry = Backoff(VERIFY_S, VERIFY_S_MAX)
-        while True:
-            try:
-                standing = await self._catalog.verify(name)
-            except (Unavailable, EngineFailed) as error:
-                if not retry.failures:
-                    log.warning(
-                        "the block hashes of engine %s could not be verified and will be tried again: %s",
-                        *(name, error),
-                        extra={"engine": name},
-                    )
-                standing = UNVERIFIED
-            self._metrics.engine_cache_known.labels(name).set(standing == VERIFIED)
-            if standing == UNVERIFIED:
-                await asyncio.sleep(retry.failed(self._clock()))
-            else:
-                retry.succeeded()
-                await asyncio.sleep(VERIFY_S_MAX)
-
-    def _serving(self, model: str) -> _Serving:
-        models = self._now()
-        found = models.asked.get(model)
-        if found is None:
-            if model not in models.names:
-                return NOBODY
-            found = models.asked[model] = _serving_of(model, models.engines)
-        return found
-
-    def _now(self) -> _Models:
-        """Made anew when an engine has changed: each request asks, and engines are many."""
-        engines = tuple(self._catalog.engines.values())
-        if engines != self._models.engines:  # looks into those only that are other objects
-            self._models = _models_of(engines)
-        return self._models
-
-    def among(self, model: str) -> tuple[frozenset[str], frozenset[str] | None]:
-        """The kinds of engines that serve it, and their names, if not all of these kinds do."""
-        serving = self._serving(model)
-        return serving.kinds, serving.names
-
     def passing(self, model: str) -> list[EngineSpec]:
         """Those that serve the model and get requests; draining ones only if there are no others."""
-        found = [s for s in self._serving(model).engines if self._passes(s.name)]
+        found = [s for s in self.models.engines(model) if self._passes(s.name)]
         return [s for s in found if s.name not in self._drains] or found
 
     # Operators
@@ -354,25 +263,8 @@ class EngineRoster:
 
     async def close(self) -> None:
         """After the last request."""
-        tasks = list(self._verifying.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._verification.close()
 
 
 def _role_name(role: Role) -> str:
     return "both" if role == Role.BOTH else str(role.name).lower()
-
-
-def _models_of(engines: tuple[EngineSpec, ...]) -> _Models:
-    names = {name: None for spec in engines for name in (spec.model, *spec.models) if name}
-    return _Models(engines, names)
-
-
-def _serving_of(model: str, engines: Sequence[EngineSpec]) -> _Serving:
-    serving = [s for s in engines if model == s.model or model in s.models]
-    kinds = frozenset(spec.kind for spec in serving)
-    alike = sum(spec.kind in kinds for spec in engines)
-    names = frozenset(spec.name for spec in serving)
-    longest = max(spec.max_len for spec in serving)
-    return _Serving(serving, longest, kinds, None if alike == len(serving) else names)

@@ -53,7 +53,7 @@ class RouterQuestions:
 
     def _explain(self, row: RequestRow) -> dict[str, Any]:
         now = self._clock()
-        request = request_of(row, row.ident, self._roster.among, now)
+        request = request_of(row, row.ident, self._roster.models.among, now)
         return dry_run(request, self._scheduler.explain(request, now))
 
     # ---- what the next leader is to know -----------------------------------------------------------

@@ -113,7 +113,7 @@ class Intake:
         whole = body.whole or (prompt is None and body.segments)
         hint = self._hint(incoming, body)
         session = incoming.session or hint.session or body.session
-        kinds, names = self._roster.among(body.model)
+        kinds, names = self._roster.models.among(body.model)
         now = self._clock()
         request = Request(
             ident=next(self._idents),
@@ -144,7 +144,7 @@ class Intake:
 
     async def body(self, incoming: Incoming) -> Body:
         """The body as an engine would get it, kept apart from other tenants'. Raises `BadRequest` and `NoRoom`."""
-        models = self._roster.models()
+        models = self._roster.models.names()
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
         kind, raw = incoming.kind, incoming.raw
@@ -180,7 +180,7 @@ class Intake:
 
     def answer_tokens(self, body: Body, tokens: int) -> int | None:
         """The most tokens that an engine generates for it; None: not known."""
-        longest = self._roster.longest(body.model)
+        longest = self._roster.models.longest(body.model)
         if not longest:
             return body.output_tokens
         room = max(longest - tokens, 1)
@@ -193,7 +193,7 @@ class Intake:
 
     def too_long(self, body: Body, prompt: Prompt | None, request: Request) -> EngineSpec | None:
         """The engine that refuses a prompt longer than the model: any engine that serves it."""
-        longest = self._roster.longest(body.model)
+        longest = self._roster.models.longest(body.model)
         if prompt is None or not longest or request.tokens < longest:
             return None
         return self.any_for(body.model)

@@ -314,7 +314,7 @@ class Serving:
         Without a body it is a GET, for any engine. held: the memory of the body and of its answer.
         """
         self._admit()
-        models = self._roster.models()
+        models = self._roster.models.names()
         if not models:
             raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
         try:

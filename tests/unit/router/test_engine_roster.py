@@ -36,24 +36,36 @@ def test_engines_by_model():
         engine("d"),
     )
     roster = roster_of(catalog)
-    assert roster.models() == ("m", "lora", "n")
-    assert roster.model_lengths() == {"m": 200, "lora": 100, "n": 0}
-    assert roster.among("m") == (frozenset({"big"}), None)
-    assert roster.among("lora") == (frozenset({"big"}), frozenset({"a"}))
+    assert roster.models.names() == ("m", "lora", "n")
+    assert roster.models.lengths() == {"m": 200, "lora": 100, "n": 0}
+    assert roster.models.among("m") == (frozenset({"big"}), None)
+    assert roster.models.among("lora") == (frozenset({"big"}), frozenset({"a"}))
     for unknown in ("other", ""):
-        assert roster.longest(unknown) == 0
-        assert roster.among(unknown) == (frozenset(), None)
+        assert roster.models.longest(unknown) == 0
+        assert roster.models.among(unknown) == (frozenset(), None)
 
 
 def test_every_change_of_an_engine_counts():
     first = engine("a", model="m", models=("m",), kind="big", max_len=100)
     catalog = Catalog(first)
     roster = roster_of(catalog)
-    assert (roster.models(), roster.longest("m"), roster.longest("n")) == (("m",), 100, 0)
+    assert (roster.models.names(), roster.models.longest("m"), roster.models.longest("n")) == (
+        ("m",),
+        100,
+        0,
+    )
     catalog.engines["a"] = replace(first, models=("m", "n"), max_len=300)
-    assert (roster.models(), roster.longest("m"), roster.longest("n")) == (("m", "n"), 300, 300)
+    assert (roster.models.names(), roster.models.longest("m"), roster.models.longest("n")) == (
+        ("m", "n"),
+        300,
+        300,
+    )
     catalog.engines["b"] = engine("b", model="n", kind="big", max_len=400)
-    assert roster.longest("n") == 400
-    assert roster.among("m") == (frozenset({"big"}), frozenset({"a"}))
+    assert roster.models.longest("n") == 400
+    assert roster.models.among("m") == (frozenset({"big"}), frozenset({"a"}))
     del catalog.engines["a"]
-    assert (roster.models(), roster.longest("m"), roster.longest("n")) == (("n",), 0, 400)
+    assert (roster.models.names(), roster.models.longest("m"), roster.models.longest("n")) == (
+        ("n",),
+        0,
+        400,
+    )
