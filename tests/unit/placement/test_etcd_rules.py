@@ -16,18 +16,17 @@ pytest.importorskip("grpc")
 from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.membership.base import Standing
-from kvpool.placement.membership.etcd import (
+from kvpool.placement.membership.etcd import EtcdMembership, suspended_s
+from kvpool.placement.membership.etcd_lease import LeaseWatch
+from kvpool.placement.membership.etcd_mirror import Mirror, Paths
+from kvpool.placement.membership.etcd_rules import (
     PROGRESS_S,
     SMALL_USE_S,
     USE_S,
     WRITES_S,
-    EtcdMembership,
     hold_s,
     spread_s,
-    suspended_s,
 )
-from kvpool.placement.membership.etcd_lease import LeaseWatch
-from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.records import (
     LinkRecord,
     NamespaceClock,
