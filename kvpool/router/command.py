@@ -138,7 +138,7 @@ class Router:
             clock=clock,
             api_key=api_key,
             hosts=EngineHosts(config.announced_from),
-            on_lag=metrics.engine_event_lag.observe,
+            on_lag=metrics.engine_event_lag_seconds.observe,
         )
 
         def pool_told(

@@ -240,7 +240,7 @@ class Orders:
         metrics.engine_calls.labels(estimate.engine.name, operation).inc()
         if not recipient.ordered:
             recipient.ordered = True
-            metrics.queue.observe(now - order.request.arrived_s)
+            metrics.queue_seconds.observe(now - order.request.arrived_s)
             keys = len(order.request.keys)
             if keys:
                 metrics.cached_tokens.inc(estimate.cached * order.request.tokens / keys)

@@ -1,6 +1,9 @@
-"""The router's metrics for Prometheus. This table has all names."""
+"""The router's metrics for Prometheus, declared at the field."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,143 +35,118 @@ RECORD_OUTCOMES = ("written", "queue_full", "write_failed", "file_full")
 take it; the file was full."""
 
 
+def counter(text: str, labels: tuple[str, ...] = (), *, values: tuple[str, ...] = ()) -> Any:
+    """Declare a counter. values: of its label, whose series are there from the start."""
+    return partial(Counter, documentation=text, labelnames=labels), values
+
+
+def gauge(text: str, labels: tuple[str, ...] = ()) -> Any:
+    """Declare a gauge."""
+    return partial(Gauge, documentation=text, labelnames=labels), ()
+
+
+def histogram(text: str, buckets: tuple[float, ...]) -> Any:
+    """Declare a histogram."""
+    return partial(Histogram, documentation=text, buckets=buckets), ()
+
+
 class Metrics:
-    """The metrics of one router, in a registry of their own. Not thread-safe."""
+    """The metrics of one router, in a registry of their own: `kvpool_router_` and the field's name. Not thread-safe."""
+
+    requests: Counter = counter("Requests that ended, by outcome.", ("outcome",), values=OUTCOMES)
+    rejections: Counter = counter("Rejected requests, by error code.", ("code",))
+    engine_calls: Counter = counter("Calls to engines, by operation.", ("engine", "operation"))
+    engine_call_failures: Counter = counter(
+        "Failed calls to engines, by reason.", ("engine", "reason")
+    )
+    intents: Counter = counter(
+        "Answers of nodes to intents for prompts, by outcome; unreachable: there was none.",
+        ("outcome",),
+    )
+    connections_dropped: Counter = counter(
+        "Connections closed because all places were taken, idle ones first."
+    )
+    retries: Counter = counter("Calls repeated on another engine.")
+    prompt_tokens: Counter = counter("Tokens of prompts.")
+    cached_tokens: Counter = counter("Tokens of prompts expected to be in a cache or in the pool.")
+    active_requests: Gauge = gauge("Requests in progress.")
+    requests_waiting: Gauge = gauge("Requests waiting for an engine.")
+    routers: Gauge = gauge("Connected routers of the group, with this one.")
+    leader: Gauge = gauge("1 while this router schedules itself, 0 while another one does.")
+    leader_changes: Counter = counter("Changes of the router that schedules.")
+    held_bytes: Gauge = gauge(
+        "Bytes of bodies, prompts and answers that requests hold, without the first 128 KiB of each."
+    )
+    draining: Gauge = gauge("1 while the router accepts no new requests.")
+    time_to_first_token_seconds: Histogram = histogram(
+        "Time from the arrival of a request to the first part of its answer, in seconds.", SECONDS
+    )
+    queue_seconds: Histogram = histogram(
+        "Time from the arrival of a request to its first call to an engine, in seconds.", SECONDS
+    )
+    prepare_seconds: Histogram = histogram(
+        "Time to tokenise and hash a prompt and to look its blocks up in the pool, in seconds.",
+        SECONDS,
+    )
+    time_per_output_token_seconds: Histogram = histogram(
+        "Time per output token after the first one, in seconds.", TOKEN_SECONDS
+    )
+    engine_event_lag_seconds: Histogram = histogram(
+        "Time from an engine's KV event to its entry in the index, in seconds.", LAG_SECONDS
+    )
+    engine_up: Gauge = gauge("1 while the engine receives requests.", ("engine",))
+    engine_breaker: Gauge = gauge(
+        "1 for the current state of the engine's circuit breaker, 0 for the others.",
+        ("engine", "state"),
+    )
+    engine_cache_known: Gauge = gauge(
+        "1 while the engine's block hashes are verified, so that its cache counts.", ("engine",)
+    )
+    engines_required: Gauge = gauge(
+        "How many engines the present load would keep fully busy, by kind of engine and role.",
+        ("kind", "role"),
+    )
+    own_tokenizer: Gauge = gauge(
+        "1 while the router tokenises these prompts of a model itself, 0 while engines do: its tokens are not yet "
+        "proven equal to theirs, or have differed.",
+        ("model", "prompt"),
+    )
+    estimate_error_ratio: Gauge = gauge(
+        "Mean of |estimated - actual| / actual, by kind of engine and estimate.",
+        ("kind", "estimate"),
+    )
+    estimate_bias_ratio: Gauge = gauge(
+        "Mean of (estimated - actual) / actual, by kind of engine and estimate.",
+        ("kind", "estimate"),
+    )
+    session_requests: Counter = counter("Requests that name a session.")
+    session_hints_ignored: Counter = counter(
+        "Values of requests' hints on sessions that were of no use."
+    )
+    session_news: Counter = counter(
+        "News of sessions for daemons, beside what engines tell: told to the own daemon, or lost.",
+        ("outcome",),
+        values=("told", "lost"),
+    )
+    spans: Counter = counter(
+        "Ended trace spans, by outcome of their export.", ("outcome",), values=SPAN_OUTCOMES
+    )
+    recorded_requests: Counter = counter(
+        "Requests whose lines were written to the recording, or dropped, by what became of them.",
+        ("outcome",),
+        values=RECORD_OUTCOMES,
+    )
 
     def __init__(self) -> None:
         # Creation times of series are not used.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = registry = CollectorRegistry()
-
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"kvpool_router_{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-            return Gauge(f"kvpool_router_{name}", text, labels, registry=registry)
-
-        def histogram(
-            name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
-        ) -> Histogram:
-            return Histogram(
-                f"kvpool_router_{name}", text, labels, registry=registry, buckets=buckets
-            )
-
-        self.requests = counter("requests", "Requests that ended, by outcome.", ("outcome",))
-        self.rejections = counter("rejections", "Rejected requests, by error code.", ("code",))
-        self.engine_calls = counter(
-            "engine_calls", "Calls to engines, by operation.", ("engine", "operation")
-        )
-        self.engine_call_failures = counter(
-            "engine_call_failures", "Failed calls to engines, by reason.", ("engine", "reason")
-        )
-        self.intents = counter(
-            "intents",
-            "Answers of nodes to intents for prompts, by outcome; unreachable: there was none.",
-            ("outcome",),
-        )
-        self.connections_dropped = counter(
-            "connections_dropped",
-            "Connections closed because all places were taken, idle ones first.",
-        )
-        self.retries = counter("retries", "Calls repeated on another engine.")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = counter(
-            "cached_tokens", "Tokens of prompts expected to be in a cache or in the pool."
-        )
-        self.active_requests = gauge("active_requests", "Requests in progress.")
-        self.requests_waiting = gauge("requests_waiting", "Requests waiting for an engine.")
-        self.routers = gauge("routers", "Connected routers of the group, with this one.")
-        self.leader = gauge(
-            "leader", "1 while this router schedules itself, 0 while another one does."
-        )
-        self.leader_changes = counter("leader_changes", "Changes of the router that schedules.")
-        self.held_bytes = gauge(
-            "held_bytes",
-            "Bytes of bodies, prompts and answers that requests hold, without the first 128 KiB of each.",
-        )
-        self.draining = gauge("draining", "1 while the router accepts no new requests.")
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds",
-            "Time from the arrival of a request to the first part of its answer, in seconds.",
-            SECONDS,
-        )
-        self.queue = histogram(
-            "queue_seconds",
-            "Time from the arrival of a request to its first call to an engine, in seconds.",
-            SECONDS,
-        )
-        self.prepare = histogram(
-            "prepare_seconds",
-            "Time to tokenise and hash a prompt and to look its blocks up in the pool, in seconds.",
-            SECONDS,
-        )
-        self.time_per_output_token = histogram(
-            "time_per_output_token_seconds",
-            "Time per output token after the first one, in seconds.",
-            TOKEN_SECONDS,
-        )
-        self.engine_event_lag = histogram(
-            "engine_event_lag_seconds",
-            "Time from an engine's KV event to its entry in the index, in seconds.",
-            LAG_SECONDS,
-        )
-        self.engine_up = gauge("engine_up", "1 while the engine receives requests.", ("engine",))
-        self.engine_breaker = gauge(
-            "engine_breaker",
-            "1 for the current state of the engine's circuit breaker, 0 for the others.",
-            ("engine", "state"),
-        )
-        self.engine_cache_known = gauge(
-            "engine_cache_known",
-            "1 while the engine's block hashes are verified, so that its cache counts.",
-            ("engine",),
-        )
-        self.engines_required = gauge(
-            "engines_required",
-            "How many engines the present load would keep fully busy, by kind of engine and role.",
-            ("kind", "role"),
-        )
-        self.own_tokenizer = gauge(
-            "own_tokenizer",
-            "1 while the router tokenises these prompts of a model itself, 0 while engines do: its tokens are not yet "
-            "proven equal to theirs, or have differed.",
-            ("model", "prompt"),
-        )
-        self.estimate_error = gauge(
-            "estimate_error_ratio",
-            "Mean of |estimated - actual| / actual, by kind of engine and estimate.",
-            ("kind", "estimate"),
-        )
-        self.estimate_bias = gauge(
-            "estimate_bias_ratio",
-            "Mean of (estimated - actual) / actual, by kind of engine and estimate.",
-            ("kind", "estimate"),
-        )
-        self.session_requests = counter("session_requests", "Requests that name a session.")
-        self.session_hints_ignored = counter(
-            "session_hints_ignored", "Values of requests' hints on sessions that were of no use."
-        )
-        self.session_news = counter(
-            "session_news",
-            "News of sessions for daemons, beside what engines tell: told to the own daemon, or lost.",
-            ("outcome",),
-        )
-        for outcome in ("told", "lost"):
-            self.session_news.labels(outcome)
-        self.spans = counter(
-            "spans", "Ended trace spans, by outcome of their export.", ("outcome",)
-        )
-        self.recorded_requests = counter(
-            "recorded_requests",
-            "Requests whose lines were written to the recording, or dropped, by what became of them.",
-            ("outcome",),
-        )
-        for outcome in RECORD_OUTCOMES:
-            self.recorded_requests.labels(outcome)
-        for outcome in SPAN_OUTCOMES:
-            self.spans.labels(outcome)
-        for outcome in OUTCOMES:
-            self.requests.labels(outcome)
+        self._registry = CollectorRegistry()
+        for name in type(self).__annotations__:
+            make, values = getattr(type(self), name)
+            metric = make(f"kvpool_router_{name}", registry=self._registry)
+            for value in values:
+                metric.labels(value)
+            setattr(self, name, metric)
 
     def breaks(self, engine: str, state: BreakerState) -> None:
         """Record the state of an engine's breaker."""

@@ -492,7 +492,7 @@ class ActiveRequest:
             self.ttft_s = ttft_s
         if self._span is not None:
             self._span.set(engine=call.spec.name, ttft_s=ttft_s)
-        self._metrics.time_to_first_token.observe(ttft_s)
+        self._metrics.time_to_first_token_seconds.observe(ttft_s)
         asyncio.get_running_loop().call_soon(self._presumably_computed, call)
 
     def answer_ended(self, call: Call) -> None:
@@ -513,7 +513,7 @@ class ActiveRequest:
         if call.events >= EVENTS_MIN:
             self._orders.answered(name, call.answer_tokens - 1, took_s)
         if call.events > 1:
-            self._metrics.time_per_output_token.observe(took_s / (call.events - 1))
+            self._metrics.time_per_output_token_seconds.observe(took_s / (call.events - 1))
         self._served(call.spec)
         self._turn_answered(frozenset(self._nodes))
 

@@ -247,7 +247,7 @@ class Serving:
         now = self._clock()
         if span is not None:
             span.set(model=body.model, prompt_tokens=request.tokens)
-        self._metrics.prepare.observe(now - account.arrived_s)
+        self._metrics.prepare_seconds.observe(now - account.arrived_s)
         self._metrics.prompt_tokens.inc(request.tokens)
         self.sessions.noticed(hint)
         direct = self._intake.too_long(body, prompt, request)
@@ -526,8 +526,8 @@ class Serving:
             for estimate, error in errors.items():
                 if not error.count:
                     continue
-                metrics.estimate_error.labels(kind, estimate).set(error.mean)
-                metrics.estimate_bias.labels(kind, estimate).set(error.bias)
+                metrics.estimate_error_ratio.labels(kind, estimate).set(error.mean)
+                metrics.estimate_bias_ratio.labels(kind, estimate).set(error.bias)
 
     async def close(self) -> None:
         """End what runs for requests that have ended."""
