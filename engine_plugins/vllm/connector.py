@@ -69,7 +69,7 @@ from kvpool.engine_plugins.vllm.worker.attachment import Attachment
 from kvpool.engine_plugins.vllm.worker.device import DevicePages, PinnedSegments
 from kvpool.engine_plugins.vllm.worker.half import WorkerHalf
 from kvpool.engine_plugins.vllm.worker.steps import DeviceTimer, HostTimer
-from kvpool.engine_plugins.vllm.worker.stored import stored_groups
+from kvpool.engine_plugins.vllm.worker.stored import StoredGroup, stored_groups
 from kvpool.errors import ConfigError
 from kvpool.types import PartKind
 
@@ -114,6 +114,36 @@ def can_go_back(vllm_config: Any) -> bool:
     return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
 
+def check_load_mode(mode: LoadMode, *, block_errors: bool, goes_back: bool) -> None:
+    """Raises `ConfigError` where loads are to be synchronous, and a failed one would do harm."""
+    if mode is not LoadMode.SYNC:
+        return
+    if not block_errors:
+        raise ConfigError(
+            "load_mode sync needs a model with a single cache group, with full attention: for others vLLM "
+            "cannot report a failed synchronous load. Use auto or async"
+        )
+    if not goes_back:
+        raise ConfigError(
+            "load_mode sync needs vLLM's first model runner without overlapping steps: otherwise results "
+            "computed after a failed load would be returned. Use auto or async, or disable async "
+            "scheduling, pipeline parallelism and the second runner"
+        )
+
+
+def check_interface() -> None:
+    """Raises `ConfigError` if this version of vLLM lacks what kvpool needs."""
+    for owner, name in (
+        (KVConnectorBase_V1, "bind_gpu_block_pool"),
+        (BlockPool, "unpin_blocks"),
+    ):
+        if not hasattr(owner, name):
+            raise ConfigError(
+                f"vLLM {vllm_version} has no {owner.__name__}.{name}, by which kvpool pins blocks while it saves them. "
+                "Use a version of vLLM that this kvpool supports, or a newer kvpool"
+            )
+
+
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     """KV blocks of this engine in the node's pool. Best effort: without a pool it only computes."""
 
@@ -139,27 +169,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         full = [rule.kind is PartKind.FULL for rule in self._rules]
         self._block_errors = len(kv_cache_config.kv_cache_groups) == 1 and full == [True]
         goes_back = can_go_back(vllm_config)
-        if self._config.load_mode is LoadMode.SYNC:
-            if not self._block_errors:
-                raise ConfigError(
-                    "load_mode sync needs a model with a single cache group, with full attention: for others vLLM "
-                    "cannot report a failed synchronous load. Use auto or async"
-                )
-            if not goes_back:
-                raise ConfigError(
-                    "load_mode sync needs vLLM's first model runner without overlapping steps: otherwise results "
-                    "computed after a failed load would be returned. Use auto or async, or disable async "
-                    "scheduling, pipeline parallelism and the second runner"
-                )
-        for owner, name in (
-            (KVConnectorBase_V1, "bind_gpu_block_pool"),
-            (BlockPool, "unpin_blocks"),
-        ):
-            if not hasattr(owner, name):
-                raise ConfigError(
-                    f"vLLM {vllm_version} has no {owner.__name__}.{name}, by which kvpool pins blocks while it saves them. "
-                    "Use a version of vLLM that this kvpool supports, or a newer kvpool"
-                )
+        check_load_mode(
+            self._config.load_mode, block_errors=self._block_errors, goes_back=goes_back
+        )
+        check_interface()
         self._client = self._make_client(
             self._config.lookup_timeout_s
             if role == KVConnectorRole.SCHEDULER
@@ -171,58 +184,63 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_blocks: set[int] = set()
         self._reports: dict[int, RankReport] = {}
         if role == KVConnectorRole.SCHEDULER:
-            self._facts = namespace.engine_facts(
-                vllm_config,
-                self._config,
-                seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
-                versions=facts.versions(
-                    "vllm",
-                    vllm_version,
-                    pickled=pickled,
-                    any_version=self._config.any_version,
-                ),
+            self._scheduler = self._make_scheduler(transfer, draft_blocks, pickled, goes_back)
+
+    def _make_scheduler(
+        self, transfer: Any, draft_blocks: int, pickled: bool, goes_back: bool
+    ) -> SchedulerHalf:
+        vllm_config, kv_cache_config = self._vllm_config, self._kv_cache_config
+        parallel = vllm_config.parallel_config
+        self._facts = namespace.engine_facts(
+            vllm_config,
+            self._config,
+            seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
+            versions=facts.versions(
+                "vllm",
+                vllm_version,
+                pickled=pickled,
+                any_version=self._config.any_version,
+            ),
+            hash_tokens=_hash_tokens(kv_cache_config),
+        )
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                'kv_load_failure_policy is "%s": a request fails if one of its blocks cannot be loaded from the '
+                'pool. Set it to "recompute".',
+                transfer.kv_load_failure_policy,
+            )
+        return SchedulerHalf(
+            self._client,
+            self._config,
+            Engine(
+                rules=self._rules,
                 hash_tokens=_hash_tokens(kv_cache_config),
-            )
-            if transfer.kv_load_failure_policy != "recompute":
-                logger.warning(
-                    'kv_load_failure_policy is "%s": a request fails if one of its blocks cannot be loaded from the '
-                    'pool. Set it to "recompute".',
-                    transfer.kv_load_failure_policy,
-                )
-            self._scheduler = SchedulerHalf(
-                self._client,
-                self._config,
-                Engine(
-                    rules=self._rules,
+                blocks=kv_cache_config.num_blocks,
+                ranks=parallel.world_size,
+                sync_loads=self._block_errors and goes_back,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                answer_states=vllm_config.speculative_config is None,
+                draft_blocks=draft_blocks,
+                stages=parallel.pipeline_parallel_size,
+                # The second model runner clears new blocks before it calls connectors.
+                watches=not (
+                    vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing
+                ),
+                events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
+                record=engine_record(
+                    vllm_config,
+                    self._config,
+                    self._rules,
                     hash_tokens=_hash_tokens(kv_cache_config),
+                    none_hash=_none_hash(vllm_config.cache_config.prefix_caching_hash_algo),
                     blocks=kv_cache_config.num_blocks,
-                    ranks=parallel.world_size,
-                    sync_loads=self._block_errors and goes_back,
-                    loads=transfer.is_kv_consumer,
-                    saves=transfer.is_kv_producer,
-                    answer_states=vllm_config.speculative_config is None,
-                    draft_blocks=draft_blocks,
-                    stages=parallel.pipeline_parallel_size,
-                    # The second model runner clears new blocks before it calls connectors.
-                    watches=not (
-                        vllm_config.use_v2_model_runner and kv_cache_config.needs_kv_cache_zeroing
-                    ),
-                    events=publisher(vllm_config.kv_events_config, parallel.data_parallel_index),
-                    record=engine_record(
-                        vllm_config,
-                        self._config,
-                        self._rules,
-                        hash_tokens=_hash_tokens(kv_cache_config),
-                        none_hash=_none_hash(vllm_config.cache_config.prefix_caching_hash_algo),
-                        blocks=kv_cache_config.num_blocks,
-                    ),
                 ),
-                pulls=self._make_pulls() if transfer.is_kv_consumer else None,
-                ahead=Ahead(
-                    self._make_client(self._config.request_timeout_s), self._config.lease_s
-                ),
-                new_weights=lambda: uuid.uuid4().hex,
-            )
+            ),
+            pulls=self._make_pulls() if transfer.is_kv_consumer else None,
+            ahead=Ahead(self._make_client(self._config.request_timeout_s), self._config.lease_s),
+            new_weights=lambda: uuid.uuid4().hex,
+        )
 
     def _make_client(self, timeout_s: float, connections_max: int = 16) -> Client:
         # Where the scheduler is, rank 0 is too.
@@ -282,7 +300,6 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             lambda name: layers[name].get_attn_backend().get_name(),
             projected_heads(models, layers).get,
         )
-        rank = self._vllm_config.parallel_config.rank
         for rule, group in zip(self._rules, stored, strict=True):
             if group.why:
                 logger.warning(
@@ -290,20 +307,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                     rule.group,
                     group.why,
                 )
-        report = RankReport(
-            rank=rank,
-            device=device.type,
-            layout=str(self._kv_cache_config.kv_cache_layout),
-            isa=namespace.isa(device.type),
-            groups=[group.layer_bytes() for group in stored],
-            backends={layer.name: layer.backend for group in stored for layer in group.layers()},
-            held=[group.held() for group in stored],
-            weights=loaded.digest(),
-            config=facts.config_digest(self._vllm_config.model_config.hf_config),
-            rotations=rotations(models, self._vllm_config.model_config.dtype),
-            fp8=str(current_platform.fp8_dtype()),
-            place=f"{platform.node()}:{self._client.socket_path}",
-        )
+        report = self._report(device, stored, models, loaded)
         on_host = device.type == "cpu"
         module = torch.get_device_module(device)
 
@@ -365,6 +369,28 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             reuse_wait_s=self._config.request_timeout_s,
         )
         WORKERS.add(self._worker)
+
+    def _report(
+        self,
+        device: torch.device,
+        stored: Sequence[StoredGroup],
+        models: Sequence[torch.nn.Module],
+        loaded: Loaded,
+    ) -> RankReport:
+        return RankReport(
+            rank=self._vllm_config.parallel_config.rank,
+            device=device.type,
+            layout=str(self._kv_cache_config.kv_cache_layout),
+            isa=namespace.isa(device.type),
+            groups=[group.layer_bytes() for group in stored],
+            backends={layer.name: layer.backend for group in stored for layer in group.layers()},
+            held=[group.held() for group in stored],
+            weights=loaded.digest(),
+            config=facts.config_digest(self._vllm_config.model_config.hf_config),
+            rotations=rotations(models, self._vllm_config.model_config.dtype),
+            fp8=str(current_platform.fp8_dtype()),
+            place=f"{platform.node()}:{self._client.socket_path}",
+        )
 
     def get_handshake_metadata(self) -> KvpoolHandshake | None:
         return None if self._worker is None else KvpoolHandshake(self._worker.report)
