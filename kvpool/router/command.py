@@ -125,21 +125,7 @@ class Router:
         self._recorder = _recorder(config)
         self._client = _pool(config)
         self._daemon = None if self._client is None else DaemonLink(self._client)
-        self._catalog = EngineCatalog(
-            engines=[_given(table) for table in config.engines],
-            daemon=self._daemon,
-            session=session,
-            index=index,
-            pools=pools,
-            cluster=cluster,
-            joined=self._joined,
-            left=self._left,
-            changed=self._changed,
-            clock=clock,
-            api_key=api_key,
-            hosts=EngineHosts(config.announced_from),
-            on_lag=metrics.engine_event_lag_seconds.observe,
-        )
+        self._catalog = self._make_catalog(session, index, pools, cluster, api_key)
 
         def pool_told(
             namespace: bytes, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]]
@@ -156,18 +142,8 @@ class Router:
             api_key=api_key,
             tokenizers=_tokenizers(config, metrics),
         )
-        self.health = Health(
-            upstream,
-            BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
-            probe_s=config.probe_s,
-            probe_timeout_s=config.probe_timeout_s,
-            clock=clock,
-            up=self._up,
-            down=self._down,
-            turned=self._turned,
-            look=self._look,
-        )
-        scheduler = Scheduler(
+        self.health = self._make_health(upstream)
+        self._scheduler = scheduler = Scheduler(
             (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
         )
         observer = Observing(cluster)
@@ -213,6 +189,65 @@ class Router:
             sessions=self._sessions,
             intents=Intents(self._catalog, self._prompts, self._intents_link, metrics),
         )
+        self._group = self._make_group(secrets, session, orders, pools, cluster, engine_of)
+        self._listeners = Listeners(
+            *(config.tls_cert, config.tls_key, _limits(config), "listen"),
+            metrics.connections_dropped.inc,
+            reuse_port=config.reuse_port,
+        )
+        self._app = self._make_api(secrets, cluster).application()
+        self._tending: asyncio.Task[None] | None = None
+        self._rebalancing: asyncio.Task[None] | None = None
+        self._exporting: asyncio.Task[None] | None = None
+
+    def _make_catalog(
+        self,
+        session: aiohttp.ClientSession,
+        index: PrefixIndex,
+        pools: PoolViews,
+        cluster: Cluster,
+        api_key: Callable[[EngineSpec], str],
+    ) -> EngineCatalog:
+        return EngineCatalog(
+            engines=[_given(table) for table in self._config.engines],
+            daemon=self._daemon,
+            session=session,
+            index=index,
+            pools=pools,
+            cluster=cluster,
+            joined=self._joined,
+            left=self._left,
+            changed=self._changed,
+            clock=time.monotonic,
+            api_key=api_key,
+            hosts=EngineHosts(self._config.announced_from),
+            on_lag=self._metrics.engine_event_lag_seconds.observe,
+        )
+
+    def _make_health(self, upstream: Upstream) -> Health:
+        config = self._config
+        return Health(
+            upstream,
+            BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
+            probe_s=config.probe_s,
+            probe_timeout_s=config.probe_timeout_s,
+            clock=time.monotonic,
+            up=self._up,
+            down=self._down,
+            turned=self._turned,
+            look=self._look,
+        )
+
+    def _make_group(
+        self,
+        secrets: Secrets,
+        session: aiohttp.ClientSession,
+        orders: GroupOrders,
+        pools: PoolViews,
+        cluster: Cluster,
+        engine_of: Callable[[str], Engine],
+    ) -> Group:
+        """Connect the orders of this router with those of the others."""
         books = Books(
             orders=self._orders,
             among=self._roster.models.among,
@@ -220,42 +255,40 @@ class Router:
             told=pools.told,
             blame=self.health.failed,
             praise=self.health.succeeded,
-            clock=clock,
+            clock=time.monotonic,
         )
-        self._group = Group(
+        group = Group(
             Hello(PROTOCOL, os.urandom(8).hex(), time.time()),
-            config.routers,
+            self._config.routers,
             orders=orders,
             books=books,
             questions=RouterQuestions(
-                scheduler=scheduler,
+                scheduler=self._scheduler,
                 cluster=cluster,
                 roster=self._roster,
                 accounts=self.serving.accounts,
-                clock=clock,
+                clock=time.monotonic,
             ),
             session=session,
             token=secrets.token,
-            tls=_routers_tls(config),
-            metrics=metrics,
+            tls=_routers_tls(self._config),
+            metrics=self._metrics,
             wall=time.time,
         )
-        self._roster.operated = self._group.operated
-        self._roster.served = self._group.served
-        self._roster.blamed = self._group.blamed
-        self._roster.reached = self._group.reached
-        self._listeners = Listeners(
-            *(config.tls_cert, config.tls_key, _limits(config), "listen"),
-            metrics.connections_dropped.inc,
-            reuse_port=config.reuse_port,
-        )
-        api = Api(
-            config,
+        self._roster.operated = group.operated
+        self._roster.served = group.served
+        self._roster.blamed = group.blamed
+        self._roster.reached = group.reached
+        return group
+
+    def _make_api(self, secrets: Secrets, cluster: Cluster) -> Api:
+        return Api(
+            self._config,
             secrets,
             self.serving,
             self._roster,
             self._group,
-            metrics,
+            self._metrics,
             knowledge=lambda: {
                 **self._catalog.stats(),
                 **self._prompts.stats(),
@@ -265,10 +298,6 @@ class Router:
             trust=self._listeners.trust,
             random=os.urandom,
         )
-        self._app = api.application()
-        self._tending: asyncio.Task[None] | None = None
-        self._rebalancing: asyncio.Task[None] | None = None
-        self._exporting: asyncio.Task[None] | None = None
 
     # The engine catalog determines the probed engines, and their health the scheduler's.
 
