@@ -17,8 +17,8 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication, block_bytes
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.ports import LivingNode
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import Unavailable
 from kvpool.placement.records import NodeState

@@ -15,7 +15,7 @@ import msgspec
 
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.requests import check_engine
-from kvpool.daemon.core.shares import Shares
+from kvpool.daemon.shares import Shares
 from kvpool.errors import NotAuthenticated
 from kvpool.placement.records import NodeRecord
 from kvpool.types import EngineRecord

@@ -27,8 +27,8 @@ from kvpool.daemon.cluster.sweep import Sweep
 from kvpool.daemon.cluster.unused_namespaces import UnusedNamespaces
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.fetch.ports import GoneNode, LivingNode
+from kvpool.daemon.tasks import Tasks
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.directory.announcer import Announcer
 from kvpool.placement.directory.base import TIERS, Directory, Entry

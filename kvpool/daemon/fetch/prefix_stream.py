@@ -15,12 +15,12 @@ from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.commit_waiters import CommitWaiter
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.locate import ASKED_MAX
 from kvpool.daemon.fetch.plan import FetchRequest
 from kvpool.daemon.fetch.ports import NOT_NODES, ClusterView, PeerTransport
 from kvpool.daemon.fetch.prefix_stream_rules import Chain, Course, Lacking
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.telemetry.cluster_stats import PrefixStreamStats

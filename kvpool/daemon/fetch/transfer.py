@@ -21,7 +21,6 @@ from kvpool.daemon.core.blocks import (
     Reservation,
 )
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.locate import Locator
 from kvpool.daemon.fetch.ports import (
@@ -34,6 +33,7 @@ from kvpool.daemon.fetch.ports import (
     PeerTransport,
     node_name,
 )
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.workers.turns import COPIES, Turn, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers

@@ -28,7 +28,6 @@ import msgspec
 from kvpool.config.tables import StreamConfig
 from kvpool.daemon.cluster.local_node import Holdings
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.ops.published_blocks import (
     CLEARED,
     Event,
@@ -37,6 +36,7 @@ from kvpool.daemon.ops.published_blocks import (
     removed,
     stored,
 )
+from kvpool.daemon.tasks import Tasks
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
 from kvpool.extras import install

@@ -17,12 +17,12 @@ import msgspec
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.blocks import PIN_HARD, Block, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.shares import Shares
-from kvpool.daemon.core.tasks import crash_if_failed
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.ops.commands import Asker, answers, namespaces_of
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import part_bytes
+from kvpool.daemon.shares import Shares
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded
 from kvpool.wire import operator as operator_wire

@@ -17,9 +17,9 @@ from itertools import groupby
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import FetchRequest
+from kvpool.daemon.tasks import Tasks
 from kvpool.types import KEY_BYTES, Outcome, split_keys
 
 TOGETHER = 2  # prompts

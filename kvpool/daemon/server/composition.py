@@ -29,7 +29,6 @@ from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.byte_seconds import ByteSeconds
 from kvpool.daemon.core.departures import Departures
 from kvpool.daemon.core.limits import Limits
-from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
@@ -59,6 +58,7 @@ from kvpool.daemon.ops.shared_holdings import SharedHoldings
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, TransferStats
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.local_node import DaemonNode
+from kvpool.daemon.server.loop_shares import LoopShares
 from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines, zmq_subscribe

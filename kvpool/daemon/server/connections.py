@@ -16,15 +16,15 @@ from types import CoroutineType
 from typing import Any, cast
 
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
-from kvpool.daemon.core.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.shares import Shares
-from kvpool.daemon.core.tasks import Tasks, crash_if_failed
 from kvpool.daemon.ops.logins import Logins
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.stats_gatherer import ConnectionCounts
 from kvpool.daemon.server.client_processes import ClientHandle, ClientProcess, ClientProcesses
+from kvpool.daemon.server.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.server.requests import ClientRequests
+from kvpool.daemon.shares import Shares
+from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.decoding import WrongValue

@@ -27,7 +27,6 @@ from kvpool.daemon.core.accounts import (
 )
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable, Requests
 from kvpool.daemon.core.commit_waiters import DROPPED_S
-from kvpool.daemon.core.loop_shares import LoopShares
 from kvpool.daemon.core.misses import Stage
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_counts, parse_parts, parse_wish, rows
@@ -45,6 +44,7 @@ from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
+from kvpool.daemon.server.loop_shares import LoopShares
 from kvpool.daemon.server.tracing import TRACED, traced
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines

@@ -30,7 +30,6 @@ from kvpool.daemon.cluster.host_topology import HostTopology, look_around
 from kvpool.daemon.cluster.joining import open_directory, open_membership, open_secrets
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.receipts import ReceiptsFile
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
@@ -45,6 +44,7 @@ from kvpool.daemon.server.memory_wait import (
     write_last,
     write_wait,
 )
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
 from kvpool.daemon.workers.transfer_workers import TransferWorkers

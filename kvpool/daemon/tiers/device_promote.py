@@ -19,7 +19,7 @@ from kvpool.daemon.core.blocks import (
     checksums_of,
 )
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import (

@@ -31,7 +31,7 @@ from kvpool.daemon.core.blocks import (
     checksums_of,
 )
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.device_promote import DevicePromotion
 from kvpool.daemon.tiers.write_orders import (

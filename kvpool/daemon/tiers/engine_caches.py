@@ -25,8 +25,8 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_events
-from kvpool.daemon.core.shares import Shares
-from kvpool.daemon.core.tasks import Tasks, crash_if_failed
+from kvpool.daemon.shares import Shares
+from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.errors import ConfigError
 from kvpool.extras import install
 from kvpool.placement.directory.announcement_queue import Held

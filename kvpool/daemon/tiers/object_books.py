@@ -18,7 +18,7 @@ import msgspec
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.tier_state import ObjectTierState
 from kvpool.daemon.workers.object_proxy import ObjectStorage
 from kvpool.errors import Unavailable

@@ -18,7 +18,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.candidates import Place
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import (

@@ -16,7 +16,7 @@ from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.tasks import Tasks, crash_if_failed
+from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_demote import SsdDemotion
 from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of

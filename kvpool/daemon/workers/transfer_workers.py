@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from kvpool.config import DaemonConfig
-from kvpool.daemon.core.tasks import crash_if_failed
+from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor

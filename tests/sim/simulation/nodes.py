@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from kvpool.config import DaemonConfig, DiskConfig, TenantConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.core.blocks import Holder
-from kvpool.daemon.core.tasks import Tasks
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.server import close, enter_cluster
+from kvpool.daemon.tasks import Tasks
 from kvpool.errors import ConfigError, KvpoolError, StaleEpoch, Unavailable
 from kvpool.placement.records import INCARNATION_BYTES
 from kvpool.types import DEFAULT_TENANT, split_keys

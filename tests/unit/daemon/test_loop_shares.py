@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.daemon.core.loop_shares import BURST_S, DEBT_S_MAX, OPERATORS, RECENT_S, LoopShares
+from kvpool.daemon.server.loop_shares import BURST_S, DEBT_S_MAX, OPERATORS, RECENT_S, LoopShares
 
 EVERY_S = 0.05  # between two requests of a tenant that is not greedy
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.daemon.core.shares import Shares
+from kvpool.daemon.shares import Shares
 from kvpool.errors import LimitExceeded
 
 
