@@ -36,6 +36,7 @@ from harness import Report
 
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features.sessions import Sessions
 from kvpool.storage.eviction import DEFAULT_POLICY, policy_maker
 from kvpool.types import KEY_BYTES, PartSpec, split_keys
 
@@ -130,6 +131,7 @@ def on_a_node(
     setting: Setting, stream: Sequence[Arrival], capacity: int, policy: str, cell: Cell
 ) -> Outcome:
     node = Node(make_policy=policy_maker(policy), limits=Limits(grant_share=1.0))
+    sessions = Sessions(node)
     slab_slots = -(-capacity // SLABS_MAX)
     capacity -= capacity % slab_slots
     slab_bytes = slab_slots * SLOT_BYTES
@@ -173,11 +175,11 @@ def on_a_node(
         node.settle()
         if cell.how == "ends":
             name, ended = str(arrival.session), arrival.pause_s is None
-            node.sessions.turn(
+            sessions.turn(
                 *(tenant, namespace, name, arrival.turn.agent, chain, now),
                 ended=ended,
             )
-            while node.sessions.work(4096):
+            while sessions.work(4096):
                 pass
     return outcome
 

@@ -115,6 +115,8 @@ class NodeStats(msgspec.Struct):
     """Failed logins: clients at the socket, users of the HTTP gateway (http), and peers."""
     internal_errors: Annotated[dict[str, int], counter("internal_errors", "request")] = {}
     """Requests that met an unexpected error and changed nothing: each ended its connection. A bug: the log has it."""
+    subscriptions_ended: Annotated[dict[str, int], counter("subscriptions_ended", "feature")] = {}
+    """Features that met an unexpected error and observe nothing more until the daemon restarts. A bug: the log has it."""
     audit: AuditStats | None = None
     counters: Counters = msgspec.field(default_factory=Counters)
     gone: Annotated[dict[str, int], DROPPED_PARTS.at(**DRAM)] = {}

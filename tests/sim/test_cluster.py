@@ -143,6 +143,18 @@ def test_without_faults_there_are_hits_and_copies() -> None:
     assert sum(result.counts.get("transfers", 0) for result in found) > 0
 
 
+def test_a_daemon_does_the_same_without_a_subscriber() -> None:
+    """Whatever observes a daemon decides nothing."""
+    counts: Counter[str] = Counter()
+    for seed in range(40, 50):
+        result = run_seed(seed, observed=False)
+        assert not result.failure, str(result)
+        assert result.digest == run_seed(seed).digest
+        counts.update(result.counts)
+    assert counts["blocks hit"] > 100, counts
+    assert counts["transfers"], counts
+
+
 def test_disks_are_written_read_and_broken() -> None:
     """So that the promises are not kept by leaving disks alone."""
     wanted = (

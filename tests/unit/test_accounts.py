@@ -15,10 +15,12 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from kvpool.daemon.core import accounts, ledger
-from kvpool.daemon.core.accounts import ROWS_MAX, Accounts, PartRefused, of_kept
-from kvpool.daemon.core.blocks import Origin
+from kvpool.daemon.core.blocks import Lease, Origin, PartTable
+from kvpool.daemon.core.events import PartRefused, Put, Read, Refused, Stage
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features import accounts
+from kvpool.daemon.features.accounts import ROWS_MAX, Accounts, of_kept
+from kvpool.daemon.features.traffic import TrafficCounts
 from kvpool.daemon.ops import receipts
 from kvpool.daemon.ops.receipts import FILE, AccountPeriods, ReceiptsFile
 from kvpool.errors import LimitExceeded, PoolFull
@@ -45,8 +47,11 @@ class Life:
             make_policy=policy_maker(DEFAULT_POLICY, dram_costs(disks=False)),
             incarnation=f"life-{number}",
         )
-        self.node.byte_seconds.clock = lambda: self.now
-        self.accounts = Accounts("a", self.node, lambda: self.now, lambda: self.now + 1.7e9)
+        self.traffic = TrafficCounts()
+        self.accounts = Accounts(
+            *("a", self.node, self.traffic, lambda: self.now, lambda: self.now + 1.7e9)
+        )
+        self.node.events.subscribe("accounts", self.accounts.handlers)
         file = None if folder is None else ReceiptsFile(folder, nbytes)
         self.keeper = AccountPeriods(self.accounts, file, lambda: self.now + 1.7e9)
         self.holders = {}
@@ -73,13 +78,13 @@ class Life:
         try:
             self.node.puts.reserve(holder, space, 0, self.tickets, keys)
         except (PoolFull, LimitExceeded):
-            self.accounts.refused(space, [PartRefused(0, "full")], len(keys), requests)
+            self.refused(space, [PartRefused(0, "full")], len(keys), requests)
             return 0
         reservation = holder.reservations.get(self.tickets)
         if reservation is None:
             return 0
         new = self.node.puts.commit(holder, self.tickets, bytes(16 * len(reservation.rows)))
-        self.accounts.written(reservation.table, new, requests)
+        self.written(reservation.table, new, requests)
         return new
 
     def read(self, space: Any, keys: list[bytes], request: str = "") -> int:
@@ -88,9 +93,22 @@ class Life:
         if lease is None:
             return 0
         lease.request = request
-        self.accounts.read(lease)
+        self.was_read(lease)
         self.node.leases.release(holder, lease.token)
         return lease.blocks
+
+    def was_read(self, lease: Lease) -> None:
+        namespace: Any = None  # the lease says it
+        self.node.events.emit(Read(namespace, [], b"", [], 0, 0, Stage.HERE, None, lease))
+
+    def written(self, table: PartTable, new: int, requests: Any = ()) -> None:
+        self.node.events.emit(Put(table, b"", new, requests))
+
+    def refused(self, space: Any, parts: Any, *rest: Any) -> None:
+        self.node.events.emit(Refused(space, parts, *rest))
+
+    def account(self, space: Any) -> Booked:
+        return self.traffic.of(space.tenant.name).account
 
     def end_period(self) -> None:
         self.keeper.end_period()
@@ -213,13 +231,13 @@ def test_receipts_and_what_has_no_label_are_the_account() -> None:
     assert life.read(space, some, "one") == 8
     assert life.read(space, some[:3], "two") == 3
     assert life.read(space, some[:5]) == 5
-    life.accounts.refused(space, [PartRefused(0, "quota")], 4, [("two", 4)])
+    life.refused(space, [PartRefused(0, "quota")], 4, [("two", 4)])
     assert life.accounts.ended(space, "one", "s")
     assert not life.accounts.ended(space, "unknown")
     one, two = life.accounts.receipts(lambda _: True)
     assert (one.request, one.session, one.ended_s) == ("one", "s", 1.7e9)
     assert (two.request, two.ended_s) == ("two", None)
-    account = space.tenant.traffic.account
+    account = life.account(space)
     (row,) = life.accounts.open_period().rows
     assert row.booked.written == account.written == one.booked.written
     read = [each.booked.reads["dram"].blocks for each in (one, two)]
@@ -236,7 +254,7 @@ def test_blocks_that_a_reader_waited_for_count_once_for_where_they_came_from() -
     life.node.puts.commit(holder, 900, bytes(16 * 4), None, Origin(tier="ssd"))
     for _ in range(2):
         assert life.read(space, some) == 6
-    reads = space.tenant.traffic.account.reads
+    reads = life.account(space).reads
     assert {tier: amount.blocks for tier, amount in reads.items()} == {"dram": 8, "ssd": 4}
     assert {tier: amount.tokens for tier, amount in reads.items()} == {"dram": 128, "ssd": 64}
 
@@ -251,7 +269,7 @@ def test_an_ended_epoch_is_kept_for_nobody() -> None:
     life.now = 100.0
     life.node.ended_epochs.reclaim(100)
     life.accounts.settle()
-    assert space.tenant.traffic.account.kept_byte_s == {"dram": 10 * NBYTES * 10.0}
+    assert life.account(space).kept_byte_s == {"dram": 10 * NBYTES * 10.0}
 
 
 def test_the_file_survives_a_torn_line_and_pages_share_no_row(tmp_path: Path) -> None:
@@ -304,7 +322,7 @@ def numbers_in(folder: Path) -> list[int]:
 def minutes(life: Life, count: int) -> None:
     """That many periods, in each of which one block is written."""
     for _ in range(count):
-        life.accounts.written(life.spaces["red", "large"].tables[0], 1)
+        life.written(life.spaces["red", "large"].tables[0], 1)
         life.now += PERIOD_S
         life.end_period()
 
@@ -359,13 +377,13 @@ def test_a_file_that_cannot_be_read_is_told_and_the_rest_is_there(
 
 def test_a_tenant_has_a_bounded_part_of_a_period_and_sums_stay(tmp_path: Path) -> None:
     life = Life(0, 0.0, tmp_path)
-    life.accounts.written(life.spaces["blue", "small"].tables[0], 1)
+    life.written(life.spaces["blue", "small"].tables[0], 1)
     for number in range(300):
         record = NamespaceRecord({"model": "x" * 5000 + str(number)}, (PartSpec(NBYTES),))
         space = life.node.namespaces.open(
             life.node.tenants["red"], record.digest(), record.canonical(), list(record.parts)
         )
-        life.accounts.written(space.tables[0], 1)
+        life.written(space.tables[0], 1)
     life.now += 5.0
     wanted = operator_wire.ListAccounts(0.0, 1e12, 0, 1000, ["red"])
     before = rows(life.keeper, wanted)
@@ -390,8 +408,8 @@ def test_all_periods_together_have_a_bounded_number_of_rows(
     monkeypatch.setattr(receipts, "ROWS_OF_TOTAL_MAX", 1)
     life = Life(0, 0.0, None)
     minutes(life, 3)
-    life.accounts.written(life.spaces["red", "small"].tables[0], 7)
-    life.accounts.written(life.spaces["blue", "small"].tables[0], 1)
+    life.written(life.spaces["red", "small"].tables[0], 7)
+    life.written(life.spaces["blue", "small"].tables[0], 1)
     life.now += 1.0
     found = {(each.tenant, each.namespace): each for each in rows(life.keeper).rows}
     large, small = (life.spaces[name] for name in (("red", "large"), ("blue", "small")))
@@ -549,22 +567,22 @@ def test_a_request_is_refused_once_whatever_its_parts(
     space = parts_of(life, *(PartSpec(NBYTES),) * 3)
     told = [PartRefused(part, "full", first) for part, first in enumerate(takes)]
     # Of A there are two runs.
-    life.accounts.refused(space, told, 6, [("A", 1), ("A", 2), ("B", 2)], taken)
-    account = space.tenant.traffic.account.refused["full"]
+    life.refused(space, told, 6, [("A", 1), ("A", 2), ("B", 2)], taken)
+    account = life.account(space).refused["full"]
     assert (account.requests, account.parts) == (sum(requests.values()), sum(parts.values()))
     assert account.nbytes == account.parts * NBYTES
     for each in life.accounts.receipts(lambda _: True):
         refused = each.booked.refused["full"]
         assert (refused.requests, refused.parts) == (requests[each.request], parts[each.request])
     (row,) = life.accounts.open_period().rows
-    assert row.booked.refused == space.tenant.traffic.account.refused
+    assert row.booked.refused == life.account(space).refused
 
 
 def test_a_request_that_two_reasons_refuse_counts_with_the_first() -> None:
     life = Life(0, 0.0, None)
     space = parts_of(life, PartSpec(NBYTES), PartSpec(2 * NBYTES))
-    life.accounts.refused(space, [PartRefused(0, "full"), PartRefused(1, "quota")], 2)
-    refused = space.tenant.traffic.account.refused
+    life.refused(space, [PartRefused(0, "full"), PartRefused(1, "quota")], 2, ())
+    refused = life.account(space).refused
     assert {why: (it.requests, it.parts, it.nbytes) for why, it in refused.items()} == {
         "full": (1, 2, 2 * NBYTES),
         "quota": (0, 2, 4 * NBYTES),
@@ -595,7 +613,7 @@ def test_one_tenants_namespaces_take_no_model_from_anothers_rows(
         space = life.node.namespaces.open(
             red, record.digest(), record.canonical(), list(record.parts)
         )
-        life.accounts.written(space.tables[0], 1)
+        life.written(space.tables[0], 1)
     life.accounts.cut()
     life.now = 60.0
     models = {row.tenant: row.model for row in life.accounts.cut().rows if row.namespace}
@@ -609,8 +627,8 @@ def test_scattered_reads_count_what_a_put_of_the_same_counts() -> None:
     assert life.put(space, some) == 8
     lease = life.node.leases.acquire(holder, space, [0], some, 5.0, life.now, scattered=True)
     assert lease is not None
-    life.accounts.read(lease)
-    account = space.tenant.traffic.account
+    life.was_read(lease)
+    account = life.account(space)
     assert account.reads["dram"] == account.written
     assert account.written.blocks == 32
 
@@ -618,26 +636,35 @@ def test_scattered_reads_count_what_a_put_of_the_same_counts() -> None:
 def test_arrivals_are_forgotten_with_their_blocks_and_by_tenant(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ledger, "ARRIVALS_MAX", 4)
+    monkeypatch.setattr(accounts, "ARRIVALS_MAX", 4)
     life = Life(0, 0.0, None)
 
-    def arrive(tenant: str, keys: list[bytes]) -> Any:
+    def arrive(tenant: str, keys: list[bytes]) -> None:
         life.tickets += 1
         puts, space = life.node.puts, life.spaces[tenant, "large"]
         puts.reserve(life.holders[tenant], space, 0, life.tickets, keys)
         sums = bytes(16 * len(keys))
         puts.commit(life.holders[tenant], life.tickets, sums, None, Origin(tier="ssd"))
         life.node.settle()
-        return life.node.tenants[tenant].arrivals
 
-    blue = arrive("blue", [key(1), key(2)])
-    red = arrive("red", [key(at) for at in range(9)])
-    assert [block.key for block in red] == [key(at) for at in range(5, 9)], "the last ones"
-    assert len(blue) == 2, "no other tenant's"
-    life.node.removal.remove(life.spaces["blue", "large"], [key(1)])
-    assert [block.key for block in blue] == [key(2)]
-    assert life.node.eviction.evict_least(life.node.tenants["blue"], 10) == (1, NBYTES)
-    assert not blue
+    def came(tenant: str, keys: list[bytes]) -> int:
+        """How many of these blocks are read as blocks from the disk."""
+        reads = life.traffic.of(tenant).account.reads
+        before = reads["ssd"].blocks if "ssd" in reads else 0
+        assert life.read(life.spaces[tenant, "large"], keys) == len(keys)
+        return reads["ssd"].blocks - before
+
+    arrive("blue", [key(1), key(2)])
+    arrive("red", [key(at) for at in range(9)])
+    assert came("red", [key(at) for at in range(9)]) == 4, "the last ones"
+    blue, large = life.node.tenants["blue"], life.spaces["blue", "large"]
+    life.node.removal.remove(large, [key(1)])
+    life.put(large, [key(1)])
+    assert came("blue", [key(1), key(2)]) == 1, "the other one was put again"
+    arrive("blue", [key(3)])
+    assert life.node.eviction.evict_least(blue, 10) == (3, 3 * NBYTES)
+    life.put(large, [key(3)])
+    assert came("blue", [key(3)]) == 0
 
 
 def test_receipts_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:

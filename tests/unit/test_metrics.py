@@ -5,6 +5,7 @@ import re
 import runpy
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -14,8 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.admin.metrics import render
 from kvpool.config import DeviceConfig
+from kvpool.daemon.core.events import Events, Gone, TierInfo
+from kvpool.daemon.core.idle_age import IdleAge
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.ops.sampling import Sampler
+from kvpool.daemon.features.sampling import Sampler
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.tier_state import ObjectTierState, TierState
 from kvpool.daemon.workers.paths import Paths
@@ -34,6 +37,7 @@ from kvpool.telemetry.cluster_stats import (
 from kvpool.telemetry.histogram import Histogram
 from kvpool.telemetry.memory_stats import OUTCOMES, Asked, Loads, Traffic
 from kvpool.telemetry.metrics import OTHERS, Kind, Label, counter, each, families, gauge
+from kvpool.telemetry.misses import Reason
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.telemetry.tier_stats import PLACE_STATES
 from tests.support.stats import node_stats
@@ -423,30 +427,22 @@ def test_peers_beyond_the_bound_are_counted_together() -> None:
     assert peers[OTHERS].loaded >= 10
 
 
-class OldRules:
-    """Rules that have evicted batches, and know how old ticks are."""
-
-    def __init__(self) -> None:
-        self.victims = [(3, 100), (9, 7)]
-        self.idle_age = self.eviction = self
-
-    def age_s(self, tick: int, now: float) -> float:
-        return now - tick
-
-    def take_victims(self) -> list[tuple[int, int]]:
-        taken, self.victims = self.victims, []
-        return taken
-
-
 def test_the_age_of_one_stands_for_its_batch() -> None:
-    old: Any = OldRules()
-    sampler = Sampler(lambda: [("dram", old)], lambda: 0.0)
+    ages = IdleAge()
+    for second in range(10):
+        ages.note(float(second), second)
+    events, sampler, table = Events(), Sampler(lambda: 0.0), Mock()
+    events.subscribe("sampler", sampler.handlers)
+    tier = TierInfo("dram", ages)
+    for used, blocks, evicted in ((3, 100, True), (9, 7, True), (5, 50, False)):
+        gone = [Mock(used=used)] * blocks
+        events.emit(Gone(tier, table, gone, [], Reason.FULL, evicted))
     sampler.look(10.0)
     sampler.look(11.0)
-    ages = sampler.stats().evicted_age_s["dram"]
-    assert ages.bounds[:3] == (1.0, 5.0, 15.0)
-    assert ages.counts[:3] == [7, 0, 100]
-    assert ages.total == 100 * 7 + 7 * 1
+    seen = sampler.stats().evicted_age_s["dram"]
+    assert seen.bounds[:3] == (1.0, 5.0, 15.0)
+    assert seen.counts[:3] == [7, 0, 100]
+    assert seen.total == 100 * 7 + 7 * 1
 
 
 def test_alerts_and_dashboards_name_metrics_that_there_are(repo_root: Path) -> None:

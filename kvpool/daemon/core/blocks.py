@@ -18,12 +18,11 @@ from kvpool.daemon.core.checksums import Checksums
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.daemon.core.soft_pins import SoftPins
 from kvpool.errors import InvalidRequest, StaleEpoch, UnknownReservation
-from kvpool.placement.records import DEFAULT_SETTINGS, epoch_digest
+from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, epoch_digest
 from kvpool.storage.eviction import EvictionPolicy, Lru
 from kvpool.storage.eviction_queue import EntryQueue, EvictionQueue
 from kvpool.storage.expendable import ExpendableFirst, MakeExpendableFirst, is_expendable
 from kvpool.storage.slab import SlabAllocator
-from kvpool.telemetry.memory_stats import Asked, Missed, Traffic
 from kvpool.types import PartSpec
 
 PIN_NONE, PIN_SOFT, PIN_HARD = 0, 1, 2
@@ -131,154 +130,70 @@ class Block(msgspec.Struct, gc=False, eq=False):
         return self.table.blocks.get(self.key) is self
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class PartTable:
-    """The committed blocks of one part of one namespace.
+    """The committed blocks of one part of one namespace."""
 
-    slots: those of its stride; set with its first block.
-    garbage: the former `blocks` of an ended epoch: cannot be found, not freed yet.
-    hard_bytes, soft_bytes: of both, under a pin.
-    reserved: slots that are reserved for keys of this table and not settled.
-    going: slots of removed blocks that are still leased.
-    """
-
-    __slots__ = (
-        "blocks",
-        "garbage",
-        "going",
-        "hard_bytes",
-        "namespace",
-        "number",
-        "part",
-        "reserved",
-        "slots",
-        "soft_bytes",
-        "spec",
-        "stride",
-    )
-
-    def __init__(
-        self,
-        namespace: NamespaceState,
-        part: int,
-        spec: PartSpec,
-        number: int,
-        stride: int,
-        blocks: BlockIndex[Block],
-    ) -> None:
-        """blocks: an empty index."""
-        self.namespace = namespace
-        self.part = part
-        self.spec = spec
-        self.number = number  # unique among the node's tables
-        self.stride = stride
-        self.slots: SlotClass
-        self.blocks = blocks
-        self.garbage: BlockIndex[Block] = BlockIndex()
-        self.hard_bytes = 0
-        self.soft_bytes = 0
-        self.reserved = 0
-        self.going = 0
+    namespace: NamespaceState
+    part: int
+    spec: PartSpec
+    number: int
+    """Unique among the node's tables."""
+    stride: int
+    blocks: BlockIndex[Block]
+    garbage: BlockIndex[Block] = field(default_factory=BlockIndex, init=False)
+    """The former `blocks` of an ended epoch: they cannot be found, and are not freed yet."""
+    slots: SlotClass = field(init=False)
+    """The slots of its stride; set with its first block."""
+    hard_bytes: int = field(default=0, init=False)
+    """Bytes of `blocks` and `garbage` under a hard pin."""
+    soft_bytes: int = field(default=0, init=False)
+    """The same under a soft pin."""
+    reserved: int = field(default=0, init=False)
+    """Slots that are reserved for keys of this table and not settled."""
+    going: int = field(default=0, init=False)
+    """Slots of removed blocks that are still leased."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Take blocks out, whether their epoch has ended or not."""
         (self.garbage if self.namespace.retired else self.blocks).remove(keys)
 
 
-class ByteSum:
-    """Bytes times seconds of one namespace in one tier: see `byte_seconds`. fields: the namespace's. taken: as much was told to whoever asked last. ended: it is not counted in any more."""
-
-    __slots__ = ("at", "byte_s", "ended", "fields", "nbytes", "taken")
-
-    def __init__(self, now: float, fields: bytes) -> None:
-        self.fields = fields
-        self.nbytes = 0
-        self.at = now
-        self.byte_s = 0.0
-        self.taken = 0.0
-        self.ended = False
-
-    def change(self, nbytes: int, now: float) -> None:
-        self.byte_s += self.nbytes * (now - self.at)
-        self.at = now
-        self.nbytes += nbytes
-
-
-class NamespaceFacts(NamedTuple):
-    """What receipts take from a namespace's fields and parts. part: whose blocks stand for its tokens."""
-
-    model: str
-    block_tokens: int
-    part: int
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class NamespaceState:
-    """A namespace in one epoch, as this node knows it.
+    """A namespace in one epoch, as this node knows it."""
 
-    base: the digest of its fields, by which clients open it. digest: that of this epoch, by which peers
-    know it. directory_digest: includes the tenant, because the directory is shared.
-    generation: of the weights that its blocks were computed with, counted by the cluster.
-    settings: the cluster's, within this node's limits.
-    quota: bytes that it may hold in this tier; 0: the tenant's limit.
-    kept: until when blocks are pinned that were to be kept for a time: see `Keeps`.
-    retired: its epoch has ended.
-    space: 64 bits for the tenant and the base, the same in every tier.
-    reads: what clients asked for and got. misses: of these, by reason. Both are kept from epoch to epoch.
-    byte_seconds: of its blocks; None: it has had none. facts: see `NamespaceFacts`; None: nobody has asked yet.
-    """
+    tenant: Tenant
+    base: bytes
+    """The digest of its fields, by which clients open it."""
+    fields: bytes
+    parts: tuple[PartSpec, ...]
+    number: int
+    epoch: int = 0
+    generation: int = 0
+    """The generation of the weights that its blocks were computed with, counted by the cluster."""
+    base_hex: str = field(init=False)
+    space: int = field(init=False)
+    """64 bits for the tenant and the base, the same in every tier."""
+    digest: bytes = field(init=False)
+    """The digest of this epoch, by which peers know it."""
+    directory_digest: bytes = field(init=False)
+    """A digest that includes the tenant, because the directory is shared."""
+    settings: NamespaceSettings = field(default=DEFAULT_SETTINGS, init=False)
+    """The cluster's settings, within this node's limits."""
+    quota: int = field(default=0, init=False)
+    """Bytes that it may hold in this tier, or 0 for the tenant's limit."""
+    kept: dict[bytes, float] = field(default_factory=dict, init=False)
+    """Blocks that are kept for a time, with its end: see `Keeps`."""
+    retired: bool = field(default=False, init=False)
+    """Its epoch has ended."""
+    tables: list[PartTable] = field(default_factory=list, init=False)
 
-    __slots__ = (
-        "base",
-        "base_hex",
-        "byte_seconds",
-        "digest",
-        "directory_digest",
-        "epoch",
-        "facts",
-        "fields",
-        "generation",
-        "kept",
-        "misses",
-        "number",
-        "parts",
-        "quota",
-        "reads",
-        "retired",
-        "settings",
-        "space",
-        "tables",
-        "tenant",
-    )
-
-    def __init__(
-        self,
-        tenant: Tenant,
-        base: bytes,
-        fields: bytes,
-        parts: Sequence[PartSpec],
-        number: int,
-        epoch: int = 0,
-        generation: int = 0,
-    ) -> None:
-        self.tenant = tenant
-        self.base = base
-        self.base_hex = base.hex()
-        self.space = int.from_bytes(directory_digest(tenant.name, base)[:8])
-        self.reads = Asked()
-        self.misses: dict[str, Missed] = {}
-        self.byte_seconds: ByteSum | None = None
-        self.facts: NamespaceFacts | None = None
-        self.epoch = epoch
-        self.generation = generation
-        self.digest = epoch_digest(base, epoch)
-        self.directory_digest = directory_digest(tenant.name, self.digest)
-        self.fields = fields
-        self.parts = tuple(parts)
-        self.number = number
-        self.settings = DEFAULT_SETTINGS
-        self.quota = 0
-        self.kept: dict[bytes, float] = {}
-        self.retired = False
-        self.tables: list[PartTable] = []
+    def __post_init__(self) -> None:
+        self.base_hex = self.base.hex()
+        self.space = int.from_bytes(directory_digest(self.tenant.name, self.base)[:8])
+        self.digest = epoch_digest(self.base, self.epoch)
+        self.directory_digest = directory_digest(self.tenant.name, self.digest)
 
     @property
     def fenced(self) -> bool:
@@ -486,46 +401,29 @@ class SlotClass:
         return block.pin == PIN_NONE and block not in self.parked
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Tenant:
-    """A tenant: its segment, its blocks, and its pin quotas. No tenant sees another's.
+    """A tenant: its segment, its blocks, and its pin quotas. No tenant sees another's."""
 
-    arrivals: blocks that came here from another tier or node for somebody who waits, and which; until they are read or
-    gone, as many as `ARRIVALS_MAX`, the last ones.
-    """
-
-    __slots__ = (
-        "allocator",
-        "arrivals",
-        "classes",
-        "epochs",
-        "evicted",
-        "fences",
-        "granted_bytes",
-        "holders",
-        "name",
-        "namespaces",
-        "pinned",
-        "segment",
-        "traffic",
+    name: str
+    segment: int
+    allocator: SlabAllocator
+    classes: dict[int, SlotClass] = field(default_factory=dict, init=False)
+    namespaces: dict[bytes, NamespaceState] = field(default_factory=dict, init=False)
+    """Living namespaces, by digest."""
+    epochs: dict[bytes, list[NamespaceState]] = field(default_factory=dict, init=False)
+    """All epochs by base, the living one last."""
+    fences: dict[bytes, int] = field(default_factory=dict, init=False)
+    """Epochs by base: namespaces opened in an epoch below it are fenced out."""
+    holders: dict[int, Holder] = field(default_factory=dict, init=False)
+    """Holders by `id()`."""
+    pinned: dict[int, Counter[int]] = field(
+        default_factory=lambda: {PIN_HARD: Counter(), PIN_SOFT: Counter()}, init=False
     )
-
-    def __init__(self, name: str, segment: int, allocator: SlabAllocator) -> None:
-        self.name = name
-        self.segment = segment
-        self.allocator = allocator
-        self.arrivals: dict[Block, str] = {}
-        self.classes: dict[int, SlotClass] = {}
-        self.namespaces: dict[bytes, NamespaceState] = {}  # living ones, by digest
-        self.epochs: dict[bytes, list[NamespaceState]] = {}  # by base, the living one last
-        self.fences: dict[
-            bytes, int
-        ] = {}  # by base: namespaces opened in an epoch below it are fenced out
-        self.holders: dict[int, Holder] = {}  # by id()
-        # How many blocks under each kind of pin are in a slab, of the slabs that have any.
-        self.pinned: dict[int, Counter[int]] = {PIN_HARD: Counter(), PIN_SOFT: Counter()}
-        self.granted_bytes = 0
-        self.evicted = 0  # blocks that made way for others
-        self.traffic = Traffic()
+    """How many blocks under each kind of pin are in a slab, of the slabs that have any."""
+    granted_bytes: int = field(default=0, init=False)
+    evicted: int = field(default=0, init=False)
+    """Blocks that made way for others."""
 
     def count_pin(self, block: Block, change: int) -> None:
         """A block has got, or lost, its pin."""
@@ -598,6 +496,11 @@ class Reservation:
         if self.left is None:
             return self.rows
         return [self.rows[position] for position in self.left.values()]
+
+    @property
+    def new_indices(self) -> Sequence[int]:
+        """Which of the requested keys became new blocks with the last commit."""
+        return self.indices if self.new is None else [self.indices[at] for at in self.new]
 
     def positions(self, indices: Sequence[int], ticket: int) -> list[int]:
         """Positions of these key indices in the sequences. Raises `UnknownReservation`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
@@ -27,13 +28,13 @@ class Cold(NamedTuple):
     held: int
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Candidates:
     """Blocks that may be evicted, in order. Not thread-safe."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], ledger: Ledger, quotas: Quotas) -> None:
-        self._tenants = tenants
-        self._ledger = ledger
-        self._quotas = quotas
+    _tenants: Mapping[str, Tenant]
+    _ledger: Ledger
+    _quotas: Quotas
 
     def next_victims(self, tenant: Tenant, n: int, enough: float = 1.0) -> list[Cold]:
         """The next victims in each eviction order: per stride, and per namespace with a quota.

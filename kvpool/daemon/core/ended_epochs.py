@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
+from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.slots import Slots
 from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
@@ -14,13 +16,14 @@ RECLAIMED_PER_PUT = 1024  # blocks: about 4 ms
 GARBAGE_BLOCKS = 128  # freed in one go beside requests: about a millisecond
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EndedEpochs:
     """Tables of ended epochs that still have blocks. Not thread-safe."""
 
-    def __init__(self, slots: Slots, counters: Counters) -> None:
-        self._slots = slots
-        self._counters = counters
-        self._tables: dict[PartTable, None] = {}
+    _slots: Slots
+    _changes: ChangeFeed
+    _counters: Counters
+    _tables: dict[PartTable, None] = field(default_factory=dict, init=False)
 
     def __bool__(self) -> bool:
         """Whether slots of ended epochs are left to free."""
@@ -28,9 +31,9 @@ class EndedEpochs:
 
     def add(self, tables: Iterable[PartTable]) -> None:
         """The epoch of these has ended: their blocks are no longer found."""
+        self._counters.epochs_ended += 1
         for table in tables:
-            if table.blocks:
-                self._slots.byte_seconds.changed(table, -len(table.blocks))
+            self._changes.ended(table)
             table.garbage, table.blocks = table.blocks, BlockIndex()
             if table.garbage:
                 self._tables[table] = None

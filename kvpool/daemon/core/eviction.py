@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from kvpool.daemon.core.blocks import Block, PartTable, SlotClass, Tenant
-from kvpool.daemon.core.byte_seconds import TierByteSeconds
 from kvpool.daemon.core.change_feed import ChangeFeed
-from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.quota_eviction import QuotaEviction
 from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
 
 EVICT_TOGETHER = 64  # of one size, before choosing again the size with the coldest
-VICTIMS_MAX = 4096  # batches of evicted blocks whose age was not requested yet
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Eviction:
     """Evicts blocks, in the order of their policies. Not thread-safe."""
 
-    def __init__(
-        self,
-        tenants: Mapping[str, Tenant],
-        ledger: Ledger,
-        changes: ChangeFeed,
-        departures: TierDepartures,
-        counters: Counters,
-        byte_seconds: TierByteSeconds,
-    ) -> None:
-        self._tenants = tenants
-        self._ledger = ledger
-        self._changes = changes
-        self._departures = departures
-        self._counters = counters
-        self._byte_seconds = byte_seconds
-        self._victims: list[tuple[int, int]] = []  # see `take_victims`
+    _tenants: Mapping[str, Tenant]
+    _ledger: Ledger
+    _changes: ChangeFeed
+    _counters: Counters
 
     def evict(
         self,
@@ -77,7 +66,6 @@ class Eviction:
     ) -> list[int]:
         """Evict up to n victims; returns their rows, which are the caller's."""
         rows: list[int] = []
-        last_use = 0
         while len(rows) < n and (victims := take(n - len(rows))):
             going = []
             for block in victims:
@@ -86,41 +74,21 @@ class Eviction:
                 else:
                     going.append(block)
                     rows.append(block.row)
-                    last_use = block.used
             self.forget(going, reason)
         tenant.evicted += len(rows)
         self._counters.evicted += len(rows)
         if rows:
             slot_class.by_row.clear(rows)
-            if len(self._victims) < VICTIMS_MAX:
-                self._victims.append((last_use, len(rows)))
         return rows
 
     def forget(self, blocks: Sequence[Block], reason: Reason = Reason.FULL) -> None:
         """These are no longer found, and that is announced. Their slots stay the caller's."""
-        at = 0
-        departures = self._departures
-        while at < len(blocks):
-            first, table = at, blocks[at].table
-            keys = []
-            while at < len(blocks) and blocks[at].table is table:
-                keys.append(blocks[at].key)
-                at += 1
+        for table, group in groupby(blocks, attrgetter("table")):
+            some = list(group)
+            keys = [block.key for block in some]
             table.forget(keys)
-            if arrivals := table.namespace.tenant.arrivals:
-                for block in blocks[first:at]:
-                    arrivals.pop(block, None)
-            if not table.namespace.retired:  # otherwise they were not counted any more
-                self._byte_seconds.changed(table, -len(keys))
-            self._changes.tell(table.namespace, keys)
             why = Reason.EPOCH if table.namespace.retired else reason
-            space, used = table.namespace.space, blocks[at - 1].used
-            if not departures.above_disks:
-                departures.tell(space, keys, why, used)
-                continue
-            for kept in (False, True):
-                some = [b.key for b in blocks[first:at] if (b.written >= 0) is kept]
-                departures.tell(space, some, why, used, kept=kept)
+            self._changes.gone(table, keys, some, why, evicted=True)
 
     def evict_part(
         self, tenant: Tenant, slot_class: SlotClass, order: QuotaEviction, base: bytes, n: int
@@ -187,11 +155,3 @@ class Eviction:
                 if gone == n:
                     return gone, nbytes
         return gone, nbytes
-
-    def take_victims(self) -> list[tuple[int, int]]:
-        """Batches evicted since the last call: the last use of one of their blocks, as a tick, and their size.
-
-        A sample: it lacks evictions beyond `VICTIMS_MAX`, with a slab, and of soft pins.
-        """
-        victims, self._victims = self._victims, []
-        return victims

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin
 from kvpool.daemon.core.ledger import Ledger
@@ -15,24 +16,16 @@ from kvpool.errors import InvalidRequest, UnknownReservation
 from kvpool.types import CHECKSUM_BYTES
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Grants:
     """Slots granted to holders in advance, without keys. Not thread-safe."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        ledger: Ledger,
-        slots: Slots,
-        quotas: Quotas,
-        reclaimer: Reclaimer,
-        puts: Puts,
-    ) -> None:
-        self._limits = limits
-        self._ledger = ledger
-        self._slots = slots
-        self._quotas = quotas
-        self._reclaimer = reclaimer
-        self._puts = puts
+    _limits: Limits
+    _ledger: Ledger
+    _slots: Slots
+    _quotas: Quotas
+    _reclaimer: Reclaimer
+    _puts: Puts
 
     def grant(self, holder: Holder, namespace: NamespaceState, part: int, count: int) -> list[int]:
         """Up to `count` rows for parts of this size, without keys. None if the quota is used up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvpool.daemon.core.blocks import Holder, Tenant
 from kvpool.daemon.core.grants import Grants
@@ -12,23 +13,16 @@ from kvpool.errors import InvalidRequest
 from kvpool.telemetry.memory_stats import Counters
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Holders:
     """Creates holders, and takes back what they held. Not thread-safe."""
 
-    def __init__(
-        self,
-        tenants: Mapping[str, Tenant],
-        puts: Puts,
-        grants: Grants,
-        leases: Leases,
-        counters: Counters,
-    ) -> None:
-        self._tenants = tenants
-        self._puts = puts
-        self._grants = grants
-        self._leases = leases
-        self._counters = counters
-        self._own: dict[tuple[str, str], Holder] = {}
+    _tenants: Mapping[str, Tenant]
+    _puts: Puts
+    _grants: Grants
+    _leases: Leases
+    _counters: Counters
+    _own: dict[tuple[str, str], Holder] = field(default_factory=dict, init=False)
 
     def add(self, tenant: str, instance: str, name: str = "") -> Holder:
         """Create a holder. Call `holder_died` when its process is dead."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -26,25 +27,18 @@ _WALK_ROWS = 1 << 40  # more than a class can have
 ENDED_ROWS = 4096  # of a node that has ended, in one go
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Inventory:
     """Answers about the blocks that are here. Not thread-safe."""
 
-    def __init__(
-        self,
-        tenants: Mapping[str, Tenant],
-        namespaces: Namespaces,
-        candidates: Candidates,
-        ledger: Ledger,
-        slots: Slots,
-        changes: ChangeFeed,
-    ) -> None:
-        self._tenants = tenants
-        self._namespaces = namespaces
-        self._candidates = candidates
-        self._ledger = ledger
-        self._slots = slots
-        self._changes = changes
-        self._ended: list[_Ended] = []  # what is still to be told of nodes that this one replaces
+    _tenants: Mapping[str, Tenant]
+    _namespaces: Namespaces
+    _candidates: Candidates
+    _ledger: Ledger
+    _slots: Slots
+    _changes: ChangeFeed
+    _ended: list[_Ended] = field(default_factory=list, init=False)
+    """What is still to be reported of nodes that this one replaces."""
 
     # ---- what the announcer hears -------------------------------------------------------------------
 
@@ -188,7 +182,7 @@ class Inventory:
     # ---- the operator's view ------------------------------------------------------------------------
 
     def tenant_stats(self, tenant: Tenant) -> TenantStats:
-        """What a tenant has in memory. `engines` and the usage of disks are others' to set."""
+        """What a tenant has in memory. What features count, `engines` and the usage of disks are others' to set."""
         self._ledger.settle()
         return TenantStats(
             segment_bytes=tenant.allocator.size,
@@ -201,7 +195,6 @@ class Inventory:
             granted_bytes=tenant.granted_bytes,
             hard_pinned_bytes=tenant.hard_bytes,
             soft_pinned_bytes=tenant.soft_bytes,
-            traffic=tenant.traffic,
             space=tenant.allocator.stats(),
             namespaces={
                 namespace.base.hex(): NamespaceStats(
@@ -212,8 +205,6 @@ class Inventory:
                     quota_bytes=namespace.quota,
                     blocks=[len(table.blocks) for table in namespace.tables],
                     part_bytes=[spec.nbytes for spec in namespace.parts],
-                    reads=namespace.reads,
-                    misses=namespace.misses,
                 )
                 for namespace in tenant.namespaces.values()
             },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from kvpool.daemon.core.blocks import PIN_NONE, NamespaceState, Tenant
@@ -17,21 +18,22 @@ from kvpool.daemon.core.pins import NOTHING_TAKEN, Fit, Pins, Taken
 
 ENDED_TOGETHER = 256  # blocks, which take the event loop about a millisecond
 SLACK = 4096
+_End = tuple[float, int, NamespaceState, Sequence[bytes]]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Keeps:
     """What is kept, and until when. Not thread-safe."""
 
-    def __init__(
-        self, tenants: Mapping[str, Tenant], limits: Limits, ledger: Ledger, pins: Pins
-    ) -> None:
-        self._tenants = tenants
-        self._limits = limits
-        self._ledger = ledger
-        self._pins = pins
-        self._ends: list[tuple[float, int, NamespaceState, Sequence[bytes]]] = []  # a heap
-        self._last = 0
-        self._listed = 0  # blocks in it, some of them twice or kept no longer
+    _tenants: Mapping[str, Tenant]
+    _limits: Limits
+    _ledger: Ledger
+    _pins: Pins
+    _ends: list[_End] = field(default_factory=list, init=False)
+    """A heap."""
+    _last: int = field(default=0, init=False)
+    _listed: int = field(default=0, init=False)
+    """Blocks in the heap, some of them twice or kept no longer."""
 
     def fit(
         self, namespace: NamespaceState, keys: Sequence[bytes], taken: Taken = NOTHING_TAKEN

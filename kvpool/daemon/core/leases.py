@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 
 from kvpool.daemon.core.blocks import Block, Holder, Lease, NamespaceState, PartTable, Tenant
@@ -17,21 +18,19 @@ from kvpool.telemetry.memory_stats import Counters
 _SWEEP_FROM = 64  # deadlines of leases, some of them already released
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Leases:
     """The leases of all holders. Not thread-safe."""
 
-    def __init__(
-        self, limits: Limits, ledger: Ledger, slots: Slots, counters: Counters, incarnation: str
-    ) -> None:
-        """incarnation: prefix of the tokens."""
-        self._limits = limits
-        self._ledger = ledger
-        self._slots = slots
-        self._counters = counters
-        self._incarnation = incarnation
-        self._by_token: dict[str, Lease] = {}
-        self._made = 0
-        self._deadlines: list[tuple[float, str]] = []
+    _limits: Limits
+    _ledger: Ledger
+    _slots: Slots
+    _counters: Counters
+    _incarnation: str
+    """Prefix of the tokens."""
+    _by_token: dict[str, Lease] = field(default_factory=dict, init=False)
+    _made: int = field(default=0, init=False)
+    _deadlines: list[tuple[float, str]] = field(default_factory=list, init=False)
 
     @property
     def count(self) -> int:

@@ -7,34 +7,26 @@ sent (`settle`). Code that depends on it settles first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable, SlotClass
-from kvpool.daemon.core.byte_seconds import TierByteSeconds
 from kvpool.daemon.core.change_feed import ChangeFeed
-from kvpool.daemon.core.commit_waiters import CommitWaiters
 
 _PUT, _READ, _LEASED = range(3)  # the kind of a note
-ARRIVALS_MAX = 1 << 16  # of a tenant
 ANCESTORS_PER_BLOCK = 32  # refreshed in the policy when a block is put after them
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Ledger:
     """Notes of puts and reads, and the tick counter. Not thread-safe.
 
     tick: counts puts and reads: the clock of `Block.used`.
     """
 
-    def __init__(
-        self, changes: ChangeFeed, commit_waiters: CommitWaiters, byte_seconds: TierByteSeconds
-    ) -> None:
-        """changes, commit_waiters, byte_seconds: notified of new blocks."""
-        self._byte_seconds = byte_seconds
-        self._changes = changes
-        self._commit_waiters = commit_waiters
-        self._pending: list[tuple[int, PartTable, Any]] = []
-        self.tick = 0
+    _changes: ChangeFeed
+    _pending: list[tuple[int, PartTable, Any]] = field(default_factory=list, init=False)
+    tick: int = field(default=0, init=False)
 
     # ---- notes -------------------------------------------------------------------------------------
 
@@ -100,9 +92,6 @@ class Ledger:
         table.slots = slot_class
         new = slot_class.by_row.enter(table, keys, rows, parents, depths, tick)
         slot_class.checksums.set(rows, checksums)
-        self._byte_seconds.changed(table, len(keys))
-        if origin.tier:
-            _arrived(table.namespace.tenant.arrivals, new, origin.tier)
         if origin[:3] == OWN[:3]:
             slot_class.policy.insert(new)
         else:
@@ -111,9 +100,7 @@ class Ledger:
                 block.origin = kept
             slot_class.insert(new)
         self._refresh_ancestors(slot_class, new)
-        self._changes.tell(table.namespace, keys)
-        if self._commit_waiters:
-            self._commit_waiters.came(table.namespace.directory_digest, keys)
+        self._changes.came(table, keys, new, origin)
 
     @staticmethod
     def _depths(table: PartTable, keys: Sequence[bytes], parents: Sequence[bytes]) -> Iterable[int]:
@@ -147,9 +134,3 @@ class Ledger:
         if found:
             found.reverse()
             slot_class.refresh(found)
-
-
-def _arrived(arrivals: dict[Block, str], blocks: Sequence[Block], tier: str) -> None:
-    arrivals.update(dict.fromkeys(blocks, tier))
-    for block in list(islice(arrivals, max(0, len(arrivals) - ARRIVALS_MAX))):
-        del arrivals[block]

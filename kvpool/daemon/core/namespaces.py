@@ -8,17 +8,17 @@ for when it is opened again. Its numbers are never given again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import Block, Holder, NamespaceState, PartTable, Tenant
-from kvpool.daemon.core.commit_waiters import CommitWaiters
+from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.ended_epochs import EndedEpochs
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.errors import LimitExceeded, NamespaceMismatch, UnknownNamespace
-from kvpool.telemetry.memory_stats import Counters
 from kvpool.types import PartSpec
 
 EPOCHS_KEPT = 64  # ended epochs of a namespace that are remembered by name
@@ -32,35 +32,26 @@ class Former(NamedTuple):
     epoch: int
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Namespaces:
     """The namespaces of all tenants, each with its present epoch last. Not thread-safe."""
 
-    def __init__(
-        self,
-        tenants: Mapping[str, Tenant],
-        limits: Limits,
-        ledger: Ledger,
-        ended: EndedEpochs,
-        quotas: Quotas,
-        commit_waiters: CommitWaiters,
-        counters: Counters,
-        new_index: Callable[[], BlockIndex[Block]],
-    ) -> None:
-        """new_index: for the blocks of a table."""
-        self._new_index = new_index
-        self._tenants = tenants
-        self._limits = limits
-        self._ledger = ledger
-        self._ended = ended
-        self._quotas = quotas
-        self._commit_waiters = commit_waiters
-        self._counters = counters
-        self._by_directory: dict[bytes, NamespaceState] = {}
-        self._outdated: dict[tuple[str, bytes], NamespaceState] = {}  # for clients with old weights
-        self._numbered: list[NamespaceState | Former | None] = []  # None: freed
-        self._tables = 0
-        # Clients that opened it; some are dead.
-        self._users: dict[tuple[str, bytes], set[Holder]] = {}
+    _tenants: Mapping[str, Tenant]
+    _limits: Limits
+    _ledger: Ledger
+    _ended: EndedEpochs
+    _quotas: Quotas
+    _changes: ChangeFeed
+    _new_index: Callable[[], BlockIndex[Block]]
+    """Makes an index for the blocks of a table."""
+    _by_directory: dict[bytes, NamespaceState] = field(default_factory=dict, init=False)
+    _outdated: dict[tuple[str, bytes], NamespaceState] = field(default_factory=dict, init=False)
+    """States for clients with old weights."""
+    _numbered: list[NamespaceState | Former | None] = field(default_factory=list, init=False)
+    """Namespaces by number, None where one was freed."""
+    _tables: int = field(default=0, init=False)
+    _users: dict[tuple[str, bytes], set[Holder]] = field(default_factory=dict, init=False)
+    """Clients that opened a namespace; some are dead."""
 
     def open(
         self,
@@ -148,7 +139,7 @@ class Namespaces:
         self._users.pop((tenant.name, base), None)
         if not tenant.fences.get(base):  # a fence is not forgotten
             tenant.fences.pop(base, None)
-        self._commit_waiters.end(living.directory_digest)
+        self._changes.freed(living)
         for state in states:
             state.retired = True
             self._by_directory.pop(state.directory_digest, None)
@@ -165,7 +156,7 @@ class Namespaces:
     ) -> NamespaceState:
         """A state with a number and empty tables, not registered yet."""
         number = len(self._numbered)
-        namespace = NamespaceState(tenant, base, fields, parts, number, epoch, generation)
+        namespace = NamespaceState(tenant, base, fields, tuple(parts), number, epoch, generation)
         for part, spec in enumerate(parts):
             namespace.tables.append(self._new_table(namespace, part, spec))
         self._numbered.append(namespace)
@@ -240,15 +231,14 @@ class Namespaces:
         living.retired = True
         del tenant.namespaces[living.digest]
         self._ended.add(living.tables)
-        self._counters.epochs_ended += 1
-        self._commit_waiters.end(living.directory_digest)
+        self._changes.waits_end(living)
         if len(epochs) > EPOCHS_KEPT:
             self._forget(epochs.pop(0))
         generation = max(generation, living.generation)
         new = self._begin_epoch(
             self._state(tenant, base, living.fields, living.parts, epoch, generation)
         )
-        new.settings, new.reads, new.misses = living.settings, living.reads, living.misses
+        new.settings = living.settings
         self._quotas.pass_on(living, new)
         return new
 

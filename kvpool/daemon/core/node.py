@@ -33,12 +33,11 @@ from __future__ import annotations
 
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import BlockObjects, Tenant
-from kvpool.daemon.core.byte_seconds import ByteSeconds, TierByteSeconds
 from kvpool.daemon.core.candidates import Candidates
 from kvpool.daemon.core.change_feed import ChangeFeed
 from kvpool.daemon.core.commit_waiters import CommitWaiters
-from kvpool.daemon.core.departures import Departures, TierDepartures
 from kvpool.daemon.core.ended_epochs import EndedEpochs
+from kvpool.daemon.core.events import Events, TierInfo
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.grants import Grants
 from kvpool.daemon.core.holders import Holders
@@ -55,7 +54,6 @@ from kvpool.daemon.core.puts import Puts
 from kvpool.daemon.core.quotas import Quotas
 from kvpool.daemon.core.reclaimer import Reclaimer
 from kvpool.daemon.core.removal import Removal
-from kvpool.daemon.core.sessions import Sessions
 from kvpool.daemon.core.slots import Slots
 from kvpool.errors import InvalidRequest
 from kvpool.storage.eviction import MakePolicy
@@ -76,43 +74,36 @@ class Node:
         limits: Limits | None = None,
         incarnation: str = "0",
         packed: bool = False,
-        departures: Departures | None = None,
-        byte_seconds: ByteSeconds | None = None,
+        events: Events | None = None,
         tier: str = "dram",
-        above_disks: bool = False,
     ) -> None:
         """make_policy: for a class with so many slots. packed: blocks are kept in arrays, for a tier of tens of
-        millions of them: see `packed_blocks`. departures: of all tiers of the daemon; None: nobody wants to know. byte_seconds:
-        the same. above_disks: the daemon has disks, and this is its memory.
+        millions of them: see `packed_blocks`. events: of all tiers of the daemon; None: nobody subscribes.
         """
         self.limits = limits = limits or Limits()
         self.incarnation = incarnation
         self.counters = counters = Counters()
         self.idle_age = IdleAge()
-        self.departures = departures or Departures(0)
-        departs = TierDepartures(self.departures, tier, self.idle_age)
-        departs.above_disks = above_disks
-        self.byte_seconds = byte_seconds or ByteSeconds()
-        self._tier_byte_seconds = kept = TierByteSeconds(self.byte_seconds, tier)
+        self.events = events or Events()
+        info = TierInfo(tier, self.idle_age)
         self.commit_waiters = CommitWaiters(limits.waiters_max, limits.waiters_per_peer_max)
         self.tenants: dict[str, Tenant] = {}
         tenants = self.tenants
-        changes = ChangeFeed()
-        self.ledger = ledger = Ledger(changes, self.commit_waiters, kept)
+        self._changes = changes = ChangeFeed(info, self.events, self.commit_waiters)
+        self.ledger = ledger = Ledger(changes)
         new_records = PackedBlocks if packed else lambda _: BlockObjects()
-        slots = Slots(make_policy, new_records, ledger, changes, departs, kept)
-        self.ended_epochs = EndedEpochs(slots, counters)
-        self.eviction = Eviction(tenants, ledger, changes, departs, counters, kept)
+        slots = Slots(make_policy, new_records, ledger, changes)
+        self.ended_epochs = EndedEpochs(slots, changes, counters)
+        self.eviction = Eviction(tenants, ledger, changes, counters)
         self.quotas = Quotas(ledger, slots, self.ended_epochs, self.eviction, counters)
         self.candidates = Candidates(tenants, ledger, self.quotas)
         reclaimer = Reclaimer(
             *(limits, ledger, slots, self.ended_epochs),
-            *(self.eviction, self.quotas, departs, counters),
+            *(self.eviction, self.quotas, info, counters),
         )
-        self.sessions = Sessions(tenants, limits, ledger, self.candidates, counters)
         self.namespaces = Namespaces(
             *(tenants, limits, ledger, self.ended_epochs),
-            *(self.quotas, self.commit_waiters, counters),
+            *(self.quotas, changes),
             PackedTable if packed else BlockIndex,
         )
         self.puts = Puts(tenants, limits, ledger, slots, reclaimer, counters)
@@ -148,7 +139,10 @@ class Node:
     def end(self) -> None:
         """What these rules are of is gone, and with it all blocks."""
         self.settle()
-        self._tier_byte_seconds.end(self.tenants)
+        for tenant in self.tenants.values():
+            for namespace in tenant.namespaces.values():
+                for table in namespace.tables:
+                    self._changes.ended(table)
 
     def settle(self) -> bool:
         """Book all recorded puts and reads; returns whether there were any: see `Ledger`."""

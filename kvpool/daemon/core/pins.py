@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import (
@@ -50,13 +51,13 @@ def levels(blocks: Sequence[Block]) -> PinsBefore:
     return found
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Pins:
     """Pins and unpins blocks. Not thread-safe."""
 
-    def __init__(self, limits: Limits, ledger: Ledger, slots: Slots) -> None:
-        self._limits = limits
-        self._ledger = ledger
-        self._slots = slots
+    _limits: Limits
+    _ledger: Ledger
+    _slots: Slots
 
     def pin(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -29,24 +30,16 @@ from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, split_keys
 from kvpool.wire.frame import NO_ROW
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Puts:
     """Reservations and their outcome. Not thread-safe."""
 
-    def __init__(
-        self,
-        tenants: Mapping[str, Tenant],
-        limits: Limits,
-        ledger: Ledger,
-        slots: Slots,
-        reclaimer: Reclaimer,
-        counters: Counters,
-    ) -> None:
-        self._tenants = tenants
-        self._limits = limits
-        self._ledger = ledger
-        self._slots = slots
-        self._reclaimer = reclaimer
-        self._counters = counters
+    _tenants: Mapping[str, Tenant]
+    _limits: Limits
+    _ledger: Ledger
+    _slots: Slots
+    _reclaimer: Reclaimer
+    _counters: Counters
 
     def reserve(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
@@ -15,26 +16,19 @@ from kvpool.telemetry.memory_stats import Counters
 QUOTA_PER_PUT = 1024  # blocks evicted per put, while a namespace exceeds its quota
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Quotas:
     """Namespaces with a quota, and the evictions it causes. Not thread-safe.
 
     namespaces: living ones that have a quota.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        slots: Slots,
-        ended: EndedEpochs,
-        eviction: Eviction,
-        counters: Counters,
-    ) -> None:
-        self._ledger = ledger
-        self._slots = slots
-        self._ended = ended
-        self._eviction = eviction
-        self._counters = counters
-        self.namespaces: dict[NamespaceState, None] = {}
+    _ledger: Ledger
+    _slots: Slots
+    _ended: EndedEpochs
+    _eviction: Eviction
+    _counters: Counters
+    namespaces: dict[NamespaceState, None] = field(default_factory=dict, init=False)
 
     def set(self, namespace: NamespaceState, nbytes: int) -> None:
         """Bytes that a namespace may hold from now on; 0: the tenant's limit.

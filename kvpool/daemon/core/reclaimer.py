@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpool.daemon.core.blocks import (
@@ -14,8 +15,8 @@ from kvpool.daemon.core.blocks import (
     SlotClass,
     Tenant,
 )
-from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ended_epochs import RECLAIMED_PER_PUT, EndedEpochs
+from kvpool.daemon.core.events import TierInfo
 from kvpool.daemon.core.eviction import Eviction
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.daemon.core.limits import Limits
@@ -26,30 +27,22 @@ from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Reclaimer:
     """Finds slots for puts. Not thread-safe."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        ledger: Ledger,
-        slots: Slots,
-        ended: EndedEpochs,
-        eviction: Eviction,
-        quotas: Quotas,
-        departures: TierDepartures,
-        counters: Counters,
-    ) -> None:
-        self._limits = limits
-        self._ledger = ledger
-        self._slots = slots
-        self._ended = ended
-        self._eviction = eviction
-        self._quotas = quotas
-        self._departures = departures
-        self._counters = counters
-        self._ended_left = 0  # blocks of ended epochs that the current put may still free
-        self._kept: list[Block] = []  # by the current put: see `allocate`
+    _limits: Limits
+    _ledger: Ledger
+    _slots: Slots
+    _ended: EndedEpochs
+    _eviction: Eviction
+    _quotas: Quotas
+    _tier: TierInfo
+    _counters: Counters
+    _ended_left: int = field(default=0, init=False)
+    """Blocks of ended epochs that the current put may still free."""
+    _kept: list[Block] = field(default_factory=list, init=False)
+    """Blocks that the current put keeps: see `allocate`."""
 
     def allocate(
         self,
@@ -110,7 +103,7 @@ class Reclaimer:
         only_spare: bool = False,
     ) -> None:
         """Add rows up to n of them, reclaiming as many as are missing."""
-        self._departures.by = table.namespace.base_hex
+        self._tier.room_for = table.namespace.base_hex
         if table.namespace.quota:
             n = self._quotas.within(table, n)
         # Freeing a slab of another size may need many evictions: the rest is done between puts.
@@ -122,7 +115,7 @@ class Reclaimer:
                 or (not only_spare and self._reclaim(tenant, slot_class, n - len(rows), rows))
             ):
                 break
-        self._departures.by = ""
+        self._tier.room_for = ""
 
     def _reclaim_spare(
         self, tenant: Tenant, slot_class: SlotClass, n: int, rows: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, Block, NamespaceState
 from kvpool.daemon.core.ledger import Ledger
@@ -11,13 +12,13 @@ from kvpool.telemetry.memory_stats import Counters
 from kvpool.telemetry.misses import Reason
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Removal:
     """Removes blocks. Not thread-safe."""
 
-    def __init__(self, ledger: Ledger, slots: Slots, counters: Counters) -> None:
-        self._ledger = ledger
-        self._slots = slots
-        self._counters = counters
+    _ledger: Ledger
+    _slots: Slots
+    _counters: Counters
 
     def remove(self, namespace: NamespaceState, keys: Sequence[bytes]) -> set[bytes]:
         """Remove blocks, all their parts. Readers with leases finish; returns the keys of those that were here."""

@@ -17,6 +17,7 @@ from kvpool.types import (
     KEY_BYTES,
     PARTS_MAX,
     RECORD_BYTES_MAX,
+    REQUEST_MAX,
     EngineRecord,
     PartKind,
     PartSpec,
@@ -169,3 +170,12 @@ def _deeper(value: object, levels: int) -> bool:
     if not isinstance(value, list):
         return False
     return levels == 0 or any(_deeper(item, levels - 1) for item in value)
+
+
+def check_request(label: str) -> str:
+    """Raises `InvalidRequest` for what cannot be a request's label."""
+    if len(label) > REQUEST_MAX or not label.isprintable():
+        raise InvalidRequest(
+            f"the label of a request must be at most {REQUEST_MAX} printable characters, not {label!r:.100}"
+        )
+    return label

@@ -14,9 +14,7 @@ from kvpool.daemon.core.blocks import (
     Tenant,
     by_table,
 )
-from kvpool.daemon.core.byte_seconds import TierByteSeconds
 from kvpool.daemon.core.change_feed import ChangeFeed
-from kvpool.daemon.core.departures import TierDepartures
 from kvpool.daemon.core.ledger import Ledger
 from kvpool.storage.eviction import MakePolicy
 from kvpool.storage.expendable import expendable_first
@@ -36,16 +34,12 @@ class Slots:
         new_records: Callable[[int], BlockRecords],
         ledger: Ledger,
         changes: ChangeFeed,
-        departures: TierDepartures,
-        byte_seconds: TierByteSeconds,
     ) -> None:
         """make_policy: for a class with so many slots. new_records: for its blocks, with so many rows."""
         self.make_policy = expendable_first(make_policy)
         self._new_records = new_records
         self._ledger = ledger
         self._changes = changes
-        self._departures = departures
-        self.byte_seconds = byte_seconds
         self.classes: list[SlotClass] = []
         self.releases = 0
 
@@ -105,7 +99,6 @@ class Slots:
     def drop(self, block: Block, reason: Reason) -> None:
         """Remove a block from its table, and drop it."""
         del block.table.blocks[block.key]
-        self.byte_seconds.changed(block.table, -1)
         self.part_with(block, reason)
 
     def drop_all(self, blocks: Iterable[Block], reason: Reason) -> None:
@@ -118,8 +111,7 @@ class Slots:
             rows = []
             keys = [block.key for block in some]
             table.blocks.remove(keys)
-            self.byte_seconds.changed(table, -len(keys))
-            self._departures.tell(table.namespace.space, keys, reason, some[-1].used)
+            self._changes.gone(table, keys, some, reason)
             self.take_all_out(some)
             for block in some:
                 if block.leases:
@@ -127,16 +119,12 @@ class Slots:
                     table.going += 1
                 else:
                     rows.append(block.row)
-                    tenant.arrivals.pop(block, None)
             slot_class.by_row.clear(rows)
             tenant.allocator.free(table.stride, rows)
-            self._changes.tell(table.namespace, keys)
 
     def part_with(self, block: Block, reason: Reason) -> None:
         """It is in no table any more. Its slot is freed now, or when its last lease ends."""
-        namespace, keys = block.table.namespace, (block.key,)
-        self._changes.tell(namespace, keys)
-        self._departures.tell(namespace.space, keys, reason, block.used)
+        self._changes.gone(block.table, (block.key,), (block,), reason)
         self.take_out(block)
         if block.leases:
             block.go()
@@ -147,7 +135,6 @@ class Slots:
     def free(self, block: Block) -> None:
         table = block.table
         tenant = table.namespace.tenant
-        tenant.arrivals.pop(block, None)
         tenant.classes[table.stride].by_row.clear([block.row])
         tenant.allocator.free(table.stride, [block.row])
 

@@ -21,9 +21,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, Origin, PartTable
+from kvpool.daemon.core.events import Pulled, Read
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.delivery import SECONDARY, Delivery
@@ -60,16 +60,6 @@ from kvpool.types import PartKind, Presence, Recompute
 ROUNDS_MAX = 8  # shorter and shorter prefixes, if the directory was wrong
 SHORTER_SHARE = 0.25  # of the time left for a prefix; for a shorter one that needs other blocks
 TRIAL_BYTES = 1 << 20  # loaded to measure a source's speed, or one block if that is more
-
-
-class Pulled(NamedTuple):
-    """What a pull could have brought. blocks: of the prefix, those that were to be here at its end. declined: others
-    were there that are computed sooner. late: it ended because its time was over.
-    """
-
-    blocks: int
-    declined: bool = False
-    late: bool = False
 
 
 class BlockFetcher:
@@ -118,9 +108,10 @@ class BlockFetcher:
         """Whether there is anything to fetch from."""
         return self.locator.has_sources
 
-    def waited(self, seconds: float) -> None:
-        """A read or pull waited so long."""
-        self._stats.delivered.waits.add(seconds)
+    def was_read(self, event: Read) -> None:
+        """Count how long a read or pull waited."""
+        if event.waited_s is not None:
+            self._stats.delivered.waits.add(event.waited_s)
 
     def stats(self) -> FetchStats:
         """Counters and estimates, with what is known of each source now."""

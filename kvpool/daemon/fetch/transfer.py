@@ -20,6 +20,7 @@ from kvpool.daemon.core.blocks import (
     PartTable,
     Reservation,
 )
+from kvpool.daemon.core.events import Loaded
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.locate import Locator
@@ -548,7 +549,7 @@ class Transfers:
     def _count(self, transfer: Transfer, loads: Loads) -> None:
         """Count the outcome of a transfer, by source and tenant."""
         tier = TIER_OF.get(transfer.source, PEER)
-        transfer.namespace.tenant.traffic.loads.setdefault(tier, Loads()).add(loads)
+        self._node.events.emit(Loaded(transfer.namespace, tier, loads))
         if tier == PEER:
             self._delivered.from_peer(node_name(self._cluster, transfer.source), loads)
 

@@ -21,6 +21,7 @@ from itertools import compress
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.pins import Fit, Taken
+from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import Located
 from kvpool.daemon.ops.pins import PINNED_TOGETHER, pin_in_all_tiers
@@ -91,6 +92,7 @@ class Intents:
     rules: TierRules
     fetcher: BlockFetcher
     prefetcher: Prefetcher
+    sessions: Sessions
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
@@ -141,7 +143,7 @@ class Intents:
     async def _of_session(
         self, tenant: Tenant, namespace: NamespaceState | None, name: str, wanted: Wanted
     ) -> IntentAnswer:
-        sessions = self.node.sessions
+        sessions = self.sessions
         session = sessions.get(tenant, name)
         if session is None:
             return IntentAnswer(Outcome.MISSING, reason=f"no session {name!r:.100} is known here")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.daemon.core.blocks import PIN_KINDS, Block, NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.sessions import Session
+from kvpool.daemon.features.sessions import Session
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest
 from kvpool.hit_rule import needed

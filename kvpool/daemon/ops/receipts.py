@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from kvpool.daemon.core.accounts import Accounts
+from kvpool.daemon.features.accounts import Accounts
 from kvpool.daemon.ops.audit_file import files_of
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import LimitExceeded, ProtocolError

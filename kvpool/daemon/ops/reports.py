@@ -11,6 +11,7 @@ from kvpool.daemon.cluster.engine_registry import describe as describe_engines
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.blocks import Block, NamespaceState
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features.miss_reasons import MissReasons
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
 from kvpool.daemon.ops.commands import (
@@ -23,7 +24,6 @@ from kvpool.daemon.ops.commands import (
 )
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import describe_block, list_blocks, show_blocks
-from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.receipts import AccountPeriods
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer

@@ -42,14 +42,14 @@ class SessionCommands:
     @answers
     async def _list_sessions(self, who: Asker, m: operator_wire.ListSessions) -> Any:
         count = min(max(1, m.count), LIST_SESSIONS_MAX)
-        found = self.node.sessions.named(who.tenant, m.after, count + 1)
+        found = self.sessions.known.named(who.tenant, m.after, count + 1)
         now = self.clock()
         some = [describe_session(session, now) for session in found[:count]]
         return Sessions(some, len(found) > count)
 
     @answers
     async def _show_session(self, who: Asker, m: operator_wire.ShowSession) -> Any:
-        session = self.node.sessions.get(who.tenant, m.session)
+        session = self.sessions.known.get(who.tenant, m.session)
         if session is None:
             return None
         about = msgspec.structs.asdict(describe_session(session, self.clock()))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
@@ -41,7 +42,7 @@ class SessionTurns:
     def __post_init__(self) -> None:
         self._passing: set[asyncio.Task[None]] = set()
         self._told = asyncio.Event()
-        self.node.sessions.follow(self.ssd.expend)
+        self.known = Sessions(self.node, self.ssd.expend)
 
     def turn(
         self,
@@ -51,7 +52,7 @@ class SessionTurns:
     ) -> bool:
         """See `Sessions.turn`; whether the session goes on. Raises `InvalidRequest`."""
         _check(told.session, told.agent)
-        session = self.node.sessions.turn(
+        session = self.known.turn(
             *(tenant, namespace, told.session, told.agent, told.keys, self.clock()),
             ended=told.ended,
             shared=told.shared,
@@ -61,7 +62,7 @@ class SessionTurns:
 
     def end(self, tenant: Tenant, name: str) -> bool:
         """See `Sessions.end`."""
-        known = self.node.sessions.end(tenant, name)
+        known = self.known.end(tenant, name)
         self._told.set()
         return known
 
@@ -113,7 +114,7 @@ class SessionTurns:
 
     async def run(self) -> None:
         """Until cancelled."""
-        sessions = self.node.sessions
+        sessions = self.known
         while True:
             if sessions.settling:
                 try:

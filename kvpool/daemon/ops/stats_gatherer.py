@@ -11,16 +11,14 @@ import msgspec
 from kvpool import __version__
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
-from kvpool.daemon.core.accounts import Accounts
-from kvpool.daemon.core.blocks import Tenant
+from kvpool.daemon.core.blocks import Holder, Tenant
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features.features import Features
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.event_publisher import EventPublisher
-from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.logins import Logins
-from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.daemon.tiers.expiry import Expiry
@@ -30,6 +28,8 @@ from kvpool.daemon.workers.processes import family
 from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, WorkerStats
 from kvpool.telemetry.memory_stats import TenantStats
 from kvpool.telemetry.node_stats import HotPrefix, NodeStats
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
 
 
 @dataclass(slots=True)
@@ -71,13 +71,11 @@ class StatsGatherer:
     engines: Engines
     publisher: EventPublisher
     expiry: Expiry
-    sampler: Sampler
-    hot_prefixes: HotPrefixes
+    features: Features
     connections: ConnectionCounts
     logins: Logins
     internal_errors: Mapping[str, int]
     audit: AuditFile | None
-    accounts: Accounts
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
@@ -87,13 +85,17 @@ class StatsGatherer:
         """What a tenant may see: itself, and of the node what names no other."""
         return self._of([tenant], [])
 
+    def answer(self, holder: Holder, m: client_wire.Stats) -> frame.Bytes:
+        """Answer a client with what its tenant may see."""
+        return frame.Bytes(msgspec.json.encode(self.tenant(holder.tenant)))
+
     def all(self) -> NodeStats:
         """The same of all tenants, and what is read most."""
-        found = self._of(self.node.tenants.values(), self.hot_prefixes.hottest())
+        found = self._of(self.node.tenants.values(), self.features.hot_prefixes.hottest())
         return msgspec.structs.replace(found, event_streams=self.publisher.stats())
 
     def _of(self, tenants: Collection[Tenant], hot: list[HotPrefix]) -> NodeStats:
-        self.accounts.settle()
+        self.features.accounts.settle()
         # Of others' objects, as answers to two tenants may lie side by side.
         tiers = msgspec.structs.replace(
             self.ssd.stats(),
@@ -112,6 +114,7 @@ class StatsGatherer:
             tenant_waits=self.connections.waits,
             failed_logins=dict(self.logins.failed),
             internal_errors=dict(self.internal_errors),
+            subscriptions_ended=dict(self.node.events.ended),
             audit=None if self.audit is None else self.audit.stats(),
             counters=self.node.counters,
             gone=self.node.counters.gone(),
@@ -127,7 +130,7 @@ class StatsGatherer:
             nixl=self.workers.nixl_stats(),
             paths=self.workers.path_stats(),
             cluster=self.cluster.stats(),
-            sampled=self.sampler.stats(),
+            sampled=self.features.sampler.stats(),
             processes=family(),
             hot=hot,
         )
@@ -136,4 +139,9 @@ class StatsGatherer:
         stats = self.node.inventory.tenant_stats(tenant)
         stats.usage.ssd = self.ssd.usage(tenant.name)
         stats.engines = self.engines.stats(tenant.name)
+        traffic, misses = self.features.traffic, self.features.miss_reasons.misses
+        stats.traffic = traffic.of(tenant.name)
+        for namespace in tenant.namespaces.values():
+            found = stats.namespaces[namespace.base_hex]
+            found.reads, found.misses = traffic.reads(namespace), misses.of(namespace)
         return stats

@@ -24,13 +24,18 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.namespaces import Namespaces
 from kvpool.daemon.cluster.peer_service import PeerService
 from kvpool.daemon.cluster.replication import Replication
-from kvpool.daemon.core.accounts import Accounts
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.core.byte_seconds import ByteSeconds
-from kvpool.daemon.core.departures import Departures
+from kvpool.daemon.core.events import Events, Named, Read
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
+from kvpool.daemon.features.accounts import Accounts
+from kvpool.daemon.features.departures import Departures
+from kvpool.daemon.features.features import Features
+from kvpool.daemon.features.hot_prefixes import HotPrefixes
+from kvpool.daemon.features.miss_reasons import MissReasons
+from kvpool.daemon.features.sampling import Sampler
+from kvpool.daemon.features.traffic import TrafficCounts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import DISKS_MAX, NOT_NODES, PeerTransport
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
@@ -39,11 +44,9 @@ from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.changes import Changes
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.event_publisher import EventPublisher
-from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.intents import Intents
 from kvpool.daemon.ops.jobs import JobCommands, JobRunner, Work
 from kvpool.daemon.ops.logins import Logins
-from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.peer_requests import OtherNodes
 from kvpool.daemon.ops.prefetcher import Prefetcher
@@ -51,7 +54,6 @@ from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.receipts import AccountPeriods, ReceiptsFile
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.reports import BlockReports, Reports
-from kvpool.daemon.ops.sampling import Sampler
 from kvpool.daemon.ops.session_commands import SessionCommands
 from kvpool.daemon.ops.session_turns import SessionTurns
 from kvpool.daemon.ops.shared_holdings import SharedHoldings
@@ -78,6 +80,7 @@ from kvpool.placement.records import NodeState, new_incarnation
 from kvpool.storage.eviction import DEFAULT_POLICY, Costs, policy_maker
 from kvpool.storage.stack import dram_costs, ssd_costs
 from kvpool.telemetry.spans import Spans
+from kvpool.wire import client as client_wire
 from kvpool.wire.faults import Faults
 
 log = logging.getLogger("kvpool.daemon")
@@ -122,13 +125,11 @@ class Daemon(Generic[T]):
     replication: Replication
     drainer: Drainer
     expiry: Expiry
-    sampler: Sampler
     sessions: SessionTurns
     receipts: AccountPeriods
     prefetcher: Prefetcher
     intents: Intents
-    hot_prefixes: HotPrefixes
-    miss_reasons: MissReasons
+    features: Features
     prober: Prober
     operators: Operators
     requests: ClientRequests
@@ -141,13 +142,12 @@ def make_rules(
     config: DaemonConfig,
     incarnation: str,
     costs: Costs,
-    departures: Departures,
+    events: Events | None,
     tier: str,
     *,
     packed: bool = False,
-    byte_seconds: ByteSeconds | None = None,
 ) -> Node:
-    """Rules of an empty tier. departures, packed, byte_seconds: see `Node`."""
+    """Rules of an empty tier. events, packed: see `Node`."""
     policy = config.policy or DEFAULT_POLICY
     return Node(
         make_policy=policy_maker(policy, costs),
@@ -155,24 +155,19 @@ def make_rules(
         limits=Limits(lease_s_max=config.lease_s_max, waiters_max=max(1, config.peers_max // 2)),
         incarnation=incarnation,
         packed=packed,
-        departures=departures,
-        byte_seconds=byte_seconds,
+        events=events,
         tier=tier,
-        above_disks=bool(config.ssd) and tier == "dram",
     )
 
 
 def make_memory_rules(
     config: DaemonConfig,
     incarnation: str,
-    departures: Departures | None = None,
+    events: Events | None = None,
     tier: str = "dram",
-    byte_seconds: ByteSeconds | None = None,
 ) -> Node:
-    """Rules of DRAM, or of spare device memory. departures, byte_seconds: of the daemon so far; None: begin them."""
-    departures = departures or Departures(config.departures_max)
-    costs = dram_costs(disks=bool(config.ssd))
-    return make_rules(config, incarnation, costs, departures, tier, byte_seconds=byte_seconds)
+    """Rules of DRAM, or of spare device memory. events: of the daemon's other tiers; None: begin them."""
+    return make_rules(config, incarnation, dram_costs(disks=bool(config.ssd)), events, tier)
 
 
 def compose(
@@ -199,9 +194,6 @@ def compose(
     of tenants' accounts.
     """
     clock = clocks.monotonic
-    node.byte_seconds.clock = clock
-    accounts = Accounts(config.node, node, clock, clocks.wall)
-    receipts = AccountPeriods(accounts, receipts_file, clocks.wall)
     peers = Peers(config.labels, rng, apart=NOT_NODES)
     cluster = ClusterMember(
         config, node, membership, directory, peers, clock, rng, topology, next_incarnation
@@ -216,9 +208,7 @@ def compose(
         node,
         clock,
         lambda: make_rules(
-            *(config, node.incarnation, ssd_costs(), node.departures, "ssd"),
-            packed=True,
-            byte_seconds=node.byte_seconds,
+            *(config, node.incarnation, ssd_costs(), node.events, "ssd"), packed=True
         ),
         adopt,
         encryption,
@@ -232,9 +222,7 @@ def compose(
             config.device,
             node,
             clock,
-            lambda: make_memory_rules(
-                config, node.incarnation, node.departures, "device", node.byte_seconds
-            ),
+            lambda: make_memory_rules(config, node.incarnation, node.events, "device"),
         )
     engines = Engines(
         config,
@@ -285,7 +273,7 @@ def compose(
         clocks.wall,
     )
     rules = TierRules(node, ssd, device)
-    intents = Intents(node, ssd, rules, fetcher, prefetcher, clock)
+    intents = Intents(node, ssd, rules, fetcher, prefetcher, sessions.known, clock)
     tenants = [tenant.name for tenant in config.all_tenants()]
     loop_shares = LoopShares(tenants) if len(tenants) > 1 else None
 
@@ -293,14 +281,12 @@ def compose(
         return not rules.below(namespace) and not cluster.namespaces.pending(namespace)
 
     expiry = Expiry(lambda: [tier for _, tier in rules], rules.ttl_s, clock)
-    sampler = Sampler(lambda: rules, clock)
-    hot_prefixes = HotPrefixes()
-    node.departures.begin(clock())
-    disks_bytes = sum(disk.size for disk in config.ssd)
-    disk_bytes = {name: int(share * disks_bytes) for name, share in config.ssd_shares().items()}
-    miss_reasons = MissReasons(
-        *(config.node, node, fetcher, cluster, tenants, disk_bytes, ssd.lost_since, clock)
-    )
+    features = make_features(config, node, fetcher, cluster, ssd, clocks)
+    receipts = AccountPeriods(features.accounts, receipts_file, clocks.wall)
+    node.events.subscribe("fetches", {Read: fetcher.was_read})
+    node.events.subscribe("engine_caches", {Named: engines.saw})
+    if device is not None:
+        node.events.subscribe("device", {Read: device.was_read})
     faults = Faults(clock)
     spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
     counts = ConnectionCounts()
@@ -318,13 +304,11 @@ def compose(
         engines,
         publisher,
         expiry,
-        sampler,
-        hot_prefixes,
+        features,
         counts,
         logins,
         faults.counts,
         audit,
-        accounts,
         clock,
     )
     others = OtherNodes(config.node, cluster, transport)
@@ -333,14 +317,14 @@ def compose(
         Work(ssd, fetcher, rules.by_tier, others.list_blocks, others.evict, clock),
         events,
         clock,
-        [tenant.name for tenant in config.all_tenants()],
+        tenants,
     )
     operators = Operators(
         node,
         Changes(config, node, cluster, ssd, rules, replication, events, clock),
         others,
         jobs,
-        Reports(cluster, stats, events, miss_reasons, receipts, spans),
+        Reports(cluster, stats, events, features.miss_reasons, receipts, spans),
         BlockReports(
             *(config.node, cluster, node, ssd, objects, device, rules, fetcher, engines, clock)
         ),
@@ -352,7 +336,6 @@ def compose(
         node,
         cluster,
         ssd,
-        objects,
         device,
         fetcher,
         streams,
@@ -364,10 +347,7 @@ def compose(
         sessions,
         intents,
         operators,
-        stats,
-        hot_prefixes,
-        miss_reasons,
-        accounts,
+        {client_wire.Stats: stats.answer, client_wire.EndRequest: features.accounts.end_request},
         may_free,
         spans,
         loop_shares,
@@ -404,13 +384,11 @@ def compose(
         replication=replication,
         drainer=drainer,
         expiry=expiry,
-        sampler=sampler,
         sessions=sessions,
         receipts=receipts,
         prefetcher=prefetcher,
         intents=intents,
-        hot_prefixes=hot_prefixes,
-        miss_reasons=miss_reasons,
+        features=features,
         prober=Prober(transport, cluster, peers, clock),
         operators=operators,
         requests=requests,
@@ -430,10 +408,41 @@ def compose(
             drainer,
             events,
             rules,
-            transport,
+            transport.path_to,
             {TIERS[tier]: each.reader() for tier, each in held.items()},
         ),
     )
+
+
+def make_features(
+    config: DaemonConfig,
+    node: Node,
+    fetcher: BlockFetcher,
+    cluster: ClusterMember,
+    ssd: SsdTier,
+    clocks: Clocks,
+) -> Features:
+    """Make the features that observe blocks and clients, and have them observe."""
+    clock = clocks.monotonic
+    departures = Departures(config.departures_max, above_disks=bool(config.ssd))
+    departures.begin(clock())
+    traffic = TrafficCounts()
+    disks_bytes = sum(disk.size for disk in config.ssd)
+    features = Features(
+        traffic,
+        Accounts(config.node, node, traffic, clock, clocks.wall),
+        MissReasons(
+            *(config.node, node, departures, fetcher, cluster),
+            [tenant.name for tenant in config.all_tenants()],
+            {name: int(share * disks_bytes) for name, share in config.ssd_shares().items()},
+            ssd.lost_since,
+            clock,
+        ),
+        HotPrefixes(),
+        Sampler(clock),
+    )
+    features.subscribe(node.events)
+    return features
 
 
 async def adopt_from_disk(

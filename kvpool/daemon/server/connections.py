@@ -11,6 +11,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import CoroutineType
 from typing import Any, cast
@@ -58,6 +59,7 @@ LOOK_S = 10.0  # between two looks at the processes of absent clients, each of w
 TIMER_S = 0.001  # uvloop's timers count in milliseconds
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class ClientConnections:
     """All clients of a daemon. Event loop only.
 
@@ -66,44 +68,38 @@ class ClientConnections:
     alone, who has all of the loop's time.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        requests: ClientRequests,
-        operators: Operators,
-        engines: Engines,
-        registry: EngineRegistry,
-        device: DeviceTier | None,
-        segments: Mapping[str, Segment],
-        counts: ConnectionCounts,
-        logins: Logins,
-        loop_shares: LoopShares | None,
-    ) -> None:
-        self._node = node
-        self._requests = requests
-        self._operators = operators
-        self._engines = engines
-        self._registry = registry
-        self._device = device
-        self._segments = segments
-        self.counts = counts
-        self._logins = logins
-        self._incarnation = node.incarnation
-        self._tokens = {tenant.name: tenant.token for tenant in operators.config.all_tenants()}
-        # By tenant, the client's own id, and whether it is an operator.
-        self._clients: dict[tuple[str, str, bool], ClientHandle] = {}
+    _node: Node
+    _requests: ClientRequests
+    _operators: Operators
+    _engines: Engines
+    _registry: EngineRegistry
+    _device: DeviceTier | None
+    _segments: Mapping[str, Segment]
+    counts: ConnectionCounts
+    _logins: Logins
+    loop_shares: LoopShares | None
+    _tokens: dict[str, str | None] = field(init=False)
+    _clients: dict[tuple[str, str, bool], ClientHandle] = field(default_factory=dict, init=False)
+    """By tenant, the client's own id, and whether it is an operator."""
+    _processes: ClientProcesses = field(init=False)
+    _absent: dict[ClientHandle, None] = field(default_factory=dict, init=False)
+    """Clients without a connection: the first to leave first."""
+    _looking: bool = field(default=False, init=False)
+    _looked_at: float = field(default=-LOOK_S, init=False)
+    _shares: Shares = field(init=False)
+    _admitted: Counter[str] = field(default_factory=Counter, init=False)
+    """Connections, by tenant."""
+    _received: Counter[str] = field(default_factory=Counter, init=False)
+    """Bytes of incomplete frames, by tenant."""
+    _introducing: dict[asyncio.Task[None], None] = field(default_factory=dict, init=False)
+    """The oldest first."""
+    _tasks: Tasks = field(default_factory=Tasks, init=False)
+
+    def __post_init__(self) -> None:
+        tenants = self._operators.config.all_tenants()
+        self._tokens = {tenant.name: tenant.token for tenant in tenants}
         self._processes = ClientProcesses(self._process_died)
-        self._absent: dict[
-            ClientHandle, None
-        ] = {}  # without a connection: the first to leave first
-        self._looking = False
-        self._looked_at = -LOOK_S
         self._shares = Shares(self._tokens)
-        self.loop_shares = loop_shares
-        self._admitted: Counter[str] = Counter()  # connections, by tenant
-        self._received: Counter[str] = Counter()  # bytes of incomplete frames, by tenant
-        self._introducing: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._tasks = Tasks()
 
     def listen(self, listener: socket.socket, *, operators: bool) -> None:
         """Accept clients there until `ignore`. operators: whoever can open that socket is one."""
@@ -205,7 +201,7 @@ class ClientConnections:
         welcome = client_wire.Welcome(
             frame.agree(hello.version, hello.oldest, "the client"),
             self._operators.config.node,
-            self._incarnation,
+            self._node.incarnation,
             handle.holder.tenant.segment,
             segment.size,
             memory,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvpool.daemon.cluster.draining import Drainer
 from kvpool.daemon.cluster.engine_registry import EngineRegistry
@@ -22,43 +22,24 @@ from kvpool.placement.records import NodeChange, TierRecord, View, quota_bytes
 from kvpool.types import EngineRecord
 
 
-class PathTo(Protocol):
-    """How peers are reached: the transfer workers."""
-
-    def path_to(self, url: str) -> str: ...
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class DaemonNode:
     """The `LocalNode` of a daemon."""
 
-    def __init__(
-        self,
-        node: Node,
-        ssd: SsdTier,
-        objects: ObjectTier,
-        device: DeviceTier | None,
-        engines: Engines,
-        registry: EngineRegistry,
-        replication: Replication,
-        drainer: Drainer,
-        events: EventLog,
-        rules: TierRules,
-        transport: PathTo,
-        shared: Mapping[int, Holdings],
-    ) -> None:
-        """shared: tiers whose changes others read too."""
-        self._shared = shared
-        self._node = node
-        self._ssd = ssd
-        self._objects = objects
-        self._device = device
-        self._engines = engines
-        self._registry = registry
-        self._replication = replication
-        self._drainer = drainer
-        self._events = events
-        self._rules = rules
-        self.path_to = transport.path_to
+    _node: Node
+    _ssd: SsdTier
+    _objects: ObjectTier
+    _device: DeviceTier | None
+    _engines: Engines
+    _registry: EngineRegistry
+    _replication: Replication
+    _drainer: Drainer
+    _events: EventLog
+    _rules: TierRules
+    path_to: Callable[[str], str]
+    """Returns how a peer is reached, by its URL."""
+    _shared: Mapping[int, Holdings]
+    """Tiers whose changes others read too."""
 
     def holdings(self) -> Mapping[int, Holdings]:
         """See `LocalNode`. Engines' caches are announced once the first engine publishes events."""

@@ -7,7 +7,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,38 +18,44 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.engine_registry import EngineRegistry, describe
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
-from kvpool.daemon.core.accounts import (
-    DRAINING,
-    Accounts,
+from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, Requests
+from kvpool.daemon.core.commit_waiters import DROPPED_S
+from kvpool.daemon.core.events import (
+    Event,
+    Joined,
+    Matched,
+    Named,
     PartRefused,
-    check_request,
-    of_kept,
+    Pulled,
+    Put,
+    Read,
+    Refused,
+    Stage,
     why_refused,
 )
-from kvpool.daemon.core.blocks import OWN, Holder, NamespaceState, Origin, PartTable, Requests
-from kvpool.daemon.core.commit_waiters import DROPPED_S
-from kvpool.daemon.core.misses import Stage
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.requests import check_counts, parse_parts, parse_wish, rows
-from kvpool.daemon.fetch.fetcher import BlockFetcher, Pulled
+from kvpool.daemon.core.requests import (
+    check_counts,
+    check_request,
+    parse_parts,
+    parse_wish,
+    rows,
+)
+from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.prefix_stream import PrefixStreams
 from kvpool.daemon.ops.commands import KEYS_BYTES_MAX, asking_others
-from kvpool.daemon.ops.hot_prefixes import HotPrefixes
 from kvpool.daemon.ops.intents import Intents, parse_wanted
-from kvpool.daemon.ops.miss_reasons import MissReasons
 from kvpool.daemon.ops.operators import Operators
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.presence import Presences
 from kvpool.daemon.ops.removals import Removals
 from kvpool.daemon.ops.session_turns import SessionTurns
-from kvpool.daemon.ops.stats_gatherer import StatsGatherer
 from kvpool.daemon.server.answers import describe_lease
 from kvpool.daemon.server.loop_shares import LoopShares
 from kvpool.daemon.server.tracing import TRACED, traced
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
-from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import (
     InvalidRequest,
@@ -81,71 +88,50 @@ log = logging.getLogger("kvpool.daemon")
 _NOTHING_LEASED = client_wire.Leased("", 0, 0.0, [])
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class ClientRequests:
     """Answers requests. Work that need not precede the answer is done soon after it: see `settle_soon`."""
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        cluster: ClusterMember,
-        ssd: SsdTier,
-        objects: ObjectTier,
-        device: DeviceTier | None,
-        fetcher: BlockFetcher,
-        streams: PrefixStreams,
-        replication: Replication,
-        engines: Engines,
-        registry: EngineRegistry,
-        presences: Presences,
-        removals: Removals,
-        sessions: SessionTurns,
-        intents: Intents,
-        operators: Operators,
-        stats: StatsGatherer,
-        hot_prefixes: HotPrefixes,
-        miss_reasons: MissReasons,
-        accounts: Accounts,
-        may_free: Callable[[NamespaceState], bool],
-        spans: Spans,
-        loop_shares: LoopShares | None,
-        faults: Faults,
-        clock: Callable[[], float],
-    ) -> None:
-        """may_free: whether nothing but memory and clients could need a namespace. loop_shares: as for
-        `ClientConnections`. faults: takes the unexpected errors of requests from whoever calls `handle`.
-        """
-        self.faults = faults
-        self._loop_shares = loop_shares
-        self._may_free = may_free
-        self._config = config
-        self._node = node
-        self._cluster = cluster
-        self._ssd = ssd
-        self._objects = objects
-        self._device = device
-        self._fetcher = fetcher
-        self._streams = streams
-        self._replication = replication
-        self._engines = engines
-        self._registry = registry
-        self._presences = presences
-        self._removals = removals
-        self._sessions = sessions
-        self._intents = intents
-        self._operators = operators
-        self._stats_of = stats
-        self._hot_prefixes = hot_prefixes
-        self._miss_reasons = miss_reasons
-        self._accounts = accounts
-        self._clock = clock
-        self._expiry: asyncio.TimerHandle | None = None
-        self._expiry_due = math.inf
-        self._settling = False
-        self._settled_for: Counter[str] = Counter()  # requests since then, by whose they are
-        self._released: list[tuple[Holder, str]] = []
-        self._asked_grants: list[tuple[Holder, NamespaceState, int, int]] = []
-        self._handlers: dict[type, Callable[[Holder, Any], Any]] = {
+    _config: DaemonConfig
+    _node: Node
+    _cluster: ClusterMember
+    _ssd: SsdTier
+    _device: DeviceTier | None
+    _fetcher: BlockFetcher
+    _streams: PrefixStreams
+    _replication: Replication
+    _engines: Engines
+    _registry: EngineRegistry
+    _presences: Presences
+    _removals: Removals
+    _sessions: SessionTurns
+    _intents: Intents
+    _operators: Operators
+    _answers: Mapping[type, Callable[[Holder, Any], Any]]
+    """Answers to further requests, by parts that no other request needs."""
+    _may_free: Callable[[NamespaceState], bool]
+    """Whether nothing but memory and clients could need a namespace."""
+    _spans: Spans
+    _loop_shares: LoopShares | None
+    """As for `ClientConnections`."""
+    faults: Faults
+    """Takes the unexpected errors of requests from the caller of `handle`."""
+    _clock: Callable[[], float]
+    _expiry: asyncio.TimerHandle | None = field(default=None, init=False)
+    _expiry_due: float = field(default=math.inf, init=False)
+    _settling: bool = field(default=False, init=False)
+    _settled_for: Counter[str] = field(default_factory=Counter, init=False)
+    """Requests since the last settling, by tenant."""
+    _released: list[tuple[Holder, str]] = field(default_factory=list, init=False)
+    _asked_grants: list[tuple[Holder, NamespaceState, int, int]] = field(
+        default_factory=list, init=False
+    )
+    _handlers: dict[type, Callable[[Holder, Any], Any]] = field(init=False)
+    _emit: Callable[[Event], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._emit = self._node.events.emit
+        self._handlers = {
             client_wire.OpenNamespace: self._open_namespace,
             client_wire.Reserve: self._reserve,
             client_wire.Commit: self._commit,
@@ -157,7 +143,6 @@ class ClientRequests:
             client_wire.Match: self._match,
             client_wire.Remove: self._remove,
             client_wire.Pin: self._pin,
-            client_wire.Stats: self._stats,
             client_wire.Pull: self._pull,
             client_wire.Grant: self._grant,
             client_wire.Store: self._store,
@@ -175,15 +160,14 @@ class ClientRequests:
             client_wire.ClearNamespace: self._clear,
             client_wire.SessionTurn: self._session_turn,
             client_wire.EndSessionOn: self._end_session,
-            client_wire.EndRequest: self._end_request,
             client_wire.Intend: self._intend,
+            **self._answers,
         }
-        for kind in operators.requests:
-            self._handlers[kind] = operators.bare
-        self._handlers[operator_wire.OnNode] = operators.on_node
-        if spans.on:
+        self._handlers |= dict.fromkeys(self._operators.requests, self._operators.bare)
+        self._handlers[operator_wire.OnNode] = self._operators.on_node
+        if self._spans.on:
             for kind, name in TRACED.items():
-                self._handlers[kind] = traced(spans, name, self._handlers[kind])
+                self._handlers[kind] = traced(self._spans, name, self._handlers[kind])
 
     def close(self) -> None:
         """Stop checking leases."""
@@ -209,7 +193,7 @@ class ClientRequests:
                 f"{len(keys) // 16} keys in one request; the limit is {frame.KEYS_MAX}"
             )
         namespace = self._node.namespaces.by_number(holder.tenant, number)
-        self._engines.saw(namespace, keys)
+        self._emit(Named(namespace, keys))
         return namespace
 
     def _namespaces(
@@ -260,8 +244,8 @@ class ClientRequests:
         try:
             self._check_open()
         except PoolFull:
-            draining = [PartRefused(part, DRAINING) for part in parts]
-            self._accounts.refused(namespace, draining, count, requests)
+            draining = [PartRefused(part, "draining") for part in parts]
+            self._emit(Refused(namespace, draining, count, requests))
             raise
 
     def _slots_for(
@@ -295,7 +279,8 @@ class ClientRequests:
         error: KvpoolError,
     ) -> None:
         """None of so many blocks of one part is taken."""
-        self._accounts.refused(namespace, [_part_refused(namespace, part, error)], count, requests)
+        refused = [_part_refused(namespace, part, error)]
+        self._emit(Refused(namespace, refused, count, requests))
 
     def _reserve(self, holder: Holder, m: client_wire.Reserve) -> client_wire.Reserved:
         """Without space for a part, its rows are missing; without any for all parts, or with any other error, nothing is
@@ -331,7 +316,7 @@ class ClientRequests:
                 for reserved in m.tickets[: len(answer.rows)]:
                     puts.abort(holder, reserved)
                 all_parts = [_part_refused(namespace, each, error) for each in m.parts]
-                self._accounts.refused(namespace, all_parts, len(keys), requests)
+                self._emit(Refused(namespace, all_parts, len(keys), requests))
                 raise
             taken = len(found) // 4
             most = max(most, taken)
@@ -340,7 +325,7 @@ class ClientRequests:
             answer.strides.append(stride)
             answer.rows.append(found)
         if refused:
-            self._accounts.refused(namespace, refused, len(keys), requests, most)
+            self._emit(Refused(namespace, refused, len(keys), requests, most))
         if full is not None and not most:
             raise full
         return answer
@@ -363,29 +348,14 @@ class ClientRequests:
         """Commit a reservation, and have its blocks copied to where they are wanted. How many are new."""
         origin = Origin(replicas=replicas) if replicas else OWN
         reservation = holder.reservations.get(ticket)
-        committed: Sequence[int] = ()  # which of the requested keys, where somebody wants to know
-        if reservation is not None and reservation.requests:
-            committed = reservation.indices
         stored = self._node.puts.commit(holder, ticket, checksums, origin=origin)
         if stored and reservation is not None:
-            requests: Requests = ()
-            if committed:
-                if reservation.new is not None:  # others stored the rest of them
-                    committed = [committed[at] for at in reservation.new]
-                requests = of_kept(reservation.requests, sorted(committed))
-            namespace, part = reservation.table.namespace, reservation.table.part
-            self._count_put(reservation.table, stored, requests)
-            self._miss_reasons.put(reservation.table, reservation.keys)
-            self._replication.wish(namespace, reservation.keys, replicas)
-            self._ssd.stored(namespace, part, lambda: reservation.keys)
+            table, keys = reservation.table, reservation.keys
+            namespace, requests = table.namespace, reservation.requests
+            self._emit(Put(table, keys, stored, requests, reservation.new_indices))
+            self._replication.wish(namespace, keys, replicas)
+            self._ssd.stored(namespace, table.part, lambda: keys)
         return stored
-
-    def _count_put(self, table: PartTable, new: int, requests: Requests) -> None:
-        """A client has put this many new blocks."""
-        traffic = table.namespace.tenant.traffic
-        traffic.put_parts += new
-        traffic.put_bytes += new * table.spec.nbytes
-        self._accounts.written(table, new, requests)
 
     def _grant(self, holder: Holder, m: client_wire.Grant) -> client_wire.Granted:
         namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
@@ -435,8 +405,7 @@ class ClientRequests:
         if new and (m.replicas or namespace.settings.replicas) > 1:
             self._replication.wish(namespace, split_keys(m.keys), m.replicas)
         if new:
-            self._count_put(namespace.tables[m.part], new, requests)
-            self._miss_reasons.put(namespace.tables[m.part], m.keys)
+            self._emit(Put(namespace.tables[m.part], m.keys, new, requests))
             self._ssd.stored(namespace, m.part, lambda: split_keys(m.keys))
         fresh: list[int] = []
         if m.count > 0:
@@ -503,10 +472,10 @@ class ClientRequests:
         asked_at: float,
         here: int = frame.KEYS_MAX,
         pulled: Pulled | None = None,
+        waited_s: float | None = None,
     ) -> client_wire.Leased:
         """here: the most blocks that could have been leased without waiting. pulled: what a wait for others was for."""
         now = self._clock()
-        counters, before = self._node.counters, self._node.counters.leased_bytes
         direct = self._direct(m)
         if direct is not None:
             lease = direct.acquire(holder, namespace, m.parts, keys, m.lease_s, now)
@@ -520,29 +489,16 @@ class ClientRequests:
                 now,
                 scattered=m.scattered,
             )
-        traffic = holder.tenant.traffic
+        if lease is not None:
+            lease.request, lease.unread = m.request, m.for_others
         found = 0 if lease is None else lease.blocks
-        traffic.reads.add(len(keys), found, here)
-        namespace.reads.add(len(keys), found, here)
-        if m.scattered:
-            self._miss_reasons.read_each(namespace, m.parts[0], m.keys, keys, found)
-        else:
-            stage = Stage.AGAIN if m.wait_s > 0 else Stage.HERE
-            self._miss_reasons.read(namespace, m.parts, m.keys, keys, found, stage, pulled)
+        stage = Stage.AGAIN if m.wait_s > 0 else Stage.HERE
+        asked = (namespace, m.parts, m.keys, keys)
+        self._emit(Read(*asked, found, here, stage, pulled, lease, m.scattered, waited_s))
         if lease is None:
             return _NOTHING_LEASED
-        traffic.read_bytes += counters.leased_bytes - before
-        if lease.beside is not None:
-            traffic.device_read_bytes += lease.beside.nbytes
-        lease.request, lease.unread = m.request, m.for_others
-        if not m.for_others:
-            self._accounts.read(lease)
         if lease.deadline is not None:
             self._expire_by(lease.deadline, now)
-        if self._device is not None:
-            self._device.was_read(lease)
-        if not m.scattered:
-            self._hot_prefixes.read(namespace, m.keys, lease.blocks)
         return describe_lease(
             *(lease, lease.parts, asked_at, keys if m.scattered else None), checksums=m.verify
         )
@@ -570,8 +526,8 @@ class ClientRequests:
                 _recompute(m),
                 direct=self._direct(m) is not None,
             )
-        self._fetcher.waited(self._clock() - asked_at)
-        return self._acquire_now(holder, namespace, m, keys, asked_at, here, pulled)
+        waited_s = self._clock() - asked_at
+        return self._acquire_now(holder, namespace, m, keys, asked_at, here, pulled, waited_s)
 
     def _join(self, holder: Holder, m: client_wire.Join) -> client_wire.Leased:
         if len(set(m.parts)) != len(m.parts):
@@ -587,7 +543,7 @@ class ClientRequests:
             raise
         if lease.unread:
             lease.unread = False
-            self._accounts.read(lease)
+            self._emit(Joined(lease))
         return answer
 
     def _corrupt_slots(self, holder: Holder, m: client_wire.CorruptSlots) -> frame.Done:
@@ -621,11 +577,9 @@ class ClientRequests:
 
     def _match(self, holder: Holder, m: client_wire.Match) -> frame.Done:
         keys = split_keys(m.keys)
-        found = self._node.leases.match(self._namespace(holder, m.ns, m.keys), m.parts, keys)
-        matches = holder.tenant.traffic.matches  # not by `add`: this is the hottest request
-        matches.requests += 1
-        matches.local += found
-        matches.missed += len(keys) - found
+        namespace = self._namespace(holder, m.ns, m.keys)
+        found = self._node.leases.match(namespace, m.parts, keys)
+        self._emit(Matched(namespace, len(keys), found))
         return frame.Done(found)
 
     def _present(
@@ -686,9 +640,6 @@ class ClientRequests:
         namespaces = [self._namespace(holder, m.ns, m.keys)]
         return frame.Done(await pin_in_all_tiers(self._node, self._ssd, namespaces, m.keys, m.kind))
 
-    def _stats(self, holder: Holder, m: client_wire.Stats) -> frame.Bytes:
-        return frame.Bytes(msgspec.json.encode(self._stats_of.tenant(holder.tenant)))
-
     async def _pull(self, holder: Holder, m: client_wire.Pull) -> frame.Done:
         namespace = self._namespace(holder, m.ns, m.keys)
         wait_s = min(m.wait_s, self._config.lease_s_max)
@@ -700,9 +651,9 @@ class ClientRequests:
             namespace, [], keys, here, wait_s, _recompute(m), direct=direct
         )
         found = self._fetcher.match(namespace, [], keys, direct=direct)
-        holder.tenant.traffic.pulls.add(len(keys), found, here)
-        self._miss_reasons.read(namespace, [], m.keys, keys, found, Stage.PULLED, pulled)
-        self._fetcher.waited(self._clock() - asked_at)
+        waited_s = self._clock() - asked_at
+        asked = (namespace, (), m.keys, keys)
+        self._emit(Read(*asked, found, here, Stage.PULLED, pulled, waited_s=waited_s))
         return frame.Done(found)
 
     async def _follow(self, holder: Holder, m: client_wire.Follow) -> frame.Done:
@@ -727,11 +678,6 @@ class ClientRequests:
     def _end_session(self, holder: Holder, m: client_wire.EndSessionOn) -> frame.Done:
         self._sessions.end_on(holder.tenant, m.session, m.nodes)
         return frame.Done()
-
-    def _end_request(self, holder: Holder, m: client_wire.EndRequest) -> frame.Done:
-        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
-        check_request(m.session)
-        return frame.Done(int(self._accounts.ended(namespace, m.request, m.session)))
 
     async def _intend(self, holder: Holder, m: client_wire.Intend) -> Any:
         if m.digest:

@@ -13,11 +13,11 @@ from functools import partial
 
 from kvpool.daemon.core.blocks import (
     Block,
-    Lease,
     NamespaceState,
     Origin,
     checksums_of,
 )
+from kvpool.daemon.core.events import Read
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
@@ -64,11 +64,11 @@ class DevicePromotion:
         """Blocks in the queue."""
         return self._queued
 
-    def was_read(self, lease: Lease) -> None:
-        """An engine of this node reads these. Never waits; blocks are skipped when the queue is full."""
-        if self._books.state is not TierState.SERVING:
+    def was_read(self, event: Read) -> None:
+        """Queue blocks that an engine of this node reads. Blocks are skipped when the queue is full."""
+        if self._books.state is not TierState.SERVING or event.lease is None:
             return
-        for _, blocks in lease.parts.values():
+        for _, blocks in event.lease.parts.values():
             if self._queued + len(blocks) > QUEUED_MAX:
                 self._books.counted.not_queued_blocks += len(blocks)
             elif blocks:

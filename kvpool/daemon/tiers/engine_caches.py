@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Holder, NamespaceState
+from kvpool.daemon.core.events import Named
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_events
 from kvpool.daemon.shares import Shares
@@ -374,9 +375,9 @@ class Engines:
 
     # ---- what requests leave behind ----------------------------------------------------------------
 
-    def saw(self, namespace: NamespaceState, packed: bytes) -> None:
-        """A client has named these keys. They are only queued, and dropped when too many wait."""
-        space = self._spaces.get(namespace)
+    def saw(self, event: Named) -> None:
+        """Note keys that a client has named. They are only queued, and dropped when too many wait."""
+        space, packed = self._spaces.get(event.namespace), event.packed
         if space is None or len(packed) % KEY_BYTES:
             return
         if self._noted_bytes + len(packed) > NOTED_BYTES_MAX:

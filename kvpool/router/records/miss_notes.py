@@ -1,6 +1,6 @@
 """Why blocks of a prompt were missed, in the accounts of requests that have ended. Event loop only.
 
-The daemon of the engine's node remembers why reads ended where they did (`kvpool.daemon.ops.miss_reasons`), of some
+The daemon of the engine's node remembers why reads ended where they did (`kvpool.daemon.features.miss_reasons`), of some
 thousand reads. So it is asked when a request ends, and not when somebody wants to know.
 """
 

@@ -22,6 +22,7 @@ NOT_HERE = {
     "kvpool_audit_errors_total",
     "kvpool_failed_logins_total",
     "kvpool_internal_errors_total",
+    "kvpool_subscriptions_ended_total",
     # Without streams of KV events: tests/integration/test_event_streams.py.
     "kvpool_published_batches_total",
     "kvpool_published_blocks",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.config import DaemonConfig, DiskConfig, TenantConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.core.blocks import Holder
+from kvpool.daemon.core.events import Events, Handlers
 from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
 from kvpool.daemon.server.server import close, enter_cluster
 from kvpool.daemon.tasks import Tasks
@@ -56,6 +57,13 @@ class Answer:
     known: int = -1
 
 
+class Unobserved(Events):
+    """Events that no feature can subscribe to."""
+
+    def subscribe(self, feature: str, handlers: Handlers) -> None:
+        pass
+
+
 class SimulatedServer:
     """A daemon whose requests come as messages, not as frames, and whose transfer workers are simulated."""
 
@@ -64,7 +72,8 @@ class SimulatedServer:
         self.config = config
         self._draw = rng
         self._tasks = Tasks()
-        self.node = make_memory_rules(config, self.new_incarnation())
+        events = Events() if life.world.observed else Unobserved()
+        self.node = make_memory_rules(config, self.new_incarnation(), events)
         self.daemon: Daemon[PeerTransport]
 
     def new_incarnation(self) -> str:
@@ -100,6 +109,7 @@ class SimulatedServer:
         await close(self.daemon)
         await self.life.carrier.stop()
         assert not self.daemon.requests.faults.counts, "a request met a bug"
+        assert not self.node.events.ended, "a feature met a bug"
 
 
 class Life:

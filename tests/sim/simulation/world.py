@@ -73,8 +73,17 @@ class Result:
 class World:
     """Everything that there is in a seed. `run` lives it from beginning to end."""
 
-    def __init__(self, seed: int, plan: Plan, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        plan: Plan,
+        tell: Callable[[str], None] | None = None,
+        *,
+        observed: bool = True,
+    ) -> None:
+        """observed: see `run_seed`."""
         self.seed = seed
+        self.observed = observed
         self.rng = random.Random(seed)
         self.plan = plan
         # Abstract are the methods that nothing here asks a loop for.
@@ -926,6 +935,7 @@ def run_seed(
     bad_media: bool = True,
     limits: bool = True,
     more: bool = True,
+    observed: bool = True,
 ) -> Result:
     """Live one seed from beginning to end.
 
@@ -933,7 +943,8 @@ def run_seed(
     nobody follows prompts, where two of five seeds have some who do; all else is then as if there were none.
     bad_media: False: no disk lies, or has bad places, where a quarter of the seeds have such. limits: False: all of
     a daemon's limits are as ever, where half of the seeds have lower ones. more: False: one tenant, nothing that goes
-    wrong for good, nobody who dies where that is worst, and few nodes.
+    wrong for good, nobody who dies where that is worst, and few nodes. observed: False: no feature subscribes to the
+    events of a daemon.
     """
     plan = plan_of(
         seed,
@@ -947,6 +958,6 @@ def run_seed(
     gc.disable()
     try:
         with scale.scaled(scale.ALWAYS):
-            return World(seed, plan, tell).run()
+            return World(seed, plan, tell, observed=observed).run()
     finally:
         gc.enable()

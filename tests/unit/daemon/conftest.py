@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvpool.daemon.core.blocks import OWN, Block, Holder, Lease, NamespaceState, Origin
-from kvpool.daemon.core.departures import Departures
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features.departures import Departures
+from kvpool.daemon.features.sessions import Sessions
 from kvpool.storage.eviction import policy_maker
 from kvpool.types import PartSpec, split_keys
 from kvpool.wire.frame import NO_ROW
@@ -38,8 +39,10 @@ class Pool:
             make_policy=policy_maker(policy),
             packed=self.packed,
             limits=Limits(**{"grant_share": 1.0, **limits}),
-            departures=Departures(4096),
         )
+        self.departures = Departures(4096)
+        self.node.events.subscribe("departures", self.departures.handlers)
+        self.sessions = Sessions(self.node)
         self.tenant = self.node.add_tenant("red", 0, slabs * SLAB, SLAB)
         self.holder = self.node.holders.add("red", "engine")
         self.namespace = self.open(BASE, parts)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvpool.daemon.core.blocks import Origin
-from kvpool.daemon.core.departures import Cause
+from kvpool.daemon.features.departures import Cause
 from kvpool.telemetry.misses import Reason
 from kvpool.types import PartSpec, split_keys
 from tests.unit.daemon.conftest import Pool
@@ -16,7 +16,7 @@ LARGE = PartSpec(4096)
 
 def cause(pool: Pool, number: int) -> Cause | None:
     (key,) = split_keys(pool.keys([number]))
-    found = pool.node.departures.find(pool.namespace.space, key)
+    found = pool.departures.find(pool.namespace.space, key)
     return None if found is None else found.cause
 
 
@@ -67,8 +67,8 @@ def test_left_behind_by_a_session(make_pool) -> None:
         pool.put(numbers)
         keys = pool.keys(numbers)
         pool.node.settle()
-        pool.node.sessions.turn(pool.tenant, pool.namespace, "s", "", keys, 0.0)
-        while pool.node.sessions.work(10):
+        pool.sessions.turn(pool.tenant, pool.namespace, "s", "", keys, 0.0)
+        while pool.sessions.work(10):
             pass
 
     turn([0, 1, 2, 3])

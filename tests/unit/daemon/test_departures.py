@@ -5,9 +5,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.daemon.core import departures as module
-from kvpool.daemon.core.departures import Cause, Departures, TierDepartures
+from kvpool.daemon.core.events import TierInfo
 from kvpool.daemon.core.idle_age import IdleAge
+from kvpool.daemon.features import departures as module
+from kvpool.daemon.features.departures import Cause, Departures
 from kvpool.telemetry.misses import Reason
 
 SPACES = (1, 0x9E37_0000_0000_0001, (1 << 64) - 1)
@@ -54,7 +55,7 @@ def test_the_last_departures_are_known_and_no_others(most, together, told):
                 memory.pass_time(seconds)
             keys = [key(number) for number in numbers]
             cause = Cause(reason, tier)
-            TierDepartures(memory, tier, clock).tell(space, keys, reason, 40)
+            memory.add(TierInfo(tier, clock), space, keys, reason, 40)
             every += [(space, each, cause, seconds) for each in keys]
     finally:
         module.ENTERED_TOGETHER = before
@@ -77,11 +78,11 @@ def test_the_last_departures_are_known_and_no_others(most, together, told):
 
 def test_how_far_back_it_reaches():
     memory = Departures(4)
-    tier = TierDepartures(memory, "dram", ages())
+    tier = TierInfo("dram", ages())
     memory.begin(1000.0)
     for second in range(8):
         memory.pass_time(1000.0 + second)
-        tier.tell(1, [key(second)], Reason.FULL, 0)
+        memory.add(tier, 1, [key(second)], Reason.FULL, 0)
     memory.pass_time(1010.0)
     assert memory.reach_s() == 1010.0 - 1005.0, "the oldest of four came in the sixth second"
     assert memory.find(1, key(3)) is None
@@ -90,12 +91,12 @@ def test_how_far_back_it_reaches():
 
 def test_too_many_causes_are_told_apart_no_more_but_remembered():
     memory = Departures(8)
-    tier = TierDepartures(memory, "dram", ages())
+    tier = TierInfo("dram", ages())
     before, module.CAUSES_MAX = module.CAUSES_MAX, 3
     try:
         for number in range(6):
-            tier.by = f"{number:032x}"
-            tier.tell(1, [key(number)], Reason.FULL, 0)
+            tier.room_for = f"{number:032x}"
+            memory.add(tier, 1, [key(number)], Reason.FULL, 0)
         memory.pass_time(1.0)
     finally:
         module.CAUSES_MAX = before
@@ -106,9 +107,9 @@ def test_too_many_causes_are_told_apart_no_more_but_remembered():
 
 def test_one_of_several_spaces_is_found():
     memory = Departures(64)
-    tier = TierDepartures(memory, "dram", ages())
+    tier = TierInfo("dram", ages())
     assert memory.first_of(SPACES, key(1)) == -1
-    tier.tell(SPACES[1], [key(1), key(2)], Reason.FULL, 0)
+    memory.add(tier, SPACES[1], [key(1), key(2)], Reason.FULL, 0)
     memory.pass_time(1.0)
     assert memory.first_of(SPACES, key(2)) == 1
     assert memory.first_of(SPACES[:1], key(2)) == -1
@@ -117,7 +118,7 @@ def test_one_of_several_spaces_is_found():
 
 def test_nothing_is_remembered_where_nothing_is_to_be():
     memory = Departures(0)
-    TierDepartures(memory, "dram", ages()).tell(1, [key(1)], Reason.FULL, 0)
+    assert not memory.handlers, "no event is observed"
     memory.pass_time(1.0)
     assert memory.find(1, key(1)) is None
     assert memory.reach_s() is None

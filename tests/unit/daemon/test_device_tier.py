@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvpool.config import DaemonConfig, DeviceConfig
 from kvpool.daemon.core.blocks import Lease
+from kvpool.daemon.core.events import Read, Stage
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.server.answers import describe_lease
@@ -149,7 +150,7 @@ class Bench:
             scattered=True,
         )
         assert lease is not None
-        self.tier.was_read(lease)
+        self.tier.was_read(Read(self.namespace, [0], b"", [], 0, 0, Stage.HERE, None, lease))
         self.node.leases.release(self.holder, lease.token)
 
     def lease(self, numbers: Iterable[int], lease_s: float = 1.0) -> Lease | None:

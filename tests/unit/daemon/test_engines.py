@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Holder, NamespaceState
+from kvpool.daemon.core.events import Named
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers import engine_caches as engines_module
 from kvpool.daemon.tiers.engine_caches import NO_PYZMQ, Engines
@@ -150,7 +151,7 @@ class Bench:
         return self.streams[endpoint], holder
 
     def saw(self, numbers: Iterable[int], namespace: NamespaceState | None = None) -> None:
-        self.engines.saw(namespace or self.namespace, pack(numbers))
+        self.engines.saw(Named(namespace or self.namespace, pack(numbers)))
 
     async def settle(self) -> None:
         await asyncio.sleep(1)
@@ -550,7 +551,7 @@ def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(bench.held()) == {*range(1000), *range(2000, 2500)}
         assert bench.engines.stats("red").dropped_keys == 1000
         bench.saw(range(1000, 2000))
-        bench.engines.saw(bench.namespace, b"no keys at all")
+        bench.engines.saw(Named(bench.namespace, b"no keys at all"))
         await bench.settle()
         assert set(bench.held()) == set(range(2500))
         await bench.engines.close()

@@ -1,6 +1,6 @@
 """Which prefixes are told to be read most."""
 
-from kvpool.daemon.ops.hot_prefixes import HALF_S, KEPT_MAX, SHOWN_MAX, HotPrefixes
+from kvpool.daemon.features.hot_prefixes import HALF_S, KEPT_MAX, SHOWN_MAX, HotPrefixes
 
 
 def shown(heat):

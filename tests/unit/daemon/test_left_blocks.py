@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvpool.daemon.core.sessions import Session
+from kvpool.daemon.features.sessions import Session, Sessions
 from kvpool.daemon.fetch.plan import FetchRequest
 from kvpool.daemon.ops.prefetcher import JUDGE_S, QUEUE_MAX, USED_WITHIN_S, Prefetcher
 from kvpool.types import Outcome, split_keys
@@ -23,9 +23,7 @@ def keys(some: Sequence[int]) -> Sequence[bytes]:
 
 
 def turn(pool: Pool, name: str, some: Sequence[int], now: float, **more: Any) -> Session | None:
-    return pool.node.sessions.turn(
-        pool.tenant, pool.namespace, name, "", Pool.keys(some), now, **more
-    )
+    return pool.sessions.turn(pool.tenant, pool.namespace, name, "", Pool.keys(some), now, **more)
 
 
 def test_orders_wait_their_turn_and_too_many_are_refused() -> None:
@@ -101,10 +99,10 @@ def test_of_a_long_chain_that_is_left_the_end_goes_first() -> None:
     pool = Pool(slabs=8)
     pool.put(range(32))
     below: list[list[bytes]] = []
-    pool.node.sessions.follow(lambda _, some: below.append(list(some)))
+    pool.sessions = Sessions(pool.node, lambda _, some: below.append(list(some)))
     turn(pool, "over", range(20), 0.0, ended=True)
-    pool.node.sessions.settle(10.0)
-    while pool.node.sessions.work(6):
+    pool.sessions.settle(10.0)
+    while pool.sessions.work(6):
         pass
     assert pool.node.counters.expended == 20
     pool.put(range(100, 107))

@@ -4,18 +4,18 @@ import random
 
 import pytest
 
-from kvpool.daemon.core.misses import (
+from kvpool.daemon.core.events import Stage
+from kvpool.daemon.core.node import Node
+from kvpool.daemon.features import miss_reasons
+from kvpool.daemon.features.miss_reasons import COMPARED_MAX, differing
+from kvpool.daemon.features.misses import (
     PENDING_MAX,
     SETTLE_S,
     Miss,
     Misses,
-    Stage,
     Verdict,
     first_missing,
 )
-from kvpool.daemon.core.node import Node
-from kvpool.daemon.ops import miss_reasons
-from kvpool.daemon.ops.miss_reasons import COMPARED_MAX, differing
 from kvpool.decoding import decode_json
 from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.misses import WORDS, Reason
@@ -78,7 +78,8 @@ class Reads:
     def counted(self, now):
         self.misses.settle(now)
         return {
-            reason: (each.requests, each.blocks) for reason, each in self.namespace.misses.items()
+            reason: (each.requests, each.blocks)
+            for reason, each in self.misses.of(self.namespace).items()
         }
 
 

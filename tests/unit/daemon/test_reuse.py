@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.reuse import FORGET_S, HALF_S, PENDING_MAX, TOGETHER, ReuseCurve
+from kvpool.daemon.features.reuse import FORGET_S, HALF_S, PENDING_MAX, TOGETHER, ReuseCurve
 from kvpool.storage.eviction import policy_maker
 from kvpool.telemetry.hit_curve import TIMES, Curve, Memory, Reuse, bucket_of, bytes_of, curve
 from kvpool.types import NamespaceRecord

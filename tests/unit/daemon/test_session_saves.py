@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.core import sessions
-from kvpool.daemon.core.sessions import SETTLE_S
+from kvpool.daemon.features import sessions
+from kvpool.daemon.features.sessions import SETTLE_S
 
 AHEAD = 10.0
 
@@ -20,12 +20,12 @@ class Told:
     def turn(self, name: str, numbers: Any, agent: str = "", **said: Any) -> None:
         pool = self.pool
         keys = pool.keys(numbers)
-        pool.node.sessions.turn(pool.tenant, pool.namespace, name, agent, keys, self.now, **said)
+        pool.sessions.turn(pool.tenant, pool.namespace, name, agent, keys, self.now, **said)
 
     def wait(self, seconds: float = AHEAD) -> None:
         self.now += seconds
-        self.pool.node.sessions.settle(self.now)
-        while self.pool.node.sessions.work(256):
+        self.pool.sessions.settle(self.now)
+        while self.pool.sessions.work(256):
             pass
 
     @property
@@ -76,7 +76,7 @@ def test_a_session_that_ends_later_leaves_all_at_once(told: Told) -> None:
     told.turn("chat", range(4))
     told.pool.put(range(4))
     told.wait()
-    assert told.pool.node.sessions.end(told.pool.tenant, "chat")
+    assert told.pool.sessions.end(told.pool.tenant, "chat")
     told.wait(0.0)
     assert told.expended == 4
 

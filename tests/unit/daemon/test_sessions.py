@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.daemon.core import sessions
-from kvpool.daemon.core.sessions import SETTLE_S, Session, common_blocks
+from kvpool.daemon.features import sessions
+from kvpool.daemon.features.sessions import SETTLE_S, Session, Sessions, common_blocks
 from kvpool.errors import PoolFull
 from kvpool.types import KEY_BYTES, split_keys
 from tests.unit.daemon.conftest import Pool
@@ -23,8 +23,9 @@ class Told(Pool):
         super().__init__(slabs, **settings)
         self.time = 0.0
         self.below: list[tuple[int, ...]] = []
-        self.node.sessions.follow(
-            lambda _, keys: self.below.append(tuple(int.from_bytes(key, "big") for key in keys))
+        self.sessions = Sessions(
+            self.node,
+            lambda _, keys: self.below.append(tuple(int.from_bytes(key, "big") for key in keys)),
         )
 
     def turn(self, name: str, numbers: Iterable[int], **told: Any) -> Session | None:
@@ -39,11 +40,11 @@ class Told(Pool):
         self, name: str, numbers: Iterable[int] = (), agent: str = "", **told: Any
     ) -> Session | None:
         self.node.settle()
-        session = self.node.sessions.turn(
+        session = self.sessions.turn(
             self.tenant, self.namespace, name, agent, self.keys(numbers), self.time, **told
         )
-        self.node.sessions.settle(self.time + SETTLE_S)  # all of its blocks are saved
-        while self.node.sessions.work(3):
+        self.sessions.settle(self.time + SETTLE_S)  # all of its blocks are saved
+        while self.sessions.work(3):
             pass
         return session
 
@@ -94,8 +95,8 @@ def test_the_end_of_a_session_makes_all_of_it_expendable() -> None:
     pool.turn("a", [40, 41], agent="sub")
     assert pool.tell("a", ended=True) is None
     assert sorted(pool.expendable()) == [0, 1, 2, 3, 40, 41]
-    assert pool.node.sessions.get(pool.tenant, "a") is None
-    assert not pool.node.sessions.end(pool.tenant, "a")
+    assert pool.sessions.get(pool.tenant, "a") is None
+    assert not pool.sessions.end(pool.tenant, "a")
 
 
 def test_agents_of_a_session_do_not_replace_each_other() -> None:
@@ -164,10 +165,10 @@ def test_what_waits_to_be_expendable_has_a_limit(monkeypatch: pytest.MonkeyPatch
     pool.put(range(60))
     for turn in range(6):
         keys = pool.keys(range(10 * turn, 10 * turn + 10))
-        pool.node.sessions.turn(pool.tenant, pool.namespace, "a", "", keys, pool.time)
-    while pool.node.sessions.work(3):
+        pool.sessions.turn(pool.tenant, pool.namespace, "a", "", keys, pool.time)
+    while pool.sessions.work(3):
         pass
-    known = pool.node.sessions._known[pool.tenant.name]
+    known = pool.sessions._known[pool.tenant.name]
     assert (len(pool.expendable()), known.work_bytes) == (20, 0)
 
 
@@ -191,7 +192,7 @@ def test_too_many_sessions_are_forgotten_and_their_blocks_stay() -> None:
     pool = Told(sessions_per_tenant=2)
     for number, name in enumerate("abc"):
         pool.turn(name, [number])
-    known = pool.node.sessions
+    known = pool.sessions
     assert [known.get(pool.tenant, name) is not None for name in "abc"] == [False, True, True]
     assert known.count(pool.tenant) == 2 and pool.node.counters.sessions_forgotten == 1
     assert pool.expendable() == []
@@ -201,7 +202,7 @@ def test_the_books_of_sessions_have_a_limit() -> None:
     pool = Told(slabs=64, session_bytes_per_tenant=4096)
     for number in range(12):
         pool.turn(str(number), range(100 * number, 100 * number + 16))
-    assert 1 <= pool.node.sessions.count(pool.tenant) < 6
+    assert 1 <= pool.sessions.count(pool.tenant) < 6
 
 
 @pytest.mark.parametrize("long", ["name", "agent"])
@@ -213,11 +214,11 @@ def test_long_names_take_of_that_limit(long: str) -> None:
             name = f"{number:03}{letter * 197}"
             agent = {"agent": letter * 200} if long == "agent" else {}
             pool.turn(str(number) if agent else name, [0], **agent)
-        count = pool.node.sessions.count(pool.tenant)
+        count = pool.sessions.count(pool.tenant)
         for number in range(100):
-            pool.node.sessions.end(pool.tenant, str(number))
-            pool.node.sessions.end(pool.tenant, f"{number:03}{letter * 197}")
-        assert pool.node.sessions.count(pool.tenant) == 0
+            pool.sessions.end(pool.tenant, str(number))
+            pool.sessions.end(pool.tenant, f"{number:03}{letter * 197}")
+        assert pool.sessions.count(pool.tenant) == 0
         return count
 
     counts = [
@@ -238,7 +239,7 @@ def test_so_have_agents() -> None:
 def test_news_of_a_session_that_nobody_knows_is_no_session() -> None:
     pool = Told()
     assert pool.tell("a", ended=True) is None
-    assert pool.node.sessions.count(pool.tenant) == 0
+    assert pool.sessions.count(pool.tenant) == 0
 
 
 names = st.sampled_from("abcd")
@@ -273,10 +274,10 @@ def test_books_stay_right_whatever_is_told(
         else:
             pool.tell(name, agent=agent, **what)
         pool.wait(seconds)
-        pool.node.sessions.settle(pool.time)
+        pool.sessions.settle(pool.time)
         assert pool.put([1000]) == 1 or pool.here([1000])
         pool.node.removal.remove(pool.namespace, [pool.keys([1000])])
-        known = pool.node.sessions._known[pool.tenant.name]
+        known = pool.sessions._known[pool.tenant.name]
         assert known.nbytes == sum(
             each.nbytes + sum(chain.nbytes for chain in each.chains.values())
             for each in known.sessions.values()

@@ -509,7 +509,7 @@ def test_where_all_lengths_are_taken_blocks_are_written_as_they_are(
         def refuse(*_: object) -> None:
             raise LimitExceeded("64 classes")
 
-        monkeypatch.setattr(bench.device.node.namespaces, "add_table", refuse)
+        monkeypatch.setattr(type(bench.device.node.namespaces), "add_table", refuse)
         assert await bench.write({2: PAGE, 3: PAGE}) == 2
         assert {pages for _, pages in bench.pages_of().values()} == {8}
         bench.check()

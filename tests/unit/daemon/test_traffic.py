@@ -13,6 +13,7 @@ import pytest
 
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.features.traffic import TrafficCounts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import LivingNode
 from kvpool.errors import Unavailable
@@ -36,6 +37,8 @@ class World:
         self.answer = answer
         self.now = 100.0
         self.node = Node(make_policy=policy_maker("lru"), limits=Limits())
+        self.traffic = TrafficCounts()
+        self.node.events.subscribe("traffic", self.traffic.handlers)
         self.tenant = self.node.add_tenant("red", 0, 64 * NBYTES, 4 * NBYTES)
         self.namespace = self.node.namespaces.open(
             self.tenant, b"n" * 16, b"{}", (PartSpec(NBYTES),)
@@ -67,7 +70,7 @@ class World:
 
     def loads(self) -> dict[str, int]:
         """The tenant's, which are the peer's as well."""
-        tenant = self.tenant.traffic.loads["peer"]
+        tenant = self.traffic.of("red").loads["peer"]
         assert self.fetcher.stats().delivered.peers == {"b": tenant}
         return {name: count for name, count in msgspec.structs.asdict(tenant).items() if count}
 

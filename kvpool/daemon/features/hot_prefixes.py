@@ -11,6 +11,7 @@ import heapq
 from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import NamespaceState
+from kvpool.daemon.core.events import Handlers, Read
 from kvpool.telemetry.node_stats import HotPrefix
 from kvpool.types import KEY_BYTES
 
@@ -34,6 +35,11 @@ class HotPrefixes:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[NamespaceState, bytes], _Reads] = {}
+        self.handlers: Handlers = {Read: self._read}
+
+    def _read(self, event: Read) -> None:
+        if event.lease is not None and not event.scattered:
+            self.read(event.namespace, event.packed, event.lease.blocks)
 
     def read(self, namespace: NamespaceState, packed: bytes, blocks: int) -> None:
         """This many blocks of this prefix were leased to a reader."""

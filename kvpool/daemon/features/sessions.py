@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import islice
 
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
-from kvpool.daemon.core.candidates import Candidates
-from kvpool.daemon.core.ledger import Ledger
-from kvpool.daemon.core.limits import Limits
-from kvpool.telemetry.memory_stats import Counters
+from kvpool.daemon.core.node import Node
 from kvpool.types import KEY_BYTES, split_keys
 
 SHARED_LOOKED, SHARED_CHAINS = 64, 256
@@ -92,26 +89,21 @@ class Sessions:
 
     def __init__(
         self,
-        tenants: Mapping[str, Tenant],
-        limits: Limits,
-        ledger: Ledger,
-        candidates: Candidates,
-        counters: Counters,
+        node: Node,
+        expended: Callable[[NamespaceState, Sequence[bytes]], object] = lambda _, __: None,
     ) -> None:
-        self._tenants = tenants
-        self._limits = limits
-        self._ledger = ledger
-        self._candidates = candidates
-        self._counters = counters
+        """node: the rules of memory. expended: called with blocks that nobody is to continue, for tiers below, in the
+        order in which they should go.
+        """
+        self._limits = node.limits
+        self._ledger = node.ledger
+        self._candidates = node.candidates
+        self._counters = node.counters
+        self._below = expended
         self._known: dict[str, _Known] = {}
         self._work: deque[tuple[_Known, NamespaceState, bytes, int]] = deque()
         self._settling: deque[Chain] = deque()
         self._ending_bytes = 0  # of those that have ended
-        self._below: Callable[[NamespaceState, Sequence[bytes]], object] = lambda _, __: None
-
-    def follow(self, expended: Callable[[NamespaceState, Sequence[bytes]], object]) -> None:
-        """expended: called with blocks that nobody is to continue, for tiers below; in the order in which they should go."""
-        self._below = expended
 
     # ---- what is told --------------------------------------------------------------------------------
 

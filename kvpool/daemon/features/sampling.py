@@ -7,24 +7,28 @@ stands for all of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.events import Gone, Handlers, TierInfo
 from kvpool.telemetry.histogram import AGES_S, Histogram
 from kvpool.telemetry.node_stats import SampledStats
 
 LOOK_S = 1.0
+VICTIMS_MAX = 4096  # batches of evicted blocks between two looks; further ones are not sampled
 
 
 class Sampler:
-    """rules: of all tiers, each with its name; they may change between calls."""
+    """Samples of all tiers."""
 
-    def __init__(
-        self, rules: Callable[[], Iterable[tuple[str, Node]]], clock: Callable[[], float]
-    ) -> None:
-        self._rules = rules
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._stats = SampledStats()
+        self._stats = SampledStats(evicted_age_s={"dram": Histogram(AGES_S)})
+        self._victims: list[tuple[TierInfo, int, int]] = []
+        self.handlers: Handlers = {Gone: self._gone}
+
+    def _gone(self, event: Gone) -> None:
+        if event.evicted and len(self._victims) < VICTIMS_MAX:
+            self._victims.append((event.tier, event.blocks[-1].used, len(event.blocks)))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -37,13 +41,11 @@ class Sampler:
 
     def look(self, now: float) -> None:
         """Record evictions since the last call."""
-        for tier, node in self._rules():
-            seen = self._stats.evicted_age_s.setdefault(tier, Histogram(AGES_S))
-            for used, blocks in node.eviction.take_victims():
-                seen.add(node.idle_age.age_s(used, now), blocks)
+        victims, self._victims = self._victims, []
+        for tier, used, blocks in victims:
+            seen = self._stats.evicted_age_s.setdefault(tier.name, Histogram(AGES_S))
+            seen.add(tier.ages.age_s(used, now), blocks)
 
     def stats(self) -> SampledStats:
         """What was sampled so far, of every tier."""
-        for tier, _ in self._rules():
-            self._stats.evicted_age_s.setdefault(tier, Histogram(AGES_S))
         return self._stats

@@ -1,6 +1,6 @@
 """Which blocks have left this node's tiers lately, when, and why: a bounded memory, so that a miss can be explained.
 
-Whoever takes blocks out of a tier tells it in one call for all of them, which only appends to a list. From there they
+Blocks that leave a tier are reported by one event for all of them, which only appends to a list. From there they
 are entered into arrays, some thousands at once: a ring in the order of departure, and for each bucket of identities
 the last entry, from which earlier ones of the bucket follow. A departure takes 34 bytes and is forgotten when `most` others
 came after it.
@@ -17,13 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.daemon.core.events import Gone, Handlers, TierInfo
 from kvpool.daemon.core.idle_age import IdleAge
 from kvpool.types import KEY_BYTES
 
 ENTERED_TOGETHER = 4096  # blocks: a fraction of a millisecond
 STEPS_MAX = 64  # departures of one bucket that are looked through
 CAUSES_MAX = 1 << 15  # of different ones, that are told apart
-KINDS_MAX = 1024  # that a tier has at hand
+KINDS_MAX = 1024  # that are at hand
 _ODD = 0x9E3779B97F4A7C15
 _BITS = (1 << 64) - 1
 
@@ -61,11 +62,14 @@ class Departures:
     """See the module. Not thread-safe.
 
     most: how many departures are remembered; 0: none. A space is 64 bits for a tenant's namespace, the same in all its
-    epochs and in all tiers.
+    epochs and in all tiers. above_disks: blocks of memory may be on disks too.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, above_disks: bool = False) -> None:
         self.most = most
+        self._above_disks = above_disks
+        self.handlers: Handlers = {Gone: self._gone} if most else {}
+        self._last_kinds: dict[tuple[TierInfo, int, str, str, bool], Kind] = {}
         self.count = 0  # in all
         self._now = self._began = 0.0
         self._bits = max(1, (most - 1).bit_length())
@@ -99,12 +103,35 @@ class Departures:
         self._now = max(self._now, now)
         self._enter()
 
-    def kind(self, space: int, cause: Cause, ages: IdleAge) -> Kind:
-        """Of departures from this space for this cause, whose ticks are those of this tier. Good for any number of calls."""
-        return Kind(space, self._number_of(cause), ages)
+    def _gone(self, event: Gone) -> None:
+        """Blocks have left a tier."""
+        space, used = event.table.namespace.space, event.blocks[-1].used
+        if not (event.evicted and self._above_disks and event.tier.name == "dram"):
+            self.add(event.tier, space, event.keys, event.reason, used)
+            return
+        for kept in (False, True):
+            some = [block.key for block in event.blocks if (block.written >= 0) is kept]
+            if some:
+                self.add(event.tier, space, some, event.reason, used, kept=kept)
 
-    def add(self, kind: Kind, keys: Sequence[bytes], used: int) -> None:
-        """These blocks have left. used: the tick of the last use of one of them."""
+    def add(
+        self,
+        tier: TierInfo,
+        space: int,
+        keys: Sequence[bytes],
+        reason: str,
+        used: int,
+        *,
+        kept: bool = False,
+    ) -> None:
+        """These blocks have left. used: the tick of the last use of one of them. kept: a disk has them."""
+        what = (tier, space, reason, tier.room_for, kept)
+        kind = self._last_kinds.get(what)
+        if kind is None:
+            if len(self._last_kinds) >= KINDS_MAX:
+                self._last_kinds.clear()
+            number = self._number_of(Cause(reason, tier.name, tier.room_for, kept))
+            kind = self._last_kinds[what] = Kind(space, number, tier.ages)
         self._kinds.append(kind)
         self._packed.append(b"".join(keys))  # keys that were kept would be in no cache when they go
         self._ticks.append(used)
@@ -234,40 +261,6 @@ class Departures:
             number = self._causes[cause] = len(self._cause_of)
             self._cause_of.append(cause)
         return number
-
-
-class TierDepartures:
-    """What one tier's rules tell of.
-
-    by: the namespace that is being put, in hex, while room is made for it. above_disks: blocks of this tier may be on
-    disks too.
-    """
-
-    __slots__ = ("_ages", "_kinds", "_memory", "_tier", "above_disks", "by", "on")
-
-    def __init__(self, memory: Departures, tier: str, ages: IdleAge) -> None:
-        self._memory = memory
-        self._tier = tier
-        self._ages = ages
-        self._kinds: dict[tuple[int, str, str, bool], Kind] = {}  # of the last departures
-        self.by = ""
-        self.above_disks = False
-        self.on = memory.most > 0
-
-    def tell(
-        self, space: int, keys: Sequence[bytes], reason: str, used: int, *, kept: bool = False
-    ) -> None:
-        """These blocks are not in the tier any more: see `Departures.add`. kept: a disk has them."""
-        if not self.on or not keys:
-            return
-        what = (space, reason, self.by, kept)
-        kind = self._kinds.get(what)
-        if kind is None:
-            if len(self._kinds) >= KINDS_MAX:
-                self._kinds.clear()
-            cause = Cause(reason, self._tier, self.by, kept)
-            kind = self._kinds[what] = self._memory.kind(space, cause, self._ages)
-        self._memory.add(kind, keys, used)
 
 
 def _ident(space: int, key: bytes) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.events import Freed, Stage
 from kvpool.hit_rule import first_needed
 from kvpool.telemetry.memory_stats import Missed
 from kvpool.telemetry.misses import Reason
@@ -22,14 +22,6 @@ from kvpool.types import PartKind
 SETTLE_S = 10.0
 PENDING_MAX = 4096
 RECENT_MAX = 1024  # of those counted: the last ones, for whoever asks about a request
-
-
-class Stage(IntEnum):
-    """How a read was asked for. Questions of one read come in this order."""
-
-    HERE = 1
-    PULLED = 2
-    AGAIN = 3
 
 
 class Verdict(NamedTuple):
@@ -74,7 +66,12 @@ class Misses:
         """counted: is told of each read that is counted."""
         self._counted = counted
         self._reads: OrderedDict[tuple[int, bytes, int], _Read] = OrderedDict()
+        self._counts: dict[int, dict[str, Missed]] = {}
         self.recent: deque[Miss] = deque(maxlen=RECENT_MAX)
+
+    def of(self, namespace: NamespaceState) -> dict[str, Missed]:
+        """Reads of a namespace in all its epochs that were counted, by reason."""
+        return self._counts.get(namespace.space, {})
 
     @property
     def waits(self) -> bool:
@@ -96,6 +93,11 @@ class Misses:
                 return len(keys) if read.miss is None else read.miss.found
             self._end(name)
         return None
+
+    def freed(self, event: Freed) -> None:
+        """Forget the counts of a namespace that memory has forgotten."""
+        if event.tier.name == "dram":
+            self._counts.pop(event.namespace.space, None)
 
     def missed(self, miss: Miss, keys: Sequence[bytes], stage: Stage) -> None:
         """What came of the read that was told to `asked` last, with these keys."""
@@ -132,7 +134,8 @@ class Misses:
         miss = self._reads.pop(name).miss
         if miss is None:
             return
-        counted = miss.namespace.misses.setdefault(str(miss.verdict.reason), Missed())
+        counts = self._counts.setdefault(miss.namespace.space, {})
+        counted = counts.setdefault(str(miss.verdict.reason), Missed())
         counted.requests += 1
         counted.blocks += miss.asked - miss.found
         self.recent.append(miss)

@@ -14,10 +14,12 @@ from itertools import islice
 from typing import Any
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable, Tenant
-from kvpool.daemon.core.misses import Miss, Misses, Stage, Verdict, first_missing
+from kvpool.daemon.core.events import Freed, Handlers, Pulled, Put, Read, Stage
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.reuse import ReuseCurve
-from kvpool.daemon.fetch.fetcher import BlockFetcher, Pulled
+from kvpool.daemon.features.departures import Departures
+from kvpool.daemon.features.misses import Miss, Misses, Verdict, first_missing
+from kvpool.daemon.features.reuse import ReuseCurve
+from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import ClusterView
 from kvpool.decoding import decode_json
 from kvpool.hit_rule import usable
@@ -38,6 +40,7 @@ class MissReasons:
 
     name: str
     node: Node
+    departures: Departures
     fetcher: BlockFetcher
     cluster: ClusterView
     tenants: Sequence[str]
@@ -49,27 +52,24 @@ class MissReasons:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._departures = self.node.departures
         self.misses = Misses(self._counted)
-        self.on = self._departures.most > 0
-        self._curves = {name: ReuseCurve() for name in self.tenants} if self.on else {}
+        on = self.departures.most > 0
+        self._curves = {name: ReuseCurve() for name in self.tenants} if on else {}
+        self.handlers: Handlers = {}
+        if on:
+            self.handlers = {Read: self._read, Put: self._put, Freed: self.misses.freed}
+            self.handlers |= self.departures.handlers
 
     # ---- for reads -----------------------------------------------------------------------------------
 
-    def read(
-        self,
-        namespace: NamespaceState,
-        parts: Sequence[int],
-        packed: bytes,
-        keys: Sequence[bytes],
-        found: int,
-        stage: Stage,
-        pulled: Pulled | None = None,
-    ) -> None:
-        """A client asked for these blocks, and got `found` of them; the first ones, if they are a prefix."""
-        misses = self.misses
-        if not self.on or not keys:
+    def _read(self, event: Read) -> None:
+        namespace, keys, found, stage = event.namespace, event.keys, event.found, event.stage
+        if not keys:
             return
+        if event.scattered:
+            self._read_each(event)
+            return
+        misses = self.misses
         now, before = 0.0, None
         if misses.waits or found < len(keys):
             now = self.clock()
@@ -77,39 +77,36 @@ class MissReasons:
             before = misses.asked(namespace, keys, stage)
         curve = self._curves[namespace.tenant.name]
         if before is None:
-            curve.asked(namespace, packed, found)
+            curve.asked(namespace, event.packed, found)
         elif before < found:
             curve.came(namespace, keys[before:found])
         if found < len(keys):
-            tables = namespace.tables_of(parts)
+            tables = namespace.tables_of(event.parts)
             table, at = first_missing(tables, keys, found)
-            verdict = self._verdict_of_read(table, keys[at], found, pulled, now)
+            verdict = self._verdict_of_read(table, keys[at], found, event.pulled, now)
             misses.missed(Miss(now, namespace, keys[at], len(keys), found, verdict), keys, stage)
         elif misses.waits or stage is Stage.PULLED:
             misses.found(namespace, keys, stage, now or self.clock())
 
-    def read_each(
-        self, namespace: NamespaceState, part: int, packed: bytes, keys: Sequence[bytes], found: int
-    ) -> None:
+    def _read_each(self, event: Read) -> None:
         """The same of blocks that are no chain: the first one that is missing stands for all."""
-        if not self.on or not keys:
-            return
+        namespace, keys, found = event.namespace, event.keys, event.found
         whole = found == len(keys)
-        self._curves[namespace.tenant.name].asked(namespace, packed, found if whole else 0)
+        self._curves[namespace.tenant.name].asked(namespace, event.packed, found if whole else 0)
         if whole:
             return
         now = self.clock()
         self.misses.settle(now)
-        table = namespace.table(part)
+        table = namespace.table(event.parts[0])
         key = next((key for key in keys if key not in table.blocks), keys[-1])
         self.misses.asked(namespace, [key], Stage.AGAIN)
         verdict = self.why(table, key, now)
         self.misses.missed(Miss(now, namespace, key, len(keys), found, verdict), [key], Stage.AGAIN)
 
-    def put(self, table: PartTable, keys: bytes | Sequence[bytes]) -> None:
-        """A client has stored blocks, of each part by itself."""
-        if self.on and table.part == 0:
-            self._curves[table.namespace.tenant.name].put(table.namespace, keys)
+    def _put(self, event: Put) -> None:
+        if event.table.part == 0:
+            namespace = event.table.namespace
+            self._curves[namespace.tenant.name].put(namespace, event.keys)
 
     def _verdict_of_read(
         self, table: PartTable, key: bytes, found: int, pulled: Pulled | None, now: float
@@ -129,7 +126,7 @@ class MissReasons:
         """Until cancelled: give departures their time, count reads that have ended, and follow what was asked for."""
         while True:
             now = self.clock()
-            self._departures.pass_time(now)
+            self.departures.pass_time(now)
             self.misses.settle(now)
             for name, curve in self._curves.items():
                 if (tenant := self.node.tenants.get(name)) is not None:
@@ -154,7 +151,7 @@ class MissReasons:
         locator = self.fetcher.locator
         if key in locator.on_this_node([table], [key]):
             return Verdict(Reason.NOT_ASKED)
-        departed = self._departures.find(namespace.space, key)
+        departed = self.departures.find(namespace.space, key)
         lost = locator.lost_with(namespace, key)
         if lost is not None and (departed is None or departed.cause.reason in _ROOM):
             gone = self.cluster.gone.get(lost)
@@ -174,7 +171,7 @@ class MissReasons:
         if other is not None:
             differs = differing(namespace.fields, other.fields)
             return Verdict(Reason.OTHER_NAMESPACE, where=other.base_hex, differs=differs)
-        complete = self._departures.most and self._departures.reach_s() is None
+        complete = self.departures.most and self.departures.reach_s() is None
         return Verdict(Reason.NEVER_STORED if complete else Reason.FORGOTTEN)
 
     def _elsewhere(self, namespace: NamespaceState, key: bytes) -> NamespaceState | None:
@@ -183,7 +180,7 @@ class MissReasons:
         for other in others:
             if any(key in table.blocks for table in other.tables):
                 return other
-        at = self._departures.first_of([other.space for other in others], key)
+        at = self.departures.first_of([other.space for other in others], key)
         return others[at] if at >= 0 else None
 
     # ---- for operators -------------------------------------------------------------------------------
@@ -210,7 +207,7 @@ class MissReasons:
             blocks=on_node,
             missing=missing,
             last=last,
-            reach_s=self._departures.reach_s(),
+            reach_s=self.departures.reach_s(),
         )
 
     def _first_missing_on_node(

@@ -10,53 +10,53 @@ own parts count none twice, and where they do so on several nodes, only one of t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
-from kvpool.daemon.core.blocks import (
-    Lease,
-    NamespaceFacts,
-    NamespaceState,
-    PartTable,
-    Requests,
-)
+from kvpool.daemon.core.blocks import Block, Holder, Lease, NamespaceState, Requests
+from kvpool.daemon.core.events import Came, Ended, Gone, Handlers, Joined, Put, Read, Refused
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import check_request
+from kvpool.daemon.features.byte_seconds import ByteSeconds
+from kvpool.daemon.features.traffic import TrafficCounts
 from kvpool.decoding import decode_json
-from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, StaleEpoch
-from kvpool.telemetry.receipts import Amount, Booked, Period, Receipt, Refused, Row, facts_of
-from kvpool.types import REQUEST_MAX, PartKind
+from kvpool.telemetry import receipts
+from kvpool.telemetry.receipts import Amount, Booked, Period, Receipt, Row, facts_of
+from kvpool.types import PartKind
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
 
 ROWS_MAX = 64  # of a tenant, in a period; further namespaces have one together
 RECEIPTS_MAX = 4096  # the last ones; a tenant that has more than its part of them gives up its own
-
-QUOTA, FULL, LIMIT, DRAINING, EPOCH, INVALID = (
-    "quota",
-    "full",
-    "limit",
-    "draining",
-    "epoch",
-    "invalid",
-)
+ARRIVALS_MAX = 1 << 16  # blocks of a tenant, the last ones
+FACTS_MAX = 4096  # namespaces
 
 
-class PartRefused(NamedTuple):
-    """Of some blocks only the first so many of this part were taken."""
+class NamespaceFacts(NamedTuple):
+    """What receipts take from a namespace's fields and parts. part: whose blocks stand for its tokens."""
 
+    model: str
+    block_tokens: int
     part: int
-    reason: str
-    taken: int = 0
 
 
 class Accounts:
     """See the module. Not thread-safe. clock, wall: seconds, monotonic and since 1970."""
 
     def __init__(
-        self, name: str, node: Node, clock: Callable[[], float], wall: Callable[[], float]
+        self,
+        name: str,
+        node: Node,
+        traffic: TrafficCounts,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
-        """name: the node's."""
+        """name: the node's. traffic: of its tenants, whose accounts are kept here."""
         self._name = name
         self._node = node
+        self._traffic = traffic
         self._clock = clock
         self._wall = wall
         self._rows: dict[tuple[str, str], Row] = {}
@@ -65,10 +65,39 @@ class Accounts:
         self._number = 1
         self._begin_s = wall()
         self._begun = clock()
+        self._facts: dict[int, NamespaceFacts] = {}
+        # Blocks that came from another tier or node for somebody who waits, and from which, until they are read.
+        self._arrivals: defaultdict[str, dict[Block, str]] = defaultdict(dict)
+        self._byte_seconds = ByteSeconds(clock)
+        self.handlers: Handlers = {Came: self._came, Gone: self._gone, Put: self._put}
+        self.handlers |= {Read: self._read, Joined: self._joined, Refused: self._refused}
+        self.handlers[Ended] = self._byte_seconds.ended
 
     # ---- what happens ------------------------------------------------------------------------------
 
-    def read(self, lease: Lease) -> None:
+    def _came(self, event: Came) -> None:
+        self._byte_seconds.came(event)
+        if event.origin.tier:
+            arrivals = self._arrivals[event.table.namespace.tenant.name]
+            arrivals.update(dict.fromkeys(event.blocks, event.origin.tier))
+            for block in list(islice(arrivals, max(0, len(arrivals) - ARRIVALS_MAX))):
+                del arrivals[block]
+
+    def _gone(self, event: Gone) -> None:
+        self._byte_seconds.gone(event)
+        if arrivals := self._arrivals.get(event.table.namespace.tenant.name):
+            for block in event.blocks:
+                if not block.leases:  # otherwise it may still be read
+                    arrivals.pop(block, None)
+
+    def _read(self, event: Read) -> None:
+        if event.lease is not None and not event.lease.unread:
+            self._book(event.lease)
+
+    def _joined(self, event: Joined) -> None:
+        self._book(event.lease)
+
+    def _book(self, lease: Lease) -> None:
         """The blocks of a lease are read on behalf of its request."""
         held = [(part, blocks) for part, (_, blocks) in lease.parts.items() if blocks]
         beside = lease.beside
@@ -84,7 +113,7 @@ class Accounts:
         reads: dict[str, Amount] = {}
         memory = reads["dram"] = Amount()
         leased = lease.blocks
-        arrivals = lease.tenant.arrivals
+        arrivals = self._arrivals.get(lease.tenant.name)
         for part, blocks in held:
             spec = blocks[0].table.spec
             counts = spec.stride if part == facts.part else 0
@@ -113,10 +142,10 @@ class Accounts:
                 for booked in self._booked(namespace, lease.request):
                     booked.read(tier, amount)
 
-    def written(self, table: PartTable, new: int, requests: Requests = ()) -> None:
-        """So many blocks of a part are new. requests: whose they are; what is left is nobody's."""
-        if not new:
-            return
+    def _put(self, event: Put) -> None:
+        table, new, requests = event.table, event.new, event.requests
+        if requests and event.indices:
+            requests = of_kept(requests, sorted(event.indices))
         namespace = table.namespace
         facts = self._facts_of(namespace)
         spec = table.spec
@@ -134,25 +163,17 @@ class Accounts:
                 amount = Amount(blocks, blocks * facts.block_tokens, some * spec.nbytes)
                 self._receipt(namespace, request).booked.written.add(amount)
 
-    def refused(
-        self,
-        namespace: NamespaceState,
-        parts: Sequence[PartRefused],
-        count: int,
-        requests: Requests = (),
-        taken: int = 0,
-    ) -> None:
-        """Of so many blocks, these parts were not taken as a whole. O(parts x requests).
-
-        requests: whose the blocks are; what is left is nobody's, and counts as one request. taken: the most of the
-        blocks that any part took, also one that is not among these: a request that begins behind them stored nothing.
+    def _refused(self, event: Refused) -> None:
+        """Some parts of a put were refused: a request that begins after all blocks that were accepted stored nothing.
+        O(parts x requests).
         """
-        shares = _ranges(requests, count)
+        namespace, parts = event.namespace, event.parts
+        shares = _ranges(event.requests, event.count)
         begins: dict[str, int] = {}
         for request, begin, _ in shares:
             begins.setdefault(request, begin)
         tables = namespace.tables
-        found: dict[str, dict[str, Refused]] = {}  # by request, and reason
+        found: dict[str, dict[str, receipts.Refused]] = {}  # by request, and reason
         for part, reason, first in parts:
             nbytes = tables[part].spec.nbytes if 0 <= part < len(tables) else 0
             for request, begin, end in shares:
@@ -163,12 +184,12 @@ class Accounts:
                         by_reason = found[request] = {}
                     refused = by_reason.get(reason)
                     if refused is None:
-                        refused = by_reason[reason] = Refused()
+                        refused = by_reason[reason] = receipts.Refused()
                     refused.parts += some
                     refused.nbytes += some * nbytes
         total = Booked()
         for request, by_reason in found.items():
-            if begins[request] >= taken:
+            if begins[request] >= event.taken:
                 next(iter(by_reason.values())).requests = 1
             for reason, refused in by_reason.items():
                 total.refuse(reason, refused)
@@ -190,16 +211,20 @@ class Accounts:
         receipt.session = session or receipt.session
         return True
 
+    def end_request(self, holder: Holder, m: client_wire.EndRequest) -> frame.Done:
+        """Answer a client that reports the end of a request: 1 if the request is known."""
+        namespace = self._node.namespaces.by_number(holder.tenant, m.ns)
+        check_request(m.session)
+        return frame.Done(int(self.ended(namespace, m.request, m.session)))
+
     # ---- what is told ------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Bring up to date what time adds."""
         self._node.settle()
-        tenants = self._node.tenants
-        for tier, tenant, namespace, fields, byte_s in self._node.byte_seconds.take():
+        for tier, tenant, namespace, fields, byte_s in self._byte_seconds.take():
             self._row(tenant, namespace, fields).booked.keep(tier, byte_s)
-            if (known := tenants.get(tenant)) is not None:
-                known.traffic.account.keep(tier, byte_s)
+            self._traffic.of(tenant).account.keep(tier, byte_s)
 
     def open_period(self) -> Period:
         """What was counted since the last one was cut. Its rows go on."""
@@ -237,11 +262,12 @@ class Accounts:
 
     def _booked(self, namespace: NamespaceState, request: str) -> Sequence[Booked]:
         """Wherever something has to be counted: of the tenant, of the namespace, and perhaps of a request."""
-        tenant = namespace.tenant
-        row = self._row(tenant.name, namespace.base_hex, namespace.fields)
+        tenant = namespace.tenant.name
+        account = self._traffic.of(tenant).account
+        row = self._row(tenant, namespace.base_hex, namespace.fields)
         if not request:
-            return tenant.traffic.account, row.booked
-        return tenant.traffic.account, row.booked, self._receipt(namespace, request).booked
+            return account, row.booked
+        return account, row.booked, self._receipt(namespace, request).booked
 
     def _row(self, tenant: str, base: str, fields: bytes) -> Row:
         row = self._rows.get((tenant, base))
@@ -271,17 +297,19 @@ class Accounts:
         found.used_s = now
         return found
 
-    @staticmethod
-    def _facts_of(namespace: NamespaceState) -> NamespaceFacts:
-        facts = namespace.facts
+    def _facts_of(self, namespace: NamespaceState) -> NamespaceFacts:
+        facts = self._facts.get(namespace.space)
         if facts is None:
+            if len(self._facts) >= FACTS_MAX:
+                self._facts.clear()
             of_all = (
                 (spec.stride, part)
                 for part, spec in enumerate(namespace.parts)
                 if spec.kind is PartKind.FULL
             )
             part = min(of_all, default=(1, 0))[1]
-            facts = namespace.facts = NamespaceFacts(*_told(namespace.fields), part)
+            facts = NamespaceFacts(*_told(namespace.fields), part)
+            self._facts[namespace.space] = facts
         return facts
 
     def _in_memory(self, namespace: NamespaceState) -> NamespaceState:
@@ -315,26 +343,3 @@ def of_kept(requests: Requests, indices: Sequence[int]) -> Requests:
         found.append((request, after - at))
         at = after
     return found
-
-
-def why_refused(error: KvpoolError | None, namespace: NamespaceState, stride: int) -> str:
-    """The reason of a refusal, in one word. error: None: there was room for some, and no more."""
-    match error:
-        case PoolFull() | None:
-            over = namespace.quota and namespace.held_bytes + stride > namespace.quota
-            return QUOTA if over else FULL
-        case LimitExceeded():
-            return LIMIT
-        case StaleEpoch():
-            return EPOCH
-        case _:
-            return INVALID
-
-
-def check_request(label: str) -> str:
-    """Raises `InvalidRequest` for what cannot be a request's label."""
-    if len(label) > REQUEST_MAX or not label.isprintable():
-        raise InvalidRequest(
-            f"the label of a request must be at most {REQUEST_MAX} printable characters, not {label!r:.100}"
-        )
-    return label
