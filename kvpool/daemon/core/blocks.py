@@ -49,32 +49,16 @@ Requests = Sequence[tuple[str, int]]
 """Labels of requests, each with how many of some keys, in their order, belong to it."""
 
 
-class Block(msgspec.Struct, gc=False, eq=False):
-    """One committed part of a block. Compared by identity.
+class BlockFacts:
+    """What follows from the fields of a block, wherever these are kept: see `Block`, and `PackedBlock`."""
 
-    `gc=False`: there may be millions, and the cyclic collector must not walk them; nothing here
-    points back to a block except tables that drop it explicitly.
-    """
+    __slots__ = ()
 
     table: PartTable
     key: bytes
     row: int
-    parent: bytes  # the key before it in the prefix chain, or empty
-    depth: int  # blocks before it in its chain, counting those that were here when it arrived
-    put: int  # the node's tick at that time
-    used: int  # the same at its last use
-    # Used only by the eviction policy:
-    freq: int = 0
-    queue: int = 0
-    older: Any = None
-    newer: Any = None
-    # Used only by the node:
-    leases: int = 0
-    origin: Origin = OWN
-    written: int = -1  # `used` when it was last written to a disk
-    kept: int = -1  # `used` when it was last found in object storage, or written there
-    left: int = -1  # `used` when nobody was to continue it any more
-    pin: int = PIN_NONE
+    origin: Origin
+    pin: int
 
     @property
     def ident(self) -> int:
@@ -106,10 +90,6 @@ class Block(msgspec.Struct, gc=False, eq=False):
         """Removed while leased: no longer in its table ("evicting")."""
         return self.pin == _GONE
 
-    def go(self) -> None:
-        """It is `gone` from now on; it has no pin, and is in no policy."""
-        self.pin = _GONE
-
     @property
     def expendable(self) -> bool:
         """It goes before others, until it is read."""
@@ -120,10 +100,42 @@ class Block(msgspec.Struct, gc=False, eq=False):
         """The digest by which its namespace is opened; identifies blocks with a quota of their own."""
         return self.table.namespace.base
 
+
+class Block(BlockFacts, msgspec.Struct, gc=False, eq=False):
+    """One committed part of a block. Compared by identity.
+
+    `gc=False`: there may be millions, and the cyclic collector must not walk them; nothing here
+    points back to a block except tables that drop it explicitly.
+    """
+
+    table: PartTable
+    key: bytes
+    row: int
+    parent: bytes  # the key before it in the prefix chain, or empty
+    depth: int  # blocks before it in its chain, counting those that were here when it arrived
+    put: int  # the node's tick at that time
+    used: int  # the same at its last use
+    # Used only by the eviction policy:
+    freq: int = 0
+    queue: int = 0
+    older: Any = None
+    newer: Any = None
+    # Used only by the node:
+    leases: int = 0
+    origin: Origin = OWN
+    written: int = -1  # `used` when it was last written to a disk
+    kept: int = -1  # `used` when it was last found in object storage, or written there
+    left: int = -1  # `used` when nobody was to continue it any more
+    pin: int = PIN_NONE
+
     @property
     def parent_known(self) -> bool:
         """Where blocks are packed, `parent` may be missing: see `PackedBlock`."""
         return True
+
+    def go(self) -> None:
+        """It is `gone` from now on; it has no pin, and is in no policy."""
+        self.pin = _GONE
 
     def is_here(self) -> bool:
         """Whether it can be found: not evicted, removed or of an ended epoch."""

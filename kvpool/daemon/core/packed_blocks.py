@@ -25,13 +25,11 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from kvpool.daemon.core.block_index import BlockIndex
-from kvpool.daemon.core.blocks import OWN, Block, Origin, PartTable
+from kvpool.daemon.core.blocks import OWN, Block, BlockFacts, Origin, PartTable
 from kvpool.errors import LimitExceeded
 from kvpool.memory.private_pages import private_pages
-from kvpool.storage.expendable import is_expendable
 from kvpool.types import KEY_BYTES
 
 PLACES_BITS = 9  # of a place's number within its page
@@ -371,7 +369,7 @@ class PackedBlocks:
             del self._rows_of[number], self.tables[number]
 
 
-class PackedBlock:
+class PackedBlock(BlockFacts):
     """What a `Block` is, in a row of `PackedBlocks`. It is valid until its slot is freed.
 
     `put` is exact until the block is used again; then only that this was later is known. Of `parent` only a hash is
@@ -394,11 +392,11 @@ class PackedBlock:
         return f"PackedBlock(row={self.row}, key={self.key.hex()})"
 
     @property
-    def table(self) -> PartTable:
+    def table(self) -> PartTable:  # type: ignore[override]  # nobody sets it
         return self._in.tables[self._in.table[self.row]]
 
     @property
-    def key(self) -> bytes:
+    def key(self) -> bytes:  # type: ignore[override]  # nobody sets it
         return self._in.key(self.row)
 
     @property
@@ -482,40 +480,8 @@ class PackedBlock:
     def origin(self, origin: Origin) -> None:
         self._in.origins[self.row] = origin
 
-    @property
-    def ident(self) -> int:
-        return xxh3_64_intdigest(self.key, self._in.table[self.row] - 1)
-
-    @property
-    def checksum(self) -> bytes:
-        return self.table.slots.checksums.get([self.row])
-
-    @property
-    def secondary(self) -> bool:
-        return bool(self._in.origins) and self.origin.secondary
-
-    @property
-    def expendable(self) -> bool:
-        return is_expendable(self)
-
-    @property
-    def hops(self) -> int:
-        return self.origin.hops
-
-    @property
-    def replicas(self) -> int:
-        return self.origin.replicas
-
-    @property
-    def gone(self) -> bool:
-        return self.pin == _GONE
-
     def go(self) -> None:
         self.pin = _GONE
-
-    @property
-    def base(self) -> bytes:
-        return self.table.namespace.base
 
     def is_here(self) -> bool:
         columns, row = self._in, self.row
