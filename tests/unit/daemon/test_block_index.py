@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import random
 import sys
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -68,13 +69,6 @@ def test_an_index_is_a_dictionary(
         assert len(index) == 0
 
 
-def sizes(index: BlockIndex[int]) -> list[int]:
-    """The lengths of the dictionaries that an index is made of."""
-    pieces = index._pieces or [index._one]
-    parts = [one._parts if isinstance(one, block_index._Overfull) else [one] for one in pieces]
-    return [len(one) for each in parts for one in each]
-
-
 def scattered(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()[:16]
 
@@ -85,25 +79,33 @@ def chosen(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("key_of", [scattered, chosen])
-def test_no_piece_of_an_index_becomes_large(key_of: Callable[[int], bytes]) -> None:
+def test_no_put_copies_many_blocks(
+    key_of: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python copies a dictionary that grows: nobody waits for more than this many blocks."""
+    monkeypatch.setattr(block_index, "DIVIDE_AT", 1 << 12)
+    monkeypatch.setattr(block_index, "CHECKED_EVERY", 8)
     index: BlockIndex[int] = BlockIndex()
     rng = random.Random(3)
     resident: list[bytes] = []
-    largest = 0
-    for start in range(0, 200_000, 64):
-        new = [key_of(number) for number in range(start, start + 64)]
-        index.add(new, range(start, start + 64))
-        resident += new
-        if len(resident) > 100_000:
-            for _ in range(64):
-                at = rng.randrange(len(resident))
-                resident[at], resident[-1] = resident[-1], resident[at]
-                del index[resident.pop()]
-        if start % 6400 == 0:
-            largest = max(largest, *sizes(index))
-    assert largest < 1.5 * block_index.DIVIDE_AT
-    assert max(sizes(index)) < 1000
+    copied = 0
+    tracemalloc.start()
+    try:
+        for start in range(0, 60_000, 64):
+            new = [key_of(number) for number in range(start, start + 64)]
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            index.add(new, range(start, start + 64))
+            copied = max(copied, tracemalloc.get_traced_memory()[1] - before)
+            resident += new
+            if len(resident) > 40_000:
+                for _ in range(64):
+                    at = rng.randrange(len(resident))
+                    resident[at], resident[-1] = resident[-1], resident[at]
+                    del index[resident.pop()]
+    finally:
+        tracemalloc.stop()
+    assert copied < 100 * block_index.DIVIDE_AT, "of all blocks a dictionary takes 1.3 MB"
     assert len(index) == len(resident)
     assert all(index.present(resident))
 
@@ -140,7 +142,6 @@ def test_an_empty_key_is_nowhere() -> None:
     index: BlockIndex[int] = BlockIndex()
     assert index.get(b"") is None
     index.add([scattered(n) for n in range(40_000)], range(40_000))
-    assert index._pieces is not None
     assert index.get(b"") is None
 
 
