@@ -431,7 +431,7 @@ def test_the_age_of_one_stands_for_its_batch() -> None:
     ages = IdleAge()
     for second in range(10):
         ages.note(float(second), second)
-    events, sampler, table = Events(), Sampler(lambda: 0.0), Mock()
+    events, sampler, table = Events(), Sampler(lambda: 0.0, ["dram"]), Mock()
     events.subscribe("sampler", sampler.handlers)
     tier = TierInfo("dram", ages)
     for used, blocks, evicted in ((3, 100, True), (9, 7, True), (5, 50, False)):

@@ -7,7 +7,7 @@ stands for all of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvpool.daemon.core.events import Gone, Handlers, TierInfo
 from kvpool.telemetry.histogram import AGES_S, Histogram
@@ -18,11 +18,11 @@ VICTIMS_MAX = 4096  # batches of evicted blocks between two looks; further ones 
 
 
 class Sampler:
-    """Samples of all tiers."""
+    """Samples of these tiers."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], tiers: Iterable[str]) -> None:
         self._clock = clock
-        self._stats = SampledStats(evicted_age_s={"dram": Histogram(AGES_S)})
+        self._stats = SampledStats(evicted_age_s={tier: Histogram(AGES_S) for tier in tiers})
         self._victims: list[tuple[TierInfo, int, int]] = []
         self.handlers: Handlers = {Gone: self._gone}
 
@@ -43,8 +43,7 @@ class Sampler:
         """Record evictions since the last call."""
         victims, self._victims = self._victims, []
         for tier, used, blocks in victims:
-            seen = self._stats.evicted_age_s.setdefault(tier.name, Histogram(AGES_S))
-            seen.add(tier.ages.age_s(used, now), blocks)
+            self._stats.evicted_age_s[tier.name].add(tier.ages.age_s(used, now), blocks)
 
     def stats(self) -> SampledStats:
         """What was sampled so far, of every tier."""

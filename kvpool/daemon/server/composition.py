@@ -428,6 +428,7 @@ def make_features(
     departures.begin(clock())
     traffic = TrafficCounts()
     disks_bytes = sum(disk.size for disk in config.ssd)
+    tiers = {"dram": True, "ssd": config.ssd, "device": config.device}
     features = Features(
         traffic,
         Accounts(config.node, node, traffic, clock, clocks.wall),
@@ -439,7 +440,7 @@ def make_features(
             clock,
         ),
         HotPrefixes(),
-        Sampler(clock),
+        Sampler(clock, [tier for tier, there in tiers.items() if there]),
     )
     features.subscribe(node.events)
     return features
