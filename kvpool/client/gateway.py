@@ -100,7 +100,8 @@ class GatewayClient(OperatorRequests):
         """As `Client.prefixes`."""
         wait_s = finite(wait_s, "wait_s")
         message = client_wire.Prefixes(check_digest(digest), pack_keys(keys), wait_s)
-        return dict(self.ask_node(message, wait_s=wait_s))
+        found = self.ask_node(message, wait_s=wait_s)
+        return {node: (memory, both) for node, (memory, both) in found.items()}
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

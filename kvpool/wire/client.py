@@ -519,7 +519,7 @@ class Engines(ReadOnly, tag=54):
     """
 
 
-@command("viewer", answer=dict[str, tuple[int, int]])
+@command("viewer", answer=dict[str, list[int]])
 class Prefixes(ReadOnly, tag=58):
     """How much of a prefix each node could provide, by the directory, in blocks: `{node: [in memory, with
     disks]}`.

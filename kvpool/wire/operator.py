@@ -16,6 +16,8 @@ from kvpool.wire.command import COMMANDS, Scope, command, in_json
 from kvpool.wire.frame import AnyDigest, Count, Digest, Integer, Message, ReadOnly
 from kvpool.wire.jobs import JobName, JobSpec, JobView
 
+SessionName = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,256}$")]
+AnySession = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{0,256}$")]
 Changes = Annotated[dict[str, Any], msgspec.Meta(min_length=1, max_length=100)]
 
 
@@ -208,7 +210,7 @@ class TakeSpans(Message, tag=121):
 class ListSessions(ReadOnly, tag=142):
     """The tenant's sessions that nodes know, by ascending names, from `after` on (empty: from the beginning)."""
 
-    after: str = ""
+    after: Annotated[str, in_json(AnySession)] = ""
     count: Count = 100
 
 
@@ -216,14 +218,14 @@ class ListSessions(ReadOnly, tag=142):
 class ShowSession(ReadOnly, tag=143):
     """A session and the prompts of its agents, or null from a node that does not know it."""
 
-    session: str
+    session: Annotated[str, in_json(SessionName)]
 
 
 @command("operator", answer=int, everywhere="DELETE /v1/sessions/{session}")
 class EndSession(Message, tag=144):
     """End a session: its blocks go before others. The answer is 1 from a node that knew it."""
 
-    session: str
+    session: Annotated[str, in_json(SessionName)]
 
 
 @command("operator", answer=IntentAnswer, everywhere="POST /v1/intents")
@@ -239,7 +241,7 @@ class IntendBlocks(Message, tag=147):
     intent: Annotated[str, in_json(Intent)]
     digest: AnyDigest = b""
     keys: bytes = b""
-    session: str = ""
+    session: Annotated[str, in_json(AnySession)] = ""
     hard: bool = False
     for_s: Finite = 0.0
     dry_run: bool = False

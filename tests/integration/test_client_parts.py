@@ -142,7 +142,7 @@ def booked(client: OperatorClient, request: str) -> Any:
     node = client.stats().node
     found = client.ask_node(operator_wire.ListReceipts(0.0, 1e12, 100), node=node)["receipts"]
     (receipt,) = [each for each in found if each["request"] == request]
-    return receipt["booked"]
+    return receipt
 
 
 def test_labels_get_the_blocks_that_they_stored_themselves(

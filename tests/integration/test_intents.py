@@ -151,7 +151,7 @@ def test_a_restart_ends_it(written, start, folder, until):
     answer = written.intend(Intent.PIN, range(100, 104), hard=True, dry_run=True)
     assert answer.blocks == 4
     shown = ask(written, message=_show(written, range(100, 104)))
-    pins = {(one["tier"], one["pin"]) for each in shown for one in each["here"]}
+    pins = {(one.tier, one.pin) for one in shown}
     assert pins == {("dram", "soft"), ("ssd", "none")}
 
 

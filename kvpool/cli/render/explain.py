@@ -53,7 +53,7 @@ def show_past(told: Mapping[str, Any], console: Console | None = None) -> None:
     console.print(f"request {told['request']}: {told['outcome']}", markup=False)
     console.print(", ".join(_words(facts)), markup=False)
     if (why := told.get("missing")) is not None:
-        said = why["error"] if "error" in why else _sentence(why)
+        said = why.get("error") or sentence(msgspec.convert(why, MissedBlock), why["asked"])
         console.print(f"missed on {why['engine']}: {said}", markup=False)
     for step in told["steps"]:
         nested = {k: v for k, v in step.items() if isinstance(v, (list, dict))}
@@ -86,11 +86,6 @@ def show_possible(told: Mapping[str, Any], console: Console | None = None) -> No
         lines = [why["error"]] if "error" in why else _lines(told["engine"], why)
         for line in lines:
             console.print(line, markup=False)
-
-
-def _sentence(why: Mapping[str, Any]) -> str:
-    missed = msgspec.convert(why, MissedBlock)
-    return sentence(missed, missed.asked or 0)
 
 
 def _lines(node: str, why: Mapping[str, Any]) -> Iterable[str]:

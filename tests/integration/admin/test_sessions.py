@@ -132,6 +132,7 @@ def test_what_cannot_be_meant_is_refused(gate):
         {"intent": "keep", "session": "x"},
         {"intent": "keep", "session": "x", "for_s": 1e9},
         {"intent": "drop", "session": "x", "hard": True},
+        {"intent": "pin", "session": "a\nb"},
     ):
         assert gate.ask("POST", "/v1/intents", wrong).code == "invalid", wrong
     item = at_a(gate, {"intent": "pin", "session": "nobody"})

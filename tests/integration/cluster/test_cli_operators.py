@@ -282,7 +282,7 @@ def test_top_once(pair, numbers, kvpool):
     found = kvpool.json(a.node, "top", "--once", "--every-s", "0.2")
     by_name = {row["node"]: row for row in found["nodes"]}
     assert by_name["b"]["totals"]["put_bytes"] == 10 * NBYTES
-    assert by_name["b"]["totals"]["got_blocks"] == 10
+    assert by_name["b"]["totals"]["had_blocks"] == 10
     assert by_name["a"]["totals"]["put_bytes"] == 0
     assert by_name["b"]["rates"]["put_bytes_s"] == 0
     assert by_name["b"]["tiers"]["dram"]["size_bytes"] == 16 << 20
@@ -717,7 +717,7 @@ def examples(repo_root: Path) -> list[str]:
     """Those in the help of the verbs that ask daemons; what takes things away comes last."""
     found = [
         example
-        for verb in runpy.run_path(str(repo_root / "scripts" / "document_cli.py"))["verbs"]()
+        for verb in runpy.run_path(str(repo_root / "scripts" / "reference.py"))["verbs"]()
         for example in verb.examples
         if " ".join(verb.path.split()[:2]) not in ELSEWHERE
         and "--router" not in example  # there is none here: test_scale_in.py

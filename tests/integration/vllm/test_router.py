@@ -262,7 +262,7 @@ def test_each_request_has_a_receipt_of_what_its_engine_got_from_the_pool(served:
     new: list[dict[str, Any]] = []
     until(ended, "the engine says that the request has ended")
     (receipt,) = new
-    reads = receipt["booked"]["reads"]
+    reads = receipt["reads"]
     assert receipt["request"].startswith("cmpl-")
     assert sum(each["tokens"] for each in reads.values()) == loaded.cached_tokens
     assert reads["peer"]["tokens"] > 0
