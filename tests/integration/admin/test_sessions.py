@@ -77,9 +77,13 @@ def test_one_session_is_shown_and_ended(gate, seat_of, told, until):
     assert gate.get(path)["nodes"] == {"a": None, "g": None}
     assert gate.change("DELETE", path)["nodes"] == {"a": 0, "g": 0}
     assert seat.here(some) == 5, "nothing is dropped"
-    events = gate.get("/v1/audit?limit=1000")["items"]
-    ended = [each for each in events if each["details"].get("what") == "end session"]
-    assert [each["details"]["session"] for each in ended] == [name]
+
+    def ended() -> list[str]:
+        events = gate.get("/v1/audit?limit=1000")["items"]
+        changes = (each["details"] for each in events)
+        return [each["session"] for each in changes if each.get("what") == "end session"]
+
+    assert until(ended, "the gateway hears of it") == [name]
 
 
 def at_a(gate, body):
