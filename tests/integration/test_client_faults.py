@@ -23,6 +23,7 @@ from kvpool.errors import (
 from kvpool.types import NamespaceRecord
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
+from tests.support.client_inside import connections_of
 from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
@@ -45,7 +46,7 @@ def put(client, ns, *numbers: int) -> int:
 
 def wait_at_most(client: Client, seconds: float) -> None:
     """The time-out of its requests from now on."""
-    client.timeout_s = client._connections.timeout_s = seconds
+    client.timeout_s = connections_of(client).timeout_s = seconds
 
 
 def used(client) -> int:
@@ -439,17 +440,18 @@ def test_one_thread_at_a_time_finds_out_whether_a_stopped_daemon_is_back(
         wait_at_most(client, TIMEOUT_S)
         daemon.signal(signal.SIGSTOP)
         assert client.match(ns, [key(1)]) == 0
-        time.sleep(max(0.0, client._connections._backoff.retry_at - time.monotonic()))
+        time.sleep(max(0.0, connections_of(client)._backoff.retry_at - time.monotonic()))
         answered: list[int] = []
         trying: list[int] = []
-        introduce = client._connections._introduce
+        connections = connections_of(client)
+        introduce = connections._introduce
 
         def counted(**settings):
             trying.append(1)
             until(lambda: len(answered) == 7, "the others have their answers")
             return introduce(**settings)
 
-        monkeypatch.setattr(client._connections, "_introduce", counted)
+        monkeypatch.setattr(connections, "_introduce", counted)
 
         def ask() -> None:
             answered.append(client.match(ns, [key(1)]))

@@ -18,6 +18,7 @@ import kvpool
 from kvpool.client import Client
 from kvpool.errors import KvpoolError
 from kvpool.types import Namespace, NamespaceRecord
+from tests.support.client_inside import connections_of
 from tests.support.waiting import PATIENCE_S, until
 
 FOLDER = kvpool.__path__[0]
@@ -175,7 +176,7 @@ def test_a_new_client_goes_on_after_an_exception_anywhere(node, world):
 
     for where in interrupted_everywhere(work, opcodes=False):
         client = made.pop() if made else Client(node.socket, timeout_s=PATIENCE_S)
-        if not client._connections.closed:
+        if not connections_of(client).closed:
             World(client, client.open(RECORD), world.fresh).check(where)
         client.close()
         world.check(where)

@@ -14,6 +14,7 @@ from kvpool.client import Client
 from kvpool.errors import Unavailable, UnknownReservation
 from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE
 from kvpool.types import NamespaceRecord
+from tests.support.client_inside import knows_no_daemon
 from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("memory", block_bytes=4096, block_tokens=16)
@@ -61,7 +62,7 @@ def test_what_is_in_use_stays_until_it_is_not(daemon, mine, until):
     reservation = client.reserve(ns, [b"n" * 16])
     view = lease.slots[0].view(0)
     daemon.kill()
-    until(lambda: client._connections.daemon is None, "the death")
+    until(lambda: knows_no_daemon(client), "the death")
     assert bytes(view) == b"\1" * 4096
     assert lease.slots[0].table.any()
     reservation.slots.view(0)[:] = b"\2" * 4096
@@ -82,7 +83,7 @@ def test_a_restarted_daemon_is_met_anew(daemon, start, mine, until):
     client, ns, before = mine
     reservation = client.reserve(ns, [b"n" * 16])
     daemon.kill()
-    until(lambda: client._connections.daemon is None, "the death")
+    until(lambda: knows_no_daemon(client), "the death")
     start("--socket", daemon.socket, name="second")
     until(lambda: client.put(ns, KEYS, np.ones((4, 4096), np.uint8)) == 4, "the new daemon")
     with pytest.raises(UnknownReservation):
@@ -97,7 +98,7 @@ def test_the_doctor_says_what_a_starting_daemon_waits_for_and_who_holds_it(
     client, ns, _ = mine
     lease = client.acquire(ns, KEYS, lease_s=PATIENCE_S)
     daemon.kill()
-    until(lambda: client._connections.daemon is None, "the death")
+    until(lambda: knows_no_daemon(client), "the death")
     # Less than the machine has, and more than is ever free.
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = f"{total - KEEP_FREE_BYTES - PAGE}"

@@ -9,8 +9,9 @@ import pytest
 
 from kvpool.client import Client
 from kvpool.client.connection import Connection
-from kvpool.errors import InvalidRequest, NotAuthenticated, PoolFull, Unavailable
+from kvpool.errors import NotAuthenticated, PoolFull, Unavailable
 from kvpool.types import NamespaceRecord
+from tests.support.client_inside import close_idle, numbers_of
 from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
@@ -239,8 +240,7 @@ def test_namespaces_that_nobody_needs_make_room_for_more(daemon, client, ns, unt
     forgotten = absent.open(records[1])
     # To the daemon it is a new client when it comes back.
     before = client.stats().clients
-    with absent._connections._lock:
-        absent._connections._close_idle()
+    close_idle(absent)
     until(lambda: client.stats().clients == before - 1, "its end, to the daemon")
     for number in range(3):
         with daemon.client() as short:
@@ -252,13 +252,13 @@ def test_namespaces_that_nobody_needs_make_room_for_more(daemon, client, ns, unt
                 )
         until(lambda: client.stats().clients == before - 1, "its end")
     assert client.stats().tenants["default"].namespaces.keys() >= {ns.digest.hex()}
-    number = idle._connections.daemon.numbers[opened.digest]
-    gone = absent._connections.daemon.numbers[forgotten.digest]
+    number = numbers_of(idle)[opened.digest]
+    gone = numbers_of(absent)[forgotten.digest]
     assert client.match(ns, [key(1)]) == 1
     assert idle.put(opened, [key(2)], block(2)) == 1
     assert absent.put(forgotten, [key(3)], block(3)) == 1
-    assert idle._connections.daemon.numbers[opened.digest] == number
-    assert absent._connections.daemon.numbers[forgotten.digest] != gone
+    assert numbers_of(idle)[opened.digest] == number
+    assert numbers_of(absent)[forgotten.digest] != gone
     assert absent.match(forgotten, [key(2), key(3)]) == 0
     assert absent.get(forgotten, [key(3)]) == [block(3)]
     for each in (idle, absent):
@@ -394,29 +394,27 @@ def test_tenants_do_not_meet(two):
         assert anybody.match(anybody.open(RECORD), [key(1)]) == 0
 
 
-def test_a_tenant_cannot_address_another_s_namespaces(two, monkeypatch):
+def test_a_tenant_cannot_address_another_s_namespaces(two):
     _, red, blue = two
     mine = red.open(RECORD)
     red.put(mine, [key(1)], block(1))
-    number = red._connections.daemon.numbers[mine.digest]
+    number = numbers_of(red)[mine.digest]
     theirs = blue.open(RECORD)
-    # As if it had guessed the number, and did not open its own namespace again where that is refused.
-    blue._connections.daemon.numbers[theirs.digest] = number
-    reopen = blue._namespaces.make_known
-    monkeypatch.setattr(blue._namespaces, "make_known", lambda connection, ns: number)
-    for ask in (
-        lambda: blue.match(theirs, [key(1)]),
-        lambda: blue.get(theirs, [key(1)]),
-        lambda: blue.remove(theirs, [key(1)]),
-        lambda: blue.reserve(theirs, [key(2)]),
-        lambda: blue.put(theirs, [key(2)], block(2)),
-        lambda: blue.pin(theirs, [key(1)]),
+    own = numbers_of(blue)[theirs.digest]
+    assert own != number
+    for ask, answer in (
+        (lambda: blue.match(theirs, [key(1)]), 0),
+        (lambda: blue.get(theirs, [key(1)]), [None]),
+        (lambda: blue.remove(theirs, [key(1)]), 0),
+        (lambda: blue.pin(theirs, [key(1)]), 0),
+        (lambda: len(blue.reserve(theirs, [key(2)]).slots), 1),
+        (lambda: blue.put(theirs, [key(2)], block(2)), 1),
     ):
-        with pytest.raises(InvalidRequest, match="not open"):
-            ask()
-    monkeypatch.setattr(blue._namespaces, "make_known", reopen)
-    assert blue.match(theirs, [key(1)]) == 0, "its own, and empty"
-    assert red.match(mine, [key(1)]) == 1
+        # As if it had guessed the number: it is refused, and the client opens its own namespace again.
+        numbers_of(blue)[theirs.digest] = number
+        assert ask() == answer, "of its own, which is empty"
+        assert numbers_of(blue)[theirs.digest] == own
+    assert red.get(mine, [key(1), key(2)]) == [block(1), None]
 
 
 def test_a_tenant_cannot_join_another_s_lease(two):

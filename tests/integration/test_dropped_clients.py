@@ -10,6 +10,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.errors import Unavailable
 from kvpool.types import NamespaceRecord
+from tests.support.client_inside import close_idle, connections_of
 from tests.support.waiting import PATIENCE_S, until
 
 RECORD = NamespaceRecord.simple("dropped", block_bytes=4096, block_tokens=16)
@@ -42,7 +43,7 @@ def test_clients_without_a_connection_do_not_count(start):
         use(daemon.socket, number)
         client = Client(daemon.socket, timeout_s=PATIENCE_S)
         leases.append(client.acquire(client.open(RECORD), [key(number)], lease_s=60.0))
-        client._connections._close_idle()
+        close_idle(client)
     assert all(lease is not None for lease in leases)
     assert daemon.stats().leases == 20
 
@@ -56,7 +57,7 @@ new_pids = pytest.mark.skipif(
 
 def interrupt_two(client: Client) -> None:
     """Leave two exchanges at a time, as Ctrl-C does."""
-    connections = client._connections
+    connections = connections_of(client)
     with connections.request() as one, connections.request() as other:
         assert one is not other
         raise KeyboardInterrupt

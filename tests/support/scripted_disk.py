@@ -135,7 +135,7 @@ class ScriptedDisk:
         self.packs.pop(pack, None)
 
     async def write(self, order: storage_wire.WriteBlocks) -> storage_wire.Written:
-        self._forget(order.forget)
+        self.drop(order.forget)
         await self._come("write", order)
         slots = slots_of(order.slots)
         status = self._status("write", len(slots))
@@ -167,7 +167,7 @@ class ScriptedDisk:
         return storage_wire.Scanned(b"".join(entry.tobytes() for entry in found))
 
     async def forget(self, order: storage_wire.ForgetSlots) -> None:
-        self._forget(order.slots)
+        self.drop(order.slots)
         await self._come("forget", order)
 
     async def pin(self, order: storage_wire.PinSlots) -> None:
@@ -183,7 +183,7 @@ class ScriptedDisk:
         await self._come("stats", None)
         return b"{}"
 
-    def _forget(self, packed: bytes) -> None:
+    def drop(self, packed: bytes) -> None:
         for slot in slots_of(packed):
             self.entries.pop(slot, None)
 

@@ -11,14 +11,14 @@ from kvpool.types import Namespace, NamespaceRecord
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
 
-PARTS_AT_ONCE = 5000
-"""Of how many parts of blocks a lookup asks on the spot: a few milliseconds."""
-SLICE_BLOCKS = 8192
-"""How many keys are packed at a time: about a millisecond."""
-
 
 class Ahead:
     """client: for its thread only; it may wait longer than the scheduling thread's. lease_s: of the leases."""
+
+    PARTS_AT_ONCE = 5000
+    """Parts of blocks that a lookup asks for on the spot, at most: a few milliseconds."""
+    SLICE_BLOCKS = 8192
+    """Keys that are packed at a time: about a millisecond."""
 
     def __init__(self, client: Client, lease_s: float) -> None:
         self._client = client

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
 from kvpool.engine_plugins.vllm.plan import QUIET_S, LookupJob, pack
-from kvpool.engine_plugins.vllm.scheduler.ahead import PARTS_AT_ONCE, SLICE_BLOCKS, Ahead
+from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
 from kvpool.engine_plugins.vllm.scheduler.engine_namespace import EngineNamespace
 from kvpool.engine_plugins.vllm.scheduler.pulls import Pull, Pulls
 from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLease, RankLookups
@@ -168,7 +168,7 @@ class Lookups:
         if end - start >= self._shared.config.min_load_blocks and self.answered:
             self._shared.counters.add(lookups=1)
             parts = len(self._entered.open.parts)
-            if self._ahead is not None and (end - start) * parts > PARTS_AT_ONCE:
+            if self._ahead is not None and (end - start) * parts > self._ahead.PARTS_AT_ONCE:
                 state.large = LargeLookup(start, end)
                 self._go_on(state, state.large)
                 return
@@ -188,7 +188,7 @@ class Lookups:
         """Go on with a lookup of very many blocks: send a slice of the keys, or look whether the answer has come."""
         assert self._ahead is not None, "a lookup is large where something asks ahead"
         if large.lease is None:
-            end = min(large.at + SLICE_BLOCKS, large.end)
+            end = min(large.at + self._ahead.SLICE_BLOCKS, large.end)
             large.keys += pack(state.hashes(end)[large.at : end])
             large.at = end
             if end < large.end:

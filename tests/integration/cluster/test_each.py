@@ -10,6 +10,7 @@ from kvpool.client import NO_ROW, Client, OperatorClient, Presence
 from kvpool.errors import ClusterUnavailable, InvalidRequest, LimitExceeded
 from kvpool.types import NO_PARENT, Namespace, NamespaceRecord, PartSpec
 from kvpool.wire import operator as operator_wire
+from tests.support.client_inside import numbers_of
 from tests.support.waiting import PATIENCE_S, until
 
 SIZES = 8192, 512
@@ -213,7 +214,7 @@ def test_a_removal_from_several_namespaces_reaches_the_other_node(two):
 def test_a_namespace_that_was_forgotten_is_opened_again_for_a_request_of_several(start):
     client = start("--memory", "64MiB").client(connect=True)
     put_in(client, OTHERS[0], [1])
-    numbers = client._connections.daemon.numbers
+    numbers = numbers_of(client)
     namespaces = opened(client)
     numbers[namespaces[1].digest] = 2**31
     rows, _ = client.present_in(namespaces, keys_of([1, 2]))

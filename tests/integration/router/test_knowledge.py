@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -15,10 +14,10 @@ from kvpool.errors import Unavailable
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engines.engine_catalog import EngineCatalog
 from kvpool.router.engines.pool_view import PoolViews
-from kvpool.router.hashing import HashSpec, chain, none_hash
+from kvpool.router.hashing import chain, none_hash
 from kvpool.router.prompts.tokens import TokenizeRefused, UnknownModel
 from kvpool.router.requests.prompts import Prompts
-from kvpool.router.upstream.specs import Place, scheduled
+from kvpool.router.upstream.specs import EngineSpec, scheduled
 from kvpool.scheduler.cluster import Cluster, Traffic
 from kvpool.scheduler.index import PrefixIndex
 from kvpool.types import EngineRecord, NamespaceRecord
@@ -37,7 +36,9 @@ TEXT = "one two three four five six seven " * 30
 class Learner:
     """What is known of engines and prompts, and all that is said of them."""
 
-    def __init__(self, session: aiohttp.ClientSession, client: Client | None, tables: Any) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, client: Client | None, tables: Any, pace: float
+    ) -> None:
         self.index = PrefixIndex()
         nodes: dict[str, str] = {}
         self.cluster = Cluster({}, nodes, Traffic())
@@ -54,6 +55,7 @@ class Learner:
             joined=lambda spec: self.said.append(("joined", spec.name)),
             left=lambda name: self.said.append(("left", name)),
             changed=lambda spec: self.said.append(("changed", spec.name)),
+            clock=lambda: pace * time.monotonic(),
         )
         self.prompts = Prompts(
             self.knowledge, daemon=self.daemon, session=session, pools=self.pools
@@ -62,16 +64,34 @@ class Learner:
     def lengths(self, keys: Any) -> dict[str, int]:
         return self.index.match(keys, time.monotonic()).lengths
 
+    def at(self, url: str) -> EngineSpec:
+        """The engine at this address."""
+        (spec,) = [each for each in self.knowledge.engines.values() if each.url == url]
+        return spec
+
+    async def discover(self) -> None:
+        """Ask the daemon now, as is done every second."""
+        await self.knowledge._discover()
+
+    def feed(self, name: str) -> Any:
+        """What an engine's events are read into."""
+        return self.knowledge._caches.feed(name)
+
+    def announced(self, name: str) -> bool:
+        """Whether the daemon's last answer had the engine."""
+        return bool(self.knowledge.stats()["engines"][name]["announced"])
+
     def holders(self, name: str) -> Any:
         return scheduled(self.knowledge.engines[name])
 
 
 @contextlib.asynccontextmanager
-async def learning(client: Client | None = None, tables: Any = ()) -> Any:
+async def learning(client: Client | None = None, tables: Any = (), pace: float = 1.0) -> Any:
+    """pace: of the catalog's clock, beside the machine's."""
     with pytest.MonkeyPatch.context() as patch:
         be_patient(patch.setattr)
         async with aiohttp.ClientSession() as session:
-            learner = Learner(session, client, tables)
+            learner = Learner(session, client, tables, pace)
             await learner.knowledge.start()
             try:
                 yield learner
@@ -153,13 +173,11 @@ async def test_a_cache_is_learnt_and_forgotten(folder: Any) -> None:
 async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None:
     async with (
         StubEngine(settings(folder, hash_seed="other")) as engine,
-        learning(tables=[table_of(engine, folder)]) as learner,
+        learning(tables=[table_of(engine, folder)], pace=2.5) as learner,
     ):
         know = learner.knowledge
         assert len((await learner.prompts.prompt({"prompt": TEXT}, "completions")).keys) > 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.router.engines.hash_check.EVENTS_S", 2.0)
-            assert await know.verify("e") == "mismatch"
+        assert await know.verify("e") == "mismatch"
         asked = engine.counts()
         assert await know.verify("e") == "mismatch"
         assert engine.counts() == asked
@@ -175,11 +193,9 @@ async def test_hashes_that_are_not_the_engines(folder: Any, caplog: Any) -> None
 async def test_hashes_of_an_engine_that_is_not_heard_are_not_called_wrong(folder: Any) -> None:
     async with (
         StubEngine(settings(folder)) as engine,
-        learning(tables=[table_of(engine, folder) | {"topic": "another"}]) as learner,
+        learning(tables=[table_of(engine, folder) | {"topic": "another"}], pace=50) as learner,
     ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.router.engines.hash_check.EVENTS_S", 0.1)
-            assert await learner.knowledge.verify("e") == "unverified"
+        assert await learner.knowledge.verify("e") == "unverified"
         assert learner.knowledge.engines["e"].hashing is not None
 
 
@@ -272,10 +288,9 @@ async def test_engines_that_announce_themselves(start: Any, folder: Any) -> None
             again = start("--socket", daemon.socket, "--node", "n", name="again")
             await until_async(lambda: know.stats()["daemon"], "the new daemon is asked")
             assert again.process.poll() is None
-            known = know._known[Place(engine.url)]
-            await until_async(lambda: known.vanished, "it is announced no more")
+            await until_async(lambda: not learner.announced(name), "it is announced no more")
             for _ in range(3):
-                await know._discover()
+                await learner.discover()
             assert name in know.engines
             assert ("left", name) not in learner.said
 
@@ -347,7 +362,7 @@ async def test_engines_that_do_not_answer_are_not_asked_to_tokenise(folder: Any)
         async with learning(tables=[table_of(engine, folder, model="stub"), *dead]) as learner:
             know = learner.knowledge
             await until_async(
-                lambda: all(know._servers[d["url"]].missed for d in dead), "they are asked"
+                lambda: not any(know.answers(learner.at(d["url"])) for d in dead), "they are asked"
             )
             for number in range(20):
                 body = {"model": "stub", "prompt": f"{number}"}
@@ -390,11 +405,11 @@ async def test_an_announcement_that_makes_no_sense_is_passed_over(folder: Any, c
             asked = client.asked
             client.said[-1] = {**good, "role": "cook"}
             await until_async(lambda: client.asked > asked + 2, "it is asked on")
-            assert know.engines[know._known[Place(engine.url)].spec.name].role.name == "BOTH"
+            assert learner.at(engine.url).role.name == "BOTH"
             assert caplog.text.count("engine http://127.0.0.1:1 is ignored") == 1
             assert caplog.text.count("engine http://127.0.0.1:2 is ignored") == 1
             prompt = await learner.prompts.prompt({"model": "stub", "prompt": TEXT}, "completions")
-            assert prompt.spec == know.engines[know._known[Place(engine.url)].spec.name].hashing
+            assert prompt.spec == learner.at(engine.url).hashing
 
 
 async def test_engines_are_not_announced_from_anywhere(folder: Any, caplog: Any) -> None:
@@ -428,18 +443,18 @@ async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: A
         async with learning(client, tables=[table]) as learner:
             know = learner.knowledge
             await until_async(lambda: know.engines["e"].models, "it answers")
-            before, feed = know.engines["e"], know._caches.feed("e")
+            before, feed = know.engines["e"], learner.feed("e")
             assert (before.node, feed is None) == ("n", False)
             told = list(learner.said)
             client.said = []
             for _ in range(5):
-                await know._discover()
-            await until_async(lambda: know._known[Place(engine.url)].vanished, "it is missed")
+                await learner.discover()
+            await until_async(lambda: not learner.announced("e"), "it is missed")
             assert know.stats()["engines"]["e"]["announced"] is False
             client.said = [said_of(engine, folder, incarnation="1")]
-            await know._discover()
+            await learner.discover()
             assert know.engines["e"] == before
-            assert know._caches.feed("e") is feed
+            assert learner.feed("e") is feed
             assert learner.said == told
         # One that has ended is what the configuration says.
         client.said = [said_of(engine, folder)]
@@ -452,38 +467,34 @@ async def test_a_configured_engine_stays_as_announced_while_it_answers(folder: A
             assert ("left", "e") not in learner.said
 
 
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [([{"groups": [0], "topic": "t"}, {"follows_max": 7}], "mismatch"), (None, "unverified")],
+)
 async def test_an_engine_that_changes_while_its_hashes_are_verified(
-    folder: Any, monkeypatch: Any
+    folder: Any, monkeypatch: Any, changes: list[dict[str, Any]] | None, answer: str
 ) -> None:
-    async with (
-        StubEngine(settings(folder)) as engine,
-        learning(tables=[table_of(engine, folder)]) as learner,
-    ):
-        know = learner.knowledge
-        known = know._known[Place(engine.url)]
-        await until_async(lambda: known.server.cards, "it answers")
-        feeds = []
+    """changes: of its announcement, during one verification after another; None: it is listened to anew each time."""
+    async with StubEngine(settings(folder)) as engine:
+        client: Any = Said(said_of(engine, folder))
+        async with learning(client) as learner:
+            spec = learner.at(engine.url)
+            await until_async(lambda: learner.at(engine.url).models, "it answers")
+            feeds: list[Any] = []
+            said: dict[str, Any] = {}
 
-        async def wait_in_vain(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:
-            feeds.append(feed)
-            if len(feeds) == 1:  # it is listened to anew, as for other groups
-                know._caches.forget("e")
-                know._change(known, replace(known.spec, groups=(0,), topic="t"))
+            async def in_vain(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:
+                said.update(changes[len(feeds)] if changes else {"topic": "t" * (len(feeds) + 1)})
+                feeds.append(feed)
+                client.said = [said_of(engine, folder, **said)]
+                await learner.discover()
                 return "mismatch"
-            know._change(known, replace(known.spec, follows_max=7))
-            return "mismatch"
 
-        monkeypatch.setattr("kvpool.router.engines.engine_catalog.verify", wait_in_vain)
-        assert await know.verify("e") == "mismatch"
-        assert len(feeds) == 2 and feeds[0] is not feeds[1]
-        assert (know.engines["e"].follows_max, know.engines["e"].hashing) == (7, None)
-        known.doubted, known.standing = None, "unverified"
-
-        async def always_another(spec: Any, hashing: Any, feed: Any, **_: Any) -> str:
-            know._change(known, replace(known.spec, topic=known.spec.topic + "t"))
-            return "mismatch"
-
-        know._change(known, replace(known.spec, hashing=HashSpec(BLOCK, "sha256_cbor", b"x")))
-        monkeypatch.setattr("kvpool.router.engines.engine_catalog.verify", always_another)
-        assert await know.verify("e") == "unverified"
-        assert know.engines["e"].hashing is not None
+            monkeypatch.setattr("kvpool.router.engines.engine_catalog.verify", in_vain)
+            assert await learner.knowledge.verify(spec.name) == answer
+            assert len(set(map(id, feeds))) == (2 if changes else 3)
+            found = learner.at(engine.url)
+            if changes:
+                assert (found.follows_max, found.hashing) == (7, None)
+            else:
+                assert found.hashing is not None

@@ -179,9 +179,24 @@ class Engine:
         return get_kv_transfer_group()._worker
 
     @property
+    def half(self) -> Any:
+        """The scheduler half of the connector."""
+        return self.connector._scheduler
+
+    @property
+    def lookups(self) -> Any:
+        """The scheduler half's lookups in the pool."""
+        return self.half._lookups
+
+    @property
+    def pulls(self) -> Any:
+        """What the scheduler half asks of other nodes, or None where it asks nothing."""
+        return self.lookups._pulls
+
+    @property
     def namespace(self) -> Any:
         """The namespace that the connector reads and writes."""
-        return self.connector._scheduler.namespace
+        return self.half.namespace
 
     def generate(
         self, asked: list[list[int]], new: int = NEW, params: dict[str, Any] | None = None
@@ -215,7 +230,7 @@ class Engine:
     def assert_nothing_held(self, daemon: Daemon) -> None:
         self.drain()
         assert self.pool.get_num_free_blocks() == self.idle_free
-        assert self.connector._scheduler.pins == 0
+        assert self.half.pins == 0
         # Releases are one-way, over other connections than this question.
         until(lambda: daemon.leases() == 0, "no lease is held")
 
@@ -302,35 +317,74 @@ def zeroed_store(
 
     piece: which bytes of a slot of so many; default: all.
     """
-    client = engine.connector._scheduler._client
-    acquire = client.acquire
 
-    def acquire_zeros(*arguments: Any, **options: Any) -> Any:
-        lease = acquire(*arguments, **options)
+    def zero(_keys: bytes, lease: Any) -> None:
         if lease is not None:
             for slots in lease.slots.values():
                 slots.table[slots.rows, piece(slots.nbytes)] = 0
+
+    with lookups_seen(engine, zero):
+        yield
+
+
+@contextmanager
+def lookups_seen(
+    engine: Engine, see: Callable[[bytes, Any], None], **instead: Any
+) -> Iterator[None]:
+    """Call `see` with the keys and the lease, or None, of each lookup, which is made with the options `instead`."""
+    client = engine.half._shared.client
+    acquire = client.acquire
+
+    def acquire_and_see(ns: Any, keys: bytes, **options: Any) -> Any:
+        lease = acquire(ns, keys, **{**options, **instead})
+        see(keys, lease)
         return lease
 
-    client.acquire = acquire_zeros
+    client.acquire = acquire_and_see
     try:
         yield
     finally:
         client.acquire = acquire
 
 
+@contextmanager
+def loads_through(
+    engine: Engine, between: Callable[..., None], *, joined: bool = True
+) -> Iterator[None]:
+    """Call `between` in the place of each load's copies, with what makes them and its arguments.
+
+    joined: with each group's copies, of which the lease has been joined, else with those of a whole load, before.
+    """
+    half, name = engine.worker, "_copy_group" if joined else "_copy_in"
+    copy = getattr(half, name)
+    setattr(half, name, partial(between, copy))
+    try:
+        yield
+    finally:
+        delattr(half, name)
+
+
+def layers_of(pages: Any) -> list[Any]:
+    """The layers that pages copy from and to: a row of each layer's is a block."""
+    return list(pages._layers)
+
+
 def fail_loads(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    meanwhile: Callable[[Any], None] = lambda job: None,
 ) -> list[tuple[Any, ...]]:
-    """Make every load fail, with anything in its blocks; gives the list that the tries go into."""
+    """Make every load fail, with anything in its blocks, after `meanwhile`; gives the list that the tries go into."""
     tries: list[tuple[Any, ...]] = []
 
     def fail(job: Any, pages: Any, *rest: Any) -> None:
         tries.append((job, pages, *rest))
         for group, mine in zip(job.groups, pages, strict=True):
             for part in mine.parts:
-                for layer in part.pages._layers:
+                for layer in layers_of(part.pages):
                     layer[part.rows(np.asarray(group.block_ids, np.int64))] = 0
+        meanwhile(job)
         raise error
 
     monkeypatch.setattr(engine.worker, "_copy_in", fail)
@@ -385,7 +439,7 @@ def wait_until_settled(engine: Engine) -> None:
     Else requests wait to hear whether others have their blocks, are computed in other company than the
     oracle's, and the last bits differ.
     """
-    pulls = engine.connector._scheduler._lookups._pulls
+    pulls = engine.pulls
     if pulls is not None and pulls._namespace is not None:
         until(pulls._namespace.done, "the engine knows whether its node is alone")
 

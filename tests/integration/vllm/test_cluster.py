@@ -44,19 +44,12 @@ def publish(kit: Any, engine: Any, node: Any) -> None:
     kit.until(node.settled, "the directory knows what the node holds")
 
 
-def keys_of(engine: Any, prompt: list[int]) -> bytes:
+def keys_of(kit: Any, engine: Any, prompt: list[int]) -> bytes:
     """Packed keys of a prompt's blocks, as the engine looks them up when only the pool may hit."""
-    client = engine.connector._scheduler._client
-    acquire, seen = client.acquire, []
-
-    def spy(ns: Any, keys: bytes, **options: Any) -> Any:
-        seen.append(keys)
-        return acquire(ns, keys, **options)
-
-    client.acquire = spy
+    seen: list[bytes] = []
     engine.forget()
-    engine.generate([prompt], 1)
-    client.acquire = acquire
+    with kit.lookups_seen(engine, lambda keys, _: seen.append(keys)):
+        engine.generate([prompt], 1)
     engine.forget()
     return seen[-1]
 
@@ -97,7 +90,7 @@ def test_blocks_cross_nodes_and_an_ended_epoch_ends_them_everywhere(
         outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         assert [output.cached for output in outputs] == hits
-        keys = keys_of(engine, asked[0])
+        keys = keys_of(kit, engine, asked[0])
         # Somebody else's reset, over on b, ends this one's epoch.
         record = engine.namespace.record
         other = b.client.open(record)
@@ -131,7 +124,7 @@ class Killer:
         self._puller = puller
         self._owners = {owner.client.stats().cluster.incarnation: owner for owner in owners}
         self._workers = {owner.pid: owner.workers for owner in owners}
-        self._pulls = engine.connector._scheduler._lookups._pulls
+        self._pulls = engine.pulls
         self._ended = self._pulls.ended
 
     def __enter__(self) -> Self:
@@ -170,7 +163,7 @@ def test_an_owner_that_dies_during_a_pull(
     *owners, node = cluster
     with kit.run_engine(llama, node, PULLING) as engine:
         engine.generate(asked)
-        keys = b"".join(keys_of(engine, each) for each in asked)
+        keys = b"".join(keys_of(kit, engine, each) for each in asked)
         publish(kit, engine, node)
         namespace = engine.namespace
         for owner in owners:

@@ -36,18 +36,18 @@ def asked(kit: Any) -> list[list[int]]:
     return kit.prompts(8)
 
 
-def paged(engine: Any, group: int = 0) -> list[torch.Tensor]:
+def paged(kit: Any, engine: Any, group: int = 0) -> list[torch.Tensor]:
     """The KV of the group's layers: (blocks, heads, K/V, anything), in whatever order inside."""
-    layers = engine.worker._pages[group].parts[0].pages._layers  # a row is a head's
+    layers = kit.layers_of(engine.worker._pages[group].parts[0].pages)  # a row is a head's
     return [
         rows.view(torch.bfloat16).view(len(rows) // HEADS, HEADS, 2, -1, SIZE).double()
         for rows, _ in layers
     ]
 
 
-def cached(engine: Any, only: set[int] | None = None) -> KV:
+def cached(kit: Any, engine: Any, only: set[int] | None = None) -> KV:
     """KV of the blocks in the engine's own prefix cache, by block hash."""
-    layers = paged(engine)
+    layers = paged(kit, engine)
     return {
         bytes(block.block_hash): [layer[block.block_id].clone() for layer in layers]
         for block in engine.pool.blocks
@@ -56,17 +56,16 @@ def cached(engine: Any, only: set[int] | None = None) -> KV:
 
 
 @contextmanager
-def loads_noted(engine: Any) -> Iterator[set[int]]:
+def loads_noted(kit: Any, engine: Any) -> Iterator[set[int]]:
     """The blocks that were filled from the pool."""
     loaded: set[int] = set()
-    copy_group = engine.worker._copy_group
 
-    def noting(group: Any, *arguments: Any) -> None:
-        copy_group(group, *arguments)
+    def noting(copy: Callable[..., None], group: Any, *arguments: Any) -> None:
+        copy(group, *arguments)
         loaded.update(group.block_ids)
 
-    engine.worker._copy_group = noting
-    yield loaded
+    with kit.loads_through(engine, noting):
+        yield loaded
 
 
 def exposed(name: str) -> float:
@@ -110,10 +109,10 @@ def test_what_is_loaded_is_near_what_was_computed(
         mean = exposed("measured_error") / exposed("measured_blocks")
         assert MEAN_LOSS[codec][0] < mean < MEAN_LOSS[codec][1]
         assert engine.metric("nonfinite_blocks") == 0
-        computed = cached(engine)
+        computed = cached(kit, engine)
     with (
         kit.run_engine(llama, daemon, extra, dtype="bfloat16") as engine,
-        loads_noted(engine) as filled,
+        loads_noted(kit, engine) as filled,
     ):
         outputs = engine.generate(asked)
         hits = [kit.hit(len(each)) for each in asked]
@@ -124,7 +123,7 @@ def test_what_is_loaded_is_near_what_was_computed(
         )
         assert engine.metric("loaded_bytes") == HEADS * len(filled) * part.nbytes
         assert engine.metric("failed_loads") == 0
-        loaded = cached(engine, filled)
+        loaded = cached(kit, engine, filled)
         assert len(loaded) == len(filled)
         loss = assert_near(loaded, computed, codec)
         assert MEAN_LOSS[codec][0] < loss < MEAN_LOSS[codec][1]

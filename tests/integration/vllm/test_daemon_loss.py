@@ -31,7 +31,6 @@ def test_a_daemon_killed_while_an_engine_loads(
     asked: list[list[int]],
     mode: str,
     when: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine recomputes, or uses bytes that stay whole in its own mapping: right either way."""
     with (
@@ -41,18 +40,15 @@ def test_a_daemon_killed_while_an_engine_loads(
         engine.generate(asked)
         engine.forget()
         copied = []
-        half = engine.worker
-        name = "_copy_in" if when == "before the join" else "_copy_group"
-        copy = getattr(half, name)
 
-        def kill_first(*arguments: Any) -> None:
+        def kill_first(copy: Callable[..., None], *arguments: Any) -> None:
             if not copied:
                 daemon.kill()
             copied.append(1)
             copy(*arguments)
 
-        monkeypatch.setattr(half, name, kill_first)
-        outputs = engine.generate(asked)
+        with kit.loads_through(engine, kill_first, joined=when == "during the copy"):
+            outputs = engine.generate(asked)
         assert [output.tokens for output in outputs] == expected
         assert copied
         # Lookups of one step were all answered before; only the copy under way has what it needs.

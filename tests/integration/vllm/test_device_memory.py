@@ -61,7 +61,6 @@ def test_an_engine_reads_the_daemons_device_memory(
     tmp_path: Path,
     expected: list[list[int]],
     asked: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Nothing that depends on time decides which requests are computed together, which shows in the last bits.
     settings = {"load_mode": "sync", "resave_s": 0, "pull_wait_s": 0}
@@ -72,7 +71,7 @@ def test_an_engine_reads_the_daemons_device_memory(
             reads_it_there(kit, engine, daemon, asked, expected)
             a_block_that_is_given_up_while_it_is_read(kit, engine, daemon, asked, expected)
             lift(kit, engine, daemon, asked)
-            a_daemon_that_dies_under_a_load(kit, engine, daemon, asked, expected, monkeypatch)
+            a_daemon_that_dies_under_a_load(kit, engine, daemon, asked, expected)
             with run_daemon(kit, tmp_path / "second", socket=path) as second:
                 the_next_daemon_is_attached_to(kit, engine, second, asked, expected)
                 engine.assert_nothing_held(second)
@@ -104,18 +103,17 @@ def a_block_that_is_given_up_while_it_is_read(
     kit: Any, engine: Any, daemon: Any, asked: list[list[int]], expected: list[list[int]]
 ) -> None:
     """It is held for its readers."""
-    half, before = engine.worker, engine.metric("device_blocks")
+    before = engine.metric("device_blocks")
     daemon.client.evict(tier="dram")
     held = []
 
-    def evict_first(group: Any, slots: Any, pages: Any, ready: Any) -> None:
+    def evict_first(copy: Callable[..., None], *arguments: Any) -> None:
         daemon.client.evict(tier="device")
         held.append(device(daemon).used_bytes)
-        type(half)._copy_group(half, group, slots, pages, ready)
+        copy(*arguments)
 
-    half._copy_group = evict_first
-    outputs = engine.generate(asked)
-    del half._copy_group
+    with kit.loads_through(engine, evict_first):
+        outputs = engine.generate(asked)
     assert [output.tokens for output in outputs] == expected
     assert engine.metric("device_blocks") > before
     assert engine.metric("failed_loads") == 0
@@ -131,29 +129,27 @@ def a_daemon_that_dies_under_a_load(
     daemon: Any,
     asked: list[list[int]],
     expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is copied from memory that may be somebody else's by then is not used."""
     half, copied = engine.worker, []
     memory = half._attachment.memory
 
-    def kill_first(group: Any, lease: Any, held: Any, ready: Any) -> None:
+    def kill_first(copy: Callable[..., None], group: Any, lease: Any, *rest: Any) -> None:
         if not copied:
             daemon.kill()
             kit.until(lambda: not memory.alive, "the death of the device process is known")
             for slots in lease.slots.values():
                 slots.device_table[:] = 0x5A
         copied.append(1)
-        type(half)._copy_group(half, group, lease, held, ready)
+        copy(group, lease, *rest)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(half, "_copy_group", kill_first)
+    with kit.loads_through(engine, kill_first):
         outputs = engine.generate(asked)
     assert [output.tokens for output in outputs] == expected
     assert copied == [1], "the other loads had no lease to join"
     assert engine.metric("failed_loads") == len(asked)
     assert half.report.life == 0
-    assert engine.connector._scheduler._lookups.life == 0
+    assert engine.lookups.life == 0
     engine.forget()
     assert [output.tokens for output in engine.generate(asked)] == expected
     assert engine.metric("failed_loads") == len(asked)
@@ -168,7 +164,7 @@ def the_next_daemon_is_attached_to(
     def used() -> bool:
         assert [output.tokens for output in engine.generate(asked)] == expected
         engine.forget()
-        attached = engine.connector._scheduler._lookups.life
+        attached = engine.lookups.life
         return bool(attached) and device(daemon).blocks >= blocks_of(kit, asked)
 
     kit.until(used, "attached, saved anew, read, copied up: when the back-offs are over")

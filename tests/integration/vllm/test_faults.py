@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvpool.engine_plugins.vllm.layout.pages import HostPages
@@ -68,7 +66,11 @@ def test_a_load_that_always_fails_is_tried_once_a_request(
 
 
 def test_a_reader_that_outlives_its_lease_uses_nothing(
-    engine: Any, asked: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    kit: Any,
+    engine: Any,
+    asked: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It stops between two copies until its lease is over, as if it had been suspended."""
     copy = HostPages.from_slots
@@ -80,14 +82,13 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
             stopped.append(len(rows))
             time.sleep(LEASE_S)
         # What the slots hold by now is not the request's.
-        for layer in pages._layers:
+        for layer in kit.layers_of(pages):
             layer[blocks] = 0
 
     before = engine.metric("failed_loads")
-    half = engine.connector._scheduler._lookups
-    monkeypatch.setattr(half, "_config", replace(half._config, lease_s=LEASE_S))
     monkeypatch.setattr(HostPages, "from_slots", stop)
-    outputs = engine.generate(asked[:1])
+    with kit.lookups_seen(engine, lambda *_: None, lease_s=LEASE_S):
+        outputs = engine.generate(asked[:1])
     assert outputs[0].tokens == expected[0]
     assert stopped
     assert engine.metric("failed_loads") == before + 1
@@ -137,6 +138,7 @@ def test_an_abort_while_blocks_are_loaded(
 
 @pytest.mark.parametrize("ends", ["in the step that loads", "before it is computed again"])
 def test_an_abort_after_a_failed_load_leaves_nothing_in_the_engines_cache(
+    kit: Any,
     engine: Any,
     asked: list[list[int]],
     expected: list[list[int]],
@@ -148,17 +150,13 @@ def test_an_abort_after_a_failed_load_leaves_nothing_in_the_engines_cache(
     tried = threading.Event()
     core = engine.llm.llm_engine
 
-    def fail(job: Any, pages: Any, *_: Any) -> None:
-        for part in pages[0].parts:
-            for layer in part.pages._layers:
-                layer[part.rows(np.asarray(job.groups[0].block_ids, np.int64))] = 0
+    def meanwhile(job: Any) -> None:
         if ends == "in the step that loads" and engine.mode == "sync" and not tried.is_set():
             # As the engine's own process does it during a step.
             engine.core.abort_requests([job.request_id])
         tried.set()
-        raise LeaseLost("made to fail")
 
-    monkeypatch.setattr(engine.worker, "_copy_in", fail)
+    kit.fail_loads(engine, monkeypatch, LeaseLost("made to fail"), meanwhile)
     for name in ("aborted", "beside it"):
         core.add_request(
             name,
@@ -193,19 +191,11 @@ def test_an_abort_before_allocation_releases_the_lease(
         TokensPrompt(prompt_token_ids=asked[0]),
         SamplingParams(max_tokens=4, temperature=0),
     )
-    before = engine.connector._scheduler.counters
     looked_up = []
-    add = before.add
-
-    def count(**amounts: float) -> None:
-        looked_up.append(amounts.get("lookups", 0))
-        add(**amounts)
-
-    before.add = count
-    for _ in range(20):
-        core.step()
-    before.add = add
-    assert sum(looked_up) == 1
+    with kit.lookups_seen(engine, lambda *found: looked_up.append(found)):
+        for _ in range(20):
+            core.step()
+    assert len(looked_up) == 1
     assert daemon.leases() == 1
     core.abort_request(["waits"])
     engine.pool.free_blocks(held)
@@ -242,7 +232,19 @@ def test_where_vllm_cannot_go_back_no_load_is_synchronous(
             pass
         return
     with kit.run_engine(llama, daemon, {"load_mode": mode}) as engine:
-        assert not engine.connector._scheduler._engine.sync_loads
+        found = []
+        matched = engine.connector.get_num_new_matched_tokens
+
+        def look(*arguments: Any) -> Any:
+            found.append(matched(*arguments))
+            return found[-1]
+
+        engine.connector.get_num_new_matched_tokens = look
+        engine.generate(kit.prompts(3)[:1])
+        engine.forget()
+        engine.generate(kit.prompts(3)[:1])
+    loads = [asynchronous for tokens, asynchronous in found if tokens]
+    assert loads and all(loads)
 
 
 @pytest.mark.parametrize(

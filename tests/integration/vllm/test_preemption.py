@@ -31,15 +31,15 @@ def test_preempted_requests_say_the_same(
             preempt(*arguments, **options)
 
         most = []
-        pins = engine.connector._scheduler.pins
-        take = pins.take
+        plan = engine.connector.build_connector_meta
 
-        def watch(*arguments: Any) -> None:
-            take(*arguments)
-            most.append(pins.pinned)
+        def watch(*arguments: Any) -> Any:
+            planned = plan(*arguments)
+            most.append(engine.half.pins)
+            return planned
 
         engine.scheduler._preempt_request = count
-        pins.take = watch
+        engine.connector.build_connector_meta = watch
         outputs = engine.generate(asked, NEW)
         assert [output.tokens for output in outputs] == expected
         assert preempted

@@ -65,16 +65,18 @@ def test_an_engine_learns_how_fast_it_computes(
 ) -> None:
     lengths = (40, 900, 300, 1800, 150, 1300, 600, 1900)
     steps: list[tuple[StepWork, float]] = []
+    fits: set[PrefillFit] = set()
     observe = PrefillFit.observe
 
     def listen(fit: PrefillFit, work: StepWork, seconds: float) -> None:
+        fits.add(fit)
         steps.append((work, seconds))
         observe(fit, work, seconds)
 
     monkeypatch.setattr(PrefillFit, "observe", listen)
     measured = {"prefill_tokens_per_s": 0}
     with kit.run_daemon(tmp_path) as daemon, kit.run_engine(llama, daemon, measured) as engine:
-        speeds = engine.connector._scheduler._speeds
+        speeds = engine.half._speeds
         assert speeds.recompute(0, 1) is None
         begun = time.perf_counter()
         for seed in range(3):
@@ -88,7 +90,8 @@ def test_an_engine_learns_how_fast_it_computes(
         assert engine.metric("prefill_tokens") == 3 * sum(lengths)
         assert 0 < sum(seconds for _, seconds in steps) < taken
         # Steps differ much on a busy machine; of all of them together it is about right.
-        a, b, c = speeds._prefill.coefficients
+        (fit,) = fits
+        a, b, c = fit.coefficients
         learnt_s = sum(a + b * work.tokens + c * work.attended for work, _ in steps)
         assert 0.2 < learnt_s / sum(seconds for _, seconds in steps) < 5
         price = speeds.recompute(0, 60)

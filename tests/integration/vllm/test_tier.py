@@ -65,6 +65,17 @@ class Offloading:
         self.nbytes = int(self._view.strides[0])
         self._requests = 0
 
+    @property
+    def jobs(self) -> Any:
+        """The manager's jobs under way."""
+        return self.manager._jobs
+
+    @property
+    def record(self) -> NamespaceRecord:
+        """The record of the namespace that the tier puts chunks into."""
+        record: NamespaceRecord = self.tier._store._transfers._record
+        return record
+
     def memory(self) -> np.ndarray[Any, Any]:
         return np.asarray(self._view).view(np.uint8)
 
@@ -254,8 +265,9 @@ def test_parents_are_told(start: Start, daemon: Any) -> None:
     engine.begin_store(context, keys[:2])
     engine.begin_store(context, keys[2:])
     engine.settle()
-    space = engine.tier._store._transfers
-    listed = daemon.client.prefixes(space._namespace().digest, [pool_key(key) for key in keys])
+    with Client(daemon.socket) as client:
+        opened = client.open(engine.record)
+    listed = daemon.client.prefixes(opened.digest, [pool_key(key) for key in keys])
     assert list(listed.values()) == [(6, 6)]
 
 
@@ -306,7 +318,7 @@ def test_a_daemon_killed_amid_jobs(
     other = start(own_daemon.socket, chunks=512)
     loading = other.request(kept)
     until(
-        lambda: other.ask(loading, kept) and other.manager._jobs,
+        lambda: other.ask(loading, kept) and other.jobs,
         "loads are under way",
     )
     prompts = [chain(52 + at, 40) for at in range(6)]
@@ -366,9 +378,8 @@ def test_a_chunk_that_went_before_its_load(start: Start, daemon: Any) -> None:
         return [other.tier.lookup(key, context) for key in keys] == [HIT] * 4
 
     until(found, "the chunks are found")
-    space = one.tier._store._transfers
     with Client(daemon.socket) as client:
-        assert client.remove(client.open(space._record), [pool_key(keys[2])]) == 1
+        assert client.remove(client.open(one.record), [pool_key(keys[2])]) == 1
     assert other.look(context, keys) == [HIT, HIT, MISS, HIT]
     other.manager.on_request_finished(context)
     assert other.load(keys) == 2
@@ -384,9 +395,9 @@ def test_too_many_jobs(start: Start, daemon: Any) -> None:
             engine.begin_store(engine.request(keys), keys)
         engine.step()  # vLLM asked for results before most of them were submitted, and asks once a step
         engine.step()
-        assert len(engine.manager._jobs) <= 1
+        assert len(engine.jobs) <= 1
         engine.manager.reset_cache()  # waits for those that run
-        assert not engine.manager._jobs
+        assert not engine.jobs
     finally:
         daemon.process.send_signal(signal.SIGCONT)
 
@@ -420,7 +431,7 @@ def test_a_namespace_that_is_refused(
 ) -> None:
     """Under its name the daemon knows chunks of another size."""
     engine = start(daemon.socket, epoch="refused")
-    record = engine.tier._store._transfers._record
+    record = engine.record
     with Client(daemon.socket, connect=True) as client:
         client.open(NamespaceRecord(record.fields, (PartSpec(4096),)))
         with caplog.at_level(logging.WARNING, "kvpool.vllm"):
@@ -436,9 +447,8 @@ def test_wrong_bytes_are_found_out(start: Start, daemon: Any) -> None:
     one, other = start(daemon.socket), start(daemon.socket, verify_loads=True)
     keys = chain(131, 3)
     one.store(keys)
-    space = one.tier._store._transfers
     with Client(daemon.socket) as client:
-        lease = client.acquire_each(client.open(space._record), [pool_key(keys[1])])
+        lease = client.acquire_each(client.open(one.record), [pool_key(keys[1])])
         assert lease is not None
         with lease:
             lease.slots[0].table[lease.slots[0].rows[0], 7] ^= 1

@@ -6,9 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.daemon.core import commit_waiters
 from kvpool.daemon.core.blocks import Origin
-from kvpool.daemon.core.commit_waiters import DROPPED_S, CommitWaiters
+from kvpool.daemon.core.commit_waiters import DROPPED_MAX, DROPPED_S, CommitWaiters
 from kvpool.errors import LimitExceeded
 from kvpool.types import PartSpec, split_keys
 
@@ -202,16 +201,16 @@ def test_who_asks_for_a_dropped_block_is_told_for_a_moment():
     awaited.drop(RED, keys(3), 5.5)
     assert awaited.dropped(RED, keys(3), 5.0 + DROPPED_S) == [0]
     assert awaited.dropped(RED, keys(3), 5.5 + DROPPED_S) == []
-    assert not awaited._dropped
+    assert awaited.dropped(RED, keys(3), 5.5) == [], "it is not remembered"
     awaited.drop(RED, keys(4), 9.0)
     awaited.forget_dropped(9.0)
-    assert awaited._dropped
+    assert awaited.dropped(RED, keys(4), 9.0) == [0]
     awaited.forget_dropped(9.0 + DROPPED_S)
-    assert not awaited._dropped
+    assert awaited.dropped(RED, keys(4), 9.0) == []
 
 
-def test_dropped_blocks_that_are_remembered_are_bounded(monkeypatch):
-    monkeypatch.setattr(commit_waiters, "DROPPED_MAX", 3)
+def test_dropped_blocks_that_are_remembered_are_bounded():
     awaited = CommitWaiters(10, 10)
-    awaited.drop(RED, keys(*range(5)), 0.0)
-    assert awaited.dropped(RED, keys(*range(5)), 0.0) == [2, 3, 4]
+    many = range(DROPPED_MAX + 2)
+    awaited.drop(RED, keys(*many), 0.0)
+    assert awaited.dropped(RED, keys(*many), 0.0) == list(many[2:])

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.daemon.core import keeps as keeps_module
 from kvpool.daemon.core.blocks import PIN_HARD, PIN_NONE, PIN_SOFT
+from kvpool.daemon.core.keeps import SLACK
 from kvpool.daemon.core.pins import Fit, Taken
 from kvpool.errors import PoolFull
 from kvpool.storage.eviction import POLICIES
 from kvpool.types import PartSpec, split_keys
 from tests.unit.daemon.conftest import QUARTER, SLAB, Pool
-
-if TYPE_CHECKING:
-    import pytest
 
 BLOCKS = 16  # here, numbered from 0; as many more are not
 STRIDE = 1024
@@ -140,22 +136,22 @@ def test_keeping_is_bounded_by_its_share_and_by_the_quota_of_pins() -> None:
     assert keeps.fit(namespace, keys(range(6, 8))) == Fit(1, STRIDE, STRIDE)
 
 
-def test_blocks_that_are_pinned_and_unpinned_all_the_time_do_not_fill_the_list(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(keeps_module, "SLACK", 64)
+def test_blocks_that_are_pinned_and_unpinned_all_the_time_do_not_fill_the_list() -> None:
     pool = filled(keep_share=1.0, soft_pin_share=1.0)
     keeps, namespace = pool.node.keeps, pool.namespace
-    for _ in range(100):
+
+    def listed() -> int:
+        return sum(len(some) for _, _, _, some in keeps._ends)
+
+    for _ in range(1000):
         keeps.keep(namespace, keys(range(BLOCKS)), 1000.0)
         pool.pin(range(8), "none")
         keeps.forget(namespace, keys(range(8)))
-    assert keeps._listed <= 2 * BLOCKS + 64
-    assert sum(len(some) for _, _, _, some in keeps._ends) == keeps._listed
+    assert listed() <= 2 * BLOCKS + SLACK
     while keeps.end_some(1000.0):
         pass
     assert levels(pool) == [PIN_NONE] * BLOCKS
-    assert keeps._listed == 0 and not namespace.kept
+    assert listed() == 0 and not namespace.kept
 
 
 # ---- room for what nobody waits for ------------------------------------------------------------------

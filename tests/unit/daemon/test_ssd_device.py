@@ -725,12 +725,12 @@ def test_deletions_of_an_order_that_was_not_sent_go_with_the_next(kind: str) -> 
             bench.device.state_of(bench.namespace), split_keys(key(1) + key(2))
         )
         gone = set(bench.disk.entries)
-        sent, keep = [], bench.disk._forget
+        sent, keep = [], bench.disk.drop
 
         def not_sent(packed: bytes) -> None:
             sent.append(packed)
 
-        bench.disk._forget = not_sent  # type: ignore[method-assign]
+        bench.disk.drop = not_sent  # type: ignore[method-assign]
         bench.disk.failures[kind] = deque([LimitExceeded("256 orders are in progress")])
         if kind == "write":
             assert await bench.write([3]) == 0
@@ -738,7 +738,7 @@ def test_deletions_of_an_order_that_was_not_sent_go_with_the_next(kind: str) -> 
         else:
             with pytest.raises(KvpoolError):
                 await bench.device.tidy()
-        bench.disk._forget = keep
+        bench.disk.drop = keep
         assert set(slots_of(sent[0])) == gone
         await bench.device.tidy()
         assert not bench.disk.entries
@@ -1175,9 +1175,7 @@ def test_a_freed_namespace_leaves_the_index_and_comes_back() -> None:
             return bench.device.node.removal.remove(state, [key(1), key(2)])
 
         assert empty() == {key(1), key(2)}
-        bench.device._too_large.clear()
         assert bench.device.open(other) is None, "memory has the empty one still"
-        bench.device._too_large.clear()
         memory_has(other)
         assert bench.device.open(other) is not None
         assert bench.device.state_of(bench.namespace) is None

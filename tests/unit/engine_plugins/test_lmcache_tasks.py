@@ -9,6 +9,8 @@ from tests.support.waiting import PATIENCE_S, until
 
 
 class Bell:
+    """What all results of a test are told to."""
+
     def __init__(self):
         self.rung = 0
 
@@ -17,11 +19,16 @@ class Bell:
 
 
 @pytest.fixture
-def make():
+def bell():
+    return Bell()
+
+
+@pytest.fixture
+def make(bell):
     made = []
 
     def tasks(threads=1, waiting_max=10, **settings):
-        made.append(Tasks("test", threads, waiting_max, Bell(), **settings))
+        made.append(Tasks("test", threads, waiting_max, bell, **settings))
         return made[-1]
 
     yield tasks
@@ -33,18 +40,18 @@ def result(tasks, number):
     return until(lambda: tasks.take(number), "a result")
 
 
-def test_a_result_is_given_once_and_told(make):
+def test_a_result_is_given_once_and_told(make, bell):
     tasks = make()
     number = tasks.submit(lambda: "done", "not done")
     assert result(tasks, number) == "done"
     assert tasks.take(number) is None
-    assert tasks._notifier.rung == 1
+    assert bell.rung == 1
 
 
-def test_all_results_are_given_by_the_numbers_of_their_tasks(make):
+def test_all_results_are_given_by_the_numbers_of_their_tasks(make, bell):
     tasks = make(threads=3, waiting_max=20)
     numbers = [tasks.submit(lambda each=each: each, -1) for each in range(20)]
-    until(lambda: tasks._notifier.rung == 20)
+    until(lambda: bell.rung == 20)
     assert tasks.take_all() == {number: each for each, number in enumerate(numbers)}
     assert tasks.take_all() == {}
 
@@ -85,14 +92,14 @@ def test_a_mistake_ends_its_thread_and_leaves_nobody_waiting(make):
     assert result(tasks, tasks.submit(lambda: "done", "refused")) == "refused"
 
 
-def test_results_that_nobody_fetches_are_bounded(make):
+def test_results_that_nobody_fetches_are_bounded(make, bell):
     tasks = make(results_max=3)
     numbers = [tasks.submit(lambda each=each: each, None) for each in range(5)]
-    until(lambda: tasks._notifier.rung == 5)
+    until(lambda: bell.rung == 5)
     assert tasks.take_all() == {number: number for number in numbers[2:]}
 
 
-def test_the_end_waits_for_work_in_progress_and_drops_the_rest(make):
+def test_the_end_waits_for_work_in_progress_and_drops_the_rest(make, bell):
     tasks, ended = make(), []
     started, go = threading.Event(), threading.Event()
 
@@ -109,6 +116,6 @@ def test_the_end_waits_for_work_in_progress_and_drops_the_rest(make):
     go.set()
     tasks.close()
     assert ended == [True]
-    rung = tasks._notifier.rung
+    rung = bell.rung
     tasks.submit(lambda: pytest.fail("it has ended"), None)
-    assert tasks._notifier.rung == rung, "who was told is gone"
+    assert bell.rung == rung, "who was told is gone"

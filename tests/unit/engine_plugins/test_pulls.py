@@ -177,7 +177,7 @@ def test_a_quick_no_is_not_in_vain(pulls: Pulls, threads: Any, clock: Clock) -> 
 
 @pytest.mark.parametrize("why", ["away", "refused"])
 def test_a_daemon_that_does_not_pull_is_a_miss(
-    pool: Any, threads: Any, clock: Clock, why: str, monkeypatch: pytest.MonkeyPatch
+    pool: Any, threads: Any, clock: Clock, why: str
 ) -> None:
     pool.others = 1
     if why == "refused":
@@ -185,7 +185,7 @@ def test_a_daemon_that_does_not_pull_is_a_miss(
         def refuse(record: NamespaceRecord) -> None:
             raise NamespaceMismatch("other sizes")
 
-        monkeypatch.setattr(pool, "open", refuse)
+        pool.open = refuse
     pulls = make(pool, threads, clock)
     pull = pulls.begin(0, keys(1))
     assert pull is not None

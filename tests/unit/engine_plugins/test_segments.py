@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is in the vLLM environment only")
 
-from kvpool.engine_plugins.vllm.worker import device, device_copies
+from kvpool.engine_plugins.vllm.worker import device_copies
 from kvpool.engine_plugins.vllm.worker.device import PinnedSegments
 from kvpool.errors import SegmentError
 
@@ -25,10 +26,13 @@ class Driver(PinnedSegments):
     def __init__(self, thread: Any = None) -> None:
         super().__init__(SimpleNamespace(type="cuda"), thread)
         self.registered: list[tuple[int, int]] = []
+        self.asked: list[int] = []
         self.refuses = False
+        self.refuses_after: int | None = None
 
     def _pin(self, address: int, size: int) -> None:  # type: ignore[override]
-        if self.refuses:
+        self.asked.append(address)
+        if self.refuses or len(self.registered) == self.refuses_after:
             raise SegmentError("refused")
         self.registered.append((address, size))
 
@@ -73,18 +77,10 @@ def mapped_again(old: np.ndarray) -> np.ndarray:
 def test_another_segment_at_the_same_address_is_another_one(driver: Driver) -> None:
     memory = segment()
     old, new = mapped_again(memory), mapped_again(memory)
-    asked: list[int] = []
-    pin = driver._pin
-
-    def asks(address: int, size: int) -> None:
-        asked.append(address)
-        pin(address, size)
-
-    driver._pin = asks  # type: ignore[method-assign]
     driver.tensor(rows(old, 4096))
     driver.tensor(rows(old, 4096))
     driver.tensor(rows(new, 4096))
-    assert asked == [memory.ctypes.data] * 2
+    assert driver.asked == [memory.ctypes.data] * 2
     assert len(driver.registered) == 1
 
 
@@ -129,17 +125,23 @@ def test_what_the_driver_refuses_is_tried_again(driver: Driver) -> None:
 
 # --- slice by slice, in a thread
 
-SLICE = 1 << 14
+SLICE = device_copies.PIN_SLICE
+MAP_NORESERVE = 0x4000  # of Linux; Python 3.11 does not name it
+
+
+def huge(size: int) -> np.ndarray:
+    """Memory that takes none until it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 @pytest.fixture
-def sliced(monkeypatch: pytest.MonkeyPatch, threads: Any) -> Driver:
-    monkeypatch.setattr(device, "PIN_SLICE", SLICE)
+def sliced(threads: Any) -> Driver:
     return Driver(threads)
 
 
 def test_it_is_registered_in_slices_beside_the_engine(sliced: Driver, threads: Any) -> None:
-    whole = segment(5 * SLICE + 100)
+    whole = huge(5 * SLICE + 100)
     sliced.begin(rows(whole, 4096))
     assert not sliced.ready
     with pytest.raises(SegmentError, match="being registered"), sliced.using(rows(whole, 4096)):
@@ -160,24 +162,15 @@ def test_it_is_registered_in_slices_beside_the_engine(sliced: Driver, threads: A
 def test_what_is_refused_in_the_middle_is_given_back_and_tried_again(
     sliced: Driver, threads: Any
 ) -> None:
-    whole = segment(4 * SLICE)
+    whole = huge(4 * SLICE)
     table = rows(whole, 4096)
-    pin = sliced._pin
-    left = [1, 1]
-
-    def refuses_the_third(address: int, size: int) -> None:
-        if not left:
-            raise SegmentError("refused")
-        left.pop()
-        pin(address, size)
-
-    sliced._pin = refuses_the_third  # type: ignore[method-assign]
+    sliced.refuses_after = 2
     sliced.begin(table)
     threads.run()
     assert sliced.registered == []
     with pytest.raises(SegmentError, match="refused"):
         sliced.tensor(table)
-    sliced._pin = pin  # type: ignore[method-assign]
+    sliced.refuses_after = None
     with pytest.raises(SegmentError, match="being registered"):
         sliced.tensor(table)
     threads.run()
@@ -187,7 +180,7 @@ def test_what_is_refused_in_the_middle_is_given_back_and_tried_again(
 def test_a_segment_that_is_replaced_while_it_is_registered_is_given_up(
     sliced: Driver, threads: Any
 ) -> None:
-    old, new = segment(4 * SLICE), segment(2 * SLICE)
+    old, new = huge(4 * SLICE), huge(2 * SLICE)
     sliced.begin(rows(old, 4096))
     sliced.begin(rows(new, 4096))
     threads.run()
@@ -195,14 +188,16 @@ def test_a_segment_that_is_replaced_while_it_is_registered_is_given_up(
     assert sum(size for _, size in sliced.registered) == new.nbytes
 
 
-def test_copies_are_cut_where_slices_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_cut_where_slices_meet() -> None:
     """The driver refuses others, which only a GPU shows."""
     import torch
 
-    monkeypatch.setattr(device_copies, "PIN_SLICE", SLICE)
-    host = torch.from_numpy(segment(3 * SLICE))
+    whole = huge(2 * SLICE)
+    meet = SLICE - whole.ctypes.data % SLICE
+    host = torch.from_numpy(whole[max(0, meet - 5000) : meet + 7000])
     staged = torch.arange(len(host)).to(torch.uint8)
     pieces = list(device_copies._pieces(staged[100:-7], host[100:-7]))
+    assert len(pieces) == 2
     assert sum(len(piece) for _, piece in pieces) == len(host) - 107
     for one, piece in pieces:
         assert len(one) == len(piece)

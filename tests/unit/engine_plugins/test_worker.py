@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,7 @@ from kvpool.engine_plugins.vllm.plan import (
 from kvpool.engine_plugins.vllm.worker.attachment import Attachment
 from kvpool.engine_plugins.vllm.worker.half import LoadResults, WorkerHalf
 from kvpool.types import NamespaceRecord, PartKind, PartSpec
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 RECORD = NamespaceRecord({"m": 1}, (PartSpec(24), PartSpec(8, PartKind.WINDOW, 1)) * 2)
 KEYS = b"".join(bytes([i]) * 16 for i in range(4))
@@ -52,13 +54,17 @@ class Rank:
         self.pinned = True
         self.full = [random.integers(0, 256, (BLOCKS, size), np.uint8) for size in (16, 8)]
         self.window = [random.integers(0, 256, (BLOCKS, 8), np.uint8)]
+        self.made: list[HostPages] = []
+
+        def make_pages() -> list[GroupPages]:
+            made = [HostPages(layers) for layers in (self.full, self.window)]
+            self.made += made
+            return [GroupPages([PartPages(2 * rank + n, pages)]) for n, pages in enumerate(made)]
+
         self.half = WorkerHalf(
             pool,
             RankReport(rank, "cpu", "L", "", [], {}),
-            lambda: [
-                GroupPages([PartPages(2 * rank + group, HostPages(layers))])
-                for group, layers in enumerate((self.full, self.window))
-            ],
+            make_pages,
             block_errors=block_errors,
             record_ready=lambda: ready,
             reuse_wait_s=reuse_wait_s,
@@ -74,10 +80,13 @@ class Rank:
         """A step after which all copies have ended."""
         self.half.start_loads(plan)
         self.half.start_saves(plan)
-        futures: list[Any] = [*self.half._loads, *self.half._saves]
-        for future in futures:
-            future.result(PATIENCE_S)
+        self.half.settle()
         return self.half.take_loads()
+
+    def load_through(self, between: Callable[..., None]) -> None:
+        """Call `between` in the place of copies into blocks of the window's group, with what makes them."""
+        for pages in self.made[1::2]:
+            pages.from_slots = partial(between, pages.from_slots)  # type: ignore[method-assign]
 
     def save(
         self, job: int = 1, blocks: tuple[int, ...] = (2, 3, 4, 5), generation: int = 1
@@ -208,14 +217,12 @@ def test_saves_tell_the_parent(pool: Any, stored: list[Rank]) -> None:
 def test_a_late_lease_is_a_failed_load(pool: Any, stored: list[Rank], block_errors: bool) -> None:
     lease = leased(pool)
     reader = Rank(pool, block_errors=block_errors)
-    pages = reader.half._load_pages[1].parts[0].pages
-    copy = pages.from_slots
 
-    def slow(*arguments: Any) -> None:
+    def slow(copy: Callable[..., None], *arguments: Any) -> None:
         copy(*arguments)
         lease.deadline = pool.clock() - 1
 
-    pages.from_slots = slow  # type: ignore[assignment]
+    reader.load_through(slow)
     results = reader.step(load(lease.token))
     assert results.finished == {"r"}
     if block_errors:
@@ -291,10 +298,10 @@ def test_a_rank_reports_itself_when_asked(pool: Any) -> None:
 def test_a_broken_invariant_is_not_hidden(pool: Any, stored: list[Rank]) -> None:
     lease = leased(pool)
     worker = Rank(pool)
-    worker.half._load_pages[0].parts[0].pages.nbytes = 23
+    for pages in worker.made:
+        pages.nbytes = 23
     worker.half.start_loads(load(lease.token))
-    for future in worker.half._loads:
-        assert future.exception(10) is not None
+    worker.half.settle()
     with pytest.raises(AssertionError):
         worker.half.take_loads()
 
@@ -303,7 +310,7 @@ def test_closing_ends_the_threads(pool: Any, stored: list[Rank]) -> None:
     for rank in stored:
         rank.half.close()
         with pytest.raises(RuntimeError):
-            rank.half._load_thread.submit(print)
+            rank.half.start_loads(load("any"))
 
 
 # --- the daemon's device memory
@@ -371,14 +378,12 @@ def test_device_memory_that_dies_under_a_load_fails_all_of_it(
 ) -> None:
     lease = near(pool)
     reader = Rank(pool, block_errors=block_errors, attachment=Hold(device, threads))
-    pages = reader.half._load_pages[1].parts[0].pages
-    copy = pages.from_slots
 
-    def die(*arguments: Any) -> None:
+    def die(copy: Callable[..., None], *arguments: Any) -> None:
         device.alive = False
         copy(*arguments)
 
-    pages.from_slots = die  # type: ignore[assignment]
+    reader.load_through(die)
     results = reader.step(load(lease.token))
     if block_errors:
         assert results.failed_blocks == {1, 6, 7, 8, 9}
@@ -440,35 +445,32 @@ def test_device_memory_is_closed_behind_the_loads_that_read_it(
     lease = near(pool)
     reader = Rank(pool, attachment=Hold(device, threads))
     begun, go_on, seen = threading.Event(), threading.Event(), []
-    pages = reader.half._load_pages[1].parts[0].pages
-    copy = pages.from_slots
 
-    def slow(*arguments: Any) -> None:
+    def slow(copy: Callable[..., None], *arguments: Any) -> None:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         seen.append(device.closed)
         copy(*arguments)
 
-    pages.from_slots = slow  # type: ignore[assignment]
+    reader.load_through(slow)
     reader.half.start_loads(load(lease.token))
     assert begun.wait(PATIENCE_S)
     device.alive = False
     reader.half.take_done()
-    (closing,) = reader.half._chores
-    reader.half._save_thread.submit(int).result(PATIENCE_S)
+    reader.half.start_saves(StepPlan(saves=[SaveJob(1, "s", 1, [GroupSave(0, KEYS, [2], None)])]))
+    until(reader.half.take_done, "the thread of saves has done what was before this one")
     go_on.set()
-    closing.result(PATIENCE_S)
+    reader.half.settle()
+    assert device.closed
     reader.half.close()
     assert seen == [False]
-    assert device.closed
 
 
 def test_dead_device_memory_is_closed(pool: Any, device: Any, threads: Any) -> None:
     rank = Rank(pool, attachment=Hold(device, threads))
     device.alive = False
     rank.half.take_done()
-    for chore in rank.half._chores:
-        chore.result(PATIENCE_S)
+    rank.half.settle()
     assert device.closed
     rank.half.close()
 
@@ -570,13 +572,14 @@ def test_a_rank_looks_at_its_weights_once_a_reset(pool: Any) -> None:
 
 def test_it_settles_when_its_copies_have_ended(pool: Any) -> None:
     """As before the engine's memory is unmapped."""
-    rank = Rank(pool)
     held, settled = threading.Event(), threading.Event()
-    copy = rank.half._save_thread.submit(held.wait, PATIENCE_S)
+    rank = Rank(pool, ready=SimpleNamespace(synchronize=lambda: held.wait(PATIENCE_S)))
+    save = GroupSave(0, KEYS, [2, 3, 4, 5], None)
+    rank.half.start_saves(StepPlan(saves=[SaveJob(1, "s", 1, [save])]))
 
     def settle() -> None:
         rank.half.settle()
-        assert copy.done()
+        assert pool.writes
         settled.set()
 
     waiter = threading.Thread(target=settle)

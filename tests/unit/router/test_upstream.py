@@ -238,12 +238,12 @@ def test_an_answer_that_nobody_reads_waits_at_the_engine_until_somebody_does(chu
 
     async def read(answer: Answer) -> bytes:
         found = bytearray()
-        connection = answer._content._protocol
+        content = answer._content
         while piece := await answer.piece():
             found += piece
             if len(found) < 1 << 20:
-                await until_async(lambda: connection._reading_paused, "it is held")
-                assert answer._content._size < 8 * PIECE_BYTES
+                await until_async(lambda: content._protocol._reading_paused, "it is held")
+                assert content._size < 8 * PIECE_BYTES
         assert answer.ended
         return bytes(found)
 

@@ -158,9 +158,11 @@ class Still:
         self.given.append((*batch, places))
 
 
-def aged_on(rung: int, capacity: int, costs: Costs | None = None) -> Any:
+def aged_on(
+    rung: int, capacity: int, costs: Costs | None = None, trial: Still | None = None
+) -> Any:
     policy: Any = Aged(capacity, costs)
-    policy._trial = Still(rung)
+    policy._trial = trial or Still(rung)
     policy._divisors = RUNGS[rung]
     return policy
 
@@ -552,13 +554,14 @@ def test_many_victims_are_taken_from_several_queues_in_order() -> None:
 
 def test_a_part_of_all_reads_and_puts_is_tried_with_what_they_cost() -> None:
     costs = Costs(load_s=1.0, below_s=3.0, recompute_s=2.0, recompute_s_per_depth=0.5)
-    policy = aged_on(0, 1_000, costs)
+    trial = Still(0)
+    policy = aged_on(0, 1_000, costs, trial)
     chain = [Entry(block, depth) for depth, block in enumerate(range(400))]
     policy.insert(chain)
     policy.touch(chain[:200])
     policy.insert(entries(*range(1_000, 1_100)))
     policy.touch(chain[:200])
-    (put, put_s, places), pulled, _, (read, read_s, _) = policy._trial.given
+    (put, put_s, places), pulled, _, (read, read_s, _) = trial.given
     assert 70 < len(put) < 130 and 30 < len(read) < 70
     depths = {entry.ident: entry.depth for entry in chain}
     assert put_s == [min(1.0 + 0.5 * depths[ident], 2.0) for ident in put]

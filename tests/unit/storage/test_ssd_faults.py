@@ -274,14 +274,17 @@ def test_a_sync_that_fails_takes_all_that_was_written_before_it(store, disk, poo
     assert listed(store) == [0, PAGE, 8 * PAGE, 16 * PAGE]
 
 
+def commits_give(store: SsdStore, monkeypatch: pytest.MonkeyPatch, outcome: Outcome) -> None:
+    """Make the index write nothing, with this outcome."""
+    monkeypatch.setattr(store._index, "commit", lambda *_: outcome)
+
+
 def test_an_index_that_refuses(store, disk, monkeypatch):
     """Old entries that cannot be forgotten keep their slots from being written."""
     old, new = blocks_of([0], PAGE, seed=1), blocks_of([0], PAGE, seed=2)
     store.write(old)
     written = disk.count("pwrite")
-    monkeypatch.setattr(
-        store._index, "commit", lambda *_: Outcome(0, got_through=False, failed=True)
-    )
+    commits_give(store, monkeypatch, Outcome(0, got_through=False, failed=True))
     assert store.write(new, store.forget([0])).tolist() == [BlockStatus.NO_SPACE]
     assert disk.count("pwrite") == written, "nothing was written over what the index still has"
     assert store.stats().index_errors >= 1
@@ -296,7 +299,7 @@ def test_an_index_that_refuses(store, disk, monkeypatch):
 @pytest.mark.parametrize("full", [True, False])
 def test_an_index_that_takes_a_part(store, monkeypatch, full):
     batch = blocks_of([PAGE * slot for slot in range(5)], PAGE)
-    monkeypatch.setattr(store._index, "commit", lambda *_: Outcome(2, full=full, failed=not full))
+    commits_give(store, monkeypatch, Outcome(2, full=full, failed=not full))
     written = [BlockStatus.PRESENT] * 2 + [BlockStatus.NO_SPACE] * 3
     assert store.write(batch).tolist() == written
 
@@ -395,10 +398,8 @@ def test_many_writes_share_a_sync(store, disk, pool):
 
 def until_ready(store: SsdStore, writes: int) -> None:
     """Wait until so many writes have their bytes written and wait for the committer."""
-    with store._committer._changed:
-        assert store._committer._changed.wait_for(
-            lambda: len(store._committer._ready) == writes, PATIENCE_S
-        )
+    committer = store._committer
+    until(lambda: len(committer._ready) == writes, "they wait for the committer")
 
 
 def test_neighbours_are_one_call(tmp_path, disk):

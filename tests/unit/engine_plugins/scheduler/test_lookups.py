@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvpool.engine_plugins.vllm.plan import StepDone, pack
-from kvpool.engine_plugins.vllm.scheduler import lookups
 from kvpool.errors import LimitExceeded
 from kvpool.types import NamespaceRecord
 from tests.unit.engine_plugins.scheduler.harness import TOKENS, Harness, tables
@@ -190,17 +189,21 @@ def test_blocks_that_the_engine_evicts_while_ranks_are_asked(spread: Harness) ->
 
 
 class AheadByHand:
-    """`Ahead` with a thread that does nothing until it is told to."""
+    """`Ahead` for more than four blocks, with a thread that does nothing until it is told to."""
+
+    PARTS_AT_ONCE = SLICE_BLOCKS = 4
 
     def __init__(self, pool: Any, threads: Any) -> None:
         self.pool, self.threads = pool, threads
         self.refuses = False
         self.entered: list[tuple[NamespaceRecord, int]] = []
+        self.submitted: list[bytes] = []
 
     def enter(self, record: NamespaceRecord, generation: int) -> None:
         self.entered.append((record, generation))
 
     def submit(self, ns: Any, keys: bytes, life: int, trace: str, request: str) -> Any:
+        self.submitted.append(keys)
         return self.threads.submit(self._acquire, ns, keys, life)
 
     def _acquire(self, ns: Any, keys: bytes, life: int) -> Any:
@@ -211,24 +214,21 @@ class AheadByHand:
 
 
 @pytest.fixture
-def slow(pool: Any, block_pool: Any, threads: Any, monkeypatch: pytest.MonkeyPatch) -> Harness:
+def slow(pool: Any, block_pool: Any, threads: Any) -> Harness:
     """One that asks for more than four blocks ahead."""
-    monkeypatch.setattr(lookups, "SLICE_BLOCKS", 4)
-    monkeypatch.setattr(lookups, "PARTS_AT_ONCE", 4)
     return Harness(pool, block_pool, load_mode="async", ahead=AheadByHand(pool, threads))
 
 
 def test_very_many_blocks_are_asked_for_in_slices_beside_the_steps(slow: Harness) -> None:
     request = slow.request("r", 10)
     slow.store(request.block_hashes[:9])
-    packed = []
+    submitted = []
     for _ in range(6):
         assert slow.half.matched_tokens(request, 0) == (None, False)
-        large = slow.half._requests["r"].large
-        packed.append(len(large.keys) // 16)
+        submitted.append(list(slow.ahead.submitted))
         assert slow.pool.acquires == 0
-    assert packed == [4, 8, 10, 10, 10, 10]
-    assert bytes(large.keys) == pack(request.block_hashes)
+    whole = pack(request.block_hashes)
+    assert submitted == [[], [], [whole], [whole], [whole], [whole]], "ten blocks are three slices"
     slow.ahead.threads.run()
     assert slow.half.matched_tokens(request, 0) == (9 * TOKENS, True)
     assert slow.half.matched_tokens(request, 0) == (9 * TOKENS, True)
@@ -280,10 +280,8 @@ def test_a_request_waits_for_no_answer_without_end(slow: Harness, why: str) -> N
 
 
 def test_what_a_pull_brings_to_very_many_blocks_is_asked_for_ahead_too(
-    pool: Any, block_pool: Any, threads: Any, monkeypatch: pytest.MonkeyPatch
+    pool: Any, block_pool: Any, threads: Any
 ) -> None:
-    monkeypatch.setattr(lookups, "SLICE_BLOCKS", 4)
-    monkeypatch.setattr(lookups, "PARTS_AT_ONCE", 4)
     pool.others = 1
     ahead: Any = AheadByHand(pool, type(threads)())
     clustered = Harness(pool, block_pool, load_mode="async", threads=threads, ahead=ahead)

@@ -92,19 +92,17 @@ def test_weights_that_cannot_be_seen_are_shared_with_nobody(
     assert len(caplog.records) == 2
 
 
-def test_a_namespace_that_is_refused_leaves_the_engine_without_a_pool(
-    idle: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_namespace_that_is_refused_leaves_the_engine_without_a_pool(idle: Harness) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise LimitExceeded("too many namespaces")
 
-    monkeypatch.setattr(idle.pool, "open", refuse)
+    takes, idle.pool.open = idle.pool.open, refuse
     idle.reset("second")
     request = idle.request("r", 4)
     assert idle.half.matched_tokens(request, 0) == (0, False)
     assert idle.step(request, 4 * TOKENS, tables(4)).saves == []
     assert idle.half.counters.take()["failed_resets"] == 1
-    monkeypatch.undo()
+    idle.pool.open = takes
     idle.reset("first")
     assert idle.half.matched_tokens(idle.request("s", 4), 0) == (4 * TOKENS, True)
 
