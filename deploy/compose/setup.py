@@ -12,11 +12,9 @@ import sys
 from pathlib import Path
 
 USER = 10001  # of the daemons, as the image has it
-AUTHORITY, NODES, PUBLIC = Path("/authority"), Path("/nodes"), Path("/public")
-METRICS_TOKEN = Path("/run/secrets/metrics_token")
 
 
-def give(source: bytes, target: Path, mode: int) -> None:
+def give(source: bytes, target: Path, mode: int, user: int) -> None:
     """Written beside its place first: a daemon that runs reads the old one or the new one."""
     partial = target.with_suffix(".partial")
     partial.unlink(missing_ok=True)
@@ -24,7 +22,7 @@ def give(source: bytes, target: Path, mode: int) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(source)
         os.fchmod(fd, mode)  # whatever the mask
-    os.chown(partial, USER, USER)
+    os.chown(partial, user, user)
     partial.rename(target)
 
 
@@ -36,24 +34,24 @@ def tokens(token: str) -> bytes:
     ).encode()
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], root: Path = Path("/"), user: int = USER) -> None:
     os.umask(0o077)
-    authority = AUTHORITY / "cluster"
+    authority, public = root / "authority" / "cluster", root / "public"
     if not (authority / "ca.pem").exists():
         shutil.rmtree(authority, ignore_errors=True)
         subprocess.run(["kvpool", "certs", "init", str(authority)], check=True)
-    listed = tokens(METRICS_TOKEN.read_text().removesuffix("\n"))
+    listed = tokens((root / "run/secrets/metrics_token").read_text().removesuffix("\n"))
     ca = (authority / "ca.pem").read_bytes()
-    give(ca, PUBLIC / "ca.pem", 0o644)
+    give(ca, public / "ca.pem", 0o644, user)
     for name in names:
         if not (authority / f"node-{name}.pem").exists():
             hosts = ["--host", name, "--host", "localhost", "--host", "127.0.0.1"]
             subprocess.run(["kvpool", "certs", "node", str(authority), name, *hosts], check=True)
-        folder = NODES / name
-        give(ca, folder / "ca.pem", 0o644)
-        give((authority / f"node-{name}.pem").read_bytes(), folder / "node.pem", 0o644)
-        give((authority / f"node-{name}.key").read_bytes(), folder / "node.key", 0o600)
-        give(listed, folder / "http-tokens.toml", 0o600)
+        folder = root / "nodes" / name
+        give(ca, folder / "ca.pem", 0o644, user)
+        give((authority / f"node-{name}.pem").read_bytes(), folder / "node.pem", 0o644, user)
+        give((authority / f"node-{name}.key").read_bytes(), folder / "node.key", 0o600, user)
+        give(listed, folder / "http-tokens.toml", 0o600, user)
 
 
 if __name__ == "__main__":

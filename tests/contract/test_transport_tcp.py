@@ -28,7 +28,16 @@ from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
-from tests.contract.suites.transport import SECRET, PartsPair, Side, asking, awaiting, key_of, order
+from tests.contract.suites.transport import (
+    SECRET,
+    PartsPair,
+    Side,
+    asking,
+    awaiting,
+    change_limits,
+    key_of,
+    order,
+)
 from tests.support.fetches import fetch_of
 from tests.support.waiting import PATIENCE_S
 
@@ -301,13 +310,12 @@ def owner() -> Iterator[tuple[Side, tuple[str, int]]]:
 @contextmanager
 def impatient(side: Side) -> Iterator[None]:
     """Who comes while this lasts has little time to introduce itself."""
-    assert isinstance(side.transport, tcp.TcpTransport)
-    server, limits = side.transport._server, side.transport.limits
-    server._limits = replace(limits, hello_s=0.3)
+    limits = side.transport.limits
+    change_limits(side.transport, replace(limits, hello_s=0.3))
     try:
         yield
     finally:
-        server._limits = limits
+        change_limits(side.transport, limits)
 
 
 def introduced(address: tuple[str, int]) -> tuple[socket.socket, Stream]:

@@ -13,9 +13,8 @@ from kvpool.security.credentials import Contexts, Credentials
 from kvpool.security.file_watch import LOOK_S
 from kvpool.transfer import listener
 from kvpool.transfer.base import Stop, TransferLimits
-from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import BlockStatus
-from tests.contract.suites.transport import Side, TransportContract, key_of, order
+from tests.contract.suites.transport import Side, TransportContract, change_limits, key_of, order
 from tests.support.pki import Pki
 from tests.support.waiting import PATIENCE_S
 
@@ -136,8 +135,7 @@ def test_peers_that_stall_in_the_handshake_make_way_and_end_at_their_deadline(
             pulled = reader.transport.pull(order(url, 1000, [key_of(1)], [3]), Stop())
             assert (pulled.status, pulled.error) == (bytes([BlockStatus.PRESENT]), "")
             # Now for those that come from here on: the reader had as long as it needs.
-            assert isinstance(owner.transport, TcpTransport)
-            owner.transport._server._limits = replace(limits, hello_s=0.5)
+            change_limits(owner.transport, replace(limits, hello_s=0.5))
             for sock in stalled + stall():
                 try:
                     assert not sock.recv(1), "shown out, without a word"

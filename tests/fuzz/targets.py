@@ -369,9 +369,10 @@ def take_fields(data: bytes) -> None:
 
 def take_tail(data: bytes) -> None:
     """The end of a pack, with the checksum that fits: whoever writes the bucket computes it."""
-    at = len(data) - CHECKSUM_BYTES - len(packs._MAGIC)
+    magic = packs._MAGIC
+    at = len(data) - CHECKSUM_BYTES - len(magic)
     if at > 0:
-        data = data[:at] + xxh3_128_digest(data[:at]) + packs._MAGIC
+        data = data[:at] + xxh3_128_digest(data[:at]) + magic
     size = int.from_bytes(data[-packs.TRAILER_BYTES :][16:24], "little") + len(data)
     packs.parse_tail(PACK, data, size)
 

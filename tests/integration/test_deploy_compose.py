@@ -25,18 +25,13 @@ def made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spec = importlib.util.spec_from_file_location("setup_of_compose", path)
     setup = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(setup)
-    for name in ("authority", "nodes/node-a", "public"):
+    for name in ("authority", "nodes/node-a", "public", "run/secrets"):
         (folder / name).mkdir(parents=True)
-    (folder / "metrics_token").write_text(f"{TOKEN}\n")
-    monkeypatch.setattr(setup, "AUTHORITY", folder / "authority")
-    monkeypatch.setattr(setup, "NODES", folder / "nodes")
-    monkeypatch.setattr(setup, "PUBLIC", folder / "public")
-    monkeypatch.setattr(setup, "METRICS_TOKEN", folder / "metrics_token")
-    monkeypatch.setattr(setup, "USER", os.getuid())
+    (folder / "run/secrets/metrics_token").write_text(f"{TOKEN}\n")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     mask = os.umask(0o022)
     try:
-        setup.main(["node-a"])
+        setup.main(["node-a"], folder, os.getuid())
     finally:
         os.umask(mask)
     return folder

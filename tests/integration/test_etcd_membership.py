@@ -277,7 +277,8 @@ def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
             late, other = await members.start(), await members.start()
             written, go, lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
             late.on_lost(lost.set)
-            txn = late._client.txn
+            client = late._client
+            txn = client.txn
 
             async def slow(*arguments: Any) -> Any:
                 answer = await txn(*arguments)
@@ -285,7 +286,7 @@ def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
                 await go.wait()
                 return answer
 
-            late._client.txn = slow  # type: ignore[assignment]
+            client.txn = slow  # type: ignore[assignment]
             joining = asyncio.create_task(late.join(record("p", 1111)))
             await written.wait()
             await other.join(new := record("p", 1111))
@@ -295,7 +296,7 @@ def test_a_name_that_is_taken_over_while_its_owner_is_still_joining(
             assert lost.is_set()
             assert standing(late) is Standing.LOST
             assert standing(other) is Standing.MEMBER
-            late._client.txn = txn
+            client.txn = txn
 
     asyncio.run(main())
 

@@ -528,23 +528,17 @@ def test_setup_makes_what_nodes_take(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from kvpool.security.credentials import Credentials, TlsFiles
 
     setup = load_script(DEPLOY / "compose" / "setup.py")
-    token = tmp_path / "metrics_token"
-    token.write_text("a token\n")
-    for name in ("AUTHORITY", "NODES", "PUBLIC"):
-        folder = tmp_path / name.lower()
-        folder.mkdir()
-        monkeypatch.setattr(setup, name, folder)
-    monkeypatch.setattr(setup, "METRICS_TOKEN", token)
-    monkeypatch.setattr(setup, "USER", os.getuid())
-    monkeypatch.setattr(setup.os, "chown", lambda path, uid, gid: None)
+    for name in ("authority", "nodes", "public", "run/secrets"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run/secrets/metrics_token").write_text("a token\n")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     mask = os.umask(0)
     try:
         for node in ("a", "b"):
             (tmp_path / "nodes" / node).mkdir()
-        setup.main(["a", "b"])
+        setup.main(["a", "b"], tmp_path, os.getuid())
         first = (tmp_path / "nodes" / "a" / "node.pem").read_bytes()
-        setup.main(["a", "b"])
+        setup.main(["a", "b"], tmp_path, os.getuid())
     finally:
         os.umask(mask)
     for name in ("a", "b"):

@@ -81,15 +81,16 @@ def test_an_etcd_that_is_away_is_told_while_it_is_waited_for(caplog):
     settings = {"join": "etcd://maria@10.0.0.1:2379,10.0.0.2:2379", "listen": ["tcp://127.0.0.1:0"]}
     environ = {"KVPOOL_JOIN_PASSWORD": "hush", "KVPOOL_PLAINTEXT_PASSWORDS": "true"}
     loop = Loop()
+    said_if_late = server._said_if_late
     with (
         caplog.at_level(logging.WARNING),
-        server._said_if_late(loop, load(flags=settings, environ=environ)),
+        said_if_late(loop, load(flags=settings, environ=environ)),
     ):
         pass
     assert "etcd at 10.0.0.1:2379,10.0.0.2:2379 does not answer so far" in caplog.text
     assert loop.cancelled
     caplog.clear()
-    with server._said_if_late(Loop(), load(environ={})):
+    with said_if_late(Loop(), load(environ={})):
         pass
     assert caplog.text == "", "a node that is alone waits for nobody"
 

@@ -36,21 +36,12 @@ from kvpool.retry import Backoff
 log = logging.getLogger("kvpool.placement")
 
 ENGINES_MAX = 64
-MESSAGE_BYTES_MAX = 4 * PAYLOAD_BYTES_MAX
-"""Larger than any message of an engine. ZeroMQ closes a connection that brings more; it is renewed after
-`GONE_S`.
-"""
-
 SOCKETS = 6  # of an engine: the stream, both ends of its monitor, a replay; twice the stream while it is renewed
-HWM = 4096  # messages that wait in a socket's queue
 MESSAGES = 64  # read at a time
 LINGER_S = 0.005  # messages that come together are read together
 SLICE_BLOCKS = 512  # applied at a time: well under a millisecond
 
-CHECK_S = 5.0
-REPLAY_SILENT_S, REPLAY_S = 2.0, 30.0
-BACKOFF_S, BACKOFF_S_MAX = 0.2, 5.0
-GONE_S = 10.0
+BACKOFF_S_MAX = 5.0
 RECONNECT_MS, RECONNECT_MS_MAX = 50, 2000
 HEARTBEAT_MS, HEARTBEAT_MS_MAX = 2000, 6000
 
@@ -127,12 +118,25 @@ class _Replay:
         # With room in its queue from the start, ZeroMQ accepts it before it is connected.
         socket.socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
 
-    def ends_at(self) -> float:
-        return min(self.heard_at + REPLAY_SILENT_S, self.asked_at + REPLAY_S)
+    def ends_at(self, feed: EngineFeed) -> float:
+        return min(self.heard_at + feed.REPLAY_SILENT_S, self.asked_at + feed.REPLAY_S)
 
 
 class EngineFeed:
     """One engine: its blocks, and the state of its stream. Created by `EventSubscriber`."""
+
+    MESSAGE_BYTES_MAX = 4 * PAYLOAD_BYTES_MAX
+    """Larger than any message of an engine. ZeroMQ closes a connection that brings more; it is renewed after `GONE_S`."""
+    HWM = 4096
+    """Messages that wait in a socket's queue, at most."""
+    CHECK_S = 5.0
+    """Between two looks whether the end of the stream was lost."""
+    REPLAY_SILENT_S, REPLAY_S = 2.0, 30.0
+    """How long a replay may be silent, and may take."""
+    BACKOFF_S = 0.2
+    """Before a replay is asked for again, the first time."""
+    GONE_S = 10.0
+    """How long an engine may be without a connection before its blocks are forgotten."""
 
     def __init__(
         self,
@@ -152,8 +156,8 @@ class EngineFeed:
         self._heard_at: float | None = None
         self._readable = asyncio.Event()
         self._replay: _Replay | None = None
-        self._backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
-        self._check_at = clock() + CHECK_S
+        self._backoff = Backoff(self.BACKOFF_S, BACKOFF_S_MAX)
+        self._check_at = clock() + self.CHECK_S
         self._gone_at: float | None = None
         self._foreign = 0
         if source.replay_endpoint is not None:  # would otherwise be tried at the first request
@@ -189,8 +193,8 @@ class EngineFeed:
             socket = self._context.socket(kind)
         except zmq.ZMQError as error:
             raise self._refusal(error) from None
-        socket.set_hwm(HWM)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        socket.set_hwm(self.HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         # A dead machine does not close connections, and a subscriber sends nothing that would fail.
@@ -298,7 +302,7 @@ class EngineFeed:
                 self._gone_at = None
                 self._backoff.succeeded()
             else:
-                self._gone_at = self._clock() + GONE_S
+                self._gone_at = self._clock() + self.GONE_S
                 self._follower.disconnected()
         for frames in messages:
             batch = self._read(frames)
@@ -355,16 +359,16 @@ class EngineFeed:
         now = self._clock()
         follower = self._follower
         if self._gone_at is not None and now >= self._gone_at:
-            self._gone_at = now + GONE_S
+            self._gone_at = now + self.GONE_S
             self._end_replay()
             self._subscribe_anew()
             follower.gone()
-        if self._replay is not None and now >= self._replay.ends_at():
+        if self._replay is not None and now >= self._replay.ends_at(self):
             self._end_replay()
             self._backoff.failed(now)
             follower.replay_failed()
         if now >= self._check_at:
-            self._check_at = now + CHECK_S
+            self._check_at = now + self.CHECK_S
             if self.connected:
                 follower.check()
         due = [self._check_at]
@@ -377,7 +381,7 @@ class EngineFeed:
             if self._replay is None:
                 due.append(self._backoff.retry_at)
         if self._replay is not None:
-            due.append(self._replay.ends_at())
+            due.append(self._replay.ends_at(self))
         return min(due)
 
     async def _sleep_until(self, at: float) -> None:
@@ -405,6 +409,8 @@ class EventSubscriber:
         reason: it is then removed. None: `run` ends instead.
     Raises `ConfigError`.
     """
+
+    feed: type[EngineFeed] = EngineFeed
 
     def __init__(
         self,
@@ -466,7 +472,7 @@ class EventSubscriber:
         return feeds
 
     def _open(self, source: EngineSource, context: zmq.Context[zmq.Socket[bytes]]) -> EngineFeed:
-        return EngineFeed(source, context, self._clock, self._changed, self._blocks_max)
+        return self.feed(source, context, self._clock, self._changed, self._blocks_max)
 
     def _begin(self, feed: EngineFeed) -> None:
         """In the task group of `run`."""

@@ -37,6 +37,7 @@ from kvpool.security.failed_logins import Failures
 from kvpool.transfer import transport_for
 from kvpool.transfer.base import Identity, Owed, Stop, TransferLimits, Transport
 from kvpool.transfer.memory import Memory
+from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import BlockStatus
 from kvpool.wire.frame import NO_ROW, Bytes, Done
 from kvpool.wire.peer import (
@@ -187,6 +188,12 @@ class ScriptedSource:
     def wait_for_report(self) -> bool:
         with self._lock:
             return self._idle.wait_for(lambda: bool(self.reports), 30)
+
+
+def change_limits(transport: Transport, limits: TransferLimits) -> None:
+    """Limits for those who connect to a transport that listens already, from now on."""
+    assert isinstance(transport, TcpTransport)
+    transport._server._limits = limits
 
 
 class Side:

@@ -85,6 +85,12 @@ def test_pages_come_back_byte_for_byte(
         assert rig.prefetch(control, rig.tokens_of(next(seeds), 2), host).hit == 0
 
 
+def record_of(backend: Any) -> NamespaceRecord:
+    """Of the namespace of the pages."""
+    record: NamespaceRecord = backend._held["kv"].store.record
+    return record
+
+
 def test_a_block_is_the_pieces_of_its_page_in_order(
     rig: ModuleType, config: dict[str, Any], daemon: Any
 ) -> None:
@@ -92,7 +98,7 @@ def test_a_block_is_the_pieces_of_its_page_in_order(
     device, host = rig.mha("page_first")
     with rig.controller((device, host), config) as control:
         indices, _ = rig.back_up(control, tokens, host)
-        record = control.storage_backend._held["kv"].store.record
+        record = record_of(control.storage_backend)
         hashes = rig.hashes_of(tokens)
     with Client(daemon.socket) as client:
         blocks = client.get(client.open(record), [bytes.fromhex(each)[-16:] for each in hashes])
@@ -286,7 +292,7 @@ def test_a_refused_namespace_is_a_miss(
     tokens = rig.tokens_of(next(seeds), 2)
     device, host = rig.mha("page_first")
     with rig.controller((device, host), config | {"epoch": "probe"}) as control:
-        fields = dict(control.storage_backend._held["kv"].store.record.fields)
+        fields = dict(record_of(control.storage_backend).fields)
     fields["epoch"] = config["epoch"]
     with Client(daemon.socket) as client:
         client.open(NamespaceRecord(fields, (PartSpec(nbytes=64),)))
@@ -333,7 +339,7 @@ def test_damaged_pages_are_misses_where_they_are_verified(
         backend = control.storage_backend
         indices = rig.back_up(control, tokens, host)[0]
         with Client(daemon.socket) as client:
-            namespace = client.open(backend._held["kv"].store.record)
+            namespace = client.open(record_of(backend))
             with client.acquire_each(namespace, bytes.fromhex(hashes[1])[-16:]) as lease:
                 slots = lease.slots[0]
                 slots.table[int(slots.rows[0]), 100] ^= 1

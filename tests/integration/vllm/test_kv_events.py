@@ -32,10 +32,11 @@ BLOCKS = {"llama": 50, "gemma": 90}
 class Listener:
     """A subscriber on a loop of its own, that runs while it is waited for."""
 
-    def __init__(self, source: EngineSource) -> None:
+    def __init__(self, source: EngineSource, feed: type[EngineFeed] = EngineFeed) -> None:
         self._runner = asyncio.Runner()
         self._name = source.name
         self._subscriber = EventSubscriber([source], clock=time.monotonic, changed=lambda _: None)
+        self._subscriber.feed = feed
         self._task = self._runner.get_loop().create_task(self._subscriber.run())
         self.until(lambda: self._subscriber.engines and self.feed.connected, "it is connected")
 
@@ -312,12 +313,17 @@ def test_a_late_listener_and_a_restart(folder: Path) -> None:
         listener.close()
 
 
-def test_a_burst_that_the_queues_do_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Small(EngineFeed):
+    """One whose sockets queue few messages."""
+
+    HWM = 10
+    REPLAY_SILENT_S = 0.3
+
+
+def test_a_burst_that_the_queues_do_not_hold(folder: Path) -> None:
     """Nothing is read meanwhile: batches are dropped, and replayed afterwards, in several rounds."""
-    monkeypatch.setattr("kvpool.placement.kv_events.subscriber.HWM", 10)
-    monkeypatch.setattr("kvpool.placement.kv_events.subscriber.REPLAY_SILENT_S", 0.3)
     publisher = Publisher(folder, buffer_steps=5000)
-    listener = Listener(publisher.source)
+    listener = Listener(publisher.source, Small)
     try:
         for each in range(2000):
             publisher.publish(stored(each), *([removed(each - 3)] if each >= 3 else []))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from kvpool.placement.directory.base import TIERS
+from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import INCARNATION_BYTES, NodeRecord, NodeState, TransportRecord
 from kvpool.wire import frame
 
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
 CHURN_S = 0.4
 SHARE = 0.1  # of the members, each time
 TOLD_OF = 5  # of these, of how many the directory says that they had blocks
+
+
+def entries_of(directory: EmbeddedDirectory) -> Iterator[tuple[bytes, Any]]:
+    """The directory's blocks, by name, each with its entries."""
+    for bucket in directory._buckets:
+        yield from bucket.items()
 
 
 class Members:
@@ -101,8 +109,7 @@ class Members:
         """Whether the directory still has entries of those that have gone."""
         if self._world.directory is None or not self._gone:
             return ""
-        for bucket in self._world.directory._buckets:
-            for name, entries in bucket.items():
-                if any(incarnation in self._gone for incarnation, _, _ in entries):
-                    return f"the directory has an entry of the dead for {name[16:20].hex()}"
+        for name, entries in entries_of(self._world.directory):
+            if any(incarnation in self._gone for incarnation, _, _ in entries):
+                return f"the directory has an entry of the dead for {name[16:20].hex()}"
         return ""

@@ -26,7 +26,7 @@ from tests.sim.simulation import scale
 from tests.sim.simulation.clients import Client, keys_of
 from tests.sim.simulation.disks import offsets, unsettled
 from tests.sim.simulation.loop import START_S, Domain, Stuck, VirtualLoop
-from tests.sim.simulation.members import Members
+from tests.sim.simulation.members import Members, entries_of
 from tests.sim.simulation.memory import Contents, Violation
 from tests.sim.simulation.namespaces import SimulatedNamespace
 from tests.sim.simulation.nemesis import TTL_S, Nemesis
@@ -568,7 +568,8 @@ class World:
                 what = unsettled(one, media)
                 if what:
                     return f"{life.name}{one.path} {what}"
-            if below._demotion.queued or below._demotion.under_way:
+            demotion = below._demotion
+            if demotion.queued or demotion.under_way:
                 return f"{life.name} has blocks to write down"
         return ""
 
@@ -620,10 +621,9 @@ class World:
         if self.directory is None:
             return ""
         told: dict[tuple[bytes, int], dict[bytes, int]] = {}
-        for bucket in self.directory._buckets:
-            for name, entries in bucket.items():
-                for incarnation, tier, mask in entries:
-                    told.setdefault((incarnation, tier), {})[name] = mask
+        for name, entries in entries_of(self.directory):
+            for incarnation, tier, mask in entries:
+                told.setdefault((incarnation, tier), {})[name] = mask
         for life in lives:
             cluster = life.server.daemon.cluster
             for tier_name, held in (

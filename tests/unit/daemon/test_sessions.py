@@ -159,6 +159,11 @@ def test_a_block_that_is_named_twice_is_one_block() -> None:
     assert pool.here(range(4)) == [1, 2]
 
 
+def known_of(pool: Pool) -> Any:
+    """What is known of the tenant's sessions."""
+    return pool.sessions._known[pool.tenant.name]
+
+
 def test_what_waits_to_be_expendable_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "WORK_BYTES_MAX", 2000)
     pool = Told(slabs=16)
@@ -168,7 +173,7 @@ def test_what_waits_to_be_expendable_has_a_limit(monkeypatch: pytest.MonkeyPatch
         pool.sessions.turn(pool.tenant, pool.namespace, "a", "", keys, pool.time)
     while pool.sessions.work(3):
         pass
-    known = pool.sessions._known[pool.tenant.name]
+    known = known_of(pool)
     assert (len(pool.expendable()), known.work_bytes) == (20, 0)
 
 
@@ -277,7 +282,7 @@ def test_books_stay_right_whatever_is_told(
         pool.sessions.settle(pool.time)
         assert pool.put([1000]) == 1 or pool.here([1000])
         pool.node.removal.remove(pool.namespace, [pool.keys([1000])])
-        known = pool.sessions._known[pool.tenant.name]
+        known = known_of(pool)
         assert known.nbytes == sum(
             each.nbytes + sum(chain.nbytes for chain in each.chains.values())
             for each in known.sessions.values()

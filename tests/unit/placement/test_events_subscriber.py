@@ -24,11 +24,11 @@ import zmq
 
 from kvpool.errors import ConfigError
 from kvpool.net import raise_descriptor_limit
-from kvpool.placement.kv_events import subscriber as events
 from kvpool.placement.kv_events.stream import END, PAYLOAD_BYTES_MAX
 from kvpool.placement.kv_events.subscriber import (
     ENGINES_MAX,
     SLICE_BLOCKS,
+    EngineFeed,
     EngineSource,
     EventSubscriber,
 )
@@ -54,21 +54,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("z")
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+class Impatient(EngineFeed):
     """Pauses as short as a test has time for."""
-    monkeypatch.setattr(events, "CHECK_S", 0.05)
-    monkeypatch.setattr(events, "REPLAY_SILENT_S", 0.1)
-    monkeypatch.setattr(events, "BACKOFF_S", 0.01)
-    monkeypatch.setattr(events, "GONE_S", 0.1)
+
+    CHECK_S, REPLAY_SILENT_S, BACKOFF_S, GONE_S = 0.05, 0.1, 0.01, 0.1
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+class Patient(EngineFeed):
     """Nothing is asked for again because this machine was slow."""
-    monkeypatch.setattr(events, "CHECK_S", 1000.0)
-    monkeypatch.setattr(events, "REPLAY_SILENT_S", 1000.0)
-    monkeypatch.setattr(events, "REPLAY_S", 1000.0)
+
+    CHECK_S = REPLAY_SILENT_S = REPLAY_S = 1000.0
 
 
 def stored(*hashes: int, **more: Any) -> dict[str, Any]:
@@ -146,9 +141,12 @@ class Publisher:
 
 
 @asynccontextmanager
-async def following(*sources: EngineSource, **more: Any) -> AsyncIterator[EventSubscriber]:
+async def following(
+    *sources: EngineSource, feed: type[EngineFeed] = EngineFeed, **more: Any
+) -> AsyncIterator[EventSubscriber]:
     more = {"clock": time.monotonic, "changed": lambda _: None, **more}
     subscriber = EventSubscriber(sources, **more)
+    subscriber.feed = feed
     task = asyncio.create_task(subscriber.run())
     try:
         await until_async(lambda: task.done() or len(subscriber.engines) == len(sources), "it runs")
@@ -176,11 +174,11 @@ async def knows(subscriber: EventSubscriber, *hashes: int, name: str = "e") -> N
     )
 
 
-def test_what_was_told_before_is_asked_for(play: Any, folder: Path, patient: None) -> None:
+def test_what_was_told_before_is_asked_for(play: Any, folder: Path) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
             engine.publish(stored(1, 2))
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Patient) as subscriber:
                 await knows(subscriber, 1, 2)
                 assert subscriber.engines["e"].blocks.complete
                 assert engine.asked == [0]
@@ -193,10 +191,10 @@ def test_what_was_told_before_is_asked_for(play: Any, folder: Path, patient: Non
     play(test)
 
 
-def test_gaps_are_filled(play: Any, folder: Path, patient: None) -> None:
+def test_gaps_are_filled(play: Any, folder: Path) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Patient) as subscriber:
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 engine.publish(stored(2), lost=True)
@@ -208,10 +206,10 @@ def test_gaps_are_filled(play: Any, folder: Path, patient: None) -> None:
     play(test)
 
 
-def test_a_lost_end_is_found(play: Any, folder: Path, impatient: None) -> None:
+def test_a_lost_end_is_found(play: Any, folder: Path) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Impatient) as subscriber:
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 engine.publish(stored(2), lost=True)
@@ -221,9 +219,7 @@ def test_a_lost_end_is_found(play: Any, folder: Path, impatient: None) -> None:
 
 
 @pytest.mark.parametrize("batches", [0, 1, 5])
-def test_a_restarted_engine_begins_anew(
-    play: Any, folder: Path, batches: int, patient: None
-) -> None:
+def test_a_restarted_engine_begins_anew(play: Any, folder: Path, batches: int) -> None:
     """It had published two batches, and publishes fewer, as many, or more before it is found.
 
     It is the lost connection that tells.
@@ -232,7 +228,7 @@ def test_a_restarted_engine_begins_anew(
     async def test() -> None:
         engine = Publisher(folder)
         try:
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Patient) as subscriber:
                 engine.publish(stored(1))
                 engine.publish(stored(2))
                 await knows(subscriber, 1, 2)
@@ -253,11 +249,11 @@ def test_a_restarted_engine_begins_anew(
     play(test)
 
 
-def test_an_engine_that_is_gone_holds_nothing(play: Any, folder: Path, impatient: None) -> None:
+def test_an_engine_that_is_gone_holds_nothing(play: Any, folder: Path) -> None:
     async def test() -> None:
         engine = Publisher(folder)
         try:
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Impatient) as subscriber:
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 engine.close()
@@ -275,12 +271,12 @@ def test_an_engine_that_is_gone_holds_nothing(play: Any, folder: Path, impatient
     play(test)
 
 
-def test_a_slow_replay_holds_the_stream_back(play: Any, folder: Path, patient: None) -> None:
+def test_a_slow_replay_holds_the_stream_back(play: Any, folder: Path) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
             engine.may_answer.clear()
             engine.publish(stored(1))
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Patient) as subscriber:
                 await until_async(lambda: engine.asked, "it asks")
                 for each in range(2, 50):
                     engine.publish(stored(each))
@@ -295,12 +291,12 @@ def test_a_slow_replay_holds_the_stream_back(play: Any, folder: Path, patient: N
     play(test)
 
 
-def test_replays_that_never_come_are_given_up(play: Any, folder: Path, impatient: None) -> None:
+def test_replays_that_never_come_are_given_up(play: Any, folder: Path) -> None:
     async def test() -> None:
         with Publisher(folder) as engine:
             engine.publish(stored(1))
             source = engine.source(replay_endpoint=f"ipc://{folder / 'nobody'}")
-            async with following(source) as subscriber:
+            async with following(source, feed=Impatient) as subscriber:
                 feed = subscriber.engines["e"]
                 await until_async(lambda: feed.connected, "the stream is there")
                 number = 2
@@ -373,15 +369,15 @@ def test_what_is_no_event_is_counted(play: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [PAYLOAD_BYTES_MAX // 2, 2 * PAYLOAD_BYTES_MAX])
-def test_a_batch_that_is_too_large_is_lost(
-    play: Any, folder: Path, impatient: None, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_a_batch_that_is_too_large_is_lost(play: Any, folder: Path, limit: int) -> None:
     """It is left aside; or ZeroMQ ends the connection at it, and another one is made."""
-    monkeypatch.setattr(events, "MESSAGE_BYTES_MAX", limit)
+
+    class Feed(Impatient):
+        MESSAGE_BYTES_MAX = limit
 
     async def test() -> None:
         with Publisher(folder, keeps=20) as engine:
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Feed) as subscriber:
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 engine.publish(stored(2, token_ids=bytes(PAYLOAD_BYTES_MAX)))
@@ -503,13 +499,11 @@ def no_sockets() -> Iterator[list[int]]:
         yield refused
 
 
-def test_a_process_without_sockets_tries_again(
-    folder: Path, play: Callable[[Test], None], impatient: None
-) -> None:
+def test_a_process_without_sockets_tries_again(folder: Path, play: Callable[[Test], None]) -> None:
     async def test() -> None:
         engine = Publisher(folder)
         try:
-            async with following(engine.source()) as subscriber:
+            async with following(engine.source(), feed=Impatient) as subscriber:
                 engine.publish(stored(1))
                 await knows(subscriber, 1)
                 with no_sockets() as refused:
@@ -563,8 +557,16 @@ def test_one_that_cannot_be_followed_ends_nothing_where_that_is_told(
 
 
 def test_a_stream_that_fails_later_ends_no_other(
-    folder: Path, play: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+    folder: Path, play: Callable[[Test], None]
 ) -> None:
+    fails: list[bool] = []
+
+    class Failing(EngineFeed):
+        def _listen(self) -> bool:
+            if fails and self.source.name == "bad":
+                raise zmq.ZMQError(errno.ENOTSOCK)
+            return super()._listen()
+
     async def test() -> None:
         refused: dict[str, str] = {}
         with Publisher(folder) as engine:
@@ -575,15 +577,11 @@ def test_a_stream_that_fails_later_ends_no_other(
                 changed=lambda _: None,
                 refused=lambda name, error: refused.setdefault(name, str(error)),
             )
+            subscriber.feed = Failing
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(subscriber.run())
                 await until_async(lambda: len(subscriber.engines) == 2, "both are followed")
-                bad = subscriber.engines["bad"]
-
-                def fail() -> bool:
-                    raise zmq.ZMQError(errno.ENOTSOCK)
-
-                monkeypatch.setattr(bad, "_listen", fail)
+                fails.append(True)
                 engine.publish(stored(1))
                 await until_async(lambda: refused, "it is given up")
                 assert "bad are not followed any further" in refused["bad"]

@@ -15,6 +15,7 @@ from kvpool.router.requests.intake import Rejected
 from kvpool.router.requests.intents import EACH, PLACES_MAX, TOGETHER, Intents, Wanted
 from kvpool.router.upstream.specs import EngineSpec
 from kvpool.types import Intent, IntentAnswer, Outcome
+from tests.support.stats import value_of
 from tests.support.virtual_time import virtually
 
 X, Y = b"x" * 16, b"y" * 16
@@ -91,7 +92,7 @@ class World:
         return Intents(self, self, self if linked else None, self.metrics)  # type: ignore[arg-type]
 
     def counted(self, outcome: str) -> float:
-        return self.metrics.intents.labels(outcome)._value.get()
+        return value_of(self.metrics.intents.labels(outcome))
 
 
 def body(tokens: list[int] = TOKENS, model: str = "m") -> Body:
@@ -283,7 +284,7 @@ def test_of_two_in_progress_a_third_is_refused_and_a_place_is_free_again() -> No
         (error,) = [task.exception() for task in done]
         assert isinstance(error, Rejected)
         assert (error.status, error.why, error.retry_after_s) == (429, "intents", 1.0)
-        assert world.metrics.rejections.labels("intents")._value.get() == 1
+        assert value_of(world.metrics.rejections.labels("intents")) == 1
         waiting = [task for task in first if task not in done]
         # A client that leaves frees its place, and so does an answer.
         waiting[0].cancel()

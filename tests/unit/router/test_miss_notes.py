@@ -51,12 +51,17 @@ def run(
     asyncio.run(main())
 
 
+async def asked(notes: MissNotes) -> None:
+    """Wait for what is being asked."""
+    await asyncio.gather(*notes._asking)
+
+
 def noted(told: dict[str, Any] | None, *, tokens: int = 65, cached: int = 32) -> Any:
     found = account()
 
     async def work(notes: MissNotes, daemon: Daemon) -> None:
         notes.ended(found, prompt(tokens), "e", cached)
-        await asyncio.gather(*notes._asking)
+        await asked(notes)
 
     run(told, work)
     return found.plain().get("missing")
@@ -77,12 +82,12 @@ def test_what_keeps_the_daemon_from_saying_is_noted() -> None:
 
 
 def test_nothing_is_asked_where_all_was_cached() -> None:
-    for tokens, cached, asked in ((65, 64, 0), (64, 48, 0), (65, 48, 1), (15, 0, 0)):
+    for tokens, cached, count in ((65, 64, 0), (64, 48, 0), (65, 48, 1), (15, 0, 0)):
 
         async def work(notes: MissNotes, daemon: Daemon) -> None:
             notes.ended(account(), prompt(tokens), "e", cached)  # noqa: B023
-            await asyncio.gather(*notes._asking)
-            assert daemon.asked == asked  # noqa: B023
+            await asked(notes)
+            assert daemon.asked == count  # noqa: B023
 
         run(TOLD, work)
 

@@ -8,6 +8,7 @@ from kvpool.errors import Unavailable
 from kvpool.router.http.session_hints import SessionHint
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.requests.sessions import AGENTS_MAX, NEWS_MAX, SessionBook, Sessions
+from tests.support.stats import value_of
 
 A, B, C = (frozenset({name}) for name in "abc")
 Told = tuple[str, tuple[str, ...], dict[str, Any]]
@@ -36,8 +37,8 @@ def run(work: Callable[[Sessions], None], *, broken: bool = False) -> tuple[list
     async def main() -> None:
         sessions = Sessions(link, metrics)  # type: ignore[arg-type]
         work(sessions)
-        if sessions._telling is not None:
-            await sessions._telling
+        if (telling := sessions._telling) is not None:
+            await telling
         await sessions.close()
 
     asyncio.run(main())
@@ -45,7 +46,7 @@ def run(work: Callable[[Sessions], None], *, broken: bool = False) -> tuple[list
 
 
 def news(metrics: Metrics, outcome: str) -> float:
-    return metrics.session_news.labels(outcome)._value.get()
+    return value_of(metrics.session_news.labels(outcome))
 
 
 def test_a_session_leaves_the_nodes_that_no_strand_of_it_uses() -> None:

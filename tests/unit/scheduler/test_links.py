@@ -14,7 +14,7 @@ from kvpool.placement.records import LinkRecord
 from kvpool.scheduler.decode import DecodeRule, Handover
 from kvpool.scheduler.estimates import LoadEstimate
 from kvpool.scheduler.links import Links
-from kvpool.scheduler.values import Role
+from kvpool.scheduler.values import Request, Role
 from tests.unit.scheduler.conftest import Rules
 
 Make = Callable[..., Any]
@@ -238,16 +238,21 @@ def test_a_prompt_is_computed_where_its_prefix_comes_soonest(make: Make) -> None
         rules.cluster.traffic._out.clear()
 
 
+def decide(rules: Rules, request: Request) -> Any:
+    """What is considered for a request at engine a."""
+    return rules.scheduler._state.decision_context(request, 0.0, [rules.engines["a"]])
+
+
 def test_the_source_is_the_one_from_which_blocks_come_first(make: Make) -> None:
     rules = make({"a": P, "s": D, "t": D}, pull_s=0.01)
     rules.cluster.links.told({"a": ("", [measured(1e5), measured(1e4, node="s")])})
     request = rules.request(160)
     for holder in ("dram:s", "dram:t"):
         rules.index.add(holder, request.keys[:8])
-    context = rules.scheduler._state.decision_context(request, 0.0, [rules.engines["a"]])
+    context = decide(rules, request)
     assert context.source_for(rules.engines["a"], 8)[0] == "t"
     rules.cluster.traffic.add("t", "x", 60.0, 0.0)
-    context = rules.scheduler._state.decision_context(request, 0.0, [rules.engines["a"]])
+    context = decide(rules, request)
     node, link, seconds = context.source_for(rules.engines["a"], 8)
     assert (node, link.known) == ("s", "measured by a")
     assert seconds == pytest.approx(0.002 + 8 * 0.1)

@@ -224,9 +224,14 @@ def test_packing_touches_nothing_and_finds_the_size_of_the_elements():
     assert (pack(wide, np.arange(2), 2 * PAGE).rows.shape) == (2, 2 * PAGE)
 
 
+def segment_of(store: SsdStore) -> Any:
+    """The file of the slots."""
+    return store._segment
+
+
 def slot_of(store: SsdStore, at: int, nbytes: int) -> np.ndarray:
     memory = staging(nbytes, huge=False)
-    store._segment.read(at, memory)
+    segment_of(store).read(at, memory)
     return memory
 
 
@@ -263,7 +268,7 @@ def test_rot_is_a_mismatch_and_never_a_crash(shared, data):
         check = xxhash.xxh3_64_intdigest(slot[8:end].tobytes())
         slot[:8] = np.frombuffer(check.to_bytes(8, "little"), np.uint8)
         wrong = None
-    shared._segment.write(0, slot)
+    segment_of(shared).write(0, slot)
     statuses, found = held.read()
     assert (
         statuses[0] in {BlockStatus.PRESENT, BlockStatus.MISMATCH}
