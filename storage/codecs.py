@@ -47,8 +47,6 @@ ITEM_BYTES = (1, 2, 4, 8)
 CHECK_BYTES = 8
 HEADER_BYTES = 32
 LEVEL = 1
-BLOCK_BYTES_MAX = 1 << 20
-"""One block a MiB: larger ones leave the cache, smaller ones compress and decode worse."""
 
 
 class Encoded(NamedTuple):
@@ -124,6 +122,8 @@ class Blosc2:
 
     name = "blosc2"
     id = BLOSC2
+    BLOCK_BYTES_MAX = 1 << 20
+    """One block a MiB: larger ones leave the cache, smaller ones compress and decode worse."""
 
     def __init__(self, item_bytes: int = 1) -> None:
         """Raises `ConfigError` if the blosc2 package is not installed."""
@@ -155,7 +155,7 @@ class Blosc2:
         if smaller:
             chunk = self._compress(
                 raw,
-                blocksize=min(nbytes, BLOCK_BYTES_MAX),
+                blocksize=min(nbytes, self.BLOCK_BYTES_MAX),
                 # blosc2 3.3.5 loses bytes after the last whole element of a block.
                 typesize=gcd(self._item_bytes, nbytes),
                 **self._parameters,

@@ -30,7 +30,6 @@ GHOSTS_PER_PLACE = 3
 _HORIZON = 32  # capacities, in accesses: what counts less than a third is older
 # As in "so many standard deviations". Leaving LRU needs more: at 4.5, streams of agents leave it by chance.
 _SURE, _SURE_OF_LEAVING_LRU = 2.5, 6.0
-_TOGETHER = 16  # batches that are replayed at a time
 
 
 Batch = tuple[Sequence[int], Sequence[float]]
@@ -110,6 +109,9 @@ class Trial:
     single difference is never enough.
     """
 
+    TOGETHER = 16
+    """Batches that are replayed at a time."""
+
     __slots__ = ("_ahead_s", "_asked_s", "_miniatures", "_saved_s", "_squares", "_waiting", "rung")
 
     def __init__(self, rung: int = 0) -> None:
@@ -128,7 +130,7 @@ class Trial:
     def replay(self, batch: Batch, places: int) -> None:
         """Now or soon: several at a time are faster. See `Miniature.replay`."""
         self._waiting.append(batch)
-        if len(self._waiting) == _TOGETHER:
+        if len(self._waiting) == self.TOGETHER:
             saved_s = [
                 [each.replay(some, places) for some in self._waiting] for each in self._miniatures
             ]

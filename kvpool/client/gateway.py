@@ -37,7 +37,6 @@ from kvpool.wire.command import COMMANDS, to_json
 
 URL = "KVPOOL_GATEWAY"
 TOKEN = "KVPOOL_GATEWAY_TOKEN"  # noqa: S105  (the variable's name)
-TIMEOUT_S = 30.0  # for each request, on top of its own wait
 REQUEST_ID = "x-request-id"  # with each answer of a gateway
 
 
@@ -63,6 +62,9 @@ class GatewayClient(OperatorRequests):
 
     Raises `ConfigError` for a URL or a token that cannot be used.
     """
+
+    TIMEOUT_S = 30.0
+    """For each request, on top of its own wait."""
 
     def __init__(self, url: str, tenant: str, environ: Mapping[str, str]) -> None:
         """The token is read from KVPOOL_GATEWAY_TOKEN, or the file that KVPOOL_GATEWAY_TOKEN_FILE names."""
@@ -118,7 +120,7 @@ class GatewayClient(OperatorRequests):
         headers = {"Idempotency-Key": secrets.token_hex(16)} if command.changes else {}
         body = msgspec.json.encode(to_json(message))
         answer = self._exchange(
-            "POST", f"{command.path}?{query}", body, TIMEOUT_S + wait_s, headers
+            "POST", f"{command.path}?{query}", body, self.TIMEOUT_S + wait_s, headers
         )
         if answer.status != 200:
             raise self._error(answer, command.path)
@@ -162,7 +164,7 @@ class GatewayClient(OperatorRequests):
 
     def _has_route(self, path: str) -> bool:
         """Whether what was not found is not the route itself."""
-        answer = self._exchange("GET", "/openapi.json", None, TIMEOUT_S, {})
+        answer = self._exchange("GET", "/openapi.json", None, self.TIMEOUT_S, {})
         try:
             return path in decode_json(answer.body, _Described, "a description").paths
         except ProtocolError:

@@ -23,7 +23,6 @@ from kvpool.security.cluster_secrets import ClusterSecret, parse_secrets, read_s
 from kvpool.security.file_watch import Reloaded
 
 FILE, COMMAND = "encryption_secret_file", "encryption_secret_command"
-COMMAND_S = 30.0  # for the command to end
 ASK_S = 300.0  # between two runs of it
 LOOK_S = 1.0
 SETTLE_S = 3600.0
@@ -38,6 +37,9 @@ class EncryptionSecrets:
 
     clock: monotonic. now: the machine's.
     """
+
+    COMMAND_S = 30.0
+    """For the command to end."""
 
     def __init__(
         self,
@@ -111,11 +113,11 @@ class EncryptionSecrets:
 
     async def _ask(self) -> tuple[ClusterSecret, ...]:
         self._asked_at = self._clock()  # a failure is not repeated sooner
-        output = await _run(self._command)
+        output = await _run(self._command, self.COMMAND_S)
         return parse_secrets(output, "its output", COMMAND)
 
 
-async def _run(command: str) -> str:
+async def _run(command: str, within_s: float) -> str:
     """What a command prints. Raises `ConfigError`; it is killed if it does not end, or prints too much."""
     try:
         words = shlex.split(command)
@@ -133,13 +135,13 @@ async def _run(command: str) -> str:
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(COMMAND_S):
+        async with asyncio.timeout(within_s):
             output, complaint = await asyncio.gather(
                 _read(process.stdout), _read_end(process.stderr)
             )
             status = await process.wait()
     except TimeoutError:
-        raise ConfigError(f"{COMMAND}: did not end within {COMMAND_S:g} s") from None
+        raise ConfigError(f"{COMMAND}: did not end within {within_s:g} s") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -85,6 +85,7 @@ class TransferLimits:
     fetch_bytes_max: bytes requested of a peer at a time; a longer pull becomes several. Both sides
         of a connection enforce it, so daemons of one cluster run with the same value.
     hello_s: how long an inbound connection may take to authenticate.
+    leave_s: how long a new connection waits for one that was ended in its favour.
     connect_s: how long to try to reach a peer.
     idle_s: how long an unused connection is kept.
     """
@@ -93,6 +94,7 @@ class TransferLimits:
     inflight_bytes_max: int = 1 << 30
     fetch_bytes_max: int = 64 << 20
     hello_s: float = 5.0
+    leave_s: float = 1.0
     connect_s: float = 5.0
     idle_s: float = 60.0
 

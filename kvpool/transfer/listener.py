@@ -35,7 +35,6 @@ from kvpool.wire.peer import Fetch
 BACKLOG = 1024  # a SYN that finds no room is sent again a second later, which fails a peer's pull
 RESOLVE_S = 10.0
 ACCEPT_PAUSE_S = 0.1  # when the machine is out of descriptors
-LEAVE_S = 1.0  # for the thread of a connection that was ended
 COMPLAINT_S = 1.0
 STRANGERS_MAX = 64  # authenticating at a time while all places of peers are taken
 
@@ -207,7 +206,9 @@ class Server:
             del self._strangers[first]
             first.shut()
         # Without a stranger the rest are refused ones, which are about to leave.
-        return self._left.wait_for(lambda: len(self._streams) < self._streams_max, LEAVE_S)
+        return self._left.wait_for(
+            lambda: len(self._streams) < self._streams_max, self._limits.leave_s
+        )
 
     def _admit(self, stream: Stream) -> None:
         """It is authenticated. Raises `Declined` if there is no place for its peer."""

@@ -8,10 +8,6 @@ from contextlib import contextmanager
 
 PIECE_BYTES = 1 << 20
 """Bytes that a background transfer moves between two checks for urgent ones."""
-PIECE_WAIT_S = 0.1
-"""Longest wait of a background transfer before a piece: it proceeds at 10 MB/s under any load,
-so that replicas are made, and a drain ends.
-"""
 
 
 class Priority:
@@ -19,10 +15,17 @@ class Priority:
 
     An urgent one costs two acquisitions of a lock. A background one yields between its pieces: while it
     waits it uses no core, no memory bandwidth and, except for the socket's buffers, nothing of the link.
+
+    changed: guards all of it, and is notified when the last urgent one ends.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    PIECE_WAIT_S = 0.1
+    """Longest wait of a background transfer before a piece: it proceeds at 10 MB/s under any load,
+    so that replicas are made, and a drain ends.
+    """
+
+    def __init__(self, changed: threading.Condition | None = None) -> None:
+        self._changed = changed or threading.Condition()
         self._urgent = 0
         self._waiting = 0
 
@@ -49,6 +52,6 @@ class Priority:
                 return
             self._waiting += 1
             try:
-                self._changed.wait_for(lambda: not self._urgent, min(left_s, PIECE_WAIT_S))
+                self._changed.wait_for(lambda: not self._urgent, min(left_s, self.PIECE_WAIT_S))
             finally:
                 self._waiting -= 1

@@ -32,8 +32,6 @@ RECORD_EXTRA = 22  # header, type and tag
 FLUSH_BYTES = 1 << 20  # encrypted, then sent by one call
 STAGE_BYTES = 256 << 10  # received by one call, then decrypted
 SMALL_STAGE_BYTES = 32 << 10  # the same if less is expected
-# With one key AES-GCM is good for 2**24.5 records (RFC 8446, 5.5); Python cannot request a new key.
-CARRIED_BYTES_MAX = 128 << 30
 HANDSHAKE_RECORD = 0x16  # the first byte of a TLS peer
 
 
@@ -48,6 +46,9 @@ def open_stream(
 
 class TlsStream(Stream):
     """See `Stream` and the module. Nothing is sent or received before `secure`."""
+
+    CARRIED_BYTES_MAX = 128 << 30
+    """With one key AES-GCM is good for 2**24.5 records (RFC 8446, 5.5); Python cannot request a new key."""
 
     def __init__(
         self, sock: socket.socket, deadline: Deadline, credentials: Credentials, *, listens: bool
@@ -192,7 +193,7 @@ class TlsStream(Stream):
     def fresh(self) -> bool:
         return (
             self._contexts is self._credentials.current()
-            and self._carried < CARRIED_BYTES_MAX
+            and self._carried < self.CARRIED_BYTES_MAX
             and time.time() < self._valid_until
             and super().fresh()
         )

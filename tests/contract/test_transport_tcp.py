@@ -310,6 +310,7 @@ def owner() -> Iterator[tuple[Side, tuple[str, int]]]:
 @contextmanager
 def impatient(side: Side) -> Iterator[None]:
     """Who comes while this lasts has little time to introduce itself."""
+    assert isinstance(side.transport, tcp.TcpTransport)
     limits = side.transport.limits
     change_limits(side.transport, replace(limits, hello_s=0.3))
     try:
@@ -449,11 +450,11 @@ def test_no_more_connections_than_allowed(owner: tuple[Side, tuple[str, int]]) -
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, tuple[str, int]]]:
+def patient() -> Iterator[tuple[Side, tuple[str, int]]]:
     """An owner that lets strangers think for as long as they like; four connections at most."""
     # Who comes waits for as long as it takes the thread of whoever makes way to notice.
-    monkeypatch.setattr(listener, "LEAVE_S", PATIENCE_S)
-    side = Side(URL, limits=TransferLimits(connections_max=4, hello_s=300.0))
+    limits = TransferLimits(connections_max=4, hello_s=300.0, leave_s=PATIENCE_S)
+    side = Side(URL, limits=limits)
     side.source.stride = NBYTES
     for number, block in enumerate(BLOCKS):
         side.source.put(key_of(number), number, block)
@@ -665,10 +666,7 @@ def test_a_peers_word_alone_drops_nothing() -> None:
 class WatchedPriority(Priority):
     """Counts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.urgent_ones = 0
-        self.gave_way = 0
+    urgent_ones = gave_way = 0
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
@@ -686,12 +684,11 @@ class WatchedPriority(Priority):
     [(False, 1, 0), (True, 0, 4)],
     ids=["urgent", "background"],
 )
-def test_both_sides_know_who_goes_first(
-    background: bool, urgent_ones: int, gave_way: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "Priority", WatchedPriority)
+def test_both_sides_know_who_goes_first(background: bool, urgent_ones: int, gave_way: int) -> None:
     nbytes = 1 << 20
     owner, reader = Side(URL), Side(URL)
+    for side in (owner, reader):
+        side.transport.precedence.__class__ = WatchedPriority  # type: ignore[attr-defined]
     try:
         owner.source.stride = nbytes
         for n, key in enumerate(KEYS):

@@ -11,7 +11,6 @@ import pytest
 
 from kvpool.security.credentials import Contexts, Credentials
 from kvpool.security.file_watch import LOOK_S
-from kvpool.transfer import listener
 from kvpool.transfer.base import Stop, TransferLimits
 from kvpool.types import BlockStatus
 from tests.contract.suites.transport import Side, TransportContract, change_limits, key_of, order
@@ -109,11 +108,10 @@ def test_an_owner_that_is_not_who_it_should_be_delivers_nothing(
 
 
 def test_peers_that_stall_in_the_handshake_make_way_and_end_at_their_deadline(
-    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+    credentials: Credentials,
 ) -> None:
     # Who comes waits for as long as it takes the thread of whoever makes way to notice.
-    monkeypatch.setattr(listener, "LEAVE_S", PATIENCE_S)
-    limits = TransferLimits(connections_max=4, hello_s=300.0)
+    limits = TransferLimits(connections_max=4, hello_s=300.0, leave_s=PATIENCE_S)
     owner, reader = Side(URL, tls=credentials, limits=limits), Side(URL, tls=credentials)
     owner.source.stride = 1000
     owner.source.put(key_of(1), 1, b"x" * 1000)

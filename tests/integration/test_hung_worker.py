@@ -168,28 +168,27 @@ def test_no_other_one_is_started_before_it_has_ended(tmp_path: Path, short: None
     run(scenario())
 
 
-def test_others_of_its_kind_are_started_but_not_ever_more(
-    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervising, "QUARANTINED_MAX", 2)
+def test_others_of_its_kind_are_started_but_not_ever_more(tmp_path: Path, short: None) -> None:
+    most = supervising.QUARANTINED_MAX
 
     async def scenario() -> None:
         async with world_in(tmp_path) as world:
             supervisor = world.supervised(Independent)
             await supervisor.start()
             filling = []
-            for count in (1, 2):
+            for count in range(1, most + 1):
                 await until_async(lambda count=count: len(world.lives) == count)
                 await until_async(lambda: supervisor.alive)
                 world.lives[-1].hang()
                 filling.append(asyncio.create_task(world.lives[-1].read(read())))
                 await until_async(lambda count=count: supervisor.hangs == count)
-            assert supervisor.quarantined == 2
+            assert supervisor.quarantined == most
             world.lives[0].let_die()
             await until_async(lambda: supervisor.alive)
-            assert (len(world.lives), supervisor.quarantined) == (3, 1)
-            assert [task.done() for task in filling] == [True, False]
-            world.lives[1].let_die()
+            assert (len(world.lives), supervisor.quarantined) == (most + 1, most - 1)
+            assert [task.done() for task in filling] == [True, *[False] * (most - 1)]
+            for life in world.lives[1:most]:
+                life.let_die()
             await supervisor.stop()
             await asyncio.gather(*filling, return_exceptions=True)
 

@@ -30,7 +30,7 @@ LIMITS = {
     "kvpool.router.engines.hash_check": ("ANSWER_S", "CONNECT_S"),
     "kvpool.router.requests.intake": ("TOKENIZE_S",),
     "kvpool.router.requests.intents": ("TOKENIZE_S",),
-    "kvpool.router.records.recorder": ("CLOSE_S",),
+    "kvpool.router.records.recorder": ("Recorder.CLOSE_S",),
     "kvpool.telemetry.otlp": ("EXPORT_S",),
 }
 
@@ -39,9 +39,11 @@ def be_patient(change: Callable[[Any, str, float], None] = setattr) -> None:
     """In this process, which runs no router yet."""
     for module, names in LIMITS.items():
         found = import_module(module)
-        for name in names:
-            assert getattr(found, name) <= PATIENCE_S, (module, name)
-            change(found, name, PATIENCE_S)
+        for path in names:
+            owner, _, name = path.rpartition(".")
+            of = getattr(found, owner) if owner else found
+            assert getattr(of, name) <= PATIENCE_S, (module, path)
+            change(of, name, PATIENCE_S)
 
 
 def use_constants(values: dict[str, Any]) -> None:

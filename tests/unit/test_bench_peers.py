@@ -252,8 +252,12 @@ def test_cpu_seconds_are_those_of_all_processes(bench: SimpleNamespace) -> None:
 
 
 @pytest.fixture
-def payload_fd(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def small_payload(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.peers, "PAYLOAD_BYTES", 32 << 20)
+
+
+@pytest.fixture
+def payload_fd(bench: SimpleNamespace, small_payload: None) -> Iterator[int]:
     with ExitStack() as stack:
         yield bench.peers.make_payload(stack)
 
@@ -278,7 +282,7 @@ def test_contestants_run_in_processes_of_their_own(
 
 
 def test_a_race_names_who_is_absent_and_goes_on(
-    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: SimpleNamespace, small_payload: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     peers = bench.peers
 
@@ -288,7 +292,6 @@ def test_a_race_names_who_is_absent_and_goes_on(
             peers.Entry("mooncake", "mooncake", peers.mooncake(folder, {})),
         ]
 
-    monkeypatch.setattr(peers, "PAYLOAD_BYTES", 32 << 20)
     monkeypatch.setattr(peers, "PEERS_PYTHON", tmp_path / "bin" / "python")
     results = bench.peers_results.Results()
     peers.race(bench.harness.Report(True, None), results, two, {(65536, 64): ("get", "put")})

@@ -2,6 +2,8 @@
 
 import resource
 
+import uvloop
+
 from kvpool.net import raise_descriptor_limit
 from kvpool.router import command
 from kvpool.router.config import load
@@ -19,5 +21,5 @@ def test_as_many_as_may_be(monkeypatch):
 
 
 def run_router(monkeypatch):
-    monkeypatch.setattr("kvpool.router.command.uvloop.run", lambda main: main.close())
+    monkeypatch.setattr(uvloop, "run", lambda main: main.close())
     command.run(*load(environ={}), lambda url, engines: None)

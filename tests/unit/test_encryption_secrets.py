@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.security import encryption_secrets
 from kvpool.security.encryption_secrets import ASK_S, LOOK_S, SETTLE_S, EncryptionSecrets
 
 OLD, NEW = "0123456789abcdef" * 4, "fedcba9876543210" * 4
@@ -160,17 +159,16 @@ def test_commands_that_cannot_be_run(command: str) -> None:
         run(World().secrets(command=command).open())
 
 
-def test_a_command_that_does_not_end_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encryption_secrets, "COMMAND_S", 0.2)
+def test_a_command_that_does_not_end_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     # At once with its content, since it is killed at any time.
     code = (
         f"import os, time; open({str(pid) + '.new'!r}, 'w').write(str(os.getpid())); "
         f"os.rename({str(pid) + '.new'!r}, {str(pid)!r}); time.sleep(600)"
     )
+    secrets = World().secrets(command=command_of(tmp_path, code))
+    secrets.COMMAND_S = 0.2
     with pytest.raises(ConfigError, match="did not end within"):
-        run(World().secrets(command=command_of(tmp_path, code)).open())
+        run(secrets.open())
     if pid.exists():  # it may have been killed before its first line
         assert not Path(f"/proc/{pid.read_text()}").exists()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from kvpool import cli, http_client
+from kvpool import cli
 from kvpool.cli import base
-from kvpool.client import gateway
 from kvpool.client.gateway import GatewayClient
 from kvpool.errors import (
     ConfigError,
@@ -20,6 +19,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
+from kvpool.http_client import ANSWER_BYTES_MAX
 from tests.support.waiting import PATIENCE_S
 
 
@@ -160,10 +160,9 @@ def test_what_is_no_answer(answering, answer, kind, says):
         client.cluster()
 
 
-def test_an_answer_that_is_too_long(answering, monkeypatch):
-    monkeypatch.setattr(http_client, "ANSWER_BYTES_MAX", 1000)
-    client = answering(http_answer(200, b" " * 1001))
-    with client, pytest.raises(ProtocolError, match="more than 1000 bytes"):
+def test_an_answer_that_is_too_long(answering):
+    client = answering(http_answer(200, b" " * (ANSWER_BYTES_MAX + 1)))
+    with client, pytest.raises(ProtocolError, match=f"more than {ANSWER_BYTES_MAX} bytes"):
         client.cluster()
 
 
@@ -176,9 +175,9 @@ def test_an_answer_that_is_too_long(answering, monkeypatch):
     ],
     ids=["nothing", "half a head", "half a body"],
 )
-def test_a_server_that_says_no_more(answering, monkeypatch, answer):
-    monkeypatch.setattr(gateway, "TIMEOUT_S", 0.05)
+def test_a_server_that_says_no_more(answering, answer):
     client = answering(answer, waits=True)
+    client.TIMEOUT_S = 0.05
     with client, pytest.raises(Unavailable, match=r":\d+ did not answer within 0\.05 s"):
         client.engines()
 

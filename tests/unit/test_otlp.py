@@ -10,10 +10,11 @@ import pytest
 
 from kvpool import __version__
 from kvpool.errors import ConfigError, Unavailable
-from kvpool.telemetry import otlp, spans
+from kvpool.telemetry import spans
 from kvpool.telemetry.otlp import ATTEMPTS_MAX, Counts, Exporter, export_spans
 from kvpool.telemetry.spans import Batch, Finished
 from tests.support.otlp_collector import Collector
+from tests.support.patient_router import be_patient
 from tests.support.waiting import PATIENCE_S
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -82,7 +83,7 @@ def run(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector answers, however long that takes here."""
-    monkeypatch.setattr(otlp, "EXPORT_S", PATIENCE_S)
+    be_patient(monkeypatch.setattr)
 
 
 @pytest.mark.usefixtures("patient")

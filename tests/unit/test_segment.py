@@ -177,21 +177,21 @@ def cgroup(monkeypatch, tmp_path):
     class Fake(type(tmp_path)):
         def read_text(self, *args, **kwargs):
             text = str(self)
-            if text == "/proc/meminfo":
-                return "MemTotal: 9999 kB\nMemAvailable:   4096 kB\n"
-            if text == "/proc/self/cgroup":
-                return "0::/pod/box\n"
             if text in files:
                 return files[text]
             raise FileNotFoundError(text)
 
-    files: dict[str, str] = {}
+    files = {
+        "/proc/meminfo": "MemTotal: 9999 kB\nMemAvailable:   4096 kB\n",
+        "/proc/self/cgroup": "0::/pod/box\n",
+    }
     monkeypatch.setattr(dram, "Path", Fake)
 
     def write(folder: str = "pod/box", **values: str) -> None:
         for name, value in values.items():
             files[f"/sys/fs/cgroup/{folder}/{name.replace('_', '.', 1)}"] = value
 
+    write.files = files
     return write
 
 
@@ -225,8 +225,8 @@ def test_a_limit_further_up_counts(cgroup):
     assert free_memory_bytes() == MIB
 
 
-def test_a_machine_that_tells_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(dram, "Path", lambda _: tmp_path / "absent")
+def test_a_machine_that_tells_nothing(cgroup):
+    cgroup.files.clear()
     with pytest.raises(SegmentError, match="free memory"):
         free_memory_bytes()
 

@@ -21,8 +21,6 @@ from kvpool.engine_plugins.checkpoint import folder_of, stored
 log = logging.getLogger("kvpool.vllm")
 
 KNOWN_MAX = 4096
-NAMES_MAX = 65536
-"""Names and paths between two resets; of more nothing is shared."""
 CONFIG = "adapter_config.json"
 
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -30,6 +28,9 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 
 class Adapters:
     """For the scheduler's thread: a few milliseconds for each new adapter, some microseconds for each request."""
+
+    NAMES_MAX = 65536
+    """Names and paths between two resets; of more nothing is shared."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, tuple[Stamp, bytes]] = OrderedDict()
@@ -54,7 +55,7 @@ class Adapters:
         digest = self._content(adapter)
         name = _name(adapter)
         if name not in self._first:
-            if len(self._first) >= NAMES_MAX:
+            if len(self._first) >= self.NAMES_MAX:
                 log.warning("blocks of adapter %s are not shared, there were too many", name[0])
                 return None
             self._first[name] = digest

@@ -45,7 +45,6 @@ log = logging.getLogger("kvpool.daemon")
 SLICE_BLOCKS = 256  # handled before other tasks have their turn
 LINGER_S = 0.002  # keys that are seen together are handled together
 SEEN_KEYS_MAX = 1 << 19  # of one namespace; some 200 bytes each
-NOTED_BYTES_MAX = 4 << 20  # keys named by requests and not handled yet
 FORMER_MAX = 8  # epochs that have ended and whose entries are being withdrawn
 WALK_ROWS = 1 << 40  # cursors of one namespace
 NO_PYZMQ = f"engines' KV events are not followed: pyzmq is not installed ({install('events')})"
@@ -196,6 +195,9 @@ class Engines:
     begin: called when the first engine is followed. tiers: the pool's, walked for keys when a
     namespace gets its first engine. subscribe: None if pyzmq is not installed.
     """
+
+    NOTED_BYTES_MAX = 4 << 20
+    """Keys named by requests and not handled yet, at most."""
 
     def __init__(
         self,
@@ -380,7 +382,7 @@ class Engines:
         space, packed = self._spaces.get(event.namespace), event.packed
         if space is None or len(packed) % KEY_BYTES:
             return
-        if self._noted_bytes + len(packed) > NOTED_BYTES_MAX:
+        if self._noted_bytes + len(packed) > self.NOTED_BYTES_MAX:
             self.dropped_keys += len(packed) // KEY_BYTES
             return
         self._noted.append((space, packed))

@@ -62,8 +62,6 @@ from kvpool.placement.records import (
 log = logging.getLogger("kvpool.placement")
 
 TTL_S = 5.0
-START_S = 10.0
-LEAVE_S = 2.0  # for each of the two steps of leaving
 CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
 CLASH_PAUSE_S = 0.3
 TELL_S = 0.1  # between two views, while others' changes come faster
@@ -103,6 +101,10 @@ class EtcdMembership:
     ttl_s: how long a silent node lives; etcd takes whole seconds, at least 2.
     Close it even if `start` has failed.
     """
+
+    START_S = 10.0
+    LEAVE_S = 2.0
+    """For each of the two steps of leaving."""
 
     def __init__(
         self,
@@ -177,8 +179,8 @@ class EtcdMembership:
         }
 
     async def start(self) -> None:
-        await self._follower.read(START_S)
-        await self._shared.agree(START_S)
+        await self._follower.read(self.START_S)
+        await self._shared.agree(self.START_S)
         check_config(self._shared.config, self._own_config(), self._protocol)
         self._spawn(self._follower.run(), "follow")
 
@@ -465,7 +467,7 @@ class EtcdMembership:
                 [put(key, value, member.lease)],
                 [],
                 "leaving",
-                LEAVE_S,
+                self.LEAVE_S,
             )
             self._told(self._mirror.wrote(answer.header.revision, {key: value}))
         except KvpoolError as error:
@@ -479,7 +481,7 @@ class EtcdMembership:
 
     async def _revoke(self, lease: int) -> None:
         try:
-            await self._client.revoke(lease, LEAVE_S)
+            await self._client.revoke(lease, self.LEAVE_S)
         except KvpoolError as error:
             log.info("a lease could not be revoked, and lasts %g s longer: %s", self._ttl_s, error)
 

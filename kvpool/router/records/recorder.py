@@ -32,7 +32,6 @@ LINE_BYTES = 1024
 """Of memory, for one that waits, beside its block keys."""
 MODEL_CHARACTERS_MAX = 256
 """Of a model's name, which clients may choose if no engine has that model."""
-CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +103,8 @@ class Recorder:
     secret, which is kept nowhere else. clock: as in `EndedRequest`; the recording begins now.
     """
 
+    CLOSE_S = 2.0
+
     def __init__(
         self,
         file: LineFile,
@@ -149,7 +150,7 @@ class Recorder:
     def close(self) -> None:
         """Write what waits, for `CLOSE_S` at most."""
         self._queue.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(self.CLOSE_S)
         if self._thread.is_alive():
             log.warning("the recording's last lines are not written: the disk is too slow")
 

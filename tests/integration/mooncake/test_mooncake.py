@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvpool.client import connection
 from kvpool.engine_plugins.mooncake import objects, spaces
-from kvpool.engine_plugins.mooncake.spaces import DEPTH, LOOK_S, _catalog_key
+from kvpool.engine_plugins.mooncake.spaces import DEPTH, _catalog_key
 from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from kvpool.engine_plugins.mooncake.values import ReplicateConfig, SoftPinAction
 from kvpool.types import KEY_BYTES
 from kvpool.wire.frame import Message
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (1, 700, 768, 769, 5000, 64 * KIB, 64 * KIB, 200_001, MIB, 4 * MIB + 1, 9 * MIB)
@@ -359,7 +359,7 @@ def test_an_upsert_hears_of_a_namespace_that_another_has_added(
     other.close()
 
 
-def test_a_catalog_that_was_evicted_is_entered_again(store, pool, request, monkeypatch):
+def test_a_catalog_that_was_evicted_is_entered_again(store, pool, request):
     """By who knows what was in it, with the next look after a miss."""
     assert store.put_batch(["a", "b"], [b"1" * 2000] * 2) == store.put("small", b"s") == 0
     known = store._objects.spaces
@@ -370,10 +370,13 @@ def test_a_catalog_that_was_evicted_is_entered_again(store, pool, request, monke
         for level in range(DEPTH)
     )
     assert client.remove(known._catalog, keys) > 0
-    monkeypatch.setattr(known, "_looked_at", -LOOK_S)
-    assert store.get("missing") == b""
     fresh = set_up(pool.socket, request.node.name)
-    assert fresh.get_batch(["a", "small"]) == [b"1" * 2000, b"s"]
+
+    def entered() -> bool:  # with the next look, which is due within `LOOK_S`
+        assert store.get("missing") == b""
+        return fresh.get_batch(["a", "small"]) == [b"1" * 2000, b"s"]
+
+    until(entered, "the catalog has all again")
     assert fresh.upsert("a", b"2" * 2000) == 0
     assert store.get("a") == b"2" * 2000
     fresh.close()
@@ -401,21 +404,16 @@ def test_puts(store):
     assert store.is_exist("larger than the pool") == 0
 
 
-def test_what_no_node_holds_is_refused_before_it_is_read(store, memory, monkeypatch):
-    def read(*_: object) -> None:
-        raise AssertionError("room was asked for")
-
+def test_what_no_node_holds_is_refused_before_it_is_read(store, memory, requests):
     at = address(memory)
     assert store.put("here", b"1" * 5000) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(store._client, "reserve_parts", read)
-        for size in (objects.OBJECT_BYTES_MAX + 1, 1 << 40):
-            assert (
-                store.put_from("huge", at, size) == store.upsert_from("huge", at, size) == INVALID
-            )
-        assert store.put_from("large", at, 8 << 30) == NO_SPACE
-        assert store.upsert_from("here", at, 8 << 30) == NO_SPACE
-        assert store.batch_put_from(["large"], [at], [objects.OBJECT_BYTES_MAX]) == [NO_SPACE]
+    requests.clear()
+    for size in (objects.OBJECT_BYTES_MAX + 1, 1 << 40):
+        assert store.put_from("huge", at, size) == store.upsert_from("huge", at, size) == INVALID
+    assert store.put_from("large", at, 8 << 30) == NO_SPACE
+    assert store.upsert_from("here", at, 8 << 30) == NO_SPACE
+    assert store.batch_put_from(["large"], [at], [objects.OBJECT_BYTES_MAX]) == [NO_SPACE]
+    assert set(requests) <= {"Present"}, "no room was asked for"
     assert store.get("here") == b"1" * 5000
     assert store.is_exist("large") == 0
 

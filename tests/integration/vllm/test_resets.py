@@ -36,6 +36,18 @@ class Copies:
         monkeypatch.setattr(HostPages, "to_slots", held)
 
 
+def go_on_when_reused(engine: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the copies go on once the engine waits for blocks of theirs that it computes into."""
+    end_saves = engine.worker.end_saves
+
+    def waits(reused: list[int]) -> None:
+        if reused:
+            copies.go_on.set()
+        end_saves(reused)
+
+    monkeypatch.setattr(engine.worker, "end_saves", waits)
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
     copies = Copies(monkeypatch)
@@ -107,14 +119,8 @@ def test_a_block_is_not_overwritten_while_it_is_saved(
     extra = {"request_timeout_s": 0.05} if ends == "too late" else {}
     with kit.run_daemon(tmp_path) as daemon:
         with kit.run_engine(llama, daemon, extra, **options) as engine:
-            end_saves = engine.worker.end_saves
-
-            def waits(reused: list[int]) -> None:
-                if ends == "in time" and reused:
-                    copies.go_on.set()
-                end_saves(reused)
-
-            monkeypatch.setattr(engine.worker, "end_saves", waits)
+            if ends == "in time":
+                go_on_when_reused(engine, copies, monkeypatch)
             (first,) = engine.generate(asked[:1], NEW)
             assert copies.begun.wait(PATIENCE_S)
             assert engine.llm.reset_prefix_cache()
@@ -142,14 +148,7 @@ def test_a_reset_preempts_requests_whose_blocks_are_saved(
     asked = kit.prompts(83, [LENGTH, 200])
     expected = oracle("llama", asked, NEW)
     with kit.run_engine(llama, daemon) as engine:
-        end_saves = engine.worker.end_saves
-
-        def waits(reused: list[int]) -> None:
-            if reused:
-                copies.go_on.set()
-            end_saves(reused)
-
-        monkeypatch.setattr(engine.worker, "end_saves", waits)
+        go_on_when_reused(engine, copies, monkeypatch)
         core = engine.llm.llm_engine
         params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
         for number, prompt in enumerate(asked):

@@ -21,7 +21,8 @@ from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.server.answers import describe_lease
 from kvpool.daemon.server.server import Server
-from kvpool.daemon.tiers import device_books, device_promote, device_tier
+from kvpool.daemon.tiers import device_books, device_tier
+from kvpool.daemon.tiers.device_promote import QUEUED_MAX
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, Unavailable
 from kvpool.storage.eviction import policy_maker
@@ -257,8 +258,8 @@ def test_what_is_being_copied_is_not_evicted_and_puts_go_on() -> None:
     run(work())
 
 
-def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_promote, "QUEUED_MAX", 20)
+def test_the_queue_is_bounded() -> None:
+    reads = QUEUED_MAX // 10
 
     async def work() -> None:
         bench = Bench()
@@ -266,9 +267,9 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.device.gate.clear()
         bench.read(range(1))
         await bench.settle()
-        for _ in range(5):
+        for _ in range(reads + 3):
             bench.read(range(10))
-        assert bench.tier.stats().queued_blocks == 20
+        assert bench.tier.stats().queued_blocks == 10 * reads
         assert bench.tier.counted.not_queued_blocks == 30
         bench.device.gate.set()
         await bench.settle()

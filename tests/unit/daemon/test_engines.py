@@ -537,11 +537,10 @@ def test_so_many_engines_and_no_more() -> None:
     run(main())
 
 
-def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines_module, "NOTED_BYTES_MAX", 16 * 1500)
-
+def test_notes_are_bounded() -> None:
     async def main() -> None:
         bench = Bench()
+        bench.engines.NOTED_BYTES_MAX = 16 * 1500
         stream, _ = await bench.follow()
         stream.stored(range(3000))
         bench.saw(range(1000))

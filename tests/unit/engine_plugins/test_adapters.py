@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.scheduler import adapters
 from kvpool.engine_plugins.vllm.scheduler.adapters import KNOWN_MAX, Adapters
 
 
@@ -74,11 +73,16 @@ def test_a_name_that_had_another_content_is_not_shared_until_a_reset(
     assert known.shares(None)
 
 
+class OfTwo(Adapters):
+    """Knows two names at a time."""
+
+    NAMES_MAX = 2
+
+
 def test_of_too_many_names_the_last_are_not_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(adapters, "NAMES_MAX", 2)
-    known = Adapters()
+    known = OfTwo()
     several = [adapter(tmp_path / str(number), number) for number in range(3)]
     assert [bool(known.content(one)) for one in several] == [True, True, False]
     assert [known.shares(one) for one in several] == [True, True, False]

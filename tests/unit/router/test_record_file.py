@@ -200,6 +200,12 @@ class FailingDisk:
         os.ftruncate(fd, size)
 
 
+def write_to(disk: FailingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write records to this disk from now on."""
+    for module in (record_file, folders):
+        monkeypatch.setattr(module, "os", disk)
+
+
 @pytest.mark.parametrize("cuts", [True, False])
 @pytest.mark.parametrize("takes", [0, 1, 29])
 def test_nothing_is_left_of_a_line_that_the_disk_did_not_take(
@@ -207,9 +213,7 @@ def test_nothing_is_left_of_a_line_that_the_disk_did_not_take(
 ) -> None:
     file = begin()
     file.write(line(1))
-    disk = FailingDisk(takes, cuts=cuts)
-    for module in (record_file, folders):
-        monkeypatch.setattr(module, "os", disk)
+    write_to(FailingDisk(takes, cuts=cuts), monkeypatch)
     for number in (2, 3):
         with pytest.raises(OSError, match=r"space|error"):
             file.write(line(number))
@@ -226,7 +230,7 @@ def test_a_next_file_that_cannot_be_made_changes_nothing(
         file.write(line(number))
     before = there(path)
 
-    monkeypatch.setattr(record_file, "os", FailingDisk(0, opens=False))
+    write_to(FailingDisk(0, opens=False), monkeypatch)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             file.write(line(9))

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from kvpool.router.records import recorder
 from kvpool.router.records.recorder import (
     LINE_BYTES,
     MODEL_CHARACTERS_MAX,
@@ -43,10 +42,10 @@ ENDED = EndedRequest(
 )
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+class Patient(Recorder):
     """What is written until the end is there, however long that takes here."""
-    monkeypatch.setattr(recorder, "CLOSE_S", PATIENCE_S)
+
+    CLOSE_S = PATIENCE_S
 
 
 class Lines:
@@ -75,7 +74,7 @@ class Lines:
 
 
 def recorder_of(file: Lines, *, seed: int = 0, block_tokens: int = BLOCK) -> Recorder:
-    return Recorder(
+    return Patient(
         file, block_tokens=block_tokens, random=Random(seed).randbytes, clock=lambda: 10.0
     )
 
@@ -237,12 +236,10 @@ def test_what_the_disk_does_not_take_is_counted_and_told_once(
     assert [word in message for word, message in zip(words, told, strict=True)] == [True] * 3
 
 
-def test_an_end_does_not_wait_for_a_disk_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(recorder, "CLOSE_S", 0.01)
+def test_an_end_does_not_wait_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     file = Lines()
     made = recorder_of(file)
+    made.CLOSE_S = 0.01
     file.goes_on.clear()
     made.add(ENDED)
     made.close()

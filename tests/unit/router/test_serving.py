@@ -663,7 +663,7 @@ def test_an_answer_that_is_too_large_is_the_clients_own_doing(
         yield
 
     async def work(bench: Bench) -> None:
-        monkeypatch.setattr(bench.upstream, "ask", post)
+        bench.upstream.ask = post  # type: ignore[assignment,method-assign]
         for at in range(3):
             with pytest.raises(Rejected) as caught:
                 await ask(bench, {**body, "seed": at})
@@ -861,7 +861,7 @@ def test_a_prefill_that_fails_after_the_answer_has_begun_does_not_matter(
                     raise EngineFailed(spec.name, fault, "an answer above 7 bytes")
                 yield answer
 
-        monkeypatch.setattr(bench.upstream, "ask", post)
+        bench.upstream.ask = post  # type: ignore[assignment,method-assign]
         bench.upstream.hold["p"] = asyncio.Event()
         first = "" if fault == TOO_LARGE else fault
         bench.upstream.faults = {"p": deque([first]), "d": deque(["unfinished"])}

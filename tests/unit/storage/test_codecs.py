@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.storage import codecs
 from kvpool.storage.codecs import (
     BLOSC2,
     CHECK_BYTES,
@@ -97,11 +96,10 @@ def test_what_goes_in_comes_out(
     nbytes: int, block_bytes_max: int, item_bytes: int, make: Any, seed: int, name: str
 ) -> None:
     """Parts of several of the library's blocks too, and lengths that no element divides."""
-    codec = Raw() if name == "none" else Blosc2(item_bytes)
+    codec: Any = Raw() if name == "none" else Blosc2(item_bytes)
     raw = make(nbytes, seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codecs, "BLOCK_BYTES_MAX", block_bytes_max)
-        encoded, stored = encode(codec, raw)
+    codec.BLOCK_BYTES_MAX = block_bytes_max
+    encoded, stored = encode(codec, raw)
     assert (encoded.stored == nbytes) == (encoded.codec == RAW)
     back = decode(codec_of(encoded), stored, nbytes)
     assert back is not None and np.array_equal(back, raw)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.storage import eviction_miniature
 from kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Aged, Costs, make_policy
 from kvpool.storage.eviction_miniature import RUNGS, Miniature, Trial
 from kvpool.storage.eviction_queue import EvictionQueue, Ghosts
@@ -615,8 +614,16 @@ def test_a_miniature_of_few_places_holds_what_was_asked_for_last(
             assert miniature.replay((batch[:1], [1.0]), places) == 1
 
 
-def rung_after(batches: Any, lost_s: float = 1.0, places: int = 40) -> int:
-    trial = Trial()
+class OneByOne(Trial):
+    """Replays each batch by itself."""
+
+    TOGETHER = 1
+
+
+def rung_after(
+    batches: Any, lost_s: float = 1.0, places: int = 40, kind: type[Trial] = Trial
+) -> int:
+    trial = kind()
     for batch in batches:
         trial.replay((batch, [lost_s] * len(batch)), places)
     return trial.rung
@@ -633,9 +640,8 @@ def test_where_scans_pass_it_moves_away_from_lru() -> None:
     assert rung_after(scans(600)) > 0
 
 
-def test_it_moves_one_rung_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction_miniature, "_TOGETHER", 1)
-    trial = Trial()
+def test_it_moves_one_rung_at_a_time() -> None:
+    trial = OneByOne()
     rungs = []
     for batch in scans(600):
         trial.replay((batch, [1.0] * len(batch)), 40)
@@ -661,13 +667,13 @@ def test_where_sessions_go_on_it_stays_lru() -> None:
     assert rung_after(sessions()) == 0
 
 
-def test_a_single_difference_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_difference_is_not_enough() -> None:
     """A block that came back once is a hit on rung 2 after a long scan, and not under LRU."""
-    monkeypatch.setattr(eviction_miniature, "_TOGETHER", 1)
     twice = [[1], *([number] for number in range(1_000, 1_010)), [1]]
     scans = [[[number] for number in range(start, start + 41)] for start in (2_000, 3_000, 4_000)]
-    assert rung_after([*twice, *scans[0], [1]]) == 0
-    assert rung_after([*twice, *scans[0], [1], *scans[1], [1], *scans[2], [1]]) == 1
+    assert rung_after([*twice, *scans[0], [1]], kind=OneByOne) == 0
+    often = [*twice, *scans[0], [1], *scans[1], [1], *scans[2], [1]]
+    assert rung_after(often, kind=OneByOne) == 1
 
 
 def test_what_costs_nothing_teaches_nothing() -> None:

@@ -2,12 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpool.transfer import priority as precedence
 from kvpool.transfer.priority import Priority
 
 
@@ -23,26 +21,27 @@ class Told(threading.Condition):
         return super().wait_for(predicate, timeout)
 
 
+class Patient(Priority):
+    """Background transfers wait before a piece for as long as the test may take."""
+
+    PIECE_WAIT_S = 60.0
+
+
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    told = Told()
-    monkeypatch.setattr(precedence, "threading", SimpleNamespace(Condition=lambda: told))
-    return told
+def told() -> Told:
+    return Told()
 
 
 def test_nobody_waits_for_nothing(told: Told) -> None:
-    ways = Priority()
+    ways = Priority(told)
     with ways.urgent():
         pass
     ways.give_way(60)
     assert not told.entered.is_set()
 
 
-def test_a_background_transfer_waits_for_the_last_urgent_one(
-    told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precedence, "PIECE_WAIT_S", 60.0)
-    ways = Priority()
+def test_a_background_transfer_waits_for_the_last_urgent_one(told: Told) -> None:
+    ways = Patient(told)
     happened: list[str] = []
 
     def background() -> None:
@@ -59,19 +58,16 @@ def test_a_background_transfer_waits_for_the_last_urgent_one(
     assert happened == ["one has ended", "background"]
 
 
-@pytest.mark.parametrize(("piece_wait_s", "left_s"), [(0.001, 60.0), (60.0, 0.001)])
-def test_it_gets_on_all_the_same(
-    piece_wait_s: float, left_s: float, told: Told, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precedence, "PIECE_WAIT_S", piece_wait_s)
-    ways = Priority()
+@pytest.mark.parametrize(("kind", "left_s"), [(Priority, 60.0), (Patient, 0.001)])
+def test_it_gets_on_all_the_same(kind: type[Priority], left_s: float, told: Told) -> None:
+    ways = kind(told)
     with ways.urgent():
         ways.give_way(left_s)
     assert told.entered.is_set()
 
 
 def test_an_urgent_transfer_that_fails_stands_in_nobodys_way(told: Told) -> None:
-    ways = Priority()
+    ways = Priority(told)
     with pytest.raises(ZeroDivisionError), ways.urgent():
         raise ZeroDivisionError
     ways.give_way(60)

@@ -486,11 +486,11 @@ def test_waiting_for_an_answer_beside_the_peer(a: Credentials, b: Credentials) -
         os.close(bell)
 
 
-def test_a_connection_is_not_used_for_ever(
-    a: Credentials, b: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tls, "CARRIED_BYTES_MAX", 5000)
+def test_a_connection_is_not_used_for_ever(a: Credentials, b: Credentials) -> None:
     with streams(a, b) as (client, server):
+        for stream in (client, server):
+            assert isinstance(stream, tls.TlsStream)
+            stream.CARRIED_BYTES_MAX = 5000
         for _ in range(4):
             assert client.fresh()
             assert server.fresh()
@@ -506,7 +506,7 @@ def test_a_connection_ends_with_its_certificate(
     with streams(a, b) as (client, _):
         assert client.fresh()
         now = time.time()
-        monkeypatch.setattr("kvpool.transfer.tls.time.time", lambda: now + 366 * 86_400)
+        monkeypatch.setattr(time, "time", lambda: now + 366 * 86_400)
         assert not client.fresh()
 
 
