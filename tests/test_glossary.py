@@ -107,7 +107,8 @@ def wire_messages() -> set[str]:
 
 def metric_names() -> set[str]:
     names = set(families(NodeStats))
-    return names | {one._name for one in vars(Metrics()).values() if hasattr(one, "_labelnames")}
+    of_router = [one for one in vars(Metrics()).values() if hasattr(one, "_labelnames")]
+    return names | {family.name for one in of_router for family in one.describe()}
 
 
 def commands() -> set[str]:

@@ -1,6 +1,7 @@
 """TCP against peers that are slow, wrong, hostile or dying: always an answer, never a wrong block."""
 
 import itertools
+import logging
 import os
 import resource
 import select
@@ -17,7 +18,7 @@ from xxhash import xxh3_128_digest
 from kvpool.errors import ConfigError, Declined, InternalError, KvpoolError
 from kvpool.net import host_and_port
 from kvpool.security.cluster_secrets import ClusterSecrets, SecretSource
-from kvpool.transfer import listener, tcp
+from kvpool.transfer import tcp
 from kvpool.transfer.base import Deadline, Identity, Stop, TransferLimits
 from kvpool.transfer.handshake import admit, greet
 from kvpool.transfer.priority import Priority
@@ -533,6 +534,22 @@ def test_who_finds_no_place_is_told_so_and_blames_nobody(
             reader.transport.ask(worker_wire.AskPeer(url, asks, PATIENCE_S), Stop())
 
 
+@contextmanager
+def told(complained: threading.Event) -> Iterator[None]:
+    """Set the event when a transport logs a warning."""
+
+    class Handler(logging.Handler):
+        def emit(self, _: logging.LogRecord) -> None:
+            complained.set()
+
+    log, handler = logging.getLogger("kvpool.transfer"), Handler(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
 def test_a_pull_goes_on_over_the_connections_that_it_gets(
     patient: tuple[Side, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,8 +557,8 @@ def test_a_pull_goes_on_over_the_connections_that_it_gets(
     url = f"tcp://127.0.0.1:{address[1]}"
     # Nothing is lent before a connection was declined.
     declined = side.source.hold = threading.Event()
-    monkeypatch.setattr(listener.Complaints, "say", lambda *_: declined.set())
     with ExitStack() as stack:
+        stack.enter_context(told(declined))
         reader = Side(URL, node="reader", limits=TransferLimits(fetch_bytes_max=NBYTES))
         stack.callback(reader.transport.close)
         for _ in range(3):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
-from kvpool.client.connection import Connection
 from kvpool.errors import NotAuthenticated, PoolFull, Unavailable
 from kvpool.types import NamespaceRecord
-from tests.support.client_inside import close_idle, numbers_of
+from tests.support.client_inside import close_idle, note_requests, numbers_of
 from tests.support.waiting import PATIENCE_S
 
 RECORD = NamespaceRecord.simple("script", block_bytes=4096, block_tokens=16)
@@ -77,13 +76,6 @@ def test_large_puts_take_one_exchange_beside_grants_of_other_sizes(
     """Of 6 MiB that may be granted here, other blocks hold a part: what is left has no room for two large puts, but for
     one.
     """
-    asked: list[str] = []
-    send = Connection.send
-
-    def counted(connection: Connection, message, timeout_s: float) -> int:
-        asked.append(type(message).__name__)
-        return send(connection, message, timeout_s)
-
     with start_one("--memory", "96MiB") as daemon, daemon.client(connect=True) as client:
         small = client.open(NamespaceRecord.simple("small", block_bytes=128 << 10, block_tokens=16))
         large = client.open(NamespaceRecord.simple("large", block_bytes=448 << 10, block_tokens=16))
@@ -91,7 +83,7 @@ def test_large_puts_take_one_exchange_beside_grants_of_other_sizes(
             client.put(small, [key(turn * 10 + n) for n in range(4)], bytes(4 * 128 << 10))
         granted = daemon.space().granted_bytes
         assert 1 << 20 <= granted <= 2 << 20
-        monkeypatch.setattr(Connection, "send", counted)
+        asked = note_requests(monkeypatch)
         for turn in range(20):
             data = bytes([turn]) * (6 * 448 << 10)
             keys = [key(1000 + turn * 10 + n) for n in range(6)]

@@ -53,19 +53,19 @@ class Commands:
     def __init__(
         self, environ: dict[str, str], script: Sequence[str] = ("-m", "kvpool.cli")
     ) -> None:
-        self._environ = environ
-        self._command = [sys.executable, "-Walways::ResourceWarning", *script]
+        self.environ = environ
+        self.command = [sys.executable, "-Walways::ResourceWarning", *script]
 
     def begin(self, node: LocalNode, *words: str, **environ: str) -> "subprocess.Popen[str]":
         # As from a terminal: what a shell runs in the background ignores it, and so do its children.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return subprocess.Popen(
-                [*self._command, *words, "--socket", node.socket],
+                [*self.command, *words, "--socket", node.socket],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=self._environ | environ,
+                env=self.environ | environ,
             )
         finally:
             signal.signal(signal.SIGINT, before)
@@ -81,8 +81,8 @@ class Commands:
     def alone(self, *words: str, **environ: str) -> SimpleNamespace:
         """One that asks no daemon."""
         done = subprocess.run(
-            [*self._command, *words],
-            env=self._environ | environ,
+            [*self.command, *words],
+            env=self.environ | environ,
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

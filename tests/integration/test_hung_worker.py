@@ -22,9 +22,8 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers import ssd_tier
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.workers import supervisor as supervising
 from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
-from kvpool.daemon.workers.supervisor import WorkerSupervisor
+from kvpool.daemon.workers.supervisor import QUARANTINED_MAX, WorkerSupervisor
 from kvpool.errors import Unavailable
 from kvpool.storage.dram import DramSegment
 from kvpool.storage.eviction import policy_maker
@@ -40,6 +39,7 @@ PAGE = 4096
 class HangingDisk(DiskWorkerProxy):
     """Once it hangs, a kill waits until `let_die`."""
 
+    GRACE_S = KILL_S = STOP_S = 0.2  # nobody waits long
     hangs = False
 
     def hang(self) -> None:
@@ -80,13 +80,6 @@ class World:
         return WorkerSupervisor(lambda: self.make(kind), ended=self.errors.append)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long."""
-    for name in ("GRACE_S", "KILL_S", "STOP_S"):
-        monkeypatch.setattr(supervising, name, 0.2)
-
-
 @asynccontextmanager
 async def world_in(folder: Path) -> AsyncIterator[World]:
     world = World(folder)
@@ -117,9 +110,7 @@ def read(seconds: float = 0.0) -> storage_wire.ReadBlocks:
 FORGET = storage_wire.ForgetSlots(array("Q", [0]).tobytes(), 0.0)
 
 
-def test_what_it_may_write_to_stays_reserved_until_it_has_ended(
-    tmp_path: Path, short: None
-) -> None:
+def test_what_it_may_write_to_stays_reserved_until_it_has_ended(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world_in(tmp_path) as world:
             disk = world.make()
@@ -144,7 +135,7 @@ def test_what_it_may_write_to_stays_reserved_until_it_has_ended(
     run(scenario())
 
 
-def test_no_other_one_is_started_before_it_has_ended(tmp_path: Path, short: None) -> None:
+def test_no_other_one_is_started_before_it_has_ended(tmp_path: Path) -> None:
     """It may still write to the disk."""
 
     async def scenario() -> None:
@@ -168,8 +159,8 @@ def test_no_other_one_is_started_before_it_has_ended(tmp_path: Path, short: None
     run(scenario())
 
 
-def test_others_of_its_kind_are_started_but_not_ever_more(tmp_path: Path, short: None) -> None:
-    most = supervising.QUARANTINED_MAX
+def test_others_of_its_kind_are_started_but_not_ever_more(tmp_path: Path) -> None:
+    most = QUARANTINED_MAX
 
     async def scenario() -> None:
         async with world_in(tmp_path) as world:
@@ -195,7 +186,7 @@ def test_others_of_its_kind_are_started_but_not_ever_more(tmp_path: Path, short:
     run(scenario())
 
 
-def test_a_daemon_that_stops_does_not_wait_for_it(tmp_path: Path, short: None) -> None:
+def test_a_daemon_that_stops_does_not_wait_for_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world_in(tmp_path) as world:
             supervisor = world.supervised()
@@ -212,7 +203,7 @@ def test_a_daemon_that_stops_does_not_wait_for_it(tmp_path: Path, short: None) -
 
 
 def test_a_tier_is_closed_while_its_disk_hangs(
-    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a write and a read under way, neither of which ends."""
 
@@ -265,11 +256,7 @@ def test_a_tier_is_closed_while_its_disk_hangs(
     run(scenario())
 
 
-def test_one_that_hangs_while_it_starts_is_not_joined_by_others(
-    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervising, "INSIST_S", 0.01)
-
+def test_one_that_hangs_while_it_starts_is_not_joined_by_others(tmp_path: Path) -> None:
     class Stuck(HangingDisk):
         async def _prepare(self) -> None:
             if len(world.lives) == 1:
@@ -283,6 +270,7 @@ def test_one_that_hangs_while_it_starts_is_not_joined_by_others(
         nonlocal world
         async with world_in(tmp_path) as world:
             supervisor = world.supervised(Stuck)
+            supervisor.INSIST_S = 0.01
             insisting = asyncio.create_task(supervisor.insist("a disk"))
             await until_async(lambda: bool(world.errors))
             assert "does not end" in world.errors[0]

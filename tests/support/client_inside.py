@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpool.client.connection import Connection
+
 if TYPE_CHECKING:
+    import pytest
+
     from kvpool.client import Client
     from kvpool.client.connections import Connections
+    from kvpool.wire.frame import Message
 
 
 def connections_of(client: Client) -> Connections:
@@ -29,3 +34,16 @@ def knows_no_daemon(client: Client) -> bool:
 def close_idle(client: Client) -> None:
     """Close the connections that no request uses, as a process does that is suspended for long."""
     connections_of(client)._close_idle()
+
+
+def note_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the names of the requests that all clients of this process send from now on."""
+    sent: list[str] = []
+    send = Connection.send
+
+    def noting(connection: Connection, message: Message, timeout_s: float) -> int:
+        sent.append(type(message).__name__)
+        return send(connection, message, timeout_s)
+
+    monkeypatch.setattr(Connection, "send", noting)
+    return sent

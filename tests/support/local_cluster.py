@@ -223,7 +223,7 @@ class LocalCluster:
                 self.redis = self._given_redis
             elif self._directory is None:
                 self.redis = stack.enter_context(Redis(self._folder / "redis"))
-            stack.callback(self._stop)
+            stack.callback(self.stop)
             begun = [self.make(name) for name in self._names]
             for node in begun:
                 node.begin()
@@ -235,7 +235,7 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """All daemons, at a time: with a server away, each takes seconds to leave."""
         for node in self.nodes:
             node.terminate()

@@ -20,7 +20,11 @@ from tests.support.waiting import PATIENCE_S
 
 CONSTANTS = "ROUTER_CONSTANTS"
 LIMITS = {
-    "kvpool.router.requests.active_request": ("USAGE_S", "LOST_SAVE_S", "FOLLOW_MORE_S"),
+    "kvpool.router.requests.active_request": (
+        "USAGE_S",
+        "ActiveRequest.LOST_SAVE_S",
+        "FOLLOW_MORE_S",
+    ),
     "kvpool.router.command": ("CLIENT_TIMEOUT_S",),
     "kvpool.router.engines.engine_catalog": ("START_S",),
     "kvpool.router.engines.engine_server": ("ASK_S",),

@@ -89,8 +89,9 @@ def known_metrics() -> dict[str, set[str]]:
         add(metric.name, metric.kind, set(metric.labels))
     for value in vars(Metrics()).values():
         if hasattr(value, "_labelnames"):
-            name = f"{value._name}_total" if value._type == "counter" else value._name
-            add(name, value._type, set(value._labelnames))
+            (family,) = value.describe()
+            suffix = "_total" if family.type == "counter" else ""
+            add(family.name + suffix, family.type, set(value._labelnames))
     return known
 
 

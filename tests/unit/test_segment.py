@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,8 +192,7 @@ def cgroup(monkeypatch, tmp_path):
         for name, value in values.items():
             files[f"/sys/fs/cgroup/{folder}/{name.replace('_', '.', 1)}"] = value
 
-    write.files = files
-    return write
+    return SimpleNamespace(write=write, files=files)
 
 
 def test_without_a_control_group(cgroup):
@@ -200,18 +200,18 @@ def test_without_a_control_group(cgroup):
 
 
 def test_a_control_group_without_a_limit(cgroup):
-    cgroup(memory_max="max\n", memory_current="5\n")
+    cgroup.write(memory_max="max\n", memory_current="5\n")
     assert free_memory_bytes() == 4 * MIB
 
 
 def test_what_a_control_group_leaves(cgroup):
-    cgroup(memory_max=f"{3 * MIB}\n", memory_current=f"{MIB}\n")
+    cgroup.write(memory_max=f"{3 * MIB}\n", memory_current=f"{MIB}\n")
     assert free_memory_bytes() == 2 * MIB
 
 
 def test_what_the_kernel_would_drop_from_its_cache_is_free(cgroup):
     """A container that has read a model's weights has its limit full of cached file pages."""
-    cgroup(
+    cgroup.write(
         memory_max=f"{3 * MIB}\n",
         memory_current=f"{3 * MIB}\n",
         memory_stat=f"anon {MIB}\ninactive_file {MIB}\nactive_file {MIB}\nshmem 7\n",
@@ -220,8 +220,8 @@ def test_what_the_kernel_would_drop_from_its_cache_is_free(cgroup):
 
 
 def test_a_limit_further_up_counts(cgroup):
-    cgroup(memory_max="max\n", memory_current=f"{MIB}\n")
-    cgroup("pod", memory_max=f"{2 * MIB}\n", memory_current=f"{MIB}\n")
+    cgroup.write(memory_max="max\n", memory_current=f"{MIB}\n")
+    cgroup.write("pod", memory_max=f"{2 * MIB}\n", memory_current=f"{MIB}\n")
     assert free_memory_bytes() == MIB
 
 

@@ -29,11 +29,7 @@ log = logging.getLogger("kvpool.daemon")
 
 OUTSTANDING_MAX = 512  # orders given to one worker and not answered
 START_S = 60.0  # to start, and to map a segment
-GRACE_S = 5.0  # after an order's deadline; then the worker is considered dead, and killed
-STOP_S = 5.0
-KILL_S = 5.0  # for a killed process to end; then it hangs in the kernel
 QUARANTINED_MAX = 4  # processes of one supervisor that were killed and have not ended
-INSIST_S = 5.0  # wait before retrying a process that does not start
 BACKOFF_S, BACKOFF_S_MAX = 0.1, 10.0
 STEADY_S = 60.0  # of life, after which a death is the first one again
 READ_BYTES = 256 << 10
@@ -143,6 +139,12 @@ class Worker(ABC):
     alone = True
     start_s = START_S
 
+    GRACE_S = 5.0
+    """After an order's deadline; then the worker is considered dead, and killed."""
+    STOP_S = 5.0
+    KILL_S = 5.0
+    """For a killed process to end; then it hangs in the kernel."""
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -213,7 +215,7 @@ class Worker(ABC):
             raise LimitExceeded(
                 f"{OUTSTANDING_MAX} orders of one {self.kind} worker are in progress, the limit"
             )
-        return await self._ask(message, deadline_s + GRACE_S)
+        return await self._ask(message, deadline_s + self.GRACE_S)
 
     async def expect(self, kind: type[M], message: frame.Message, deadline_s: float) -> M:
         """As `order`, if all answers are of one kind."""
@@ -238,7 +240,7 @@ class Worker(ABC):
         self._channel.send(message, request, fd)
         cancelled: asyncio.CancelledError | None = None
         seconds = max(
-            seconds, GRACE_S
+            seconds, self.GRACE_S
         )  # a process is not killed because an order came too late to be done
         while not answer.done():
             try:
@@ -246,7 +248,7 @@ class Worker(ABC):
             except asyncio.CancelledError as error:
                 if cancelled is None:
                     cancelled = error
-                    seconds = GRACE_S
+                    seconds = self.GRACE_S
                     self._channel.send(worker_wire.StopOrder(request), 0)
                 continue
             if not answer.done() and not self._killed:
@@ -280,7 +282,7 @@ class Worker(ABC):
         if self.alive and not self._killed:
             self._killed = True
             self._send_kill()
-            self._loop.call_later(KILL_S, self._quarantine)
+            self._loop.call_later(self.KILL_S, self._quarantine)
 
     def _send_kill(self) -> None:
         try:
@@ -348,7 +350,7 @@ class Worker(ABC):
         """
         self._channel.close()
         try:
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(self.STOP_S):
                 await self.left()
         except TimeoutError:
             self._kill()
@@ -365,6 +367,9 @@ class WorkerSupervisor(Generic[W]):
     It never gives up: who can end a worker must not be able to end its service. make: a new life of it, not started.
     began: called with each that serves; ended: when it has died, or could not be restarted, with the reason.
     """
+
+    INSIST_S = 5.0
+    """Wait before retrying a process that does not start."""
 
     def __init__(
         self,
@@ -405,7 +410,7 @@ class WorkerSupervisor(Generic[W]):
                     said = str(error)
                     log.warning("%s is not used: %s", what, said)
                 self._ended(said)
-            await asyncio.sleep(INSIST_S)
+            await asyncio.sleep(self.INSIST_S)
 
     async def _start_worker(self) -> None:
         worker = self._make()

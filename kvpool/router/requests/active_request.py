@@ -43,10 +43,6 @@ from kvpool.telemetry.spans import QUEUE, Span
 
 USAGE_S = 1.0
 """For what an engine says of the prompt that it has computed, once all of the answer is there."""
-LOST_SAVE_S = 2.0
-"""Beside `SLOWER_MAX` times the handover: who follows and has not begun so long after the prompt was computed lacks
-blocks that will not come. If the engine was only busy, the request loses its turn there.
-"""
 FOLLOW_MORE_S = 5.0
 """A prompt is followed this much longer than `SLOWER_MAX` times its estimate, at most."""
 ELSEWHERE_S = 30.0
@@ -83,6 +79,11 @@ class ActiveRequest:
     engine `cached_at` said, which computed its beginning; None: it did not. answering: the call whose answer the client gets.
     session, agent: as daemons know them; empty: it names none. turn_answered: is told when a client has its answer: the
     nodes of the engines with the plugin that served it.
+    """
+
+    LOST_SAVE_S = 2.0
+    """In addition to `SLOWER_MAX` times the handover: a request that follows and has not begun so long after the prompt
+    was computed lacks blocks that will not come. If its engine was only busy, the request loses its turn there.
     """
 
     def __init__(
@@ -373,7 +374,7 @@ class ActiveRequest:
             self._stop_following(follower)
         elif self.body.streams:
             usual_s = next((d.handover_s + d.tpot_s for d in order.decoders), 0.0)
-            lost_s, loop = LOST_SAVE_S + SLOWER_MAX * usual_s, asyncio.get_running_loop()
+            lost_s, loop = self.LOST_SAVE_S + SLOWER_MAX * usual_s, asyncio.get_running_loop()
             follower.timer = loop.call_later(lost_s, self._stop_following, follower)
 
     def _stop_following(self, call: Call) -> None:

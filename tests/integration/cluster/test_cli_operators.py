@@ -302,8 +302,8 @@ def test_top_goes_on_without_a_node_that_hangs(pair, kvpool):
 
 
 def on_terminal(kvpool: Commands, node, *words: str) -> Terminal:
-    command = [*kvpool._command, *words, "--socket", node.socket]
-    return Terminal(command, kvpool._environ)
+    command = [*kvpool.command, *words, "--socket", node.socket]
+    return Terminal(command, kvpool.environ)
 
 
 @pytest.mark.parametrize("ending", ["q", "\x03"])

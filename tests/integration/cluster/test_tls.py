@@ -421,7 +421,7 @@ def test_etcd_and_redis_take_the_same_certificates(start_cluster, tmp_path, numb
             seats.append(world.seat(node))
         world.until_all_see(seats)
         move(seats[0], seats[1], numbers)
-        world._stop()
+        world.stop()
 
 
 def test_operators_act_from_the_nodes_that_may(fleet):

@@ -258,7 +258,7 @@ async def test_faults_happen_when_and_as_often_as_told(world: Any, kind: str, af
 
 async def _taken(engine: StubEngine) -> bool:
     """Whether a request has got the only fault."""
-    ((_, left),) = engine.faults._set
+    ((_, left),) = engine.faults.left
     return not left
 
 

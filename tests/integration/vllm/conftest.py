@@ -37,6 +37,7 @@ os.environ.update(
 os.environ.pop("PYTHONHASHSEED", None)
 
 from kvpool.client import OperatorClient
+from kvpool.engine_plugins.vllm.layout.pages import HostPages
 from tests.support import waiting
 from tests.support.own_daemon import ANSWER_S, Daemon, run_daemon
 
@@ -362,6 +363,17 @@ def loads_through(
         yield
     finally:
         delattr(half, name)
+
+
+def copies_through(
+    monkeypatch: pytest.MonkeyPatch, name: str, between: Callable[..., None]
+) -> None:
+    """Call `between` in the place of copies of the engine's blocks, with what makes them and its arguments.
+
+    name: of the copy, `to_slots` or `from_slots` of `HostPages`.
+    """
+    copy = getattr(HostPages, name)
+    monkeypatch.setattr(HostPages, name, lambda *arguments: between(copy, *arguments))
 
 
 def layers_of(pages: Any) -> list[Any]:

@@ -73,10 +73,11 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It stops between two copies until its lease is over, as if it had been suspended."""
-    copy = HostPages.from_slots
     stopped = []
 
-    def stop(pages: HostPages, slots: Any, rows: Any, blocks: Any, ready: Any) -> None:
+    def stop(
+        copy: Callable[..., None], pages: HostPages, slots: Any, rows: Any, blocks: Any, ready: Any
+    ) -> None:
         copy(pages, slots, rows, blocks, ready)
         if not stopped:
             stopped.append(len(rows))
@@ -86,7 +87,7 @@ def test_a_reader_that_outlives_its_lease_uses_nothing(
             layer[blocks] = 0
 
     before = engine.metric("failed_loads")
-    monkeypatch.setattr(HostPages, "from_slots", stop)
+    kit.copies_through(monkeypatch, "from_slots", stop)
     with kit.lookups_seen(engine, lambda *_: None, lease_s=LEASE_S):
         outputs = engine.generate(asked[:1])
     assert outputs[0].tokens == expected[0]
@@ -106,14 +107,13 @@ def test_an_abort_while_blocks_are_loaded(
     from vllm import SamplingParams, TokensPrompt
 
     begun, go_on = threading.Event(), threading.Event()
-    copy = HostPages.from_slots
 
-    def wait(*arguments: Any) -> None:
+    def wait(copy: Callable[..., None], *arguments: Any) -> None:
         begun.set()
         assert go_on.wait(60)
         copy(*arguments)
 
-    monkeypatch.setattr(HostPages, "from_slots", wait)
+    kit.copies_through(monkeypatch, "from_slots", wait)
     core = engine.llm.llm_engine
     core.add_request(
         "aborted",

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine_plugins.vllm.layout.pages import HostPages
 from tests.support.waiting import PATIENCE_S
 
 Oracle = Callable[..., list[list[int]]]
@@ -24,16 +23,15 @@ NEW = 33
 class Copies:
     """The copies of an engine's saves: they wait until `go_on` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        copy = HostPages.to_slots
 
-        def held(*arguments: Any) -> None:
+        def held(copy: Callable[..., None], *arguments: Any) -> None:
             self.begun.set()
             assert self.go_on.wait(PATIENCE_S)
             copy(*arguments)
 
-        monkeypatch.setattr(HostPages, "to_slots", held)
+        kit.copies_through(monkeypatch, "to_slots", held)
 
 
 def go_on_when_reused(engine: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +47,8 @@ def go_on_when_reused(engine: Any, copies: Copies, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
-    copies = Copies(monkeypatch)
+def copies(kit: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    copies = Copies(kit, monkeypatch)
     yield copies
     copies.go_on.set()
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvpool.placement.directory.base import TIERS
-from kvpool.placement.directory.embedded import EmbeddedDirectory
 from kvpool.placement.records import INCARNATION_BYTES, NodeRecord, NodeState, TransportRecord
 from kvpool.wire import frame
+from tests.support.embedded_directory import EmbeddedDirectory
 
 if TYPE_CHECKING:
     from tests.sim.simulation.world import World

@@ -28,16 +28,16 @@ class Faults:
     """Those that are set, each with how many requests it is still for."""
 
     def __init__(self) -> None:
-        self._set: list[tuple[Fault, int]] = []
+        self.left: list[tuple[Fault, int]] = []
 
     def set(self, faults: list[Fault]) -> None:
         """In place of those that were."""
-        self._set = [(each, each.times) for each in faults]
+        self.left = [(each, each.times) for each in faults]
 
     def take(self, path: str) -> Fault | None:
         """The fault of a request that has just come."""
-        for place, (fault, left) in enumerate(self._set):
+        for place, (fault, left) in enumerate(self.left):
             if left and path.startswith(fault.path):
-                self._set[place] = fault, left - 1
+                self.left[place] = fault, left - 1
                 return fault
         return None

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.daemon.core.idle_age import LEVELS, PER_LEVEL, IdleAge
+from tests.support.memory import longest
 
 STEPS = st.lists(st.tuples(st.floats(0.5, 100.0), st.integers(0, 50)), min_size=1, max_size=2000)
 
@@ -23,7 +24,7 @@ def noted(steps) -> tuple[IdleAge, list[float], list[int]]:
 @given(STEPS, st.floats(0, 1))
 def test_an_age_is_about_right_however_old(steps, share):
     ages, times, ticks = noted(steps)
-    assert len(ages._times) <= LEVELS * PER_LEVEL
+    assert longest(ages) <= LEVELS * PER_LEVEL
     now, tick = times[-1], int(share * ticks[-1])
     # The tick was reached between the sample before it and the one after it.
     at = bisect_left(ticks, tick)

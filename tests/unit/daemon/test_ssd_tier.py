@@ -133,13 +133,13 @@ def test_what_is_put_is_written_once() -> None:
     run(main())
 
 
-def batches_of(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    """Blocks of one order to a disk, at most."""
-    monkeypatch.setattr(ssd_demote, "BATCH_BLOCKS", blocks)
+def limit(monkeypatch: pytest.MonkeyPatch, name: str, blocks: int) -> None:
+    """Blocks of one order to a disk, or that wait to be written, at most."""
+    monkeypatch.setattr(ssd_demote, name, blocks)
 
 
 def test_the_queue_is_bounded_and_says_what_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_demote, "QUEUE_MAX", 5)
+    limit(monkeypatch, "QUEUE_MAX", 5)
 
     async def main() -> None:
         bench = Bench(32, write="through")
@@ -154,7 +154,7 @@ def test_the_queue_is_bounded_and_says_what_it_dropped(monkeypatch: pytest.Monke
 
 
 def test_a_put_waits_for_no_disk_and_orders_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches_of(monkeypatch, 2)
+    limit(monkeypatch, "BATCH_BLOCKS", 2)
 
     async def main() -> None:
         bench = Bench(64, write="through")
@@ -431,7 +431,7 @@ def test_when_the_budget_is_short_what_nobody_is_to_continue_is_not_written() ->
 
 
 def test_each_disk_gets_its_share_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches_of(monkeypatch, 1)
+    limit(monkeypatch, "BATCH_BLOCKS", 1)
 
     async def main() -> None:
         bench = Bench(100, 300, memory=256, write="through")
@@ -447,7 +447,7 @@ def test_each_disk_gets_its_share_by_its_size(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_disk_that_hangs_leaves_its_share_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows yet that it hangs: its orders do not end, and keep none from the other disk."""
-    batches_of(monkeypatch, 1)
+    limit(monkeypatch, "BATCH_BLOCKS", 1)
 
     async def main() -> None:
         bench = Bench(300, 300, memory=256, write="through")
@@ -485,7 +485,7 @@ def test_a_disk_that_fails_leaves_its_share_to_the_others() -> None:
 
 
 def test_masks_walk_and_held_are_of_all_disks_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches_of(monkeypatch, 1)
+    limit(monkeypatch, "BATCH_BLOCKS", 1)
 
     async def main() -> None:
         bench = Bench(50, 50, write="through", parts=(PartSpec(PAGE), PartSpec(2 * PAGE)))

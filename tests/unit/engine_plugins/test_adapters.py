@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.engine_plugins.vllm.scheduler.adapters import KNOWN_MAX, Adapters
+from tests.support.memory import longest
 
 
 def adapter(folder: Path, number: int = 1, weights: bytes = b"w", config: str = "{}") -> Any:
@@ -113,4 +114,4 @@ def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
     for number in range(1, KNOWN_MAX + 3):
         one = SimpleNamespace(lora_int_id=number, lora_name="n", lora_path=str(tmp_path / "a"))
         assert known.content(one)
-    assert len(known._known) == KNOWN_MAX
+    assert longest(known) == KNOWN_MAX

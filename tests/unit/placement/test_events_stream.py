@@ -22,6 +22,7 @@ from kvpool.placement.kv_events.stream import (
     Follower,
     read_batch,
 )
+from tests.support.memory import longest
 
 pack = msgspec.msgpack.encode
 HASHES = range(6)
@@ -424,7 +425,7 @@ def test_what_waits_for_a_replay_has_a_limit() -> None:
     follower = Follower(EngineBlocks(), can_replay=True)
     for seq in range(2 * WAITING_MAX):
         follower.heard(batch(seq, [stored([seq % 50])]))
-    assert len(follower._waiting) == WAITING_MAX
+    assert longest(follower) == WAITING_MAX
     replay(follower, [batch(0, [])])
     assert follower.wanted is None
     assert follower.stats()["next"] == WAITING_MAX  # the rest is missed when the next one comes

@@ -20,7 +20,6 @@ from kvpool.router.orders import Forgotten, News
 from kvpool.router.records.explain import Account
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.records.observations import Measured
-from kvpool.router.requests import active_request
 from kvpool.router.requests.active_request import (
     FOLLOW_MORE_S,
     ActiveRequest,
@@ -287,15 +286,13 @@ def test_an_order_that_comes_after_the_request_was_taken_back_is_not_followed() 
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_who_follows_computes_what_was_lost_when_the_prompt_is_done(
-    lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_follows_computes_what_was_lost_when_the_prompt_is_done(lost: bool) -> None:
     """A save was dropped: nobody waits for it until the follow's own end, and no engine is blamed."""
-    monkeypatch.setattr(active_request, "LOST_SAVE_S", 0.01 if lost else 30.0)
 
     async def main() -> None:
         upstream = Upstream(d="hang once") if lost else Upstream()
         active = active_of(Orders(), upstream, body=STREAMED)
+        active.LOST_SAVE_S = 0.01 if lost else 30.0
         active.tell(order("p", whole=False, follow=True))
         client = Client()
         await active.run(client)

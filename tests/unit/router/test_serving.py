@@ -824,6 +824,13 @@ def test_an_engine_that_goes_before_its_answer_begins_gives_that_back_too() -> N
     run(work, engine("p", PREFILL), engine("d1", DECODE), engine("d2", DECODE))
 
 
+def replace_poll(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, poll: Callable[[float], Any]
+) -> None:
+    """Ask this for orders in the place of the scheduler's poll."""
+    monkeypatch.setattr(bench.scheduler, "poll", poll)
+
+
 def test_an_engine_that_changes_before_its_order_is_looked_at_gets_it_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -838,7 +845,7 @@ def test_an_engine_that_changes_before_its_order_is_looked_at_gets_it_once(
             asyncio.get_running_loop().call_soon(bench.health.change, bench.specs[0])
             return [*orders]
 
-        monkeypatch.setattr(bench.scheduler, "poll", poll_and_change)
+        replace_poll(bench, monkeypatch, poll_and_change)
         assert (await ask(bench, STREAM)).data == right(STREAM)
         assert engines_of(bench) == ["a"]
 
@@ -1024,7 +1031,7 @@ def test_an_error_in_a_poll_does_not_end_polling(monkeypatch: pytest.MonkeyPatch
                 raise errors.pop()
             return real(now)
 
-        monkeypatch.setattr(bench.scheduler, "poll", poll)
+        replace_poll(bench, monkeypatch, poll)
         client = await ask(bench, STREAM)
         assert client.data == right(STREAM)
         assert [type(what["exception"]) for what in seen] == [ValueError]

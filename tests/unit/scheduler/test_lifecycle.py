@@ -12,6 +12,7 @@ from kvpool.scheduler.decode import DecodeRule
 from kvpool.scheduler.queue import FIFO
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.values import DecodeOrder, Order, Rejection, Request, Role, Saves
+from tests.support.memory import longest
 
 Make = Callable[..., Any]
 P, D = Role.PREFILL, Role.DECODE
@@ -410,7 +411,7 @@ def test_a_deadline_is_kept_once() -> None:
     request = Request(1, (), 1, 1, 0.0, deadline_s=5.0)
     for _ in range(3):
         deadlines.add(request)
-    assert len(deadlines._heap) == 1
+    assert longest(deadlines) == 1
     deadlines.remove(1)
     deadlines.add(request)
     assert list(deadlines.over(4.9)) == []
