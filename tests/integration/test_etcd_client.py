@@ -393,17 +393,17 @@ def test_a_try_whose_answer_was_lost_is_repeated(
     """Getting a lease was done, and the answer did not arrive: the second try finds it done."""
 
     async def main() -> None:
-        client = EtcdClient(EtcdSettings.from_url(etcd.url))
-        real, requests = client._try, []
+        requests = []
 
-        async def lossy(endpoint: str, method: Any, request: Any, *rest: Any) -> Any:
-            answer = await real(endpoint, method, request, *rest)
-            requests.append(request)
-            if len(requests) == 1:
-                raise _lost()
-            return answer
+        class Lossy(EtcdClient):
+            async def _try(self, endpoint: str, method: Any, request: Any, *rest: Any) -> Any:
+                answer = await super()._try(endpoint, method, request, *rest)
+                requests.append(request)
+                if len(requests) == 1:
+                    raise _lost()
+                return answer
 
-        monkeypatch.setattr(client, "_try", lossy)
+        client = Lossy(EtcdSettings.from_url(etcd.url))
         try:
             lease = await client.grant(60)
             assert [type(request) for request in requests] == [rpc.LeaseGrantRequest]

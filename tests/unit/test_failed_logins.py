@@ -61,9 +61,13 @@ def test_texts_are_cut_and_a_machine_without_threads_goes_on() -> None:
     collected.failed.add("x" * 70_000, "y" * 70_000)
     collected.ring()
     assert [(len(a), len(b), n) for a, b, n in collected.told[0]] == [(200, 200, 1)]
-    refused = FailedLogins(collected.told.append, Collected.refuse)
+    refuse = [Collected.refuse]
+
+    def later(seconds, work):
+        (refuse.pop() if refuse else lambda *timer: collected.timers.append(timer))(seconds, work)
+
+    refused = FailedLogins(collected.told.append, later)
     refused.add("a", "")
-    refused._later = lambda s, work: collected.timers.append((s, work))
     refused.add("b", "")
     collected.ring()
     assert collected.told[1:] == [[("b", "", 1)]]

@@ -44,7 +44,6 @@ log = logging.getLogger("kvpool.daemon")
 
 SLICE_BLOCKS = 256  # handled before other tasks have their turn
 LINGER_S = 0.002  # keys that are seen together are handled together
-SEEN_KEYS_MAX = 1 << 19  # of one namespace; some 200 bytes each
 FORMER_MAX = 8  # epochs that have ended and whose entries are being withdrawn
 WALK_ROWS = 1 << 40  # cursors of one namespace
 NO_PYZMQ = f"engines' KV events are not followed: pyzmq is not installed ({install('events')})"
@@ -125,12 +124,14 @@ class _Space:
     or an engine has missed events; None: not needed.
     """
 
-    def __init__(self, number: int, namespace: NamespaceState, seeding: Iterator[None]) -> None:
+    def __init__(
+        self, number: int, namespace: NamespaceState, seeding: Iterator[None], seen_max: int
+    ) -> None:
         self.number = number
         self.namespace = namespace
         self.former: list[NamespaceState] = []
         self.engines: list[_Engine] = []
-        self.seen = SeenKeys(SEEN_KEYS_MAX)
+        self.seen = SeenKeys(seen_max)
         self.seeding: Iterator[None] | None = seeding
         self.swept: int | None = None
         # A held key keeps its row, so that a walk visits it. `SeenKeys` may have forgotten it.
@@ -198,6 +199,8 @@ class Engines:
 
     NOTED_BYTES_MAX = 4 << 20
     """Keys named by requests and not handled yet, at most."""
+    SEEN_KEYS_MAX = 1 << 19
+    """Of one namespace; some 200 bytes each."""
 
     def __init__(
         self,
@@ -340,7 +343,7 @@ class Engines:
             return
         space = self._spaces.get(namespace)
         if space is None:
-            space = _Space(self._next_space, namespace, iter(()))
+            space = _Space(self._next_space, namespace, iter(()), self.SEEN_KEYS_MAX)
             space.seeding = self._seed(space)
             self._next_space += 1
             self._spaces[namespace] = space

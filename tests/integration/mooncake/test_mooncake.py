@@ -303,6 +303,11 @@ def test_a_reader_gets_one_version_or_the_other(store, pool):
     assert found >= {1, 2, 3, 4}
 
 
+def spaces_of(store) -> spaces.Spaces:
+    """What finds the namespace of an object."""
+    return store._objects.spaces
+
+
 def put_unseen(store, monkeypatch, key: str, data: bytes) -> None:
     """A put whose lookup was answered before another's put of the key."""
 
@@ -311,7 +316,7 @@ def put_unseen(store, monkeypatch, key: str, data: bytes) -> None:
         return [None] * n, bytes(n)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._objects.spaces, "find", nothing)
+        patch.setattr(spaces_of(store), "find", nothing)
         assert store.put(key, data) == 0
 
 
@@ -361,7 +366,7 @@ def test_an_upsert_hears_of_a_namespace_that_another_has_added(
 def test_a_catalog_that_was_evicted_is_entered_again(store, pool, request):
     """By who knows what was in it, with the next look after a miss."""
     assert store.put_batch(["a", "b"], [b"1" * 2000] * 2) == store.put("small", b"s") == 0
-    known = store._objects.spaces
+    known = spaces_of(store)
     client = store._client
     keys = b"".join(
         _catalog_key(level, space.size >> 6 * (DEPTH - 1 - level))

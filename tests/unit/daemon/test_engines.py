@@ -15,8 +15,7 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Holder, NamespaceState
 from kvpool.daemon.core.events import Named
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tiers import engine_caches as engines_module
-from kvpool.daemon.tiers.engine_caches import NO_PYZMQ, Engines
+from kvpool.daemon.tiers.engine_caches import NO_PYZMQ, SLICE_BLOCKS, Engines
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks
@@ -262,13 +261,10 @@ def test_what_the_pool_has_is_known() -> None:
     run(main())
 
 
-def test_what_is_held_is_withdrawn_though_its_key_was_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engines_module, "SEEN_KEYS_MAX", 4)
-
+def test_what_is_held_is_withdrawn_though_its_key_was_forgotten() -> None:
     async def main() -> None:
         bench = Bench()
+        bench.engines.SEEN_KEYS_MAX = 4
         stream, _ = await bench.follow()
         stream.stored(range(4))
         bench.saw(range(4))
@@ -558,25 +554,24 @@ def test_notes_are_bounded() -> None:
     run(main())
 
 
-def test_no_slice_of_the_work_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slice_of_the_work_is_long() -> None:
     sizes = []
-    look_again = Engines._look_again
 
-    def spy(engines: Engines, namespace: Any, keys: Any) -> None:
-        sizes.append(len(keys))
-        look_again(engines, namespace, keys)
-
-    monkeypatch.setattr(Engines, "_look_again", spy)
+    class Watched(Engines):
+        def _look_again(self, space: Any, keys: Any) -> None:
+            sizes.append(len(keys))
+            super()._look_again(space, keys)
 
     async def main() -> None:
         bench = Bench()
+        bench.engines.__class__ = Watched
         stream, holder = await bench.follow()
         stream.stored(range(5000))
         bench.saw(range(5000))
         await bench.settle()
         bench.engines.forget(holder)
         await bench.settle()
-        assert max(sizes) == engines_module.SLICE_BLOCKS
+        assert max(sizes) == SLICE_BLOCKS
         assert sum(sizes) >= 10_000
 
     run(main())

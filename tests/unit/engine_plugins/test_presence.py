@@ -152,5 +152,5 @@ def test_it_is_told_again_until_the_end(caplog):
     presence.end()
     assert caplog.text.count("one engine too many") == 1
     after = len(calls)
-    assert not presence._thread.is_alive()
+    assert "kvpool-presence" not in {thread.name for thread in threading.enumerate()}
     assert len(calls) == after

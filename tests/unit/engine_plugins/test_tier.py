@@ -15,6 +15,7 @@ from kvpool.engine_plugins.vllm.chunks.namespace import check, record
 from kvpool.engine_plugins.vllm.chunks.namespace import engine_config as engine_config_of
 from kvpool.errors import ConfigError
 from tests.support.vllm_configs import HfConfig, drafts, engine_config
+from tests.support.waiting import until
 
 
 def test_settings() -> None:
@@ -50,8 +51,13 @@ def test_wrong_settings(given: dict[str, Any], says: str) -> None:
 def test_jobs_end_with_their_results() -> None:
     jobs = Jobs[int](2, 10, "test")
     assert all(jobs.submit(number, lambda number=number: number * 10) for number in range(5))
-    jobs._threads.shutdown(wait=True)
-    found = jobs.finished()
+    found: list[Any] = []
+
+    def ended() -> bool:
+        found.extend(jobs.finished())
+        return len(found) == 5
+
+    until(ended, "all have ended")
     assert sorted((number, result) for number, result, _ in found) == [
         (number, number * 10) for number in range(5)
     ]

@@ -331,22 +331,14 @@ def test_who_does_not_read_an_answer_loses_the_connection(monkeypatch: pytest.Mo
     run(work, engine("a"), client_stall_s=0.05)
 
 
-def test_a_client_that_hangs_up_leaves_nothing_for_the_collector(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_that_hangs_up_leaves_nothing_for_the_collector() -> None:
     left: list[weakref.ref[ActiveRequest]] = []
-    start = ActiveRequest.run
-
-    async def run_and_note(active: ActiveRequest, *args: Any) -> None:
-        left.append(weakref.ref(active))
-        await start(active, *args)
-
-    monkeypatch.setattr(ActiveRequest, "run", run_and_note)
 
     async def work(site: Site) -> None:
         site.bench.upstream.hold["a"] = asyncio.Event()
         task = asyncio.create_task(site.call("/v1/completions", STREAM))
         await until_async(lambda: bool(site.bench.upstream.open))
+        left.extend(weakref.ref(one) for one in gc.get_objects() if isinstance(one, ActiveRequest))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await until_async(lambda: left[0]() is None)
