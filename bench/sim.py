@@ -52,12 +52,13 @@ from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES, make_policy
 from kvpool.scheduler.queue import QueueRule
 from kvpool.scheduler.values import Engine, Request, Role
-from kvpool.simulator.bound import central_queue, scale_for
+from kvpool.simulator.bound import scale_for
 from kvpool.simulator.plot import draw
 from kvpool.simulator.report import spread, summary
 from kvpool.simulator.simulated_cluster import Shape, Simulation
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import STEP_S, Entry, arrivals, ideal_hits, read_trace
+from tests.support.central_queue import central_queue
 
 TRACE = Path(__file__).resolve().parents[1] / "../shared/traces/conversation_trace.jsonl"
 LOAD, HEAVY = 0.8, 0.92

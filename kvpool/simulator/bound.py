@@ -1,9 +1,7 @@
-"""One central queue in the order of arrival over an ideal cache: what a scheduler that keeps to that order
-can hardly beat. A yardstick, not a proof: steps that compute parts of two prompts read the weights once."""
+"""How long engines compute for a trace over an ideal cache, and how much load that is."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 from kvpool.scheduler.values import Request
@@ -38,23 +36,6 @@ def services_s(
         service_s(speeds, request.tokens, cached, step_tokens, block_tokens)
         for request, cached in zip(requests, hits, strict=True)
     ]
-
-
-def central_queue(
-    requests: Sequence[Request], speeds: Speeds, engines: int, step_tokens: int
-) -> list[float]:
-    """Times to first token with one queue for all engines, in order, over that cache, loads for nothing.
-
-    Work-conserving: the first in the queue goes to whichever engine is free first.
-    """
-    free_at = [0.0] * engines
-    ttft_s = []
-    services = services_s(requests, speeds, step_tokens)
-    for request, service in zip(requests, services, strict=True):
-        begins = max(heapq.heappop(free_at), request.arrived_s)
-        heapq.heappush(free_at, begins + service)
-        ttft_s.append(begins + service - request.arrived_s)
-    return ttft_s
 
 
 def scale_for(

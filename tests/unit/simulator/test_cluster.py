@@ -14,12 +14,13 @@ from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.values import Request
-from kvpool.simulator.bound import central_queue, scale_for
+from kvpool.simulator.bound import scale_for
 from kvpool.simulator.node import Tier
 from kvpool.simulator.report import summary
 from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation, _Node
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import arrivals, generate, ideal_hits
+from tests.support.central_queue import central_queue
 
 SPEEDS = Speeds(load_hardware("a800x8"), load_model("llama-3-70b"))
 SMALL = Shape(SPEEDS, prefill=3, pool_tokens=3_000_000)

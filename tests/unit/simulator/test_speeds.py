@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.simulator.bound import central_queue, scale_for, service_s
+from kvpool.simulator.bound import scale_for, service_s
 from kvpool.simulator.speeds import (
     Speeds,
     load_hardware,
     load_model,
 )
 from kvpool.simulator.traces import Entry, arrivals
+from tests.support.central_queue import central_queue
 
 PROFILES = Path(__file__).resolve().parents[3] / "kvpool" / "simulator" / "profiles"
 
