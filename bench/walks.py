@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,12 @@ def called(folder: Path, pids: Iterable[int], act: Callable[[], object]) -> set[
     return {name.removeprefix(f"{PACKAGE}/") for name in names if name.startswith(str(PACKAGE))}
 
 
+def in_each(folder: Path, pids: Iterable[int], acts: Iterable[Callable[[], object]]) -> set[str]:
+    """Return the functions that are called for each of these: once, anything may happen beside it."""
+    pids = list(pids)
+    return set.intersection(*(called(folder, pids, act) for act in acts))
+
+
 def shown(title: str, functions: Iterable[str]) -> None:
     files = {function.split()[0] for function in functions}
     kept = sorted(file for file in files if not file.startswith(NO_HANDLING))
@@ -112,7 +119,7 @@ def pool_walks(folder: Path, traces: Path) -> None:
         a, b = cluster.nodes
         with a.client() as writer, b.client() as reader:
             ours, theirs = writer.open(record), reader.open(record)
-            for number in range(3):  # the first ones open connections
+            for number in range(5):  # the first ones open connections
                 keys, blocks = blocks_of(number)
                 writer.put(ours, keys, blocks)
                 time.sleep(1.0)
@@ -121,15 +128,19 @@ def pool_walks(folder: Path, traces: Path) -> None:
             pids = [*descendants(a.pid), *descendants(b.pid)]
             idle = called(traces, pids, lambda: time.sleep(IDLE_S))
             mine: set[str] = set()
-            read = called(
-                traces,
-                pids,
-                lambda: mine.update(called_here(lambda: reader.get(theirs, keys, wait_s=5.0))),
-            )
-            shown("remote get", (read - idle) | mine)
-            keys, blocks = blocks_of(9)
-            wrote = called(traces, descendants(a.pid), lambda: writer.put(ours, keys, blocks))
-            shown("put with demotion to a disk", wrote - idle)
+
+            def read(number: int) -> None:
+                keys, _ = blocks_of(number)
+                mine.update(called_here(lambda: reader.get(theirs, keys, wait_s=5.0)))
+
+            def write(number: int) -> None:
+                writer.put(ours, *blocks_of(number))
+
+            reads = in_each(traces, pids, [partial(read, number) for number in range(2, 5)])
+            shown("remote get", (reads - idle) | mine)
+            pids = descendants(a.pid)
+            writes = in_each(traces, pids, [partial(write, number) for number in range(9, 12)])
+            shown("put with demotion to a disk", writes - idle)
 
 
 def routed_walk(folder: Path, traces: Path) -> None:
@@ -159,7 +170,8 @@ def routed_walk(folder: Path, traces: Path) -> None:
         for seed in ("one", "two"):
             ask(seed)
         idle = called(traces, [pid], lambda: time.sleep(IDLE_S))
-        shown("routed request", called(traces, [pid], lambda: ask("three")) - idle)
+        asked = in_each(traces, [pid], [partial(ask, seed) for seed in ("three", "four", "five")])
+        shown("routed request", asked - idle)
 
 
 def main() -> None:
