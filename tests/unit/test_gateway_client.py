@@ -216,7 +216,8 @@ def test_each_command_asks_the_gateway_or_concerns_this_machine():
         callback = inspect.unwrap(command.callback)
         module = inspect.getsource(inspect.getmodule(callback))
         if path[0] in HERE_ONLY:
-            assert "@asks(" not in module, path
+            assert "at.client" not in module, path
+            assert "client_of(" not in module, path
         elif path not in ASKS_NOBODY:
             asking = "asks(" in module or "client_of(" in module
             assert asking, f"{path}: neither in HERE_ONLY nor asks a gateway"
