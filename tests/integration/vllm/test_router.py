@@ -249,10 +249,20 @@ def receipts(socket: str) -> list[dict[str, Any]]:
 def test_each_request_has_a_receipt_of_what_its_engine_got_from_the_pool(served: Served) -> None:
     a, b = (served.servers[name] for name in "ab")
     asked = served.prompt(5)
+    before = {each["request"] for each in receipts(served.sockets["a"])}
     BENCH.ask(a.url, asked, NEW)
+    hit = served.kit.hit(PROMPT_TOKENS) - served.kit.BLOCK
+
+    def shared() -> bool:
+        own = [each for each in receipts(served.sockets["a"]) if each["request"] not in before]
+        with OperatorClient(served.sockets["a"], connect=True, timeout_s=PATIENCE_S) as client:
+            settled = client.stats().cluster.directory.settled
+        return settled and sum(each["written"]["tokens"] for each in own) >= hit
+
+    until(shared, "the prompt's blocks are in the pool, and the directory knows them")
     known = {each["request"] for each in receipts(served.sockets["b"])}
     loaded = BENCH.ask(b.url, asked, NEW)
-    assert loaded.cached_tokens >= served.kit.hit(PROMPT_TOKENS) - served.kit.BLOCK
+    assert loaded.cached_tokens >= hit
 
     def ended() -> bool:
         nonlocal new
