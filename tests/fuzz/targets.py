@@ -82,7 +82,7 @@ def sample(kind: inspect.Type, rng: random.Random) -> Any:
     """A value of this type."""
     match kind:
         case inspect.StructType():
-            return kind.cls(*(sample(each.type, rng) for each in kind.fields))
+            return kind.cls(**{each.name: sample(each.type, rng) for each in kind.fields})
         case inspect.Metadata():
             return sample(kind.type, rng)
         case inspect.UnionType():
