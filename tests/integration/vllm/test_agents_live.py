@@ -65,7 +65,7 @@ def test_sessions_are_served_rightly_and_known(
             done = subprocess.run(
                 [*command, "--socket", daemon.socket], capture_output=True, text=True, check=True
             )
-            return {one["session"]: one["turns"] for one in json.loads(done.stdout)["items"]}
+            return {one["session"]: one["turns"] for one in json.loads(done.stdout)["sessions"]}
 
         kit.until(lambda: known() == {"chat-1": TURNS, "chat-2": TURNS}, "the others go on")
         kit.until(lambda: daemon.counters().expended > 0, "the end of the first one")
