@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import InvalidRequest, KvpoolError
-from kvpool.telemetry.node_stats import NodeStats
-from kvpool.wire import frame
 
-
-class Asks(Protocol):
-    """`OperatorClient`."""
-
-    def inspect(self, node: str = "") -> NodeStats: ...
-
-    def ask_node(
-        self,
-        message: frame.Message,
-        *,
-        node: str = "",
-        tenant: str = "",
-        by: str = "",
-        wait_s: float = 0.0,
-    ) -> Any: ...
+if TYPE_CHECKING:
+    from kvpool.client.gateway import Operator
+    from kvpool.wire import frame
 
 
 def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
@@ -33,7 +19,7 @@ def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
 
 
 def ask_each(
-    client: Asks, nodes: Iterable[str], message: frame.Message | None, *, tenant: str = ""
+    client: Operator, nodes: Iterable[str], message: frame.Message | None, *, tenant: str = ""
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The answers of nodes, by name; and the nodes that gave none, with why. message: None: their statistics."""
     found: dict[str, Any] = {}
@@ -51,7 +37,7 @@ def ask_each(
 
 
 def holders(
-    client: Asks, nodes: Sequence[str], tenant: str, digest: str
+    client: Operator, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[str], dict[str, str]]:
     """Of these nodes those that have the tenant, and its namespace open if one is given; those that do not answer."""
     answers, silent = ask_each(client, nodes, None)

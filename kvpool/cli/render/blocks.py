@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kvpool.cli.render.asking import Asks, holders, nodes_of
+from kvpool.cli.render.asking import holders, nodes_of
 from kvpool.cli.render.text import DIGEST_SHOWN, Column, count, make_console, rows_table
 from kvpool.errors import InvalidRequest
 from kvpool.wire import operator as operator_wire
@@ -14,6 +14,8 @@ from kvpool.wire.answers import Block, columns_of
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvpool.client.gateway import Operator
 
 PAGE = 1000  # blocks in one answer
 
@@ -34,7 +36,7 @@ def show_prefixes(
     console.print(rows_table("", some, columns))
 
 
-def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
+def check_open(client: Operator, node: str, tenant: str, digest: str) -> None:
     """Raises `InvalidRequest`, which names the nodes that have the namespace, where this one does not. node: empty for
     the one that is asked."""
     own = client.inspect(node)
@@ -48,7 +50,7 @@ def check_open(client: Asks, node: str, tenant: str, digest: str) -> None:
 
 
 def list_some(
-    client: Asks, node: str, tier: str, digest: bytes, cursor: str, limit: int
+    client: Operator, node: str, tier: str, digest: bytes, cursor: str, limit: int
 ) -> tuple[list[Block], str | None]:
     """Up to so many blocks from a cursor on, and where the next ones begin; None: nowhere."""
     found: list[Block] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from kvpool.cli.render.asking import Asks, ask_each
+from kvpool.cli.render.asking import ask_each
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
@@ -30,6 +30,8 @@ from kvpool.wire.answers import Located
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvpool.client.gateway import Operator
 
 INCARNATION_SHOWN = 8
 KEYS_SHOWN = 3  # of those that were not found
@@ -307,7 +309,7 @@ def _held(
 
 
 def holdings(
-    client: Asks, nodes: Sequence[str], tenant: str, digest: str
+    client: Operator, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
     answers, silent = ask_each(client, nodes, None)
@@ -405,7 +407,7 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
 
 
 def replicas(
-    client: Asks, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
+    client: Operator, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
 ) -> tuple[list[Located], dict[str, str]]:
     """Where blocks are; and nodes that do not answer, with why. nodes: of the cluster, this one first.
 

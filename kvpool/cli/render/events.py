@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvpool.cli.render.asking import Asks
 from kvpool.cli.render.text import make_console
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.wire import operator as operator_wire
@@ -18,6 +17,8 @@ from kvpool.wire.answers import Event
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvpool.client.gateway import Operator
 
 LOOK_S = 0.5
 PAGE = 1000  # events in one answer
@@ -33,7 +34,7 @@ KIND_STYLES = {
 class Feed:
     """Events of some nodes, each once, the oldest first. silent: nodes that do not answer, and why."""
 
-    def __init__(self, client: Asks, nodes: Sequence[str]) -> None:
+    def __init__(self, client: Operator, nodes: Sequence[str]) -> None:
         self.silent: dict[str, str] = {}
         self._client = client
         self._after = dict.fromkeys(nodes, 0)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
-from kvpool.cli.render.asking import Asks, ask_each
+from kvpool.cli.render.asking import ask_each
 from kvpool.cli.render.bars import BAR, make_bar
 from kvpool.cli.render.text import Column, count, make_console, rows_table, size_text
 from kvpool.errors import KvpoolError
@@ -23,6 +23,8 @@ from kvpool.wire.jobs import JobSpec, JobState, JobView
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from kvpool.client.gateway import Operator
 
 LOOK_S = 0.2
 PATIENCE_S = 30.0  # so long a node may fail to answer until its part of a job is given up
@@ -44,7 +46,7 @@ class Job:
     """One job on some nodes. views: the last word of each; failures: nodes on which it did not begin, and why."""
 
     def __init__(
-        self, client: Asks, name: str, *, clock: Callable[[], float] = time.monotonic
+        self, client: Operator, name: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = name
         self.views: dict[str, JobView] = {}
@@ -240,7 +242,7 @@ JOBS: dict[str, Column] = {
 
 
 def jobs_on(
-    client: Asks, nodes: Iterable[str], names: Sequence[str] = ()
+    client: Operator, nodes: Iterable[str], names: Sequence[str] = ()
 ) -> tuple[list[JobView], dict[str, str]]:
     """Views of jobs on these nodes, the youngest first; and nodes that do not answer, with why."""
     found, silent = ask_each(client, nodes, operator_wire.Jobs(list(names)))

@@ -15,12 +15,12 @@ from kvpool.wire import operator as operator_wire
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.asking import Asks
+    from kvpool.client.gateway import Operator
 
 TIMES = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)  # of the present memory, that the table shows
 
 
-def gather(client: Asks, tenant: str) -> MemoryPlan:
+def gather(client: Operator, tenant: str) -> MemoryPlan:
     """Ask all nodes."""
     nodes = nodes_of(client.ask_node(operator_wire.Cluster()))
     told, silent = ask_each(client, nodes, operator_wire.HitCurves(), tenant=tenant)

@@ -14,11 +14,11 @@ from kvpool.wire.answers import MissedBlock, Missing
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.asking import Asks
+    from kvpool.client.gateway import Operator
 
 
 def ask_why(
-    client: Asks, tenant: str, digest: bytes, keys: Sequence[bytes]
+    client: Operator, tenant: str, digest: bytes, keys: Sequence[bytes]
 ) -> tuple[dict[str, Missing], dict[str, str]]:
     """Each node's reasons, by name; and the nodes that gave none, with why. Nodes without the namespace are left out."""
     message = client_wire.WhyMissing(digest, b"".join(keys))

@@ -30,7 +30,7 @@ from kvpool.wire import operator as operator_wire
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.cli.render.asking import Asks
+    from kvpool.client.gateway import Operator
 
 BYTES_MAX = 1 << 30
 """The object and a copy of it are in this process's memory."""
@@ -161,7 +161,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def list_objects(
-    client: Asks, objects: Objects, tier: str, prefix: str, limit: int
+    client: Operator, objects: Objects, tier: str, prefix: str, limit: int
 ) -> tuple[list[dict[str, Any]], bool]:
     """Up to so many objects with blocks in this node's tier, and whether there may be more of them."""
     wanted = prefix.encode()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import msgspec
 
-from kvpool.cli.render.asking import Asks, ask_each
+from kvpool.cli.render.asking import ask_each
 from kvpool.cli.render.text import Column, make_console, rows_table
 from kvpool.config import SECRETS, SETTINGS, config_of, gather
 from kvpool.errors import InvalidRequest
@@ -21,6 +21,8 @@ from kvpool.wire.answers import Setting as RunningSetting
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvpool.client.gateway import Operator
 
 LINE_MAX = 78
 TABLES = ("tenants", "publish_events")
@@ -124,7 +126,7 @@ def parse_changes(given: Sequence[str]) -> dict[str, str]:
 
 
 def change(
-    client: Asks, nodes: Sequence[str], changes: Mapping[str, str]
+    client: Operator, nodes: Sequence[str], changes: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Change settings of nodes, one after the other; which did, and why others did not. Raises what the first one said."""
     message = operator_wire.ChangeSettings(msgspec.json.encode(changes))
