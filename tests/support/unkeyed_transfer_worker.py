@@ -6,4 +6,4 @@ from kvpool.transfer.stream import Stream
 
 if __name__ == "__main__":
     Stream.use_keys = lambda *_: None  # type: ignore[method-assign]
-    run_worker("transfer", TransferWorker)
+    run_worker(TransferWorker)

@@ -50,9 +50,8 @@ class DeviceWorkerProxy(Worker):
     start_s = 300.0  # it loads torch: over a minute from a cold disk, or beside busy processes
 
     def __init__(self, start: worker_wire.DeviceStart, segments: Mapping[int, Segment]) -> None:
-        super().__init__()
+        super().__init__(segments)
         self._begin = start
-        self._segments = segments
         self.life = secrets.randbits(62) | 1  # not 0, and a `Count` of the wire
         self._page: OwnerLiveness | None = None
 
@@ -63,8 +62,6 @@ class DeviceWorkerProxy(Worker):
             raise Unavailable(
                 f"the page that signals this process's death cannot be created: {error.strerror}"
             ) from None
-        for segment_id, segment in self._segments.items():
-            await self.attach(segment_id, segment)
         await self._ask(self._begin, self.start_s, page.fd)
 
     def on_worker_exit(self) -> None:

@@ -37,35 +37,24 @@ Rows = npt.NDArray[np.int64]
 class DeviceWorker(WorkerProcess):
     """The process."""
 
+    kind = "device"
     decode = worker_wire.decode_device
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._promotions = Jobs("kvpool-promote", PROMOTE_JOBS, self.control)
-        self._demotions = Jobs("kvpool-demote", DEMOTE_JOBS, self.control)
+        promotions = Jobs("kvpool-promote", PROMOTE_JOBS, self.control)
+        demotions = Jobs("kvpool-demote", DEMOTE_JOBS, self.control)
+        self.orders = {
+            worker_wire.PromoteBlocks: (promotions, self._promote),
+            worker_wire.DemoteBlocks: (demotions, self._demote),
+        }
+        self.questions |= {
+            worker_wire.DeviceStart: self._begin,
+            worker_wire.ExportSegment: self._export,
+        }
+        self.stoppable = (demotions,)
         self._segments: list[DeviceSegment | None] = []
         self._mine = threading.local()
-
-    def handle(self, request: int, message: frame.Message) -> None:
-        match message:
-            case worker_wire.AttachSegment():
-                self.answer(request, lambda: self.attach(message))
-            case worker_wire.DeviceStart():
-                self.answer(request, lambda: self._begin(message))
-            case worker_wire.PromoteBlocks():
-                self._promotions.add(request, message.deadline_s, lambda *_: self._promote(message))
-            case worker_wire.DemoteBlocks():
-                self._demotions.add(
-                    request,
-                    message.deadline_s,
-                    lambda stop, deadline: self._demote(message, stop, deadline),
-                )
-            case worker_wire.ExportSegment():
-                self.answer(request, lambda: frame.Bytes(self._whole(message.segment).export()))
-            case worker_wire.StopOrder():
-                self._demotions.stop(message.request)
-            case _:
-                raise ProtocolError(f"a device worker does not accept a {type(message).__name__}")
 
     def _begin(self, start: worker_wire.DeviceStart) -> frame.Message:
         if not self._fds:
@@ -94,7 +83,10 @@ class DeviceWorker(WorkerProcess):
             raise InvalidRequest(f"there is no device memory beside segment {segment}")
         return whole
 
-    def _promote(self, order: worker_wire.PromoteBlocks) -> frame.Message:
+    def _export(self, order: worker_wire.ExportSegment) -> frame.Message:
+        return frame.Bytes(self._whole(order.segment).export())
+
+    def _promote(self, order: worker_wire.PromoteBlocks, *_: object) -> frame.Message:
         host = self.memory.table(order.segment, order.stride)
         device = self._table(order.segment, order.stride)
         device.from_host(host, _rows(order.rows), _rows(order.device_rows))
@@ -132,4 +124,4 @@ def _rows(packed: bytes) -> Rows:
 
 
 if __name__ == "__main__":
-    run_worker("device", DeviceWorker)
+    run_worker(DeviceWorker)

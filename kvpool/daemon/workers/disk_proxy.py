@@ -66,16 +66,13 @@ class DiskWorkerProxy(Worker):
         segments: Mapping[int, Segment],
         encryption: Callable[[], list[bytes]] = list,
     ) -> None:
-        super().__init__()
+        super().__init__(segments)
         self._config = config
         self._encryption = encryption
-        self._segments = segments
         self.ready: storage_wire.DiskReady
 
     async def _prepare(self) -> None:
         config = self._config
-        for segment_id, segment in self._segments.items():
-            await self.attach(segment_id, segment)
         self.ready = await self._ask(
             storage_wire.DiskStart(config.path, config.size, config.threads, self._encryption()),
             OPEN_S,
@@ -86,9 +83,6 @@ class DiskWorkerProxy(Worker):
         """Have the process use the present secrets of the encryption at rest."""
         if secrets := self._encryption():
             self.tell(storage_wire.ChangeSecrets(secrets))
-
-    def on_worker_exit(self) -> None:
-        """Waiting orders fail."""
 
     async def scan(self, count: int) -> storage_wire.Scanned:
         return await self.expect(storage_wire.Scanned, storage_wire.ScanDisk(count), START_S)

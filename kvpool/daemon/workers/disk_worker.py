@@ -15,13 +15,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.daemon.workers.worker_main import Jobs, WorkerProcess, run_worker
-from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, ProtocolError, Unavailable
+from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded, Unavailable
 from kvpool.storage.at_rest import EncryptionSecrets
 from kvpool.storage.codecs import BLOSC2, RAW, Blosc2
 from kvpool.storage.ssd.index import Entries
@@ -40,80 +42,58 @@ PACKS_MAX = 2 * WRITE_JOBS  # kept at a time: control orders at most as many as 
 class DiskWorker(WorkerProcess):
     """The process."""
 
+    kind = "disk"
     decode = storage_wire.decode_disk
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._reads = Jobs("kvpool-read", READ_JOBS, self.control)
+        self._secrets = EncryptionSecrets()
+        reads = Jobs("kvpool-read", READ_JOBS, self.control)
         self._writes = Jobs("kvpool-write", WRITE_JOBS, self.control)
-        self._open: SsdStore | None = None
+        self.orders = {
+            storage_wire.ReadEntries: (reads, self._entries_at),
+            storage_wire.ReadBlocks: (reads, self._read),
+            storage_wire.PackBlocks: (self._writes, self._pack),
+            storage_wire.ScrubBlocks: (self._writes, self._scrub),
+        }
+        self.questions |= {
+            storage_wire.DiskStart: self._begin,
+            storage_wire.ScanDisk: self._next_entries,
+            storage_wire.AddTable: self._add_table,
+            storage_wire.DropTables: self._drop_tables,
+        }
+        self.notes |= {
+            storage_wire.DropPack: self._drop_pack,
+            storage_wire.ChangeSecrets: lambda order: self._secrets.change(order.secrets),
+        }
+        self.stoppable = (reads,)
+        self._store: SsdStore  # from `DiskStart` on, the first message
         self._scan: Iterator[Entries] | None = None
         self._forgotten = 0
-        self._secrets = EncryptionSecrets()
         self._packs: dict[int, Packed] = {}
         self._packs_lock = threading.Lock()
 
-    @property
-    def _store(self) -> SsdStore:
-        if self._open is None:
-            raise InvalidRequest("the first message to a disk worker must be a DiskStart")
-        return self._open
-
-    def handle(self, request: int, message: frame.Message) -> None:
+    def handle(self, request: int, message: Any) -> None:
+        """Note deletions and pins in the main thread, in their order; a thread waits for the index to accept them."""
         match message:
-            case worker_wire.AttachSegment():
-                self.answer(request, lambda: self.attach(message))
-            case storage_wire.DiskStart():
-                self.answer(request, lambda: self._begin(message))
-            case storage_wire.ScanDisk():
-                self.answer(request, lambda: self._next_entries(message))
-            case storage_wire.ReadEntries():
-                self._reads.add(request, message.deadline_s, lambda *_: self._entries_at(message))
-            case storage_wire.AddTable() | storage_wire.DropTables():
-                self.answer(request, lambda: self._change_tables(message))
-            case storage_wire.PackBlocks() | storage_wire.DropPack():
-                self._handle_pack(request, message)
             case storage_wire.WriteBlocks():
                 self._forget(message.forget)
-                after = self._forgotten
-                self._writes.add(
-                    request, message.deadline_s, lambda *_: self._write(message, after)
-                )
+                work = partial(self._write, message, self._forgotten)
             case storage_wire.ForgetSlots():
                 self._forget(message.slots)
-                after = self._forgotten
-                self._writes.add(request, message.deadline_s, lambda *_: self._wait(after))
+                work = partial(self._wait, self._forgotten)
             case storage_wire.PinSlots():
                 slots = np.frombuffer(message.slots, dtype=np.uint64)
-                after = self._forgotten = self._store.pin(slots, message.level)
-                self._writes.add(request, message.deadline_s, lambda *_: self._wait(after))
-            case storage_wire.ReadBlocks():
-                self._reads.add(
-                    request,
-                    message.deadline_s,
-                    lambda stop, deadline: self._read(message, stop, deadline),
-                )
-            case storage_wire.ScrubBlocks():
-                self._writes.add(request, message.deadline_s, lambda *_: self._scrub(message))
-            case storage_wire.ChangeSecrets():
-                self._secrets.change(message.secrets)
-            case worker_wire.StopOrder():
-                self._reads.stop(message.request)
+                self._forgotten = self._store.pin(slots, message.level)
+                work = partial(self._wait, self._forgotten)
             case _:
-                raise ProtocolError(f"a disk worker does not accept a {type(message).__name__}")
-
-    def _handle_pack(
-        self, request: int, message: storage_wire.PackBlocks | storage_wire.DropPack
-    ) -> None:
-        if isinstance(message, storage_wire.PackBlocks):
-            self._writes.add(request, message.deadline_s, lambda *_: self._pack(message))
-        else:
-            with self._packs_lock:
-                self._packs.pop(message.pack, None)
+                super().handle(request, message)
+                return
+        self._writes.add(request, message.deadline_s, work)
 
     def _begin(self, start: storage_wire.DiskStart) -> frame.Message:
         self._secrets = EncryptionSecrets(start.secrets)
-        store = self._open = SsdStore.open(
+        store = self._store = SsdStore.open(
             start.path,
             start.size,
             threads=start.threads,
@@ -141,16 +121,15 @@ class DiskWorker(WorkerProcess):
                 error = str(refused)
         return storage_wire.Scanned(found.tobytes(), error)
 
-    def _entries_at(self, order: storage_wire.ReadEntries) -> frame.Message:
+    def _entries_at(self, order: storage_wire.ReadEntries, *_: object) -> frame.Message:
         slots = np.frombuffer(order.slots, dtype=np.uint64)
         return storage_wire.Scanned(self._store.entries_at(slots).tobytes())
 
-    def _change_tables(
-        self, order: storage_wire.AddTable | storage_wire.DropTables
-    ) -> frame.Message:
-        if isinstance(order, storage_wire.DropTables):
-            self._store.drop_tables(order.tables)
-            return frame.Done()
+    def _drop_tables(self, order: storage_wire.DropTables) -> frame.Message:
+        self._store.drop_tables(order.tables)
+        return frame.Done()
+
+    def _add_table(self, order: storage_wire.AddTable) -> frame.Message:
         if order.table:
             self._store.renew_table(order.table, order.record)
             return frame.Done(order.table)
@@ -160,12 +139,16 @@ class DiskWorker(WorkerProcess):
         if slots:
             self._forgotten = self._store.forget(np.frombuffer(slots, dtype=np.uint64))
 
-    def _wait(self, after: int) -> frame.Message:
+    def _wait(self, after: int, *_: object) -> frame.Message:
         if not self._store.wait(after):
             raise Unavailable("the index of the disk did not accept the changes")
         return frame.Done()
 
-    def _pack(self, order: storage_wire.PackBlocks) -> frame.Message:
+    def _drop_pack(self, order: storage_wire.DropPack) -> None:
+        with self._packs_lock:
+            self._packs.pop(order.pack, None)
+
+    def _pack(self, order: storage_wire.PackBlocks, *_: object) -> frame.Message:
         started = time.monotonic()
         with self._packs_lock:
             if len(self._packs) >= PACKS_MAX:
@@ -185,7 +168,7 @@ class DiskWorker(WorkerProcess):
             raise InvalidRequest(f"there is no pack {number}")
         return packed
 
-    def _write(self, order: storage_wire.WriteBlocks, after: int) -> frame.Message:
+    def _write(self, order: storage_wire.WriteBlocks, after: int, *_: object) -> frame.Message:
         started = time.monotonic()
         n, rows = len(order.keys) // 16, _rows(order.rows)
         packed = self._packed(order.pack) if order.pack else None
@@ -236,7 +219,7 @@ class DiskWorker(WorkerProcess):
         )
         return worker_wire.Pulled(status.tobytes(), b"", time.monotonic() - started)
 
-    def _scrub(self, order: storage_wire.ScrubBlocks) -> frame.Message:
+    def _scrub(self, order: storage_wire.ScrubBlocks, *_: object) -> frame.Message:
         started = time.monotonic()
         status = self._store.read(
             ReadBatch(
@@ -265,4 +248,4 @@ def _lengths(packed: bytes) -> npt.NDArray[np.int64] | None:
 
 
 if __name__ == "__main__":
-    run_worker("disk", DiskWorker)
+    run_worker(DiskWorker)

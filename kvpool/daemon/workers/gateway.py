@@ -63,9 +63,6 @@ class GatewayWorker(Worker):
         log.info("the HTTP gateway listens at %s", ", ".join(urls))
         self._tell(urls)
 
-    def on_worker_exit(self) -> None:
-        pass
-
 
 class Gateway:
     """Keeps the gateway running, if one is configured. Event loop only.

@@ -54,14 +54,11 @@ class ObjectWorkerProxy(Worker):
         segments: Mapping[int, Segment],
         encryption: Callable[[], list[bytes]] = list,
     ) -> None:
-        super().__init__()
+        super().__init__(segments)
         self._begin = start
         self._encryption = encryption
-        self._segments = segments
 
     async def _prepare(self) -> None:
-        for segment_id, segment in self._segments.items():
-            await self.attach(segment_id, segment)
         await self._ask(msgspec.structs.replace(self._begin, secrets=self._encryption()), START_S)
         self.use_secrets()  # they may have changed meanwhile
 
@@ -69,9 +66,6 @@ class ObjectWorkerProxy(Worker):
         """Have the process use the present secrets of the encryption at rest."""
         if secrets := self._encryption():
             self.tell(storage_wire.ChangeSecrets(secrets))
-
-    def on_worker_exit(self) -> None:
-        """Waiting orders fail."""
 
     async def check(self, order: storage_wire.CheckObjects) -> None:
         await self.expect(frame.Done, order, order.deadline_s)

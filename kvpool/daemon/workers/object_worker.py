@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.daemon.workers.worker_main import Jobs, WorkerProcess, run_worker
-from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.placement.catalog.base import PACK
 from kvpool.storage.at_rest import EncryptionSecrets
 from kvpool.storage.object.packs import (
@@ -49,68 +48,35 @@ Piece = tuple[bytes, int, bytes, float, bytes, bytes]
 class ObjectWorker(WorkerProcess):
     """The process."""
 
+    kind = "object"
     decode = storage_wire.decode_object
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._reads = Jobs("kvpool-read", READ_JOBS, self.control)
-        self._writes = Jobs("kvpool-write", WRITE_JOBS, self.control)
-        self._others = Jobs("kvpool-other", OTHER_JOBS, self.control)
-        self._open: ObjectStore | None = None
         self._secrets = EncryptionSecrets()
+        reads = Jobs("kvpool-read", READ_JOBS, self.control)
+        writes = Jobs("kvpool-write", WRITE_JOBS, self.control)
+        others = Jobs("kvpool-other", OTHER_JOBS, self.control)
+        self.orders = {
+            storage_wire.GetObjects: (reads, self._get),
+            storage_wire.PutObjects: (writes, self._put),
+            storage_wire.CheckObjects: (others, self._check),
+            storage_wire.ListPacks: (others, self._list),
+            storage_wire.DropPacks: (others, self._drop),
+            storage_wire.ForgetBlocks: (others, self._forget),
+        }
+        self.questions |= {
+            storage_wire.ObjectStart: self._begin,
+            storage_wire.ObjectStats: self._describe,
+        }
+        self.notes[storage_wire.ChangeSecrets] = lambda order: self._secrets.change(order.secrets)
+        self.stoppable = (reads, writes)
+        self._store: ObjectStore  # from `ObjectStart` on, the first message
         self._pieces: Iterator[Piece] = iter(())
-
-    @property
-    def _store(self) -> ObjectStore:
-        if self._open is None:
-            raise InvalidRequest("the first message to an object worker must be an ObjectStart")
-        return self._open
-
-    def handle(self, request: int, message: frame.Message) -> None:
-        match message:
-            case worker_wire.AttachSegment():
-                self.answer(request, lambda: self.attach(message))
-            case storage_wire.ObjectStart():
-                self.answer(request, lambda: self._begin(message))
-            case storage_wire.GetObjects():
-                self._reads.add(
-                    request,
-                    message.deadline_s,
-                    lambda stop, deadline: self._get(message, stop, deadline),
-                )
-            case storage_wire.PutObjects():
-                self._writes.add(
-                    request,
-                    message.deadline_s,
-                    lambda stop, deadline: self._put(message, stop, deadline),
-                )
-            case storage_wire.CheckObjects():
-                self._others.add(
-                    request, message.deadline_s, lambda _, deadline: self._check(deadline)
-                )
-            case storage_wire.ListPacks():
-                self._others.add(request, message.deadline_s, lambda *_: self._list(message))
-            case storage_wire.DropPacks():
-                self._others.add(
-                    request, message.deadline_s, lambda _, deadline: self._drop(message, deadline)
-                )
-            case storage_wire.ForgetBlocks():
-                self._others.add(
-                    request, message.deadline_s, lambda _, deadline: self._forget(message, deadline)
-                )
-            case storage_wire.ObjectStats():
-                self.answer(request, self._describe)
-            case storage_wire.ChangeSecrets():
-                self._secrets.change(message.secrets)
-            case worker_wire.StopOrder():
-                self._reads.stop(message.request)
-                self._writes.stop(message.request)
-            case _:
-                raise ProtocolError(f"an object worker does not accept a {type(message).__name__}")
 
     def _begin(self, start: storage_wire.ObjectStart) -> frame.Message:
         self._secrets = EncryptionSecrets(start.secrets)
-        self._open = ObjectStore.open(
+        self._store = ObjectStore.open(
             start.url,
             node=start.node,
             limits=ObjectLimits(bytes_max=start.bytes_max),
@@ -119,7 +85,9 @@ class ObjectWorker(WorkerProcess):
         )
         return frame.Done()
 
-    def _check(self, deadline: Deadline) -> frame.Message:
+    def _check(
+        self, _order: storage_wire.CheckObjects, _stop: Stop, deadline: Deadline
+    ) -> frame.Message:
         self._store.check(timeout_s=deadline.left())
         return frame.Done()
 
@@ -163,12 +131,14 @@ class ObjectWorker(WorkerProcess):
             result.statuses.tobytes(), encode_locations(result.locations), _plain(result.dropped)
         )
 
-    def _forget(self, order: storage_wire.ForgetBlocks, deadline: Deadline) -> frame.Message:
+    def _forget(
+        self, order: storage_wire.ForgetBlocks, _stop: Stop, deadline: Deadline
+    ) -> frame.Message:
         locations = decode_locations(order.locations)
         dropped = self._store.forget(order.digest, order.part, locations, timeout_s=deadline.left())
         return storage_wire.ObjectsPut(b"", b"", _plain(dropped))
 
-    def _list(self, order: storage_wire.ListPacks) -> frame.Message:
+    def _list(self, order: storage_wire.ListPacks, *_: object) -> frame.Message:
         if order.first:
             self._pieces = _pieces(self._store.scan(timeout_s=SCAN_S, own=order.own))
         packs: list[Piece] = []
@@ -180,14 +150,16 @@ class ObjectWorker(WorkerProcess):
                 break
         return storage_wire.PackList(packs)
 
-    def _drop(self, order: storage_wire.DropPacks, deadline: Deadline) -> frame.Message:
+    def _drop(
+        self, order: storage_wire.DropPacks, _stop: Stop, deadline: Deadline
+    ) -> frame.Message:
         if order.own:
             self._store.drop(order.digest, timeout_s=deadline.left())
         else:
             self._store.clear(order.digest, timeout_s=deadline.left())
         return frame.Done()
 
-    def _describe(self) -> frame.Message:
+    def _describe(self, _: storage_wire.ObjectStats) -> frame.Message:
         stats, usage = self._store.stats(), self._store.usage()
         found = storage_wire.ObjectUsage(
             *(usage.packs, usage.blocks, usage.bytes),
@@ -224,4 +196,4 @@ assert LOCATION.fields is not None
 assert LOCATION.fields["pack"][1] == PACK.start, "the catalog says where an object is named"
 
 if __name__ == "__main__":
-    run_worker("object", ObjectWorker)
+    run_worker(ObjectWorker)

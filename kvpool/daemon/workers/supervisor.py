@@ -15,7 +15,8 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable, from_code
@@ -129,7 +130,7 @@ class Worker(ABC):
     module: run as `python -m MODULE FD PARENT`, where FD is its end of the control channel. kind:
     its name in messages. fills: the orders that have it write to rows of memory. alone: it owns what only one
     process can have, so that no other one is started before it has ended. start_s: the longest that it may take to
-    start; if it dies sooner, that is noticed at once.
+    start; if it dies sooner, that is noticed at once. segments: mapped by the process before it is configured.
     """
 
     module: str
@@ -145,7 +146,8 @@ class Worker(ABC):
     KILL_S = 5.0
     """For a killed process to end; then it hangs in the kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: Mapping[int, Segment] = MappingProxyType({})) -> None:
+        self._segments = segments
         self._loop = asyncio.get_running_loop()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._last_request = 0
@@ -189,6 +191,8 @@ class Worker(ABC):
         self.alive = True
         self._death = self._loop.create_task(self._wait_for_death())
         try:
+            for segment_id, segment in self._segments.items():
+                await self.attach(segment_id, segment)
             await self._prepare()
         except BaseException:
             self._kill()
@@ -330,9 +334,8 @@ class Worker(ABC):
         self.on_worker_exit()
         self._left.set()
 
-    @abstractmethod
-    def on_worker_exit(self) -> None:
-        """The process is dead: hook for further cleanup."""
+    def on_worker_exit(self) -> None:  # noqa: B027  (most workers leave nothing)
+        """Clean up what else belonged to a dead process."""
 
     async def died(self) -> None:
         """Wait for the death of the process and for the cleanup after it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from typing import Any
 
 import msgspec
 
@@ -34,7 +35,6 @@ from kvpool.wire.worker import (
     PullBlocks,
     RequestFailed,
     Return,
-    StopOrder,
     TransferReady,
     TransferStart,
 )
@@ -81,37 +81,29 @@ class ControlSource:
 class TransferWorker(WorkerProcess):
     """The process."""
 
+    kind = "transfer"
     decode = worker_wire.decode_transfer
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._jobs = Jobs("kvpool-order", THREADS_MAX, self.control)
+        jobs = Jobs("kvpool-order", THREADS_MAX, self.control)
+        self.orders = dict.fromkeys((PullBlocks, AskPeer), (jobs, self._run_job))
+        self.questions[TransferStart] = self._begin
+        self.stoppable = (jobs,)
         self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
         self._start: TransferStart | None = None
         self._credentials: Credentials | None = None
         self._secrets = ClusterSecrets.of()
 
-    def handle(self, request: int, message: Message) -> None:
-        match message:
-            case Loan() | Done() | Bytes() | Error():
-                heard = self.control.answered(request, message)
-                if not heard and isinstance(message, Loan) and message.token:
-                    self.control.send(Return(message.token), 0)
-            case PullBlocks() | AskPeer():
-                self._jobs.add(
-                    request,
-                    message.deadline_s,
-                    lambda stop, deadline: self._run_job(message, stop, deadline),
-                )
-            case StopOrder():
-                self._jobs.stop(message.request)
-            case worker_wire.AttachSegment():
-                self.answer(request, lambda: self.attach(message))
-            case TransferStart():
-                self.answer(request, lambda: self._begin(message))
-            case _:
-                raise ProtocolError(f"a transfer worker does not accept a {type(message).__name__}")
+    def handle(self, request: int, message: Any) -> None:
+        """Pass control's answers on to the threads that wait for them."""
+        if not isinstance(message, (Loan, Done, Bytes, Error)):
+            super().handle(request, message)
+            return
+        heard = self.control.answered(request, message)
+        if not heard and isinstance(message, Loan) and message.token:
+            self.control.send(Return(message.token), 0)
 
     def _begin(self, start: TransferStart) -> Message:
         if start.tls_cert:
@@ -163,4 +155,4 @@ class TransferWorker(WorkerProcess):
 
 
 if __name__ == "__main__":
-    run_worker("transfer", TransferWorker)
+    run_worker(TransferWorker)

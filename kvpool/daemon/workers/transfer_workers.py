@@ -98,7 +98,7 @@ class TransferWorkerProxy(Worker):
     fills = (worker_wire.PullBlocks,)
 
     def __init__(self, workers: TransferWorkers, listen: list[str]) -> None:
-        super().__init__()
+        super().__init__(workers.segments)
         self.alone = bool(listen)  # the addresses are its own
         self._workers = workers
         self._listen = listen
@@ -117,8 +117,6 @@ class TransferWorkerProxy(Worker):
 
     async def _prepare(self) -> None:
         config = self._workers.config
-        for segment_id, segment in self._workers.segments.items():
-            await self.attach(segment_id, segment)
         ready = await self._ask(
             worker_wire.TransferStart(
                 cluster=config.cluster,

@@ -20,11 +20,11 @@ import signal
 import socket
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvpool.errors import KvpoolError, ProtocolError, Unavailable, from_code
 from kvpool.memory.segment import Segment
@@ -204,15 +204,33 @@ class Jobs:
         self._control.send(answer, request)
 
 
-class WorkerProcess(ABC):
-    """The process: reads the control channel until it ends. Its main thread runs `run`."""
+Work = Callable[[Any, Stop, Deadline], frame.Message]
+"""Carries out an order in a thread of `Jobs`."""
 
+
+class WorkerProcess:
+    """The process: reads the control channel until it ends. Its main thread runs `run`.
+
+    kind: its name in messages. A subclass enters what it takes into `orders`, `questions`, `notes` and `stoppable`.
+    """
+
+    kind: str
     decode: frame.Decoder
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.control = Control(sock)
         self.memory = Memory()
+        self.orders: dict[type, tuple[Jobs, Work]] = {}
+        """Messages with a deadline that take time: the threads for them, and the work."""
+        self.questions: dict[type, Callable[[Any], frame.Message]] = {
+            worker_wire.AttachSegment: self.attach
+        }
+        """Messages that the main thread answers at once."""
+        self.notes: dict[type, Callable[[Any], object]] = {worker_wire.StopOrder: self._stop}
+        """Messages without an answer, for the main thread."""
+        self.stoppable: tuple[Jobs, ...] = ()
+        """Threads whose orders end when nobody waits for them any more."""
         self._mappings: list[mmap.mmap] = []
         self._fds: deque[int] = deque()
 
@@ -232,14 +250,24 @@ class WorkerProcess(ABC):
                 message = self.decode(payload)
                 self.handle(request, message)
 
-    @abstractmethod
-    def handle(self, request: int, message: frame.Message) -> None:
-        """A message from control, in the main thread: answer it at once, or queue a job.
+    def handle(self, request: int, message: Any) -> None:
+        """Answer a message from control at once, or queue a job. In the main thread."""
+        kind = type(message)
+        if kind in self.orders:
+            jobs, work = self.orders[kind]
+            jobs.add(request, message.deadline_s, partial(work, message))
+        elif kind in self.questions:
+            self._answer(request, partial(self.questions[kind], message))
+        elif kind in self.notes:
+            self.notes[kind](message)
+        else:
+            raise ProtocolError(f"the {self.kind} worker does not accept a {kind.__name__}")
 
-        Every worker passes an `AttachSegment` on to `attach`.
-        """
+    def _stop(self, order: worker_wire.StopOrder) -> None:
+        for jobs in self.stoppable:
+            jobs.stop(order.request)
 
-    def answer(self, request: int, work: Callable[[], frame.Message]) -> None:
+    def _answer(self, request: int, work: Callable[[], frame.Message]) -> None:
         """Run it, and send its result or error."""
         try:
             answer = work()
@@ -294,21 +322,21 @@ def step_back() -> None:
     os.nice(NICE)
 
 
-def run_worker(name: str, make: Callable[[socket.socket], WorkerProcess]) -> NoReturn:
-    """The main function of a worker's module. name: in its log."""
+def run_worker(process: type[WorkerProcess]) -> NoReturn:
+    """Run the main function of a worker's module."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     ignore_ending()
     # The end of the channel has the same effect; this also works while the main thread is in a long call.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         leave()
-    logs.setup_worker(name)
+    logs.setup_worker(process.kind)
     step_back()
     threading.excepthook = _crash
     sys.excepthook = _crash_main
     threading.stack_size(STACK_BYTES)
     sys.setswitchinterval(SWITCH_S)
-    make(socket.socket(fileno=fd)).run()
+    process(socket.socket(fileno=fd)).run()
 
 
 def _crash(args: threading.ExceptHookArgs) -> None:
