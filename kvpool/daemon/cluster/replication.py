@@ -39,6 +39,7 @@ from kvpool.placement.replica_targets import (
 from kvpool.telemetry.cluster_stats import ReplicationStats
 from kvpool.token_bucket import TokenBucket
 from kvpool.types import plain_parts, split_keys
+from kvpool.waits import wait_for
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
@@ -299,11 +300,7 @@ class Replication:
     async def replicate(self) -> None:
         """Make the wanted replicas. Runs until cancelled."""
         while True:
-            try:
-                async with asyncio.timeout(AUDIT_EVERY_S):
-                    await self._awake.wait()
-            except TimeoutError:
-                pass
+            await wait_for(self._awake, AUDIT_EVERY_S)
             self._awake.clear()
             now = self._clock()
             if now >= self._repair_due:

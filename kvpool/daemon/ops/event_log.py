@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from kvpool.placement.records import NodeChange, NodeRecord, View
+from kvpool.waits import wait_for
 from kvpool.wire.answers import Event
 
 EVENTS_MAX = 4096
@@ -83,11 +84,7 @@ class EventLog:
         """Until there is an event after this number, or the time is over."""
         if self.last > number or wait_s <= 0:
             return
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._news.wait()
-        except TimeoutError:
-            pass
+        await wait_for(self._news, wait_s)
 
 
 def membership_news(

@@ -30,6 +30,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.types import Intent, IntentAnswer, Outcome, split_keys
+from kvpool.waits import wait_for
 
 KEEP_MAX_S = 7 * 86_400.0
 TOGETHER = 256  # blocks take the event loop about a millisecond
@@ -103,12 +104,7 @@ class Intents:
         """End what was kept for a time. Until cancelled."""
         keeps = self.node.keeps
         while True:
-            wait_s = None if keeps.next_end is None else LOOK_S
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._awake.wait()
-            except TimeoutError:
-                pass
+            await wait_for(self._awake, None if keeps.next_end is None else LOOK_S)
             self._awake.clear()
             more = True
             while more:

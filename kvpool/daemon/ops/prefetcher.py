@@ -21,6 +21,7 @@ from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import FetchRequest
 from kvpool.daemon.tasks import Tasks
 from kvpool.types import KEY_BYTES, Outcome, split_keys
+from kvpool.waits import wait_for
 
 TOGETHER = 2  # prompts
 QUEUE_MAX = 256  # prompts of a tenant
@@ -104,11 +105,7 @@ class Prefetcher:
         tasks = Tasks()
         try:
             while True:
-                try:
-                    async with asyncio.timeout(JUDGE_S if self._brought else None):
-                        await self._awake.wait()
-                except TimeoutError:
-                    pass
+                await wait_for(self._awake, JUDGE_S if self._brought else None)
                 self._awake.clear()
                 self._judge_due()
                 while self._queues and self._under_way < TOGETHER:

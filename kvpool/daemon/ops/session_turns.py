@@ -16,6 +16,7 @@ from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
+from kvpool.waits import wait_for
 from kvpool.wire import client as client_wire
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
@@ -116,14 +117,7 @@ class SessionTurns:
         """Until cancelled."""
         sessions = self.known
         while True:
-            if sessions.settling:
-                try:
-                    async with asyncio.timeout(TICK_S):
-                        await self._told.wait()
-                except TimeoutError:
-                    pass
-            else:
-                await self._told.wait()
+            await wait_for(self._told, TICK_S if sessions.settling else None)
             self._told.clear()
             sessions.settle(self.clock())
             due = self.clock() + TICK_S

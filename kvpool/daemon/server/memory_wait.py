@@ -94,7 +94,7 @@ async def wait_for_room(
     *,
     free_bytes: Callable[[], int],
     total_bytes: int,
-    pause: Callable[[float], Awaitable[None]],
+    pause: Callable[[float], Awaitable[object]],
     clock: Callable[[], float],
     note: Callable[[MemoryWait], None],
     mappers: Callable[[], Sequence[Mapper]],

@@ -62,6 +62,7 @@ from kvpool.signals import handle_ending
 from kvpool.storage.at_rest import check_package
 from kvpool.storage.dram import DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+from kvpool.waits import wait_for
 
 log = logging.getLogger("kvpool.daemon")
 
@@ -234,7 +235,7 @@ class Server:
                 self.config.memory_wait_s,
                 free_bytes=self._free_bytes,
                 total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-                pause=self._pause,
+                pause=partial(wait_for, self._stop),
                 clock=time.monotonic,
                 note=lambda waits: write_wait(socket_path, waits),
                 mappers=lambda: last_mappers(socket_path),
@@ -279,10 +280,6 @@ class Server:
     def _free_bytes(self) -> int:
         # A daemon that is told to stop waits for nothing.
         return sys.maxsize if self._stop.is_set() else free_memory_bytes()
-
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), seconds)
 
 
 def _warn_of_root(config: DaemonConfig) -> None:

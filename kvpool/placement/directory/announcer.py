@@ -33,10 +33,11 @@ from collections.abc import Callable, Iterable
 
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Batch, Group, Held
-from kvpool.placement.directory.announcer_state import AnnouncerState, Lane, wait_for
+from kvpool.placement.directory.announcer_state import AnnouncerState, Lane
 from kvpool.placement.directory.base import BATCH_MAX, TIERS, Directory
 from kvpool.placement.directory.repairs import Repairs
 from kvpool.telemetry.cluster_stats import AnnouncerStats
+from kvpool.waits import wait_for
 
 LANES = 4  # calls under way for groups that work
 TRIALS = 2  # and for blocked ones

@@ -70,12 +70,3 @@ class AnnouncerState:
             log.warning("the directory rejected published changes: %s", error)
         self.connected = False
         self.failures += 1
-
-
-async def wait_for(event: asyncio.Event, seconds: float) -> None:
-    """Until it is set, for at most this long."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

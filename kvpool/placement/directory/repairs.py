@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Group
-from kvpool.placement.directory.announcer_state import AnnouncerState, wait_for
+from kvpool.placement.directory.announcer_state import AnnouncerState
 from kvpool.placement.directory.base import BATCH_MAX, Directory
 from kvpool.placement.key_groups import tag_of
+from kvpool.waits import wait_for
 
 WALK_KEYS = 1024
 REPAIRS_MAX = 16 << 10  # found by a walk and not sent: the walk waits

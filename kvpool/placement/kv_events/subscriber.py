@@ -32,6 +32,7 @@ from kvpool.errors import ConfigError, KvpoolError, ProtocolError
 from kvpool.placement.kv_events.engine_blocks import BLOCKS_MAX, EngineBlocks
 from kvpool.placement.kv_events.stream import END, PAYLOAD_BYTES_MAX, Batch, Follower, read_batch
 from kvpool.retry import Backoff
+from kvpool.waits import wait_for
 
 log = logging.getLogger("kvpool.placement")
 
@@ -390,12 +391,7 @@ class EngineFeed:
         self._monitor.watch()
         if self._replay is not None:
             self._replay.socket.watch()
-        try:
-            async with asyncio.timeout(max(0.0, at - self._clock())):
-                await self._readable.wait()
-        except TimeoutError:
-            pass
-        else:
+        if await wait_for(self._readable, max(0.0, at - self._clock())):
             await asyncio.sleep(LINGER_S)
 
 
