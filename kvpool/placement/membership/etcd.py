@@ -335,10 +335,8 @@ class EtcdMembership:
         """Write the node's keys; returns the revision. Waits only for a dead owner's lease."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._ttl_s + CLASH_S
-        node, incarnation = (
-            self._paths.node(record.node),
-            self._paths.incarnation(record.incarnation),
-        )
+        node = self._paths.node(record.node)
+        incarnation = self._paths.incarnation(record.incarnation)
         writes = [
             put(node, encode_record(record), lease),
             put(incarnation, record.node.encode(), lease),
@@ -391,12 +389,15 @@ class EtcdMembership:
                 self._lose(member, "etcd says that its lease has ended")
                 return
             member.watch.confirm(begun)
+            renew_at = self._clock() + self._ttl_s / 3
             try:
-                await self._write(member)
-                await self._shared.renew_proof()
-            except KvpoolError as error:  # a full database renews leases, but accepts no records
+                async with asyncio.timeout(self._ttl_s / 3):  # a write that hangs delays no renewal
+                    await self._write(member)
+                    await self._shared.renew_proof()
+            # A full database renews leases, but accepts no records.
+            except (KvpoolError, TimeoutError) as error:
                 log.debug("the record was not updated: %s", error)
-            await asyncio.sleep(self._ttl_s / 3)
+            await asyncio.sleep(renew_at - self._clock())
 
     def _lose(self, member: _Member, why: str) -> None:
         if member is not self._member:

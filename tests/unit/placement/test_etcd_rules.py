@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("grpc")
 
+from kvpool.errors import Unavailable
 from kvpool.placement.etcd import rpc_pb2 as rpc
-from kvpool.placement.etcd.settings import EtcdSettings
+from kvpool.placement.etcd.settings import CALL_S, EtcdSettings
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd import EtcdMembership, suspended_s
 from kvpool.placement.membership.etcd_lease import LeaseWatch
@@ -39,6 +40,7 @@ from kvpool.placement.records import (
 )
 from kvpool.telemetry.cluster_stats import DrainProgress
 from tests.contract.suites.membership import entry, record
+from tests.support.virtual_time import virtually
 
 PATHS = Paths("c")
 NAMES = "ab"
@@ -645,6 +647,55 @@ def test_all_nodes_together_write_no_more_than_a_few_records_a_second(
     nodes = [plain] * serving + [drains] * draining
     assert spread_s(nodes, plain) * WRITES_S == pytest.approx(serving)
     assert spread_s(nodes, drains) * WRITES_S == pytest.approx(draining)
+
+
+# ---- renewals and writes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("renews", [True, False], ids=["renews leases only", "away"])
+def test_a_write_that_hangs_delays_no_renewal(renews: bool) -> None:
+    """Else a lease ends although etcd renews it, or a node cannot know whether etcd is away."""
+
+    class Client:
+        """An etcd that answers the first renewal, and since then no write."""
+
+        def __init__(self) -> None:
+            self.renewed = 0
+
+        async def keep_alive(self, lease: int, timeout_s: float) -> bool:
+            self.renewed += 1
+            if self.renewed == 1 or renews:
+                return True
+            await asyncio.sleep(timeout_s)
+            raise Unavailable("no answer")
+
+        async def txn(self, *_: object) -> None:
+            await asyncio.sleep(CALL_S)
+            raise Unavailable("no answer")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        settings = EtcdSettings.from_url("etcd://127.0.0.1:1")
+        membership = EtcdMembership(
+            settings, "test", ttl_s=TTL, clock=loop.time, suspended=lambda: 0.0
+        )
+        watch = LeaseWatch(TTL, loop.time())
+        drained = record("a", state=NodeState.DRAINING)
+        member = SimpleNamespace(
+            watch=watch, lease=1, written=record("a"), wanted=drained, written_at=loop.time()
+        )
+        membership._member, membership._client = cast(Any, member), cast(Any, Client())
+        keeper = asyncio.create_task(membership._keep(cast(Any, member)))
+        standings = set()
+        while loop.time() < 10 * TTL:
+            standings.add(membership.standing(loop.time()))
+            await asyncio.sleep(0.1)
+        right = {Standing.MEMBER} if renews else {Standing.MEMBER, Standing.AWAY}
+        assert standings == right
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+
+    virtually(main)
 
 
 # ---- the machine was suspended ---------------------------------------------------------------------------
