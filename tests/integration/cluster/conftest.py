@@ -171,8 +171,11 @@ class Seat:
 
     @property
     def announced(self) -> bool:
-        """Whether the directory has been told of all that changed here so far."""
-        return self.stats.cluster.directory.queued == 0
+        """Whether the directory lists all blocks of this node under its present incarnation.
+
+        An empty queue does not say that: a new incarnation drops the queue, and lists all blocks by a walk.
+        """
+        return self.stats.cluster.directory.settled
 
     @property
     def incarnation(self) -> str:

@@ -118,6 +118,7 @@ def test_while_etcd_is_away_nobody_expires_and_all_goes_on(world, proxy, numbers
             proxy.set()
         until(lambda: {s.standing for s in (a, b, c)} == {"member"}, "all are members again")
         world.until_all_see([a, b, c])
+        until(lambda: a.announced, "a's blocks are listed under its new incarnation")
         well_at = time.monotonic()
         going_on()
     assert not going.failures
@@ -153,6 +154,28 @@ def test_a_namespace_opened_while_etcd_is_away_is_shared_when_it_is_back(
         ),
         "the cluster knows it afterwards",
     )
+
+
+def test_a_new_incarnation_is_announced_once_the_directory_lists_its_blocks(
+    servers, start_cluster, numbers, until
+):
+    _, redis = servers
+    with Proxy(("127.0.0.1", redis.port)) as proxy:
+        to_redis = f"redis://127.0.0.1:{proxy.address[1]}"
+        world = start_cluster(nodes=2, directory=to_redis)
+        a, b = world.seats()
+        some = numbers(20)
+        a.put(some)
+        until(lambda: a.announced)
+        before = a.incarnation
+        proxy.set(Fault(hold=BOTH))
+        world.etcd.revoke(world.etcd.lease_of(f"/kvpool/{world.name}/nodes/a"))
+        until(lambda: a.incarnation != before)
+        world.until_all_see([a, b])
+        assert not a.announced, "nothing is queued, and nothing is listed"
+        proxy.set()
+        until(lambda: a.announced)
+        assert b.read(some) == 20
 
 
 @pytest.mark.slow

@@ -303,6 +303,8 @@ def test_silent_until_told_who_it_is_and_again_when_told_so() -> None:
             assert len(b.directory.tries) == tries
             b.evict(A, map(key_of, range(5)))
             b.announcer.act_as(THEM)
+            stats = b.announcer.stats()
+            assert not stats.queued and not stats.settled, "a walk lists all that is held"
             await b.settled()
             await b.right(THEM)
             stats = b.announcer.stats()
