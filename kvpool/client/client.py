@@ -733,8 +733,8 @@ class Client:
     def remove(self, ns: Namespace, keys: Keys, *, others_s: float = 0.0) -> int:
         """Remove blocks, all their parts; returns how many were there. Readers under a lease finish.
 
-        others_s: then also from all other nodes, within so many seconds; 0: they keep theirs. A block that is being
-        copied meanwhile may stay.
+        others_s: then also from all other nodes, within so many seconds; 0: they keep theirs. What is on its way to
+        a node meanwhile is not kept there.
         Raises `ClusterUnavailable` if some nodes did not remove them in time: repeat it.
         """
         packed = pack_keys(keys)
@@ -769,16 +769,7 @@ class Client:
         wait_s: for the cluster's answer, on top of the client's time-out.
         Raises `Unavailable`, or `ClusterUnavailable` when the membership does not answer: then nothing has changed.
         """
-        with self._connections.request() as connection:
-            answer = self._namespaces.with_number(
-                connection,
-                ns,
-                lambda number: connection.ask(
-                    client_wire.ClearNamespace(number),
-                    self.timeout_s + finite(wait_s, "wait_s"),
-                ),
-            )
-        return int(answer.value)
+        return int(self._ask_ns(ns, client_wire.ClearNamespace, finite(wait_s, "wait_s")).value)
 
     def pin(self, ns: Namespace, keys: Keys, kind: str = "soft") -> int:
         """Pin blocks: "soft" evicts them last, "hard" never, "none" unpins; returns how many are there.
@@ -868,15 +859,8 @@ class Client:
         unreachable daemon, or a namespace that it does not know, is not an error.
         """
         packed = pack_keys(keys)
-        if not packed:
-            return
-        try:
-            with self._connections.request(0.0) as connection:
-                number = connection.daemon.numbers.get(ns.digest)
-                if number is not None:
-                    connection.tell(client_wire.Dropped(number, packed))
-        except Unavailable:
-            pass  # and who follows has a limit
+        if packed:  # if it is lost, who follows has a limit
+            self._hint(lambda number: client_wire.Dropped(number, packed), ns)
 
     def session_turn(
         self,
@@ -899,28 +883,19 @@ class Client:
         conversations may have this name, so a turn that has less than half of the blocks of the one before leaves nothing.
         """
         packed = pack_keys(keys)
-        try:
-            with self._connections.request(0.0) as connection:
-                number = connection.daemon.numbers.get(ns.digest)
-                if number is not None:
-                    connection.tell(
-                        client_wire.SessionTurn(
-                            number, session, packed, agent, ended=ended, shared=shared
-                        )
-                    )
-        except Unavailable:
-            pass
+        self._hint(
+            lambda number: client_wire.SessionTurn(
+                number, session, packed, agent, ended=ended, shared=shared
+            ),
+            ns,
+        )
 
     def end_session(self, session: str, nodes: Sequence[str] = ()) -> None:
         """End a session on these nodes, at most 16, or on the client's own if there are none.
 
         A hint, as `session_turn`. Where the session is not known it changes nothing.
         """
-        try:
-            with self._connections.request(0.0) as connection:
-                connection.tell(client_wire.EndSessionOn(session, list(nodes)))
-        except Unavailable:
-            pass
+        self._hint(lambda _: client_wire.EndSessionOn(session, list(nodes)))
 
     def end_request(self, ns: Namespace, request: str, *, session: str = "") -> None:
         """This request has ended: its receipt says so. What is still stored on its behalf is added.
@@ -928,13 +903,7 @@ class Client:
         request: as in `acquire` and `put`. session: that it was a turn of. A hint: skipped while all connections are busy;
         an unreachable daemon is no error.
         """
-        try:
-            with self._connections.request(0.0) as connection:
-                number = connection.daemon.numbers.get(ns.digest)
-                if number is not None:
-                    connection.tell(client_wire.EndRequest(number, request, session))
-        except Unavailable:
-            pass
+        self._hint(lambda number: client_wire.EndRequest(number, request, session), ns)
 
     def intend(
         self,
@@ -965,14 +934,9 @@ class Client:
         packed = pack_keys(keys)
         seconds = finite(for_s, "for_s")
         message = client_wire.Intend(0, str(intent), packed, session, hard, seconds, dry_run)
-        with self._connections.request() as connection:
-            answer = self._namespaces.with_number(
-                connection,
-                ns,
-                lambda number: connection.ask(
-                    msgspec.structs.replace(message, ns=number), self.timeout_s + INTENT_S
-                ),
-            )
+        answer = self._ask_ns(
+            ns, lambda number: msgspec.structs.replace(message, ns=number), INTENT_S
+        )
         return decode_answer(answer.data)
 
     def intend_on(
@@ -1150,6 +1114,18 @@ class Client:
                 ns,
                 lambda number: connection.ask(make(number), self.timeout_s + wait_s),
             )
+
+    def _hint(self, make: Callable[[int], frame.Message], ns: Namespace | None = None) -> None:
+        """Tell the daemon something that it may miss: while all connections are busy, or about a namespace that it does not
+        know. make: is given the namespace's number; 0 without one.
+        """
+        try:
+            with self._connections.request(0.0) as connection:
+                number = 0 if ns is None else connection.daemon.numbers.get(ns.digest)
+                if number is not None:
+                    connection.tell(make(number))
+        except Unavailable:
+            pass
 
     def _ask_each(
         self,
