@@ -23,6 +23,7 @@ type  message          direction             answer
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 
@@ -50,6 +51,7 @@ FIRST_DROPPED = struct.Struct("<I")  # in answers to `Await`
 # tag follows each group.
 GROUP_BYTES = 1 << 20
 GROUP_BLOCKS_MAX = 1024
+TOMBSTONE_BYTES = 16  # of a token
 
 
 class PeerHello(Message, tag=40):
@@ -133,16 +135,22 @@ class Holds(ReadOnly, tag=136):
     keys: bytes
 
 
+Tombstone = Annotated[bytes, msgspec.Meta(max_length=TOMBSTONE_BYTES)]
+
+
 class Discard(Message, tag=137):
-    """A client wants these blocks of some namespaces removed from all nodes: see `Remove`. `to`: the node that is
-    meant.
-    """
+    """A client wants these blocks of some namespaces removed from all nodes: see `Remove`."""
 
     tenant: str
     digests: list[Digest]
     keys: bytes
     deadline_s: Finite
     to: str
+    """The node that is meant."""
+    tombstone: Tombstone = b""
+    """Names a tombstone that stands on the blocks from now on, at most until the deadline. Without keys: the one that
+    is taken down. Empty: there is none.
+    """
 
 
 class SessionEnded(Message, tag=141):

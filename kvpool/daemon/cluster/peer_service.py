@@ -78,7 +78,8 @@ class PeerService:
         may_serve: Callable[[], bool] = lambda: True,
         stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
         take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None,
-        remove: Callable[[Sequence[NamespaceState], bytes], Awaitable[set[bytes]]] | None = None,
+        remove: Callable[[Sequence[NamespaceState], peer_wire.Discard], Awaitable[set[bytes]]]
+        | None = None,
         session_ended: Callable[[peer_wire.SessionEnded], bool] | None = None,
         stores: Callable[[], bool] = lambda: True,
         operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
@@ -137,7 +138,7 @@ class PeerService:
         check_counts(len(order.digests), order.keys)
         known = [self._known(order.tenant, digest) for digest in order.digests]
         found = [namespace for namespace in known if namespace is not None]
-        gone = await self._remove(found, order.keys)
+        gone = await self._remove(found, order)
         return frame.Bytes(bytes([key in gone for key in split_keys(order.keys)]))
 
     def session_ended(self, news: peer_wire.SessionEnded) -> frame.Done:

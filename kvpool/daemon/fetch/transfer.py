@@ -8,7 +8,7 @@ waits for its turn at its source (`kvpool.daemon.workers.turns`) before it takes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -34,6 +34,7 @@ from kvpool.daemon.fetch.ports import (
     PeerTransport,
     node_name,
 )
+from kvpool.daemon.fetch.tombstones import Tombstones
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.workers.turns import COPIES, Turn, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull
@@ -61,7 +62,8 @@ class Transfer:
     waits for it. only_spare: it takes no ordinary block's place. late: it was counted as slow. kept: leases on what has arrived, until those who wait for it have
     noticed. no_room: those for which there was no slot, so that the source was not asked for them: then those that have
     slots are another transfer's, and this one ends. reserved: the slots, by ticket. called_off: it was late,
-    and was cancelled for the sake of another source.
+    and was cancelled for the sake of another source. removed: keys that are not kept, since they were removed after this
+    began.
     """
 
     blocks: Mapping[PartTable, Sequence[bytes]]
@@ -79,6 +81,7 @@ class Transfer:
     no_room: dict[PartTable, Sequence[bytes]] = field(default_factory=dict)
     reserved: dict[int, Reservation] = field(default_factory=dict)
     called_off: bool = False
+    removed: set[bytes] = field(default_factory=set)
     has_turn: asyncio.Event = field(default_factory=asyncio.Event)
     turn: Turn = field(init=False)
     task: asyncio.Task[None] = field(init=False)
@@ -137,6 +140,7 @@ class Transfers:
         self._lines: dict[tuple[bytes, bool], Line] = {}
         self.stats = stats
         self._delivered = stats.delivered
+        self.tombstones = Tombstones()
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -152,6 +156,14 @@ class Transfers:
         """Cancel all. They end on their own, soon."""
         for transfer in list(self._under_way):
             transfer.task.cancel()
+
+    def forget(self, digests: Collection[bytes], keys: Sequence[bytes]) -> None:
+        """Keep none of these blocks that are under way, in the namespaces of these directory digests."""
+        for table, of_keys in self._of_keys.items():
+            if table.namespace.directory_digest in digests:
+                for key in of_keys.keys() & keys:
+                    for transfer in of_keys[key]:
+                        transfer.removed.add(key)
 
     def has_room(self, source: bytes, *, background: bool) -> bool:
         """Whether one more may wait for its turn at a source."""
@@ -238,6 +250,8 @@ class Transfers:
         line = self._lines.setdefault((source, background), Line(turns, now))
         line.count += 1
         transfer = Transfer(blocks, source, nbytes, patience_s, now, line, background, only_spare)
+        for table, keys in blocks.items():
+            transfer.removed |= self.tombstones.among(table.namespace.directory_digest, keys)
         local = source in NOT_NODES
         url = "" if local else self._cluster.living[source].url
         self._under_way[transfer] = None
@@ -347,6 +361,7 @@ class Transfers:
             transfer.only_spare,
             late=transfer.late,
             begun=True,
+            removed=transfer.removed,
         )
         rest.reserved, transfer.reserved = transfer.reserved, {}
         # The turn is the rest's, until it ends.
@@ -439,6 +454,11 @@ class Transfers:
             for ticket, outcome in zip(reserved, _outcomes(filled, pulled), strict=True):
                 reservation, status, checksums = outcome
                 table, keys = reservation.table, reservation.keys
+                if transfer.removed:
+                    status = bytes(
+                        BlockStatus.ABSENT if key in transfer.removed else each
+                        for key, each in zip(keys, status, strict=True)
+                    )
                 came = status.count(BlockStatus.PRESENT)
                 if came == len(keys):
                     node.puts.commit(holder, ticket, checksums, None, origin)

@@ -245,7 +245,7 @@ def compose(
     streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
     presences = Presences(node, fetcher, clock)
     removals = Removals(
-        *(node, ssd, device, objects, cluster, transport, clock),
+        *(node, ssd, device, objects, fetcher.transfers, cluster, transport, clock),
         has_objects=bool(config.object_store),
     )
     prefetcher = Prefetcher(node, fetcher, clock)
@@ -365,7 +365,7 @@ def compose(
             may_serve=cluster.may_serve,
             stale=cluster.stale,
             take=replication.take,
-            remove=removals.here,
+            remove=removals.for_other,
             session_ended=sessions.ended_elsewhere,
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=operators.operated,

@@ -241,4 +241,4 @@ def run_alone(work: Coroutine[Any, Any, None], *, steps_max: int) -> None:
         loop.run(work, domain)
     finally:
         loop.finish([domain])
-    assert not loop.broken
+    assert not loop.broken, loop.broken[0]
