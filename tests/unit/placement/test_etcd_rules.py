@@ -652,8 +652,12 @@ def test_all_nodes_together_write_no_more_than_a_few_records_a_second(
 # ---- renewals and writes -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("renews", [True, False], ids=["renews leases only", "away"])
-def test_a_write_that_hangs_delays_no_renewal(renews: bool) -> None:
+@pytest.mark.parametrize(
+    ("renews", "stall_s"),
+    [(True, 0.0), (False, 0.0), (False, TTL / 2)],
+    ids=["renews leases only", "away", "away, and the machine stalls once"],
+)
+def test_a_write_that_hangs_delays_no_renewal(renews: bool, stall_s: float) -> None:
     """Else a lease ends although etcd renews it, or a node cannot know whether etcd is away."""
 
     class Client:
@@ -666,7 +670,7 @@ def test_a_write_that_hangs_delays_no_renewal(renews: bool) -> None:
             self.renewed += 1
             if self.renewed == 1 or renews:
                 return True
-            await asyncio.sleep(timeout_s)
+            await asyncio.sleep(timeout_s + (stall_s if self.renewed == 3 else 0))
             raise Unavailable("no answer")
 
         async def txn(self, *_: object) -> None:
