@@ -2,7 +2,8 @@
 
 A program of its own, since what daemons need to be several is not installed where vLLM is. Prints one
 line, JSON: for each node its name, socket and process id. `traced`: they export traces, and each line of
-standard input is answered with one line, JSON: all spans that came so far.
+standard input is answered with one line, JSON: all spans that came so far. The daemons are
+`UNHURRIED`: no test of an engine is about a directory or a membership that is late.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import UNHURRIED, LocalCluster
 from tests.support.otlp_collector import Collector
 
 
@@ -22,7 +23,9 @@ def main() -> None:
     traced = sys.argv[3:] == ["traced"]
     with contextlib.ExitStack() as stack:
         collector = stack.enter_context(Collector()) if traced else None
-        environ = {} if collector is None else {"KVPOOL_OTLP": collector.url}
+        environ = dict(UNHURRIED)
+        if collector is not None:
+            environ["KVPOOL_OTLP"] = collector.url
         cluster = stack.enter_context(
             LocalCluster(folder, nodes=nodes, memory="128MiB", environ=environ)
         )
