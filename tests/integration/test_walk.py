@@ -25,7 +25,7 @@ from kvpool.admin.tokens import add_token
 from kvpool.client import Client
 from kvpool.types import NamespaceRecord
 from tests.documents import Block, Command, commands, prose, section
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import UNHURRIED, LocalCluster
 from tests.support.programs import program
 from tests.support.servers.etcd import Etcd, free_port
 from tests.support.servers.find import find_server
@@ -347,8 +347,9 @@ def a_cluster(
     etcd, redis = servers
     where = folder / "cluster"
     where.mkdir()
+    environ = UNHURRIED | settings
     with LocalCluster(
-        where, nodes=2, memory="16MiB", etcd=etcd, redis=redis, name=name, environ=settings
+        where, nodes=2, memory="16MiB", etcd=etcd, redis=redis, name=name, environ=environ
     ) as cluster:
         yield cluster
 

@@ -379,7 +379,7 @@ class EtcdMembership:
         while True:
             begun = self._clock() + self._suspended()
             try:
-                alive = await self._client.keep_alive(member.lease, self._ttl_s / 6)
+                alive = await self._client.keep_alive(member.lease, self._ttl_s / 4)
             except KvpoolError as error:
                 member.watch.fail(begun)
                 log.debug("the lease was not renewed: %s", error)

@@ -28,9 +28,9 @@ class LeaseWatch:
     def standing(self, now: float) -> Standing:
         """MEMBER, AWAY or UNSURE.
 
-        Attempts to renew end within a sixth of `ttl_s` and follow one another closely. So while etcd is
+        Attempts to renew end within a quarter of `ttl_s` and follow one another closely. So while etcd is
         unavailable there is always a recent failure, also when the lease's time is over, and when the machine stalls
-        once for half of `ttl_s`: the node continues without a pause. If the last failure is old, no attempt was made:
+        once for a third of `ttl_s`: the node continues without a pause. If the last failure is old, no attempt was made:
         the process was stopped.
         """
         if now <= self._confirmed + self._ttl_s:

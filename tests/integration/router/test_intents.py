@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
 from kvpool.types import NamespaceRecord
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import UNHURRIED, LocalCluster
 from tests.support.stub_engine.tokens import chat_tokens
 from tests.support.waiting import PATIENCE_S
 
@@ -34,7 +34,7 @@ async def intend(world: Any, **said: Any) -> Any:
 async def test_a_prompt_is_kept_and_dropped_by_its_text(
     world: Any, folder: Path, tmp_path: Path
 ) -> None:
-    with LocalCluster(folder / "c", nodes=0) as cluster:
+    with LocalCluster(folder / "c", nodes=0, environ=UNHURRIED) as cluster:
         nodes = [cluster.add(f"node-{name}", "--memory", "32MiB") for name in "ab"]
         cluster.wait_acquainted()
         with nodes[0].client(connect=True) as a, nodes[1].client(connect=True) as b:

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from kvpool.types import NamespaceRecord
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import UNHURRIED, LocalCluster
 
 RECORD = NamespaceRecord.simple("sessions", block_bytes=4096, block_tokens=16)
 CHAT = {"x-session-id": "chat"}
@@ -121,7 +121,7 @@ async def test_the_daemon_of_the_engine_hears_that_a_session_ends(world: Any, st
 async def test_a_session_that_goes_on_at_another_node_has_ended_where_it_was(
     world: Any, folder: Any
 ) -> None:
-    with LocalCluster(folder / "c", nodes=0) as cluster:
+    with LocalCluster(folder / "c", nodes=0, environ=UNHURRIED) as cluster:
         nodes = [cluster.add(f"node-{name}", "--memory", "32MiB") for name in "ab"]
         cluster.wait_acquainted()
         engines = {name: await world.engine(name) for name in "ab"}
