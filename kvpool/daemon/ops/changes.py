@@ -12,13 +12,12 @@ import msgspec
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
-from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.masks import unpack_masks, width_of
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_change
 from kvpool.daemon.ops.commands import (
     Asker,
-    answers,
     asking_others,
     namespace_of,
     namespaces_of,
@@ -27,8 +26,7 @@ from kvpool.daemon.ops.commands import (
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.runtime_settings import changed, describe
-from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.decoding import decode_json
 from kvpool.errors import InvalidRequest, ProtocolError
 from kvpool.telemetry import logs
@@ -44,15 +42,12 @@ class Changes:
     """Answers commands that change something. config: the current one, including operators' changes."""
 
     config: DaemonConfig
-    node: Node
     cluster: ClusterMember
-    tiers: SsdTier
-    rules: TierRules
+    tiers: Tiers
     replication: Replication
     journal: EventLog
     clock: Callable[[], float]
 
-    @answers
     async def _drain(self, who: Asker, m: operator_wire.Drain) -> int:
         known = {self.config.node, *self.cluster.view.nodes, *self.cluster.view.drains}
         if m.node not in known:
@@ -68,20 +63,13 @@ class Changes:
         self.journal.audit(who.by, "drain" if m.wanted else "undrain", of=m.node)
         return 0
 
-    @answers
     async def _clear(self, who: Asker, m: operator_wire.Clear) -> int:
-        return await self.clear(who.tenant, who.by, m.digest, fence=m.fence)
-
-    async def clear(self, tenant: Tenant, by: str, digest: bytes, *, fence: bool) -> int:
-        """Start a new epoch of a namespace; returns it. by: who wants it, for the audit."""
         with asking_others():
-            epoch = await self.cluster.namespaces.clear(tenant, digest, fence=fence)
-        self.journal.audit(
-            by, "clear", tenant=tenant.name, namespace=digest.hex(), fence=fence, epoch=epoch
-        )
+            epoch = await self.cluster.namespaces.clear(who.tenant, m.digest, fence=m.fence)
+        about = {"tenant": who.tenant.name, "namespace": m.digest.hex(), "fence": m.fence}
+        self.journal.audit(who.by, "clear", **about, epoch=epoch)
         return epoch
 
-    @answers
     async def _configure(self, who: Asker, m: operator_wire.Configure) -> int:
         change = parse_change(m)
         with asking_others():
@@ -94,13 +82,12 @@ class Changes:
         )
         return 0
 
-    @answers
     async def _evict(self, who: Asker, m: operator_wire.Evict) -> int:
         if m.tier not in {"", "dram", "ssd", "device"}:
             raise InvalidRequest(
                 f"blocks can be evicted from tier dram, ssd or device, not {m.tier!r}"
             )
-        rules = [node for tier, node in self.rules if m.tier in {"", tier}]
+        rules = [node for tier, node in self.tiers if m.tier in {"", tier}]
         gone = 0
         named: Sequence[bytes] = split_keys(m.keys)
         if m.masks:
@@ -123,26 +110,23 @@ class Changes:
         keys = split_keys(m.keys)
         theirs = unpack_masks(m.masks, width_of(m.keys, m.masks))
         more = set()
-        for _, node in self.rules:
+        for _, node in self.tiers:
             _, ours = node.inventory.masks(namespace.directory_digest, keys)
             more |= {k for k, our, their in zip(keys, ours, theirs, strict=False) if our & ~their}
         return [key for key in keys if key not in more]
 
-    @answers
     async def _pin_blocks(self, who: Asker, m: operator_wire.PinBlocks) -> int:
         unpacked(m.keys, frame.KEYS_MAX)
         count = await pin_in_all_tiers(
-            self.node, self.tiers, namespaces_of(who.tenant, m.digest), m.keys, m.kind
+            self.tiers.node, self.tiers.ssd, namespaces_of(who.tenant, m.digest), m.keys, m.kind
         )
         named = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "kind": m.kind}
         self.journal.audit(who.by, "pin", tenant=who.tenant.name, **named, blocks=count)
         return count
 
-    @answers
     async def _settings(self, _who: Asker, _m: operator_wire.Settings) -> Any:
         return describe(self.config)
 
-    @answers
     async def _change_settings(self, who: Asker, m: operator_wire.ChangeSettings) -> int:
         try:
             changes = decode_json(m.changes, dict[str, Any], "a JSON object with settings")
@@ -160,7 +144,7 @@ class Changes:
         if config.replication_bandwidth != before.replication_bandwidth:
             self.replication.set_bandwidth(config.replication_bandwidth)
         if config.ssd_bytes_per_day != before.ssd_bytes_per_day:
-            self.tiers.budget.change(config.ssd_bytes_per_day, self.clock())
+            self.tiers.ssd.budget.change(config.ssd_bytes_per_day, self.clock())
 
 
 def _some_each(

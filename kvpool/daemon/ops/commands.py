@@ -1,12 +1,16 @@
-"""How a daemon answers operators' commands: methods marked with `@answers`, and what they have in common. No I/O."""
+"""What the answers to requests have in common: how methods answer messages, and whose objects they are about. No I/O."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from inspect import isfunction
+from typing import Any, NamedTuple, get_type_hints
 
-from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.blocks import Holder, NamespaceState, Tenant
+from kvpool.daemon.core.events import Named
+from kvpool.daemon.core.node import Node
 from kvpool.errors import (
     ClusterUnavailable,
     InternalError,
@@ -18,7 +22,6 @@ from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import frame
 
 KEYS_BYTES_MAX = frame.KEYS_MAX * KEY_BYTES
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 class Asker(NamedTuple):
@@ -28,24 +31,44 @@ class Asker(NamedTuple):
     by: str
 
 
-def answers(method: Handler) -> Handler:
-    """Make a method the handler of the command that its argument `m` is.
+def handlers_of(asker: type, *parts: Any) -> dict[type, Callable[[Any, Any], Any]]:
+    """Return the methods of these objects that answer messages, by the message.
 
-    It returns a number or what is to be encoded as JSON, as the command declares.
+    A method answers a message if its parameters are an `asker` and the message. A command's method returns a number or
+    what is to be encoded as JSON, as the command declares.
     """
-    (*_, kind, _) = get_type_hints(method).values()
-    vars(method)["answers"] = kind
-    return method
-
-
-def handlers_of(*parts: object) -> dict[type, Callable[[Asker, Any], Awaitable[Any]]]:
-    """The handlers of these objects, by the commands that they answer."""
     return {
-        method.answers: getattr(part, name)
+        kind: getattr(part, name)
         for part in parts
-        for name, method in vars(type(part)).items()
-        if hasattr(method, "answers")
+        for kind, name in _answered(type(part), asker).items()  # type: ignore[arg-type]  # classes are hashable
     }
+
+
+def _is_message(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, frame.Message) and kind is not frame.Message
+
+
+@functools.cache
+def _answered(part: type, asker: type) -> dict[type, str]:
+    """The names of the methods of a class that answer messages."""
+    found = {}
+    for name, method in vars(part).items():
+        hints = list(get_type_hints(method).values()) if isfunction(method) else []
+        if len(hints) == 3 and hints[0] is asker and _is_message(hints[1]):
+            found[hints[1]] = name
+    return found
+
+
+def namespace_for(node: Node, holder: Holder, number: int, keys: bytes) -> NamespaceState:
+    """The namespace that a client names by a number, for a request about these keys.
+
+    Raises `LimitExceeded` for too many keys, and as `Namespaces.by_number`.
+    """
+    if len(keys) > KEYS_BYTES_MAX:
+        raise LimitExceeded(f"{len(keys) // 16} keys in one request; the limit is {frame.KEYS_MAX}")
+    namespace = node.namespaces.by_number(holder.tenant, number)
+    node.events.emit(Named(namespace, keys))
+    return namespace
 
 
 def namespace_of(tenant: Tenant, digest: bytes) -> NamespaceState:

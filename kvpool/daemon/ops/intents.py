@@ -26,8 +26,7 @@ from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import Located
 from kvpool.daemon.ops.pins import PINNED_TOGETHER, pin_in_all_tiers
 from kvpool.daemon.ops.prefetcher import LOOKUP_S, QUEUE_MAX, Prefetcher
-from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.tiers.tier_rules import TierRules
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.types import Intent, IntentAnswer, Outcome, split_keys
 from kvpool.waits import wait_for
@@ -88,9 +87,7 @@ def parse_wanted(intent: str, *, hard: bool, for_s: float, dry_run: bool) -> Wan
 class Intents:
     """See the module."""
 
-    node: Node
-    ssd: SsdTier
-    rules: TierRules
+    tiers: Tiers
     fetcher: BlockFetcher
     prefetcher: Prefetcher
     sessions: Sessions
@@ -98,11 +95,11 @@ class Intents:
 
     def __post_init__(self) -> None:
         self._awake = asyncio.Event()
-        self.node.counters.intents = dict.fromkeys(map(str, Outcome), 0)
+        self.tiers.node.counters.intents = dict.fromkeys(map(str, Outcome), 0)
 
     async def run(self) -> None:
         """End what was kept for a time. Until cancelled."""
-        keeps = self.node.keeps
+        keeps = self.tiers.node.keeps
         while True:
             await wait_for(self._awake, None if keeps.next_end is None else LOOK_S)
             self._awake.clear()
@@ -133,7 +130,7 @@ class Intents:
         else:
             unique = _unique(split_keys(keys))
             answer = await self._of_chain(namespace, unique, wanted, _Promised())
-        self.node.counters.intents[answer.outcome] += 1
+        self.tiers.node.counters.intents[answer.outcome] += 1
         return answer
 
     async def _of_session(
@@ -210,11 +207,15 @@ class Intents:
                 if held and not wanted.dry_run:
                     try:
                         if keeping:
-                            self.node.keeps.keep(namespace, held, until)
+                            self.tiers.node.keeps.keep(namespace, held, until)
                         else:
                             packed = b"".join(held)
                             await pin_in_all_tiers(
-                                self.node, self.ssd, [namespace], packed, wanted.pin_kind
+                                self.tiers.node,
+                                self.tiers.ssd,
+                                [namespace],
+                                packed,
+                                wanted.pin_kind,
                             )
                     except KvpoolError as error:
                         reason, held = str(error), []
@@ -239,7 +240,7 @@ class Intents:
         keeping = wanted.intent is Intent.KEEP
         digest = namespace.directory_digest
         limits: list[tuple[Node, partial[Fit]]] = []
-        for rules in (self.node,) if keeping else (self.node, *self.ssd.rules()):
+        for rules in (self.tiers.node,) if keeping else (self.tiers.node, *self.tiers.ssd.rules()):
             state = rules.namespaces.by_directory(digest)
             if state is None:
                 continue
@@ -269,11 +270,13 @@ class Intents:
         there, located = await self.fetcher.locate_prefix(namespace, keys, LOOKUP_S)
         if not there:
             return _answer(keys, 0, 0, 0, "neither this node nor another one has them")
-        here = self.node.leases.match(namespace, [], keys)
+        here = self.tiers.node.leases.match(namespace, [], keys)
         if here >= there:
             return _answer(keys, there, there, 0)
         tenant = namespace.tenant.name
-        room = self.node.candidates.room_bytes(namespace) - self.prefetcher.waiting_bytes(tenant)
+        room = self.tiers.node.candidates.room_bytes(namespace) - self.prefetcher.waiting_bytes(
+            tenant
+        )
         room = max(0, room - promised.brought)
         fit, nbytes = self._fitting(namespace, keys[:there], located, room)
         reason, limit = "", None
@@ -332,15 +335,15 @@ class Intents:
                 if drop:
                     self._drop(namespace, free)
                 else:
-                    self.node.candidates.expend(namespace, free, left=True)
-                    self.ssd.expend(namespace, free)
+                    self.tiers.node.candidates.expend(namespace, free, left=True)
+                    self.tiers.ssd.expend(namespace, free)
             done += free
             await asyncio.sleep(0)
         return _answer(keys, here, len(done), nbytes, reason)
 
     def _is_held(self, namespace: NamespaceState, key: bytes, *, drop: bool) -> bool:
         """Whether a pin keeps a block from being dropped anywhere here; or in memory from being expended, or a read."""
-        for tier, rules in self.rules:
+        for tier, rules in self.tiers:
             state = rules.namespaces.by_directory(namespace.directory_digest)
             for table in () if state is None else state.tables:
                 block = table.blocks.get(key)
@@ -354,8 +357,8 @@ class Intents:
         return False
 
     def _drop(self, namespace: NamespaceState, keys: Sequence[bytes]) -> None:
-        self.node.keeps.forget(namespace, keys)
-        for _, rules in self.rules:
+        self.tiers.node.keeps.forget(namespace, keys)
+        for _, rules in self.tiers:
             state = rules.namespaces.by_directory(namespace.directory_digest)
             if state is not None:
                 rules.removal.give_up(state, keys)
@@ -367,7 +370,7 @@ class Intents:
     ) -> list[int]:
         """The parts of each block that are on this node, or in its memory."""
         masks = [0] * len(keys)
-        for tier, rules in self.rules:
+        for tier, rules in self.tiers:
             if memory and tier != "dram":
                 continue
             _, found = rules.inventory.masks(namespace.directory_digest, keys)

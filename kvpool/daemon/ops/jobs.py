@@ -18,7 +18,7 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.core.blocks import PIN_HARD, Block, NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
-from kvpool.daemon.ops.commands import Asker, answers, namespaces_of
+from kvpool.daemon.ops.commands import Asker, namespaces_of
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import part_bytes
 from kvpool.daemon.shares import Shares
@@ -482,7 +482,6 @@ class JobCommands:
     jobs: JobRunner
     journal: EventLog
 
-    @answers
     async def _begin_job(self, who: Asker, m: operator_wire.BeginJob) -> Any:
         spec = parse_job(m.spec)
         digest = bytes.fromhex(getattr(spec, "namespace", ""))
@@ -503,11 +502,9 @@ class JobCommands:
             )
         return view
 
-    @answers
     async def _jobs(self, _who: Asker, m: operator_wire.Jobs) -> Any:
         return self.jobs.views(m.jobs)
 
-    @answers
     async def _stop_job(self, who: Asker, m: operator_wire.StopJob) -> int:
         stopped = self.jobs.stop(m.job)
         if stopped:

@@ -7,6 +7,9 @@ which names node, tenant and on whose behalf; or from another node in an `Operat
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 import msgspec
 
 from kvpool.config import DaemonConfig
@@ -15,7 +18,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.changes import Changes
 from kvpool.daemon.ops.commands import Asker, asking_others, handlers_of
 from kvpool.daemon.ops.jobs import JobRunner
-from kvpool.daemon.ops.peer_requests import ANSWER_S, Answer, OtherNodes
+from kvpool.daemon.ops.peer_requests import Answer, OtherNodes
 from kvpool.daemon.ops.session_commands import CLIENT
 from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated
 from kvpool.wire import client as client_wire
@@ -46,8 +49,7 @@ class Operators:
         self._changes = changes
         self._others = others
         self._jobs = jobs
-        self._handlers = handlers_of(changes, *reports)
-        self.clear = changes.clear
+        self._handlers = handlers_of(Asker, changes, *reports)
 
     @property
     def config(self) -> DaemonConfig:
@@ -55,9 +57,9 @@ class Operators:
         return self._changes.config
 
     @property
-    def requests(self) -> tuple[type, ...]:
-        """Requests that operators may make without an envelope; clients make some of these themselves."""
-        return tuple(kind for kind in self._handlers if kind not in _OF_CLIENTS)
+    def requests(self) -> dict[type, Callable[[Holder, Any], Awaitable[Answer]]]:
+        """Handlers of requests without an envelope, by their kind. Clients make some of these themselves."""
+        return {kind: self.own if kind in _OF_CLIENTS else self.bare for kind in self._handlers}
 
     async def close(self) -> None:
         """End all jobs."""
@@ -69,6 +71,10 @@ class Operators:
         """A request about this node from a connection of an operator."""
         check_operator(holder)
         return await self._answer(holder.tenant, _user(holder), message)
+
+    async def own(self, holder: Holder, message: frame.Message) -> Answer:
+        """A request that a client makes about this node, for its own tenant."""
+        return await self.for_client(holder, "", message)
 
     async def on_node(self, holder: Holder, m: operator_wire.OnNode) -> Answer:
         """A request in an envelope. Raises `KvpoolError`; `ClusterUnavailable` if another node fails."""
@@ -118,25 +124,10 @@ class Operators:
             return frame.Done(found)
         return frame.Bytes(msgspec.json.encode(found))
 
-    # ---- for a tenant's own client -----------------------------------------------------------------
-
-    async def why_missing(self, holder: Holder, m: client_wire.WhyMissing) -> Answer:
-        """Answer a tenant's own client, about this node or another one."""
-        asked = msgspec.structs.replace(m, node="")
-        return await self._for_client(holder, m.node, asked, ANSWER_S)
-
-    async def intend(self, holder: Holder, m: client_wire.Intend) -> Answer:
-        """Do what a tenant's own client wants of this node or another one: for that tenant, and nothing else."""
-        if m.session:
-            raise InvalidRequest("a session is named with a namespace that the client has opened")
-        wanted = operator_wire.IntendBlocks(
-            *(m.intent, m.digest, m.keys, "", m.hard, m.for_s, m.dry_run)
-        )
-        return await self._for_client(holder, m.node, wanted, 0.0)
-
-    async def _for_client(
-        self, holder: Holder, node: str, message: frame.Message, wait_s: float
+    async def for_client(
+        self, holder: Holder, node: str, message: frame.Message, wait_s: float = 0.0
     ) -> Answer:
+        """Answer a tenant's own client, about this node or another one: for that tenant, and nothing else."""
         by = f"{CLIENT}{holder.name}"
         if node in {"", self.config.node}:
             return await self._answer(holder.tenant, by, message)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
 
-from kvpool.daemon.core.blocks import NamespaceState, PartTable
+from kvpool.daemon.core.blocks import Holder, NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.core.requests import check_counts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.locate import LOOKUP_KEYS
+from kvpool.daemon.ops.commands import namespace_for
 from kvpool.types import KEY_BYTES, Presence, split_keys
+from kvpool.wire import client as client_wire
+from kvpool.wire import frame
 
 AT_A_TIME = 256
 """Keys that are looked for in all namespaces at a time. The time that others take is then waited for once; but what the
@@ -34,6 +38,36 @@ class Presences:
         self._node = node
         self._fetcher = fetcher
         self._clock = clock
+
+    def present(
+        self, holder: Holder, m: client_wire.Present
+    ) -> frame.Bytes | Coroutine[Any, Any, frame.Bytes]:
+        """Answer a client: a byte a key in each namespace, then for the keys beside them in the first."""
+        check_counts(len(m.namespaces), m.keys, m.beside)
+        namespaces = [namespace_for(self._node, holder, m.namespaces[0], m.keys)]
+        if m.first and len(m.namespaces) > 1:
+            # Mostly the first one has all, and the others are not looked at.
+            found = self.all_in_memory(namespaces[0], m.part, m.keys, m.beside)
+            if found is not None:
+                here, besides = found
+                return frame.Bytes(here + bytes(len(here) * (len(m.namespaces) - 1)) + besides)
+        namespaces += [
+            namespace_for(self._node, holder, number, m.keys) for number in m.namespaces[1:]
+        ]
+        answer = self.in_memory(namespaces, m.part, m.keys, first=m.first, beside=m.beside)
+        wait_s = m.wait_s
+        if answer.whole or wait_s is None:
+            return frame.Bytes(answer.data)
+        return self._present_below(namespaces, m, wait_s)
+
+    async def _present_below(
+        self, namespaces: Sequence[NamespaceState], m: client_wire.Present, wait_s: float
+    ) -> frame.Bytes:
+        wait_s = min(max(0.0, wait_s), self._node.limits.lease_s_max)
+        found = await self.in_each(
+            namespaces, m.part, m.keys, wait_s, first=m.first, beside=m.beside
+        )
+        return frame.Bytes(found)
 
     def all_in_memory(
         self, namespace: NamespaceState, part: int, packed: bytes, beside: bytes

@@ -16,7 +16,6 @@ from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
 from kvpool.daemon.ops.commands import (
     Asker,
-    answers,
     asking_others,
     namespace_of,
     namespaces_of,
@@ -27,11 +26,8 @@ from kvpool.daemon.ops.listing import describe_block, list_blocks, show_blocks
 from kvpool.daemon.ops.prefixes import prefixes
 from kvpool.daemon.ops.receipts import AccountPeriods
 from kvpool.daemon.ops.stats_gatherer import StatsGatherer
-from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.daemon.tiers.engine_caches import Engines
-from kvpool.daemon.tiers.object_tier import ObjectTier
-from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.errors import InvalidRequest, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.telemetry.spans import Spans
@@ -59,29 +55,23 @@ class Reports:
     receipts: AccountPeriods
     spans: Spans
 
-    @answers
     async def _describe_cluster(self, _who: Asker, _m: operator_wire.Cluster) -> Any:
         return self.cluster.describe()
 
-    @answers
     async def _inspect(self, _who: Asker, _m: operator_wire.Inspect) -> Any:
         return self.stats.all()
 
-    @answers
     async def _tenant_stats(self, who: Asker, _m: client_wire.Stats) -> Any:
         return self.stats.tenant(who.tenant)
 
-    @answers
     async def _describe_engines(self, who: Asker, _m: client_wire.Engines) -> Any:
         nodes, here = self.cluster.view.nodes.values(), self.cluster.record()
         return describe_engines(nodes, here, who.tenant.name)
 
-    @answers
     async def _prefixes(self, who: Asker, m: client_wire.Prefixes) -> Any:
         keys = unpacked(m.keys, frame.KEYS_MAX)
         return await prefixes(self.cluster, who.tenant, m.digest, keys, m.wait_s)
 
-    @answers
     async def _why_missing(self, who: Asker, m: client_wire.WhyMissing) -> Any:
         """Explain what this node lacks, whatever node the message names."""
         keys = unpacked(m.keys, frame.KEYS_MAX)
@@ -89,26 +79,21 @@ class Reports:
             raise InvalidRequest("no keys: name those of a prompt, in their order")
         return self.miss_reasons.explain(namespace_of(who.tenant, m.digest), [], keys)
 
-    @answers
     async def _hit_curves(self, who: Asker, _m: operator_wire.HitCurves) -> Any:
         return self.miss_reasons.memory(who.tenant)
 
-    @answers
     async def _list_accounts(self, _who: Asker, m: operator_wire.ListAccounts) -> Any:
         return await self.receipts.accounts(m)
 
-    @answers
     async def _list_receipts(self, _who: Asker, m: operator_wire.ListReceipts) -> Any:
         return self.receipts.receipts(m, self.cluster.config.node)
 
-    @answers
     async def _events(self, _who: Asker, m: operator_wire.Events) -> Any:
         journal = self.journal
         await journal.wait(m.after, min(m.wait_s, WAIT_S_MAX))
         events = journal.after(m.after, min(max(1, m.count), EVENTS_MAX))
         return Events(events, journal.first, journal.last)
 
-    @answers
     async def _take_spans(self, _who: Asker, m: operator_wire.TakeSpans) -> Any:
         return self.spans.take(m.count)
 
@@ -119,16 +104,11 @@ class BlockReports:
 
     name: str
     cluster: ClusterMember
-    node: Node
-    tiers: SsdTier
-    store: ObjectTier
-    device: DeviceTier | None
-    rules: TierRules
+    tiers: Tiers
     fetcher: BlockFetcher
     engines: Engines
     clock: Callable[[], float]
 
-    @answers
     async def _locate(self, who: Asker, m: operator_wire.Locate) -> Any:
         keys = unpacked(m.keys, LOCATE_KEYS_MAX)
         found = []
@@ -137,7 +117,6 @@ class BlockReports:
                 found += await self._replicas(namespace, keys)
         return found
 
-    @answers
     async def _list_blocks(self, who: Asker, m: operator_wire.ListBlocks) -> Any:
         namespaces = namespaces_of(who.tenant, m.digest)
         rules = self._tier(m.tier)
@@ -148,13 +127,12 @@ class BlockReports:
         await self._show_parents(shown)
         return answer
 
-    @answers
     async def _show_blocks(self, who: Asker, m: operator_wire.ShowBlocks) -> Any:
         keys = unpacked(m.keys, SHOW_KEYS_MAX)
         namespaces = namespaces_of(who.tenant, m.digest)
         shown: dict[Block, Shown] = {}
         show = partial(self._show, shown)
-        answer = show_blocks(self.rules.by_tier(), namespaces, keys, self.clock(), show)
+        answer = show_blocks(self.tiers.by_tier(), namespaces, keys, self.clock(), show)
         await self._show_parents(shown)
         return answer
 
@@ -165,14 +143,14 @@ class BlockReports:
         """Where the rules of a tier do not know a block's parent, its disk does; it stays empty if the disk is away."""
         unknown = [block for block in shown if not block.parent_known]
         try:
-            parents = await self.tiers.parents(unknown)
+            parents = await self.tiers.ssd.parents(unknown)
         except Unavailable:
             return
         for block, parent in zip(unknown, parents, strict=True):
             shown[block].parent = parent.hex()
 
     def _tier(self, tier: str) -> list[Node]:
-        found = self.rules.by_tier()
+        found = self.tiers.by_tier()
         if tier not in found:
             raise InvalidRequest(f"tier {tier!r:.40}: this node has only {', '.join(found)}")
         return found[tier]
@@ -180,14 +158,16 @@ class BlockReports:
     async def _replicas(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[Located]:
         """Where blocks of one namespace are: here from this node's state, elsewhere from the directory."""
         digest = namespace.directory_digest
-        _, masks = self.node.inventory.masks(digest, keys)
-        _, on_disk = self.tiers.masks(digest, keys)
+        _, masks = self.tiers.node.inventory.masks(digest, keys)
+        _, on_disk = self.tiers.ssd.masks(digest, keys)
         on_disk = on_disk or [0] * len(keys)
-        _, on_device = (0, []) if self.device is None else self.device.masks(digest, keys)
+        _, on_device = (
+            (0, []) if self.tiers.device is None else self.tiers.device.masks(digest, keys)
+        )
         on_device = on_device or [0] * len(keys)
         _, in_engines = self.engines.masks(digest, keys)
         in_engines = in_engines or [0] * len(keys)
-        stored = await self.store.where(namespace, namespace.tables, keys)
+        stored = await self.tiers.objects.where(namespace, namespace.tables, keys)
         on_nodes: Sequence[Sequence[Entry]] = [[] for _ in keys]
         if self.cluster.directory is not None:
             on_nodes = await self.fetcher.locator.replicas(namespace, keys, engines=True)

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 
 from kvpool.daemon.cluster.member import ClusterMember
-from kvpool.daemon.core.node import Node
-from kvpool.daemon.ops.commands import Asker, answers, namespace_of, unpacked
+from kvpool.daemon.ops.commands import Asker, namespace_of, unpacked
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.intents import Intents, parse_wanted
 from kvpool.daemon.ops.listing import describe_chains, describe_session
 from kvpool.daemon.ops.session_turns import SessionTurns
-from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.types import KEY_BYTES, Intent, Outcome
 from kvpool.wire import frame
 from kvpool.wire import operator as operator_wire
@@ -31,15 +30,13 @@ CLIENT = (
 class SessionCommands:
     """Answers commands about sessions and intents."""
 
-    node: Node
     cluster: ClusterMember
-    tiers: SsdTier
+    tiers: Tiers
     sessions: SessionTurns
     intents: Intents
     journal: EventLog
     clock: Callable[[], float]
 
-    @answers
     async def _list_sessions(self, who: Asker, m: operator_wire.ListSessions) -> Any:
         count = min(max(1, m.count), LIST_SESSIONS_MAX)
         found = self.sessions.known.named(who.tenant, m.after, count + 1)
@@ -47,22 +44,21 @@ class SessionCommands:
         some = [describe_session(session, now) for session in found[:count]]
         return Sessions(some, len(found) > count)
 
-    @answers
     async def _show_session(self, who: Asker, m: operator_wire.ShowSession) -> Any:
         session = self.sessions.known.get(who.tenant, m.session)
         if session is None:
             return None
         about = msgspec.structs.asdict(describe_session(session, self.clock()))
-        return SessionDetail(**about, chains=await describe_chains(session, self.node, self.tiers))
+        return SessionDetail(
+            **about, chains=await describe_chains(session, self.tiers.node, self.tiers.ssd)
+        )
 
-    @answers
     async def _end_session(self, who: Asker, m: operator_wire.EndSession) -> int:
         known = self.sessions.end(who.tenant, m.session)
         if known:
             self.journal.audit(who.by, "end session", tenant=who.tenant.name, session=m.session)
         return int(known)
 
-    @answers
     async def _intend_blocks(self, who: Asker, m: operator_wire.IntendBlocks) -> Any:
         unpacked(m.keys, frame.KEYS_MAX)
         wanted = parse_wanted(m.intent, hard=m.hard, for_s=m.for_s, dry_run=m.dry_run)

@@ -7,17 +7,20 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpool.daemon.core.blocks import NamespaceState, Tenant
+from kvpool.daemon.core.blocks import Holder, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
+from kvpool.daemon.ops.commands import namespace_for
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
+from kvpool.types import split_keys
 from kvpool.waits import wait_for
 from kvpool.wire import client as client_wire
+from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire
 from kvpool.wire import worker as worker_wire
 
@@ -45,21 +48,18 @@ class SessionTurns:
         self._told = asyncio.Event()
         self.known = Sessions(self.node, self.ssd.expend)
 
-    def turn(
-        self,
-        tenant: Tenant,
-        namespace: NamespaceState,
-        told: client_wire.SessionTurn,
-    ) -> bool:
-        """See `Sessions.turn`; whether the session goes on. Raises `InvalidRequest`."""
-        _check(told.session, told.agent)
+    def turn(self, holder: Holder, m: client_wire.SessionTurn) -> frame.Done:
+        """See `Sessions.turn`; 1 if the session goes on. Raises `InvalidRequest`."""
+        namespace = namespace_for(self.node, holder, m.ns, m.keys)
+        split_keys(m.keys)  # whole ones
+        _check(m.session, m.agent)
         session = self.known.turn(
-            *(tenant, namespace, told.session, told.agent, told.keys, self.clock()),
-            ended=told.ended,
-            shared=told.shared,
+            *(holder.tenant, namespace, m.session, m.agent, m.keys, self.clock()),
+            ended=m.ended,
+            shared=m.shared,
         )
         self._told.set()
-        return session is not None
+        return frame.Done(int(session is not None))
 
     def end(self, tenant: Tenant, name: str) -> bool:
         """See `Sessions.end`."""
@@ -78,26 +78,27 @@ class SessionTurns:
         _check(news.session)
         return self.end(tenant, news.session)
 
-    def end_on(self, tenant: Tenant, session: str, nodes: Sequence[str]) -> None:
+    def end_on(self, holder: Holder, m: client_wire.EndSessionOn) -> frame.Done:
         """End a session on these nodes, or on this one if there are none. Each living node is told once.
 
         Raises `InvalidRequest`.
         """
-        if len(nodes) > NODES_MAX:
+        if len(m.nodes) > NODES_MAX:
             raise InvalidRequest(f"at most {NODES_MAX} nodes are told of a session")
-        _check(session)
-        for name in dict.fromkeys(nodes or (self.name,)):
+        _check(m.session)
+        for name in dict.fromkeys(m.nodes or (self.name,)):
             if name == self.name:
-                self.end(tenant, session)
+                self.end(holder.tenant, m.session)
                 continue
             url = self._url(name)
             if not url or len(self._passing) >= PASSED_ON_MAX:
                 self.node.counters.session_news_lost += 1
                 continue
-            news = peer_wire.SessionEnded(tenant.name, session, name)
+            news = peer_wire.SessionEnded(holder.tenant.name, m.session, name)
             task = asyncio.get_running_loop().create_task(self._pass_on(url, news))
             self._passing.add(task)
             task.add_done_callback(self._passing.discard)
+        return frame.Done()
 
     def _url(self, name: str) -> str:
         """Of a living node; empty: there is none of this name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from kvpool.telemetry.memory_stats import TenantStats
 from kvpool.telemetry.node_stats import HotPrefix, NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
+from kvpool.wire.faults import Faults
 
 
 @dataclass(slots=True)
@@ -54,14 +55,11 @@ class TransferStats(Protocol):
     def path_stats(self) -> PathsStats: ...
 
 
-@dataclass(eq=False)
-class StatsGatherer:
-    """Gathers the numbers of all parts of a daemon. Event loop only."""
+class Parts(Protocol):
+    """The parts of a daemon that have numbers."""
 
-    name: str
     node: Node
     cluster: ClusterMember
-    workers: TransferStats
     ssd: SsdTier
     objects: ObjectTier
     device: DeviceTier | None
@@ -72,74 +70,85 @@ class StatsGatherer:
     publisher: EventPublisher
     expiry: Expiry
     features: Features
-    connections: ConnectionCounts
+    counts: ConnectionCounts
     logins: Logins
-    internal_errors: Mapping[str, int]
+    faults: Faults
     audit: AuditFile | None
-    clock: Callable[[], float]
 
-    def __post_init__(self) -> None:
-        self._started = self.clock()
+    @property
+    def transport(self) -> TransferStats: ...
+
+
+class StatsGatherer:
+    """Gathers the numbers of all parts of a daemon, which must have been made by then. Event loop only."""
+
+    def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._started = clock()
 
     def tenant(self, tenant: Tenant) -> NodeStats:
         """What a tenant may see: itself, and of the node what names no other."""
         return self._of([tenant], [])
 
-    def answer(self, holder: Holder, m: client_wire.Stats) -> frame.Bytes:
+    def answer(self, holder: Holder, _: client_wire.Stats) -> frame.Bytes:
         """Answer a client with what its tenant may see."""
         return frame.Bytes(msgspec.json.encode(self.tenant(holder.tenant)))
 
     def all(self) -> NodeStats:
         """The same of all tenants, and what is read most."""
-        found = self._of(self.node.tenants.values(), self.features.hot_prefixes.hottest())
-        return msgspec.structs.replace(found, event_streams=self.publisher.stats())
+        parts = self._parts
+        found = self._of(parts.node.tenants.values(), parts.features.hot_prefixes.hottest())
+        return msgspec.structs.replace(found, event_streams=parts.publisher.stats())
 
     def _of(self, tenants: Collection[Tenant], hot: list[HotPrefix]) -> NodeStats:
-        self.features.accounts.settle()
+        parts = self._parts
+        parts.features.accounts.settle()
         # Of others' objects, as answers to two tenants may lie side by side.
         tiers = msgspec.structs.replace(
-            self.ssd.stats(),
-            object=self.objects.stats(),
-            device=[] if self.device is None else [self.device.stats()],
-            clean_share={tenant.name: self.ssd.clean_share(tenant) for tenant in tenants},
+            parts.ssd.stats(),
+            object=parts.objects.stats(),
+            device=[] if parts.device is None else [parts.device.stats()],
+            clean_share={tenant.name: parts.ssd.clean_share(tenant) for tenant in tenants},
         )
         return NodeStats(
-            node=self.name,
-            incarnation=self.node.incarnation,
+            node=parts.cluster.config.node,
+            incarnation=parts.node.incarnation,
             version=__version__,
-            uptime_s=self.clock() - self._started,
-            clients=self.connections.clients,
-            connections=self.connections.connections,
-            refused_connections=self.connections.refused,
-            tenant_waits=self.connections.waits,
-            failed_logins=dict(self.logins.failed),
-            internal_errors=dict(self.internal_errors),
-            subscriptions_ended=dict(self.node.events.ended),
-            audit=None if self.audit is None else self.audit.stats(),
-            counters=self.node.counters,
-            gone=self.node.counters.gone(),
-            leases=self.node.leases.count,
-            expired=self.expiry.expired,
+            uptime_s=self._clock() - self._started,
+            clients=parts.counts.clients,
+            connections=parts.counts.connections,
+            refused_connections=parts.counts.refused,
+            tenant_waits=parts.counts.waits,
+            failed_logins=dict(parts.logins.failed),
+            internal_errors=dict(parts.faults.counts),
+            subscriptions_ended=dict(parts.node.events.ended),
+            audit=None if parts.audit is None else parts.audit.stats(),
+            counters=parts.node.counters,
+            gone=parts.node.counters.gone(),
+            leases=parts.node.leases.count,
+            expired=parts.expiry.expired,
             tenants={tenant.name: self._tenant(tenant) for tenant in tenants},
             tiers=tiers,
-            fetch=self.fetcher.stats(),
-            sources=self.fetcher.active,
-            prefix_streams=self.streams.stats(),
-            replication=self.replication.stats(),
-            transfer_workers=self.workers.stats(),
-            nixl=self.workers.nixl_stats(),
-            paths=self.workers.path_stats(),
-            cluster=self.cluster.stats(),
-            sampled=self.features.sampler.stats(),
+            fetch=parts.fetcher.stats(),
+            sources=parts.fetcher.active,
+            prefix_streams=parts.streams.stats(),
+            replication=parts.replication.stats(),
+            transfer_workers=parts.transport.stats(),
+            nixl=parts.transport.nixl_stats(),
+            paths=parts.transport.path_stats(),
+            cluster=parts.cluster.stats(),
+            sampled=parts.features.sampler.stats(),
             processes=family(),
             hot=hot,
         )
 
     def _tenant(self, tenant: Tenant) -> TenantStats:
-        stats = self.node.inventory.tenant_stats(tenant)
-        stats.usage.ssd = self.ssd.usage(tenant.name)
-        stats.engines = self.engines.stats(tenant.name)
-        traffic, misses = self.features.traffic, self.features.miss_reasons.misses
+        parts = self._parts
+        stats = parts.node.inventory.tenant_stats(tenant)
+        stats.usage.ssd = parts.ssd.usage(tenant.name)
+        stats.engines = parts.engines.stats(tenant.name)
+        traffic, misses = parts.features.traffic, parts.features.miss_reasons.misses
         stats.traffic = traffic.of(tenant.name)
         for namespace in tenant.namespaces.values():
             found = stats.namespaces[namespace.base_hex]

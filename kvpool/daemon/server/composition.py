@@ -1,4 +1,4 @@
-"""Composes a daemon's parts, by constructors: the only place where that happens.
+"""A daemon, made of its parts by their constructors: the only place where that happens.
 
 A part knows nothing of parts that are made later. Where events flow the other way, they use a port:
 the cluster calls a `LocalNode`, transfer workers ask a `PeerService`; both are passed when their source starts.
@@ -61,14 +61,16 @@ from kvpool.daemon.ops.stats_gatherer import ConnectionCounts, StatsGatherer, Tr
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.local_node import DaemonNode
 from kvpool.daemon.server.loop_shares import LoopShares
+from kvpool.daemon.server.reads import Reads
 from kvpool.daemon.server.requests import ClientRequests
+from kvpool.daemon.server.writes import Writes
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines, zmq_subscribe
 from kvpool.daemon.tiers.expiry import Expiry
 from kvpool.daemon.tiers.object_tier import ObjectTier
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.daemon.workers.turns import PULLS
 from kvpool.errors import KvpoolError
 from kvpool.memory.segment import Segment
@@ -80,7 +82,6 @@ from kvpool.placement.records import NodeState, new_incarnation
 from kvpool.storage.eviction import DEFAULT_POLICY, Costs, policy_maker
 from kvpool.storage.stack import dram_costs, ssd_costs
 from kvpool.telemetry.spans import Spans
-from kvpool.wire import client as client_wire
 from kvpool.wire.faults import Faults
 
 log = logging.getLogger("kvpool.daemon")
@@ -105,37 +106,6 @@ class Clocks:
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     wall_ns: Callable[[], int] = time.time_ns
-
-
-@dataclass(frozen=True, slots=True)
-class Daemon(Generic[T]):
-    """The parts of a daemon that take part in its start and stop."""
-
-    node: Node
-    cluster: ClusterMember
-    transport: T
-    peer_service: PeerService
-    ssd: SsdTier
-    objects: ObjectTier
-    device: DeviceTier | None
-    engines: Engines
-    events: EventPublisher
-    fetcher: BlockFetcher
-    streams: PrefixStreams
-    replication: Replication
-    drainer: Drainer
-    expiry: Expiry
-    sessions: SessionTurns
-    receipts: AccountPeriods
-    prefetcher: Prefetcher
-    intents: Intents
-    features: Features
-    prober: Prober
-    operators: Operators
-    requests: ClientRequests
-    connections: ClientConnections
-    logins: Logins
-    local: DaemonNode
 
 
 def make_rules(
@@ -170,280 +140,273 @@ def make_memory_rules(
     return make_rules(config, incarnation, dram_costs(disks=bool(config.ssd)), events, tier)
 
 
-def compose(
-    config: DaemonConfig,
-    node: Node,
-    membership: Membership,
-    directory: Directory | None,
-    segments: Mapping[str, Segment],
-    make_transport: Callable[[Callable[[str], Route | None]], T],
-    topology: HostTopology,
-    rng: random.Random,
-    clocks: Clocks,
-    cluster_secrets: Callable[[], tuple[bytes, ...]] = tuple,
-    encryption: Callable[[], list[bytes]] = list,
-    audit: AuditFile | None = None,
-    receipts_file: ReceiptsFile | None = None,
-    next_incarnation: Callable[[], str] = new_incarnation,
-) -> Daemon[T]:
-    """Make all parts of a daemon. Nothing runs yet.
+class Daemon(Generic[T]):
+    """Makes all parts of a daemon. Nothing runs yet.
 
     segments: each tenant's memory. make_transport: given the paths to a peer, by its URL. rng: for tie-breaking
     only. cluster_secrets: the cluster's, those accepted now. encryption: the secrets of the encryption at rest, in use
     now. audit: keeps operators' changes and failed logins; its owner closes it. receipts_file:
     of tenants' accounts.
     """
-    clock = clocks.monotonic
-    peers = Peers(config.labels, rng, apart=NOT_NODES)
-    cluster = ClusterMember(
-        config, node, membership, directory, peers, clock, rng, topology, next_incarnation
-    )
-    transport = make_transport(cluster.route)
 
-    async def adopt(record: TableRecord) -> NamespaceState | None:
-        return await adopt_from_disk(node, cluster.namespaces, record)
+    def __init__(
+        self,
+        config: DaemonConfig,
+        node: Node,
+        membership: Membership,
+        directory: Directory | None,
+        segments: Mapping[str, Segment],
+        make_transport: Callable[[Callable[[str], Route | None]], T],
+        topology: HostTopology,
+        rng: random.Random,
+        clocks: Clocks,
+        cluster_secrets: Callable[[], tuple[bytes, ...]] = tuple,
+        encryption: Callable[[], list[bytes]] = list,
+        audit: AuditFile | None = None,
+        receipts_file: ReceiptsFile | None = None,
+        next_incarnation: Callable[[], str] = new_incarnation,
+    ) -> None:
+        self.config = config
+        self.node = node
+        self.audit = audit
+        self._clocks = clocks
+        self._clock = clock = clocks.monotonic
+        self._peers = Peers(config.labels, rng, apart=NOT_NODES)
+        self.cluster = ClusterMember(
+            config, node, membership, directory, self._peers, clock, rng, topology, next_incarnation
+        )
+        self.transport = make_transport(self.cluster.route)
+        self.faults = Faults(clock)
+        self.spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
+        self._make_tiers(membership, cluster_secrets, encryption)
+        self._make_movers()
+        self._make_features(receipts_file)
+        self._make_answers()
+        self._make_doors(segments)
 
-    ssd = SsdTier(
-        config,
-        node,
-        clock,
-        lambda: make_rules(
-            *(config, node.incarnation, ssd_costs(), node.events, "ssd"), packed=True
-        ),
-        adopt,
-        encryption,
-    )
-    objects = ObjectTier(
-        config, node, membership, open_catalog(config, clock), clock, cluster_secrets, encryption
-    )
-    device: DeviceTier | None = None
-    if config.device is not None:
-        device = DeviceTier(
-            config.device,
+    def _make_tiers(
+        self,
+        membership: Membership,
+        cluster_secrets: Callable[[], tuple[bytes, ...]],
+        encryption: Callable[[], list[bytes]],
+    ) -> None:
+        """Make what holds blocks below memory, and beside it."""
+        config, node, clock = self.config, self.node, self._clock
+        self.ssd = SsdTier(
+            config,
             node,
             clock,
-            lambda: make_memory_rules(config, node.incarnation, node.events, "device"),
+            lambda: make_rules(
+                *(config, node.incarnation, ssd_costs(), node.events, "ssd"), packed=True
+            ),
+            partial(adopt_from_disk, node, self.cluster.namespaces),
+            encryption,
         )
-    engines = Engines(
-        config,
-        node,
-        (node.inventory, ssd, *(() if device is None else (device,))),
-        zmq_subscribe(clock) if config.events else None,
-        cluster.announce,
-    )
-    fetcher = BlockFetcher(
-        node,
-        transport,
-        cluster,
-        ssd.sources(DISKS_MAX),
-        objects,
-        peers,
-        clock,
-        device,
-        PULLS.times(config.transfer_workers),
-    )
-    streams = PrefixStreams(node, fetcher, transport, cluster, clock, config.node)
-    presences = Presences(node, fetcher, clock)
-    removals = Removals(
-        *(node, ssd, device, objects, fetcher.transfers, cluster, transport, clock),
-        has_objects=bool(config.object_store),
-    )
-    prefetcher = Prefetcher(node, fetcher, clock)
-    sessions = SessionTurns(config.node, node, ssd, cluster, transport, clock)
-    replication = Replication(node, cluster, fetcher, ssd, transport, clock)
-    drainer = Drainer(node, cluster, replication, ssd, clock)
-    registry = EngineRegistry(
-        config.engines_max, [each.name for each in config.all_tenants() if each.announce]
-    )
-    events = EventLog(
-        config.node,
-        clocks.wall,
-        None if audit is None else lambda e: audit.write(e.at_s, e.node, e.kind, e.details),
-    )
-    logins = Logins(events, clock)
-    # Only where somebody else reads a tier's changes does it cost anything.
-    held: dict[str, SharedHoldings] = {}
-    if config.publish_events:
-        held = {"dram": SharedHoldings(node.inventory), "ssd": SharedHoldings(ssd)}
-    publisher = EventPublisher(
-        config.publish_events,
-        config.node,
-        config.socket_mode,
-        {tier: each.reader() for tier, each in held.items()},
-        clocks.wall,
-    )
-    rules = TierRules(node, ssd, device)
-    intents = Intents(node, ssd, rules, fetcher, prefetcher, sessions.known, clock)
-    tenants = [tenant.name for tenant in config.all_tenants()]
-    loop_shares = LoopShares(tenants) if len(tenants) > 1 else None
-
-    def may_free(namespace: NamespaceState) -> bool:
-        return not rules.below(namespace) and not cluster.namespaces.pending(namespace)
-
-    expiry = Expiry(lambda: [tier for _, tier in rules], rules.ttl_s, clock)
-    features = make_features(config, node, fetcher, cluster, ssd, clocks)
-    receipts = AccountPeriods(features.accounts, receipts_file, clocks.wall)
-    node.events.subscribe("fetches", {Read: fetcher.was_read})
-    node.events.subscribe("engine_caches", {Named: engines.saw})
-    if device is not None:
-        node.events.subscribe("device", {Read: device.was_read})
-    faults = Faults(clock)
-    spans = Spans(clocks.wall_ns, secrets.token_bytes, on=bool(config.otlp))
-    counts = ConnectionCounts()
-    stats = StatsGatherer(
-        config.node,
-        node,
-        cluster,
-        transport,
-        ssd,
-        objects,
-        device,
-        fetcher,
-        streams,
-        replication,
-        engines,
-        publisher,
-        expiry,
-        features,
-        counts,
-        logins,
-        faults.counts,
-        audit,
-        clock,
-    )
-    others = OtherNodes(config.node, cluster, transport)
-    jobs = JobRunner(
-        config.node,
-        Work(ssd, fetcher, rules.by_tier, others.list_blocks, others.evict, clock),
-        events,
-        clock,
-        tenants,
-    )
-    operators = Operators(
-        node,
-        Changes(config, node, cluster, ssd, rules, replication, events, clock),
-        others,
-        jobs,
-        Reports(cluster, stats, events, features.miss_reasons, receipts, spans),
-        BlockReports(
-            *(config.node, cluster, node, ssd, objects, device, rules, fetcher, engines, clock)
-        ),
-        SessionCommands(node, cluster, ssd, sessions, intents, events, clock),
-        JobCommands(config.node, cluster, jobs, events),
-    )
-    requests = ClientRequests(
-        config,
-        node,
-        cluster,
-        ssd,
-        device,
-        fetcher,
-        streams,
-        replication,
-        engines,
-        registry,
-        presences,
-        removals,
-        sessions,
-        intents,
-        operators,
-        {client_wire.Stats: stats.answer, client_wire.EndRequest: features.accounts.end_request},
-        may_free,
-        spans,
-        loop_shares,
-        faults,
-        clock,
-    )
-    return Daemon(
-        node=node,
-        cluster=cluster,
-        transport=transport,
-        peer_service=PeerService(
+        catalog = open_catalog(config, clock)
+        self.objects = ObjectTier(
+            config, node, membership, catalog, clock, cluster_secrets, encryption
+        )
+        self.device: DeviceTier | None = None
+        if config.device is not None:
+            self.device = DeviceTier(
+                config.device,
+                node,
+                clock,
+                lambda: make_memory_rules(config, node.incarnation, node.events, "device"),
+            )
+        self.tiers = Tiers(node, self.ssd, self.device, self.objects)
+        self.expiry = Expiry(lambda: [tier for _, tier in self.tiers], self.tiers.ttl_s, clock)
+        self.engines = Engines(
+            config,
             node,
-            fetcher,
+            (node.inventory, self.ssd, *(() if self.device is None else (self.device,))),
+            zmq_subscribe(clock) if config.events else None,
+            self.cluster.announce,
+        )
+
+    def _make_movers(self) -> None:
+        """Make what moves blocks between tiers and nodes."""
+        config, node, cluster, clock = self.config, self.node, self.cluster, self._clock
+        self.fetcher = BlockFetcher(
+            node,
+            self.transport,
+            cluster,
+            self.ssd.sources(DISKS_MAX),
+            self.objects,
+            self._peers,
+            clock,
+            self.device,
+            PULLS.times(config.transfer_workers),
+        )
+        self.streams = PrefixStreams(
+            node, self.fetcher, self.transport, cluster, clock, config.node
+        )
+        self.replication = Replication(node, cluster, self.fetcher, self.ssd, self.transport, clock)
+        self.drainer = Drainer(node, cluster, self.replication, self.ssd, clock)
+        self.prefetcher = Prefetcher(node, self.fetcher, clock)
+        self.prober = Prober(self.transport, cluster, self._peers, clock)
+
+    def _make_features(self, receipts_file: ReceiptsFile | None) -> None:
+        """Make the features that observe blocks and clients, and have them observe."""
+        config, node, clock, wall = self.config, self.node, self._clock, self._clocks.wall
+        departures = Departures(config.departures_max, above_disks=bool(config.ssd))
+        departures.begin(clock())
+        traffic = TrafficCounts()
+        disks_bytes = sum(disk.size for disk in config.ssd)
+        tiers = {"dram": True, "ssd": config.ssd, "device": config.device}
+        self.features = Features(
+            traffic,
+            Accounts(config.node, node, traffic, clock, wall),
+            MissReasons(
+                *(config.node, node, departures, self.fetcher, self.cluster),
+                [tenant.name for tenant in config.all_tenants()],
+                {name: int(share * disks_bytes) for name, share in config.ssd_shares().items()},
+                self.ssd.lost_since,
+                clock,
+            ),
+            HotPrefixes(),
+            Sampler(clock, [tier for tier, there in tiers.items() if there]),
+        )
+        self.features.subscribe(node.events)
+        node.events.subscribe("fetches", {Read: self.fetcher.was_read})
+        node.events.subscribe("engine_caches", {Named: self.engines.saw})
+        if self.device is not None:
+            node.events.subscribe("device", {Read: self.device.was_read})
+        self.receipts = AccountPeriods(self.features.accounts, receipts_file, wall)
+        audit = self.audit
+        self.journal = EventLog(
+            config.node,
+            wall,
+            None if audit is None else lambda e: audit.write(e.at_s, e.node, e.kind, e.details),
+        )
+        self.logins = Logins(self.journal, clock)
+        self.counts = ConnectionCounts()
+        # Only where somebody else reads a tier's changes does it cost anything.
+        self._shared: dict[str, SharedHoldings] = {}
+        if config.publish_events:
+            self._shared = {
+                "dram": SharedHoldings(node.inventory),
+                "ssd": SharedHoldings(self.ssd),
+            }
+        self.publisher = EventPublisher(
+            config.publish_events,
+            config.node,
+            config.socket_mode,
+            {tier: each.reader() for tier, each in self._shared.items()},
+            wall,
+        )
+
+    def _make_answers(self) -> None:
+        """Make what answers clients and operators."""
+        config, node, cluster, clock = self.config, self.node, self.cluster, self._clock
+        self.presences = Presences(node, self.fetcher, clock)
+        self.removals = Removals(
+            node,
+            self.ssd,
+            self.device,
+            self.objects,
+            self.fetcher.transfers,
+            cluster,
+            self.transport,
+            clock,
+            has_objects=bool(config.object_store),
+        )
+        self.sessions = SessionTurns(config.node, node, self.ssd, cluster, self.transport, clock)
+        self.intents = Intents(
+            self.tiers, self.fetcher, self.prefetcher, self.sessions.known, clock
+        )
+        others = OtherNodes(config.node, cluster, self.transport)
+        jobs = JobRunner(
+            config.node,
+            Work(
+                self.ssd, self.fetcher, self.tiers.by_tier, others.list_blocks, others.evict, clock
+            ),
+            self.journal,
+            clock,
+            [tenant.name for tenant in config.all_tenants()],
+        )
+        self.stats = StatsGatherer(self, clock)
+        self.operators = Operators(
+            node,
+            Changes(config, cluster, self.tiers, self.replication, self.journal, clock),
+            others,
+            jobs,
+            Reports(
+                cluster,
+                self.stats,
+                self.journal,
+                self.features.miss_reasons,
+                self.receipts,
+                self.spans,
+            ),
+            BlockReports(config.node, cluster, self.tiers, self.fetcher, self.engines, clock),
+            SessionCommands(cluster, self.tiers, self.sessions, self.intents, self.journal, clock),
+            JobCommands(config.node, cluster, jobs, self.journal),
+        )
+
+    def _make_doors(self, segments: Mapping[str, Segment]) -> None:
+        """Make the ways in: for clients, for peers, and for what the membership says."""
+        config, node, cluster, clock = self.config, self.node, self.cluster, self._clock
+        tenants = [tenant.name for tenant in config.all_tenants()]
+        loop_shares = LoopShares(tenants) if len(tenants) > 1 else None
+        registry = EngineRegistry(
+            config.engines_max, [each.name for each in config.all_tenants() if each.announce]
+        )
+
+        def may_free(namespace: NamespaceState) -> bool:
+            return not self.tiers.below(namespace) and not cluster.namespaces.pending(namespace)
+
+        self.reads = Reads(node, self.device, self.fetcher, self.streams, clock)
+        self.requests = ClientRequests(
+            node,
+            cluster,
+            self.ssd,
+            self.fetcher,
+            self.engines,
+            registry,
+            self.presences,
+            self.removals,
+            self.intents,
+            self.operators,
+            self.reads,
+            Writes(node, cluster, self.ssd, self.replication, clock),
+            (self.sessions, self.stats, self.features.accounts),
+            may_free,
+            self.spans,
+            loop_shares,
+            self.faults,
+            clock,
+        )
+        self.connections = ClientConnections(
+            *(node, self.requests, self.operators, self.engines, registry, self.device),
+            *(segments, self.counts, self.logins, loop_shares),
+        )
+        self.peer_service = PeerService(
+            node,
+            self.fetcher,
             clock,
             may_serve=cluster.may_serve,
             stale=cluster.stale,
-            take=replication.take,
-            remove=removals.for_other,
-            session_ended=sessions.ended_elsewhere,
+            take=self.replication.take,
+            remove=self.removals.for_other,
+            session_ended=self.sessions.ended_elsewhere,
             stores=lambda: cluster.state is NodeState.SERVING,
-            operate=operators.operated,
-            spans=spans,
-            faults=faults,
+            operate=self.operators.operated,
+            spans=self.spans,
+            faults=self.faults,
             name=config.node,
-            logins_failed=partial(logins.fail_all, "peer"),
-        ),
-        ssd=ssd,
-        objects=objects,
-        device=device,
-        engines=engines,
-        events=publisher,
-        fetcher=fetcher,
-        streams=streams,
-        replication=replication,
-        drainer=drainer,
-        expiry=expiry,
-        sessions=sessions,
-        receipts=receipts,
-        prefetcher=prefetcher,
-        intents=intents,
-        features=features,
-        prober=Prober(transport, cluster, peers, clock),
-        operators=operators,
-        requests=requests,
-        connections=ClientConnections(
-            *(node, requests, operators, engines, registry, device, segments, counts, logins),
-            loop_shares,
-        ),
-        logins=logins,
-        local=DaemonNode(
-            node,
-            ssd,
-            objects,
-            device,
-            engines,
+            logins_failed=partial(self.logins.fail_all, "peer"),
+        )
+        self.local = DaemonNode(
+            self.tiers,
+            self.engines,
             registry,
-            replication,
-            drainer,
-            events,
-            rules,
-            transport.path_to,
-            {TIERS[tier]: each.reader() for tier, each in held.items()},
-        ),
-    )
-
-
-def make_features(
-    config: DaemonConfig,
-    node: Node,
-    fetcher: BlockFetcher,
-    cluster: ClusterMember,
-    ssd: SsdTier,
-    clocks: Clocks,
-) -> Features:
-    """Make the features that observe blocks and clients, and have them observe."""
-    clock = clocks.monotonic
-    departures = Departures(config.departures_max, above_disks=bool(config.ssd))
-    departures.begin(clock())
-    traffic = TrafficCounts()
-    disks_bytes = sum(disk.size for disk in config.ssd)
-    tiers = {"dram": True, "ssd": config.ssd, "device": config.device}
-    features = Features(
-        traffic,
-        Accounts(config.node, node, traffic, clock, clocks.wall),
-        MissReasons(
-            *(config.node, node, departures, fetcher, cluster),
-            [tenant.name for tenant in config.all_tenants()],
-            {name: int(share * disks_bytes) for name, share in config.ssd_shares().items()},
-            ssd.lost_since,
-            clock,
-        ),
-        HotPrefixes(),
-        Sampler(clock, [tier for tier, there in tiers.items() if there]),
-    )
-    features.subscribe(node.events)
-    return features
+            self.replication,
+            self.drainer,
+            self.journal,
+            self.transport.path_to,
+            {TIERS[tier]: each.reader() for tier, each in self._shared.items()},
+        )
 
 
 async def adopt_from_disk(

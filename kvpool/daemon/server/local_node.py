@@ -10,13 +10,9 @@ from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.cluster.local_node import Holdings
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.event_log import EventLog, membership_news
-from kvpool.daemon.tiers.device_tier import DeviceTier
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.daemon.tiers.engine_caches import Engines
-from kvpool.daemon.tiers.object_tier import ObjectTier
-from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.daemon.tiers.tier_rules import TierRules
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.records import NodeChange, TierRecord, View, quota_bytes
 from kvpool.types import EngineRecord
@@ -26,16 +22,12 @@ from kvpool.types import EngineRecord
 class DaemonNode:
     """The `LocalNode` of a daemon."""
 
-    _node: Node
-    _ssd: SsdTier
-    _objects: ObjectTier
-    _device: DeviceTier | None
+    _tiers: Tiers
     _engines: Engines
     _registry: EngineRegistry
     _replication: Replication
     _drainer: Drainer
     _events: EventLog
-    _rules: TierRules
     path_to: Callable[[str], str]
     """Returns how a peer is reached, by its URL."""
     _shared: Mapping[int, Holdings]
@@ -43,17 +35,17 @@ class DaemonNode:
 
     def holdings(self) -> Mapping[int, Holdings]:
         """See `LocalNode`. Engines' caches are announced once the first engine publishes events."""
-        found: dict[int, Holdings] = {TIERS["dram"]: self._node.inventory}
-        if self._ssd.devices:
-            found[TIERS["ssd"]] = self._ssd
-        if self._device is not None:
-            found[TIERS["device"]] = self._device
+        found: dict[int, Holdings] = {TIERS["dram"]: self._tiers.node.inventory}
+        if self._tiers.ssd.devices:
+            found[TIERS["ssd"]] = self._tiers.ssd
+        if self._tiers.device is not None:
+            found[TIERS["device"]] = self._tiers.device
         return found | {tier: held for tier, held in self._shared.items() if tier in found}
 
     def lower_tiers(self) -> Sequence[TierRecord]:
         """See `LocalNode`."""
-        found = self._ssd.records() if self._ssd.devices else ()
-        return found if self._device is None else (*found, self._device.record())
+        found = self._tiers.ssd.records() if self._tiers.ssd.devices else ()
+        return found if self._tiers.device is None else (*found, self._tiers.device.record())
 
     def engines(self) -> tuple[EngineRecord, ...]:
         """See `LocalNode`."""
@@ -61,27 +53,27 @@ class DaemonNode:
 
     def below(self, namespace: NamespaceState) -> bool:
         """See `LocalNode`."""
-        return self._rules.below(namespace)
+        return self._tiers.below(namespace)
 
     def namespace_entered(self, namespace: NamespaceState) -> None:
         """See `LocalNode`."""
-        if self._ssd.devices:
-            self._ssd.enter(namespace)
-        if self._device is not None:
-            self._device.enter(namespace)
+        if self._tiers.ssd.devices:
+            self._tiers.ssd.enter(namespace)
+        if self._tiers.device is not None:
+            self._tiers.device.enter(namespace)
         self._engines.enter(namespace)
-        self._objects.enter(namespace)
+        self._tiers.objects.enter(namespace)
 
     def namespace_configured(self, namespace: NamespaceState) -> None:
         """See `LocalNode`. Applies the namespace's quota of its tenant's memory."""
         size = namespace.tenant.allocator.size
-        self._node.quotas.set(namespace, quota_bytes(namespace.settings.dram_quota, size))
-        self._ssd.limit(namespace)
+        self._tiers.node.quotas.set(namespace, quota_bytes(namespace.settings.dram_quota, size))
+        self._tiers.ssd.limit(namespace)
 
     async def keep_epoch(self, namespace: NamespaceState) -> None:
         """See `LocalNode`. Disks store it; without disks nothing survives the process."""
-        if self._ssd.devices:
-            await self._ssd.record(namespace)
+        if self._tiers.ssd.devices:
+            await self._tiers.ssd.record(namespace)
 
     def replicas_lacking(self) -> None:
         """See `LocalNode`."""

@@ -32,7 +32,7 @@ from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.ops.audit_file import AuditFile
 from kvpool.daemon.ops.receipts import ReceiptsFile
-from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
+from kvpool.daemon.server.composition import Clocks, Daemon, make_memory_rules
 from kvpool.daemon.server.connections import ClientConnections
 from kvpool.daemon.server.memory_wait import (
     MemoryWait,
@@ -145,7 +145,7 @@ class Server:
             audit = open_audit(self.config)
             if audit is not None:
                 stack.callback(audit.close)
-            daemon = compose(
+            daemon = Daemon(
                 self.config,
                 self.node,
                 open_membership(self.config, secrets.known, time.monotonic),
@@ -351,7 +351,7 @@ def on_root(paths: Sequence[str], root: str = "/") -> list[str]:
 
 async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) -> None:
     """Become a member, and start a member's background tasks. urls: where peers reach this node."""
-    daemon.events.begin()
+    daemon.publisher.begin()
     await daemon.cluster.start(urls, daemon.local)
     daemon.ssd.begin()
     for work in (
@@ -374,10 +374,10 @@ async def enter_cluster(daemon: Daemon[Any], urls: Sequence[str], tasks: Tasks) 
 async def close(daemon: Daemon[Any]) -> None:
     """End all parts but the transport, users before the parts that they use."""
     await daemon.connections.close()
-    daemon.requests.close()
+    daemon.reads.close()
     daemon.receipts.close()
     await daemon.engines.close()
-    await daemon.events.close()
+    await daemon.publisher.close()
     await daemon.operators.close()
     await daemon.drainer.close()
     await daemon.streams.close()

@@ -11,7 +11,7 @@ from kvpool.config import DaemonConfig, DiskConfig, TenantConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
 from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.events import Events, Handlers
-from kvpool.daemon.server.composition import Clocks, Daemon, compose, make_memory_rules
+from kvpool.daemon.server.composition import Clocks, Daemon, make_memory_rules
 from kvpool.daemon.server.server import close, enter_cluster
 from kvpool.daemon.tasks import Tasks
 from kvpool.errors import ConfigError, KvpoolError, StaleEpoch, Unavailable
@@ -84,7 +84,7 @@ class SimulatedServer:
         life, carrier = self.life, self.life.carrier
         for number, (tenant, size) in enumerate(life.world.plan.segments.items()):
             self.node.add_tenant(tenant, number, size, SLAB)
-        self.daemon = compose(
+        self.daemon = Daemon(
             self.config,
             self.node,
             life.membership,

@@ -17,7 +17,7 @@ import pytest
 from kvpool.client import Client
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.host_topology import HostTopology
-from kvpool.daemon.server.composition import Clocks, compose, make_memory_rules
+from kvpool.daemon.server.composition import Clocks, Daemon, make_memory_rules
 from kvpool.daemon.server.server import close
 from kvpool.errors import InternalError, KvpoolError
 from kvpool.placement.membership.static import StaticCluster, StaticMembership
@@ -107,7 +107,7 @@ async def served(path: Path) -> AsyncIterator[Served]:
     transport: Any = SimpleNamespace(
         stats=list, nixl_stats=lambda: None, path_stats=PathsStats, idle=True, path_to=str
     )
-    daemon = compose(
+    daemon = Daemon(
         *(config, node, StaticMembership(StaticCluster("c")), None, {"default": segment}),
         *(lambda _: transport, HostTopology(), random.Random(1), Clocks(monotonic=clock)),
     )
