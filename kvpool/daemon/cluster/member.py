@@ -97,15 +97,17 @@ class ClusterMember:
         self._local: LocalNode  # from `start` on
         self.lost = 0
         self._clock = clock
-        self._directory = directory
+        self.directory = directory
         self._told: Directory | None = None  # by the announcers, if there are any
         self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
         self._static_peers = StaticPeers(
             {incarnation: living.url for incarnation, living in self._static.items()}
         )
-        self._living: dict[bytes, LivingNode] = dict(self._static)
-        self._gone: OrderedDict[bytes, GoneNode] = OrderedDict()
+        self.living: Mapping[bytes, LivingNode] = dict(self._static)
+        """The other nodes that can be pulled from, by incarnation."""
+        self.gone: OrderedDict[bytes, GoneNode] = OrderedDict()
+        """The last nodes that have left, by incarnation."""
         self._by_url: dict[str, NodeRecord] = {}
         self._routes: dict[
             str, tuple[NodeRecord, Route]
@@ -113,7 +115,7 @@ class ClusterMember:
         self._cards: list[Card] = []
         self._dead = DeadIncarnations()
         self._followed_as = self.own  # the incarnation under which the view was looked at last
-        self._view = View()
+        self.view = View()
         self._transports: tuple[TransportRecord, ...] = ()
         self._links: tuple[LinkRecord, ...] = ()  # as of the last second
         self._drain_wanted = False
@@ -139,8 +141,8 @@ class ClusterMember:
         self.membership.on_lost(self._lose)
         await self.membership.join(self.record())
         self._look()
-        if self._directory is not None:
-            self._told = _OnlyMembersPublish(self._directory, self.may_serve)
+        if self.directory is not None:
+            self._told = _OnlyMembersPublish(self.directory, self.may_serve)
             for tier, held in self.holdings.items():
                 self._begin_to_announce(self._told, tier, held)
         self._tasks.begin(self._run())
@@ -186,28 +188,10 @@ class ClusterMember:
         await self._tasks.end()
         await self.membership.leave()
         await self.membership.close()
-        if self._directory is not None:
-            await self._directory.close()
+        if self.directory is not None:
+            await self.directory.close()
 
     # ---- what others need to know --------------------------------------------------------------------
-
-    @property
-    def living(self) -> Mapping[bytes, LivingNode]:
-        """The other nodes that can be pulled from."""
-        return self._living
-
-    @property
-    def gone(self) -> Mapping[bytes, GoneNode]:
-        """The last nodes that have left, by incarnation."""
-        return self._gone
-
-    @property
-    def directory(self) -> Directory | None:
-        return self._directory
-
-    @property
-    def view(self) -> View:
-        return self._view
 
     @property
     def own(self) -> bytes:
@@ -257,12 +241,12 @@ class ClusterMember:
 
     def _look(self) -> None:
         """The membership has changed. Costs as much as there are changes, and a copy of a dict."""
-        before, self._view = self._view, self.membership.view
-        nodes = changed_nodes(before, self._view)
-        self._local.view_changed(before, self._view, nodes)
+        before, self.view = self.view, self.membership.view
+        nodes = changed_nodes(before, self.view)
+        self._local.view_changed(before, self.view, nodes)
         self._follow_nodes(nodes)
-        self.namespaces.look(self._view)
-        wanted = self.config.node in self._view.drains
+        self.namespaces.look(self.view)
+        wanted = self.config.node in self.view.drains
         if wanted != self._drain_wanted:
             self._drain_wanted = wanted
             self._local.drain_wanted(wanted)
@@ -277,27 +261,27 @@ class ClusterMember:
         here = {self.own, *(new.incarnation_bytes for new in came)}
         if self.own != self._followed_as:
             # This node counts as in the view, under one incarnation, unless its former record is still there.
-            held = self._view.nodes.get(self.config.node)
+            held = self.view.nodes.get(self.config.node)
             if held is None or held.incarnation_bytes != self._followed_as:
                 left.append(self._followed_as)
             self._followed_as = self.own
         for old, _ in nodes:
             if old is not None and old.incarnation_bytes not in here:
                 drained = old.state in {NodeState.DRAINING, NodeState.GONE}
-                self._gone[old.incarnation_bytes] = GoneNode(old.node, drained)
-        while len(self._gone) > GONE_MAX:
-            self._gone.popitem(last=False)
+                self.gone[old.incarnation_bytes] = GoneNode(old.node, drained)
+        while len(self.gone) > GONE_MAX:
+            self.gone.popitem(last=False)
         self._dead.left([incarnation for incarnation in left if incarnation not in here])
         self._dead.came(here)
         if not nodes:
             return
-        living = dict(self._living)  # a new one: others may still use the last
+        living = dict(self.living)  # a new one: others may still use the last
         for incarnation in left:
             living.pop(incarnation, None)
         for new in came:
             if self._may_be_pulled_from(new):
                 living[new.incarnation_bytes] = LivingNode(new, new.url)
-        self._living = living
+        self.living = living
         self._by_url = {
             node.url: node.record
             for incarnation, node in living.items()
@@ -347,7 +331,7 @@ class ClusterMember:
         now = self._clock()
         return [
             self.peers.link(incarnation, living.record.node, now, self._local.path_to(living.url))
-            for incarnation, living in self._living.items()
+            for incarnation, living in self.living.items()
         ]
 
     # ---- ourselves -----------------------------------------------------------------------------------
@@ -470,7 +454,7 @@ class ClusterMember:
             standing=self.membership.standing(self._clock()).value,
             state=str(self.state),
             incarnation=self.incarnation,
-            others=len(self._living),
+            others=len(self.living),
             directory=self._announcing(),
             drain=self.progress,
             leases_lost=self.lost,
@@ -493,11 +477,11 @@ class ClusterMember:
             "standing": standing.value,
             "state": str(self.state),
             "joined": bool(self.config.join),
-            "nodes": [plain(record) for _, record in sorted(self._view.nodes.items())],
+            "nodes": [plain(record) for _, record in sorted(self.view.nodes.items())],
             "peers": [node.url for node in self._static.values()],
             "silent_peers": [silent._asdict() for silent in self._static_peers.silent()],
-            "drains": sorted(self._view.drains),
-            "namespaces": [plain(entry) for _, entry in sorted(self._view.namespaces.items())],
+            "drains": sorted(self.view.drains),
+            "namespaces": [plain(entry) for _, entry in sorted(self.view.namespaces.items())],
             "links": [plain(link) for link in self.links()],
             "directory": msgspec.to_builtins(self._announcing()),
             "leases_lost": self.lost,

@@ -276,7 +276,7 @@ class TransferWorkers:
         self.secrets = secrets
         self.segments: dict[int, Segment] = {}
         self._route = route
-        self._source: Rules  # from `start` on
+        self.source: Rules  # from `start` on
         self._keepers: list[WorkerSupervisor[TransferWorkerProxy]] = []
         self._nixl_keeper: WorkerSupervisor[TransferWorkerProxy] | None = None
         # Of each transfer worker which of `listen`, and where that was last.
@@ -285,11 +285,6 @@ class TransferWorkers:
         ] = []
         self._paths: Paths | None = None
         self._question_turns = QuestionTurns(config.transfer_workers)
-
-    @property
-    def source(self) -> Rules:
-        """Answers what peers ask."""
-        return self._source
 
     @property
     def urls(self) -> list[str]:
@@ -331,7 +326,7 @@ class TransferWorkers:
         """Start all of them. source: answers what peers ask of this node.
 
         Raises `ConfigError` for a URL that cannot be served; then none runs."""
-        self._source = source
+        self.source = source
         count = self.config.transfer_workers
         pulls = {"tcp": self._pull_by_tcp}
         nixl = [at for at, url in enumerate(self.config.listen) if scheme_of(url) == "nixl"]

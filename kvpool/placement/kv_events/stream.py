@@ -170,8 +170,10 @@ class Follower:
         """How often blocks were forgotten because batches were lost for good."""
         self._can_replay = can_replay
         self._next: int | None = None  # None: nothing is known since the engine's start
-        self._at = UNREADABLE  # of the batch before that
-        self._wanted: int | None = 0 if can_replay else None
+        self.at = UNREADABLE
+        """The engine's clock of the last batch applied, or waiting; below 0 if there is none."""
+        self.wanted: int | None = 0 if can_replay else None
+        """The sequence number from which a replay is needed, or was requested, or None if none is."""
         self._doubt = can_replay  # more than a routine question: an answer is needed
         self._again = False  # the connection was lost during the replay
         self._restarted = False
@@ -185,20 +187,10 @@ class Follower:
         self._decoded: _Stored | _Removed | _Cleared | None = None  # that event, once it is begun
         self._told = 0  # of its hashes
 
-    @property
-    def wanted(self) -> int | None:
-        """The sequence number from which a replay is needed, or was requested; None: none is."""
-        return self._wanted
-
-    @property
-    def at(self) -> float:
-        """The engine's clock of the last batch applied, or waiting; below 0: none."""
-        return self._at
-
     def check(self) -> None:
         """Check whether the last batch is still the last one. Does nothing without replays."""
-        if self._can_replay and self._wanted is None:
-            self._wanted = self._last()
+        if self._can_replay and self.wanted is None:
+            self.wanted = self._last()
 
     def _last(self) -> int:
         """The start of a replay that shows both that the engine was not restarted, and new batches."""
@@ -208,18 +200,18 @@ class Follower:
 
     def heard(self, batch: Batch) -> None:
         """A batch of the stream."""
-        if self._wanted is not None:
+        if self.wanted is not None:
             self._hold_back(batch)
-        elif self._next is not None and batch.at < self._at:
+        elif self._next is not None and batch.at < self.at:
             return
         elif batch.seq == self._next:
             self._accept(batch)
-        elif self._next is not None and batch.seq < self._next and batch.at == self._at:
+        elif self._next is not None and batch.seq < self._next and batch.at == self.at:
             return
         elif self._can_replay:
             self._hold_back(batch)
             self._doubt = True
-            self._wanted = self._last()
+            self.wanted = self._last()
         else:
             self._begin(batch)
 
@@ -228,9 +220,9 @@ class Follower:
         if not self._can_replay:
             if self._next is not None:
                 self._lose_track()
-        elif self._wanted is None:
+        elif self.wanted is None:
             self._doubt = True
-            self._wanted = self._last()
+            self.wanted = self._last()
         else:
             self._again = True
 
@@ -243,12 +235,12 @@ class Follower:
 
     def replayed(self, batch: Batch) -> None:
         """A batch of the requested replay; they come in order."""
-        assert self._wanted is not None
-        if self._restarted or batch.seq < self._wanted:
+        assert self.wanted is not None
+        if self._restarted or batch.seq < self.wanted:
             return
         first, self._came = not self._came, True
-        if first and self._next and batch.seq == self._wanted:
-            self._restarted = batch.at != self._at
+        if first and self._next and batch.seq == self.wanted:
+            self._restarted = batch.at != self.at
         elif first and (self._next is None or self._next or batch.seq):
             self._begin(batch)  # from here on it is kept: batches before are lost
         elif batch.seq == self._next:
@@ -286,17 +278,17 @@ class Follower:
         self._doubt = bool(waiting) or self._again or (failed and self._doubt)
         self._advanced = self._came = self._again = False
         if not self._doubt:
-            self._wanted = None
+            self.wanted = None
         elif self._futile < FUTILE_MAX:
             for batch in waiting if not unclear else ():
                 self._hold_back(batch)
-            self._wanted = self._last()
+            self.wanted = self._last()
         else:
             self._give_up(waiting)
 
     def _give_up(self, waiting: Sequence[Batch]) -> None:
         """Replays do not help: continue with the received batches."""
-        self._wanted, self._doubt, self._futile = None, False, 0
+        self.wanted, self._doubt, self._futile = None, False, 0
         self._lose_track()
         for batch in waiting:
             if batch.seq == self._next:
@@ -307,8 +299,8 @@ class Follower:
     def _ask_from_start(self) -> None:
         """The engine was restarted: waiting batches are replayed with the rest."""
         self._let_go()
-        self._next, self._at = None, UNREADABLE
-        self._wanted, self._doubt = 0, True
+        self._next, self.at = None, UNREADABLE
+        self.wanted, self._doubt = 0, True
         self._restarted = self._came = self._advanced = False
         self._futile = 0
 
@@ -330,12 +322,12 @@ class Follower:
         """Waiting batches, in order; without those from before a restart."""
         waiting = sorted(self._waiting.values(), key=lambda batch: batch.seq)
         self._waiting, self._waiting_bytes = {}, 0
-        return [batch for batch in waiting if batch.at >= self._at]
+        return [batch for batch in waiting if batch.at >= self.at]
 
     # ---- what is told --------------------------------------------------------------------------------
 
     def _accept(self, batch: Batch) -> None:
-        self._next, self._at = batch.seq + 1, batch.at
+        self._next, self.at = batch.seq + 1, batch.at
         self._advanced = True
         self._todo.append(batch)
 
@@ -349,7 +341,7 @@ class Follower:
     def _lose_track(self) -> None:
         self.gaps += 1
         self._clear(complete=False)
-        self._next, self._at = None, UNREADABLE
+        self._next, self.at = None, UNREADABLE
 
     def _clear(self, *, complete: bool) -> None:
         self._todo.clear()
@@ -425,7 +417,7 @@ class Follower:
     def stats(self) -> dict[str, Any]:
         return {
             "next": self._next,
-            "replaying": self._wanted is not None,
+            "replaying": self.wanted is not None,
             "gaps": self.gaps,
             "unreadable": self.unreadable,
         }

@@ -99,8 +99,8 @@ class Membership(Protocol):
         with other parts, and `Unavailable`.
         """
 
-    async def use(self, tenant: str, digest: str) -> None:
-        """Note that a namespace is used at this hour of the view's `clock`. Raises as `bump_epoch`."""
+    async def use(self, tenant: str, digest: str) -> NamespaceEntry:
+        """Note that a namespace is used at this hour of the view's `clock`; returns the entry. Raises as `bump_epoch`."""
 
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         """Delete a namespace, unless it was used after that hour; returns whether it is deleted.

@@ -7,11 +7,10 @@ incarnation, created in one transaction that requires both to be absent; so neit
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ import msgspec
 from kvpool.errors import (
     InvalidRequest,
     KvpoolError,
-    NotAuthenticated,
     Unavailable,
 )
 from kvpool.placement.etcd import rpc_pb2 as rpc
@@ -46,16 +44,13 @@ from kvpool.placement.membership.admission import (
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd_lease import LeaseWatch
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
-from kvpool.placement.membership.etcd_records import SharedRecords
+from kvpool.placement.membership.etcd_records import SharedRecords, refusals_as_unavailable
 from kvpool.placement.membership.etcd_rules import clash, hold_s, replaceable, spread_s
-from kvpool.placement.outage import Outage
 from kvpool.placement.records import (
     ClusterConfig,
     NamespaceEntry,
     NodeRecord,
     NodeState,
-    SettingsChange,
-    View,
     encode_record,
 )
 
@@ -122,11 +117,18 @@ class EtcdMembership:
         self._client = EtcdClient(settings, clock=clock)
         self._follower = Follower(self._client, self._paths.root, self)
         self._mirror = Mirror(self._paths)
-        self._view = self._mirror.view  # as it was told last
+        self.outage = self._client.outage
+        self.view = self._mirror.view  # as it was told last
         self._own_config: Callable[[], ClusterConfig] = lambda: config_of(cluster, secrets())
         self._shared = SharedRecords(
             self._client, self._mirror, self._paths, self._own_config, self._told
         )
+        self.use = self._shared.use
+        self.delete_unused = self._shared.delete_unused
+        self.count_hour = self._shared.count_hour
+        self.bump_epoch = self._shared.bump_epoch
+        self.configure = self._shared.configure
+        self.set_drain = self._shared.set_drain
         self._protocol = protocol
         self._ttl_s = ttl_s
         self._clock = clock
@@ -149,14 +151,6 @@ class EtcdMembership:
         self._save_at = -math.inf  # not before, after a failure
 
     # ---- the view -------------------------------------------------------------------------------------
-
-    @property
-    def view(self) -> View:
-        return self._view
-
-    @property
-    def outage(self) -> Outage:
-        return self._client.outage
 
     @property
     def undecodable(self) -> int:
@@ -265,7 +259,7 @@ class EtcdMembership:
             self._telling.cancel()
             self._telling = None
         self._told_at = asyncio.get_running_loop().time()
-        self._view = self._mirror.view
+        self.view = self._mirror.view
         for watcher in self._watchers:
             watcher()
 
@@ -277,10 +271,9 @@ class EtcdMembership:
         at = self._mirror.next_tick
         if at is not None and not self._closed:
             delay = max(0.0, at - self._clock())
-            self._tick = asyncio.get_running_loop().call_later(delay, self._drop_missing)
-
-    def _drop_missing(self) -> None:
-        self._told(self._mirror.tick(self._clock()))
+            self._tick = asyncio.get_running_loop().call_later(
+                delay, lambda: self._told(self._mirror.tick(self._clock()))
+            )
 
     async def _save_again(self) -> None:
         """Etcd has lost its data: restore the cluster's epochs from this node."""
@@ -301,11 +294,11 @@ class EtcdMembership:
         assert config is not None, "start first"
         check_config(config, self._own_config(), self._protocol)
         begun = self._clock() + self._suspended()
-        with _refusals_as_unavailable():
+        with refusals_as_unavailable():
             lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
         self._joining, self._seen = self._paths.node(record.node), (0, NO_LEASE)
         try:
-            with _refusals_as_unavailable():
+            with refusals_as_unavailable():
                 revision = await self._enter(record, lease)
         except KvpoolError:
             await self._revoke(lease)
@@ -422,7 +415,7 @@ class EtcdMembership:
         old = member.written
         assert (record.node, record.incarnation) == (old.node, old.incarnation), "join instead"
         member.wanted = record
-        with _refusals_as_unavailable():
+        with refusals_as_unavailable():
             await self._write(member)
 
     async def _write(self, member: _Member) -> None:
@@ -434,22 +427,24 @@ class EtcdMembership:
                 hold = max(hold, spread_s(self.view.nodes.values(), record))
             if self._clock() < member.written_at + hold:
                 return
-            key = self._paths.node(record.node)
-            value = encode_record(record)
             try:
-                answer = await self._client.txn(
-                    [bound_to(key, member.lease)],
-                    [put(key, value, member.lease)],
-                    [],
-                    f"updating the record of {record.node!r}",
-                )
-                if not answer.succeeded:
-                    raise LeaseGone(f"the record of {record.node!r} belongs to another incarnation")
+                await self._put(member, record, f"updating the record of {record.node!r}")
             except LeaseGone:
                 self._lose(member, "etcd has neither its lease nor its record")
                 raise
-            member.written, member.written_at = record, self._clock()
-            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+
+    async def _put(
+        self, member: _Member, record: NodeRecord, what: str, deadline_s: float | None = None
+    ) -> None:
+        """Write a member's record. Raises `LeaseGone` if it is not this member's any more."""
+        key, value = self._paths.node(record.node), encode_record(record)
+        answer = await self._client.txn(
+            [bound_to(key, member.lease)], [put(key, value, member.lease)], [], what, deadline_s
+        )
+        if not answer.succeeded:
+            raise LeaseGone(f"the record of {record.node!r} belongs to another incarnation")
+        member.written, member.written_at = record, self._clock()
+        self._told(self._mirror.wrote(answer.header.revision, {key: value}))
 
     async def leave(self) -> None:
         member = self._member
@@ -460,17 +455,9 @@ class EtcdMembership:
         if member.keeper is not None:
             member.keeper.cancel()
         record = msgspec.structs.replace(member.written, state=NodeState.GONE)
-        key, value = self._paths.node(record.node), encode_record(record)
         try:
             # First, so that the end of the lease is not taken for a node that may return.
-            answer = await self._client.txn(
-                [bound_to(key, member.lease)],
-                [put(key, value, member.lease)],
-                [],
-                "leaving",
-                self.LEAVE_S,
-            )
-            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+            await self._put(member, record, "leaving", self.LEAVE_S)
         except KvpoolError as error:
             log.info(
                 "etcd was not notified that node %s leaves: %s",
@@ -519,10 +506,9 @@ class EtcdMembership:
             stored = known  # while etcd is unavailable, known values stay
         else:
             try:
-                with _refusals_as_unavailable():
-                    stored = await self._shared.create_or_read(entry)
-                    if stale(stored, self.view.clock):
-                        stored = await self._use(entry)
+                stored = await self._shared.create_or_read(entry)
+                if stale(stored, self.view.clock):
+                    stored = await self._use_or_create(entry)
             except Unavailable:
                 if known is None:
                     raise
@@ -530,37 +516,11 @@ class EtcdMembership:
         check_parts(stored, entry)
         return stored
 
-    async def bump_epoch(
-        self, tenant: str, digest: str, expected: int, *, fence: bool
-    ) -> NamespaceEntry:
-        with _refusals_as_unavailable():
-            return await self._shared.bump_epoch(tenant, digest, expected, fence=fence)
-
-    async def configure(self, tenant: str, digest: str, change: SettingsChange) -> NamespaceEntry:
-        with _refusals_as_unavailable():
-            return await self._shared.configure(tenant, digest, change)
-
-    async def _use(self, entry: NamespaceEntry) -> NamespaceEntry:
+    async def _use_or_create(self, entry: NamespaceEntry) -> NamespaceEntry:
         try:
             return await self._shared.use(entry.tenant, entry.digest)
         except InvalidRequest:  # deleted since it was read
             return await self._shared.create_or_read(entry)
-
-    async def use(self, tenant: str, digest: str) -> None:
-        with _refusals_as_unavailable():
-            await self._shared.use(tenant, digest)
-
-    async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
-        with _refusals_as_unavailable():
-            return await self._shared.delete_unused(tenant, digest, used)
-
-    async def count_hour(self, hours: int) -> None:
-        with _refusals_as_unavailable():
-            await self._shared.count_hour(hours)
-
-    async def set_drain(self, node: str, wanted: bool) -> None:
-        with _refusals_as_unavailable():
-            await self._shared.set_drain(node, wanted)
 
     # ---- the end --------------------------------------------------------------------------------------
 
@@ -588,12 +548,3 @@ class EtcdMembership:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"{task.get_name()} ended", "exception": error, "task": task}
             )
-
-
-@contextlib.contextmanager
-def _refusals_as_unavailable() -> Iterator[None]:
-    """Who is a member survives a role that was revoked and a password that was changed: they can be put right."""
-    try:
-        yield
-    except NotAuthenticated as error:
-        raise Unavailable(str(error)) from None

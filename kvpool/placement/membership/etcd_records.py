@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from kvpool.errors import (
     ConfigError,
     InvalidRequest,
     KvpoolError,
+    NotAuthenticated,
     ProtocolError,
     Unavailable,
 )
@@ -48,6 +50,15 @@ from kvpool.placement.records import (
 CHANGES_MAX = 10  # attempts to change a record that others change at the same time
 
 
+@contextlib.contextmanager
+def refusals_as_unavailable() -> Iterator[None]:
+    """Who is a member survives a role that was revoked and a password that was changed: they can be put right."""
+    try:
+        yield
+    except NotAuthenticated as error:
+        raise Unavailable(str(error)) from None
+
+
 class SharedRecords:
     """Reads and changes them. What it writes is in the mirror's view at once; `told` hears whether that changed it."""
 
@@ -64,6 +75,11 @@ class SharedRecords:
         self._paths = paths
         self._own_config = own_config
         self._told = told
+
+    async def _txn(self, *request: Any) -> Any:
+        """See `EtcdClient.txn`, whose arguments it takes; a refusal is `Unavailable`."""
+        with refusals_as_unavailable():
+            return await self._client.txn(*request)
 
     @property
     def config(self) -> ClusterConfig:
@@ -100,12 +116,12 @@ class SharedRecords:
         key, ours = self._paths.config, self._own_config()
         if renewed(self.config, ours) == self.config:
             return
-        answer = await self._client.txn([], [read(key)], [], "reading the cluster's configuration")
+        answer = await self._txn([], [read(key)], [], "reading the cluster's configuration")
         kv = found(answer, 0)
         if kv is None:
             return  # etcd has lost it: `save_again`
         value = encode_record(renewed(decode_record(kv.value, ClusterConfig, key.decode()), ours))
-        answer = await self._client.txn(
+        answer = await self._txn(
             [unchanged(key, kv.mod_revision)], [put(key, value)], [], "renewing the secret's proof"
         )
         if answer.succeeded:
@@ -113,7 +129,7 @@ class SharedRecords:
 
     async def save_again(self) -> None:
         """Put back what etcd has lost, as far as this node knows it. Raises `KvpoolError`."""
-        await self._client.txn(
+        await self._txn(
             [absent(self._paths.config)],
             [
                 put(
@@ -141,7 +157,7 @@ class SharedRecords:
             return msgspec.structs.replace(kept, used=max(stored.used, entry.used))
 
         key, what = self._paths.namespace(entry.tenant, entry.digest), "putting an epoch back"
-        await self._client.txn([absent(key)], [put(key, encode_record(entry))], [], what)
+        await self._txn([absent(key)], [put(key, encode_record(entry))], [], what)
         await self._change(entry.tenant, entry.digest, change, what)
 
     async def create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
@@ -152,7 +168,7 @@ class SharedRecords:
         for _ in range(CHANGES_MAX):
             # By the clock of this very moment: another namespace of this name may just have been deleted.
             value = encode_record(noted(begun(entry, clock), clock))
-            answer = await self._client.txn(
+            answer = await self._txn(
                 [absent(key), unchanged(self._paths.clock, clock_revision)],
                 [put(key, value)],
                 [read(key), read(self._paths.clock)],
@@ -197,13 +213,13 @@ class SharedRecords:
         """Change it, and write what this node knows better. Raises `Unavailable`."""
         key, what = self._paths.clock, "the clock of the namespaces"
         for _ in range(CHANGES_MAX):
-            answer = await self._client.txn([], [read(key)], [], what)
+            answer = await self._txn([], [read(key)], [], what)
             stored, revision = self._clock_in(found(answer, 0))
             changed = later(self._mirror.clock, change(stored))
             if changed == stored:
                 return
             value = encode_record(changed)
-            answer = await self._client.txn([unchanged(key, revision)], [put(key, value)], [], what)
+            answer = await self._txn([unchanged(key, revision)], [put(key, value)], [], what)
             if answer.succeeded:
                 self._told(self._mirror.wrote(answer.header.revision, {key: value}))
                 return
@@ -212,7 +228,7 @@ class SharedRecords:
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         """One try: whoever changes it at the same time uses it."""
         key, what = self._paths.namespace(tenant, digest), f"deleting namespace {digest}"
-        there = await self._client.txn([], [read(key), read(self._paths.clock)], [], what)
+        there = await self._txn([], [read(key), read(self._paths.clock)], [], what)
         kv = found(there, 0)
         if kv is None:
             return False
@@ -224,7 +240,7 @@ class SharedRecords:
         clock = later(self._mirror.clock, stored)
         moved = after_deletion(clock, entry)
         written = {} if moved == stored else {self._paths.clock: encode_record(moved)}
-        answer = await self._client.txn(
+        answer = await self._txn(
             [unchanged(key, kv.mod_revision), unchanged(self._paths.clock, clock_revision)],
             [*(put(*pair) for pair in written.items()), delete(key)],
             [],
@@ -273,7 +289,7 @@ class SharedRecords:
         """Read, change, and write if nobody else has written meanwhile; else repeat."""
         key = self._paths.namespace(tenant, digest)
         for _ in range(CHANGES_MAX):
-            kv = found(await self._client.txn([], [read(key)], [], what), 0)
+            kv = found(await self._txn([], [read(key)], [], what), 0)
             if kv is None:
                 raise InvalidRequest(
                     f"{what}: the cluster knows no namespace {digest} of tenant {tenant!r}"
@@ -283,9 +299,7 @@ class SharedRecords:
             if changed == entry:
                 return entry
             value = encode_record(changed)
-            answer = await self._client.txn(
-                [unchanged(key, kv.mod_revision)], [put(key, value)], [], what
-            )
+            answer = await self._txn([unchanged(key, kv.mod_revision)], [put(key, value)], [], what)
             if answer.succeeded:
                 return self._take_namespace(value, tenant, digest, answer.header.revision)
         raise Unavailable(f"{what}: other nodes kept changing namespace {digest} at the same time")
@@ -293,7 +307,7 @@ class SharedRecords:
     async def set_drain(self, node: str, wanted: bool) -> None:
         key = self._paths.drain(node)
         write = put(key, b"") if wanted else delete(key)
-        answer = await self._client.txn([], [write], [], f"the drain of {node!r}")
+        answer = await self._txn([], [write], [], f"the drain of {node!r}")
         revision = answer.header.revision
         if wanted:
             self._told(self._mirror.wrote(revision, {key: b""}))

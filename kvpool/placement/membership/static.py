@@ -90,18 +90,13 @@ class StaticCluster:
         self._saving = asyncio.Lock()
         stored = Stored(()) if path is None else _load(path)
         namespaces = {(entry.tenant, entry.digest): entry for entry in stored.namespaces}
-        self._view = View(namespaces=MappingProxyType(namespaces), clock=stored.clock, revision=1)
-
-    @property
-    def view(self) -> View:
-        """The current view; members may know an older one."""
-        return self._view
+        self.view = View(namespaces=MappingProxyType(namespaces), clock=stored.clock, revision=1)
 
     # ---- faults ---------------------------------------------------------------------------------------
 
     def expire(self, node: str) -> None:
         """End the lease of a node, as if it had been silent. No-op when there is no such node."""
-        if node in self._view.nodes:
+        if node in self.view.nodes:
             self._drop(node)
 
     def go_away(self, node: str | None = None) -> None:
@@ -128,9 +123,9 @@ class StaticCluster:
     def admit(self, member: StaticMembership, secrets: tuple[bytes, ...], protocol: int) -> None:
         """Join the cluster, or be its first member. Raises `ConfigError`."""
         ours = config_of(self.name, secrets)
-        config = self._view.config or founding(ours)
+        config = self.view.config or founding(ours)
         check_config(config, ours, protocol)
-        if self._view.config != (config := renewed(config, ours)):
+        if self.view.config != (config := renewed(config, ours)):
             self._set(config=config)
         if member not in self._members:
             self._members.append(member)
@@ -141,7 +136,7 @@ class StaticCluster:
 
     def owns(self, member: StaticMembership, record: NodeRecord) -> bool:
         """Whether the member's lease lives."""
-        held = self._view.nodes.get(record.node)
+        held = self.view.nodes.get(record.node)
         return (
             held is not None
             and held.incarnation == record.incarnation
@@ -150,29 +145,29 @@ class StaticCluster:
 
     def enter(self, member: StaticMembership, record: NodeRecord, *, restart: bool) -> None:
         """Bind a record to a new lease. A record lasts here as long as its owner: there is no waiting."""
-        old = self._view.nodes.get(record.node)
+        old = self.view.nodes.get(record.node)
         if old is not None and not same_address(old, record):
             raise name_taken(old)
-        for other in self._view.nodes.values():
+        for other in self.view.nodes.values():
             if other.incarnation == record.incarnation and other.node != record.node:
                 raise incarnation_taken(record, other.node)
         self._owners[record.node] = member
-        drains = self._view.drains - {record.node} if restart else self._view.drains
-        self._set(nodes={**self._view.nodes, record.node: record}, drains=drains)
+        drains = self.view.drains - {record.node} if restart else self.view.drains
+        self._set(nodes={**self.view.nodes, record.node: record}, drains=drains)
 
     def write(self, record: NodeRecord) -> None:
-        self._set(nodes={**self._view.nodes, record.node: record})
+        self._set(nodes={**self.view.nodes, record.node: record})
 
     def leave(self, member: StaticMembership, record: NodeRecord) -> None:
         if self.owns(member, record):
             self._drop(record.node)
 
     def drain(self, node: str, *, wanted: bool) -> None:
-        self._set(drains=self._view.drains | {node} if wanted else self._view.drains - {node})
+        self._set(drains=self.view.drains | {node} if wanted else self.view.drains - {node})
 
     def leads(self, chore: str, incarnation: str) -> bool:
         """Whether it is this one; it becomes the leader if there was none."""
-        living = {record.incarnation for record in self._view.nodes.values()}
+        living = {record.incarnation for record in self.view.nodes.values()}
         if self._chores.get(chore) not in living:
             self._chores[chore] = incarnation
         return self._chores[chore] == incarnation
@@ -184,28 +179,28 @@ class StaticCluster:
     ) -> NamespaceEntry:
         """Change a namespace, on disk first. `change` gets the present entry, and may raise."""
         async with self._saving:
-            old = self._view.namespaces.get(key)
+            old = self.view.namespaces.get(key)
             entry = change(old)
             if entry != old:
-                await self._keep({**self._view.namespaces, key: entry}, self._view.clock)
+                await self._keep({**self.view.namespaces, key: entry}, self.view.clock)
             return entry
 
     async def delete(self, key: tuple[str, str], used: int) -> bool:
         """Delete a namespace that was not used after that hour, on disk first."""
         async with self._saving:
-            namespaces = dict(self._view.namespaces)
+            namespaces = dict(self.view.namespaces)
             entry = namespaces.pop(key, None)
             if entry is None or entry.used > used:
                 return False
-            await self._keep(namespaces, after_deletion(self._view.clock, entry))
+            await self._keep(namespaces, after_deletion(self.view.clock, entry))
             return True
 
     async def count_hour(self, hours: int) -> None:
         async with self._saving:
-            clock = self._view.clock
+            clock = self.view.clock
             if clock.hours == hours:
                 later = msgspec.structs.replace(clock, hours=hours + 1)
-                await self._keep(self._view.namespaces, later)
+                await self._keep(self.view.namespaces, later)
 
     async def _keep(
         self, namespaces: Mapping[tuple[str, str], NamespaceEntry], clock: NamespaceClock
@@ -217,7 +212,7 @@ class StaticCluster:
 
     def _drop(self, node: str) -> None:
         del self._owners[node]
-        self._set(nodes={name: r for name, r in self._view.nodes.items() if name != node})
+        self._set(nodes={name: r for name, r in self.view.nodes.items() if name != node})
 
     def _set(
         self,
@@ -228,8 +223,8 @@ class StaticCluster:
         drains: frozenset[str] | None = None,
         config: ClusterConfig | None = None,
     ) -> None:
-        old = self._view
-        self._view = View(
+        old = self.view
+        self.view = View(
             nodes=old.nodes if nodes is None else MappingProxyType(nodes),
             namespaces=old.namespaces if namespaces is None else MappingProxyType(dict(namespaces)),
             clock=clock or old.clock,
@@ -237,12 +232,12 @@ class StaticCluster:
             config=config or old.config,
             revision=old.revision,
         )
-        if self._view != old:
-            self._view = replace(self._view, revision=old.revision + 1)
+        if self.view != old:
+            self.view = replace(self.view, revision=old.revision + 1)
             self._tell_all()
 
     def _tell_all(self) -> None:
-        view = self._view
+        view = self.view
         for member in list(self._members):
             self._deliver(member, lambda member=member: member.hear(view))  # type: ignore[misc]
 
@@ -260,22 +255,13 @@ class StaticMembership:
         self._cluster = cluster
         self._secrets = secrets
         self._protocol = protocol
-        self._view = View()
+        self.view = View()
         self._record: NodeRecord | None = None
         self._absent = Standing.OUT
-        self._name = ""  # of the last join
+        self.node = ""  # the name of the last join
         self._watchers: list[Callable[[], None]] = []
         self._lost_watchers: list[Callable[[], None]] = []
         self.outage = Outage(f"cluster {cluster.name!r}", log, lambda: 0.0)
-
-    @property
-    def node(self) -> str:
-        """The name under which it last joined; empty before."""
-        return self._name
-
-    @property
-    def view(self) -> View:
-        return self._view
 
     @property
     def undecodable(self) -> int:
@@ -296,13 +282,13 @@ class StaticMembership:
 
     def hear(self, view: View) -> None:
         """A notification arrives. A late or repeated one changes nothing."""
-        if not self._cluster.out_of_reach(self._name):
+        if not self._cluster.out_of_reach(self.node):
             self._see(view)
             self.beat()
 
     def beat(self) -> None:
         """Ask whether the lease lives, as a keep-alive does."""
-        if self._cluster.out_of_reach(self._name):
+        if self._cluster.out_of_reach(self.node):
             return
         if self._record is not None and not self._cluster.owns(self, self._record):
             self._record, self._absent = None, Standing.LOST
@@ -310,13 +296,13 @@ class StaticMembership:
                 lost()
 
     def _see(self, view: View) -> None:
-        if view.revision > self._view.revision:
-            self._view = view
+        if view.revision > self.view.revision:
+            self.view = view
             for watcher in self._watchers:
                 watcher()
 
     def _reach(self) -> None:
-        if self._cluster.out_of_reach(self._name):
+        if self._cluster.out_of_reach(self.node):
             error = Unavailable(f"cluster {self._cluster.name!r} is unreachable")
             self.outage.failed("reach", error)
             raise error
@@ -328,8 +314,8 @@ class StaticMembership:
         assert self._record is None, "leave first"
         if self._cluster.out_of_reach(record.node):
             raise Unavailable(f"cluster {self._cluster.name!r} is unreachable")
-        self._cluster.enter(self, record, restart=not self._name)
-        self._name, self._record = record.node, record
+        self._cluster.enter(self, record, restart=not self.node)
+        self.node, self._record = record.node, record
         self._see(self._cluster.view)
 
     async def update(self, record: NodeRecord) -> None:
@@ -346,7 +332,7 @@ class StaticMembership:
     async def leave(self) -> None:
         record, self._record = self._record, None
         self._absent = Standing.OUT
-        if record is not None and not self._cluster.out_of_reach(self._name):
+        if record is not None and not self._cluster.out_of_reach(self.node):
             self._cluster.leave(self, record)
             self._see(self._cluster.view)
 
@@ -354,7 +340,7 @@ class StaticMembership:
         """UNSURE: the lease has ended, and the member was not notified."""
         if self._record is None:
             return self._absent
-        if self._cluster.out_of_reach(self._name):
+        if self._cluster.out_of_reach(self.node):
             return Standing.AWAY
         return Standing.MEMBER if self._cluster.owns(self, self._record) else Standing.UNSURE
 
@@ -368,8 +354,8 @@ class StaticMembership:
 
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
         key = (entry.tenant, entry.digest)
-        known = self._view.namespaces.get(key)
-        if known is None or not self._cluster.out_of_reach(self._name):
+        known = self.view.namespaces.get(key)
+        if known is None or not self._cluster.out_of_reach(self.node):
             self._reach()
             known = await self._cluster.change(key, self._registered(entry))
             self._see(self._cluster.view)
@@ -387,8 +373,10 @@ class StaticMembership:
 
         return change
 
-    async def use(self, tenant: str, digest: str) -> None:
-        await self._change(tenant, digest, lambda entry: noted(entry, self._cluster.view.clock))
+    async def use(self, tenant: str, digest: str) -> NamespaceEntry:
+        return await self._change(
+            tenant, digest, lambda entry: noted(entry, self._cluster.view.clock)
+        )
 
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         self._reach()

@@ -473,12 +473,12 @@ class MembershipContract:
                     if gone:
                         assert a.view.clock.first_epoch > before.epoch
                         assert stored == before or stored.epoch > before.epoch
-                        if used is None:
+                        if isinstance(used, NamespaceEntry):
                             assert stored.epoch > before.epoch, "the new one was used"
                         else:
                             assert isinstance(used, InvalidRequest), used
                     else:
-                        assert used is None
+                        assert isinstance(used, NamespaceEntry), used
                         assert stored.epoch == before.epoch
                     assert a.view.clock.first_epoch >= deleted
 

@@ -223,10 +223,11 @@ class BadMembership(StaticMembership):
         await self._after()
         return known
 
-    async def use(self, tenant: str, digest: str) -> None:
+    async def use(self, tenant: str, digest: str) -> NamespaceEntry:
         await self._before()
-        await super().use(tenant, digest)
+        entry = await super().use(tenant, digest)
         await self._after()
+        return entry
 
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
