@@ -33,8 +33,15 @@ class Tasks:
         self._running.discard(task)
         crash_if_failed(task)
 
-    async def end(self) -> None:
-        """Cancel all of them, and wait for their end."""
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def cancel(self) -> None:
+        """Cancel all of them."""
         for task in list(self._running):
             task.cancel()
+
+    async def end(self) -> None:
+        """Cancel all of them, and wait for their end."""
+        self.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

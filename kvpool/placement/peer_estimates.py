@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -63,6 +64,7 @@ class Link(msgspec.Struct, frozen=True):
         return self.latency_s + first_s + waiting + nbytes * per_byte
 
 
+@dataclass(eq=False, slots=True)
 class PeerHealth:
     """What is known of one peer. Made and changed by `Peers` only.
 
@@ -75,50 +77,31 @@ class PeerHealth:
     backoff.retry_at, suspected_until: in the past when not 0: on probation.
     """
 
-    __slots__ = (
-        "asked",
-        "backoff",
-        "bytes_done",
-        "declined",
-        "distance",
-        "failed",
-        "heard_at",
-        "inflight_bytes",
-        "last_error",
-        "latency_s",
-        "loaded_at",
-        "measured_bytes",
-        "measured_s",
-        "network",
-        "place",
-        "probe_failures",
-        "probe_until",
-        "probed_at",
-        "probes",
-        "running",
-        "slow",
-        "suspected_until",
-        "tried_at",
-        "waiting",
-        "waiting_bytes",
-    )
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.distance = Distance.UNKNOWN
-        self.place = ("", "")
-        self.latency_s = 0.0  # 0: not measured
-        self.measured_bytes = 0.0  # of large transfers, older ones weighing less
-        self.measured_s = 0.0
-        self.inflight_bytes = self.waiting_bytes = 0
-        self.running = self.waiting = 0
-        self.backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
-        self.suspected_until = 0.0
-        self.probe_until = 0.0
-        self.heard_at = self.loaded_at = self.probed_at = self.tried_at = -math.inf
-        self.asked = self.failed = self.slow = self.bytes_done = self.declined = 0
-        self.probes = self.probe_failures = 0
-        self.last_error = ""
+    network: Network
+    distance: Distance = Distance.UNKNOWN
+    place: tuple[str, str] = ("", "")
+    latency_s: float = 0.0  # 0: not measured
+    measured_bytes: float = 0.0  # of large transfers, older ones weighing less
+    measured_s: float = 0.0
+    inflight_bytes: int = 0
+    waiting_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_S, BACKOFF_S_MAX))
+    suspected_until: float = 0.0
+    probe_until: float = 0.0
+    heard_at: float = -math.inf
+    loaded_at: float = -math.inf
+    probed_at: float = -math.inf
+    tried_at: float = -math.inf
+    asked: int = 0
+    failed: int = 0
+    slow: int = 0
+    bytes_done: int = 0
+    declined: int = 0
+    probes: int = 0
+    probe_failures: int = 0
+    last_error: str = ""
 
     def expected(self, now: float) -> tuple[float, float]:
         """Seconds to the first byte, and seconds a byte after it, for one request on an idle peer."""

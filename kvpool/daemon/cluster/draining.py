@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -38,22 +39,17 @@ LAST_LEASES_S = 30.0  # for this node's own leases, such as those on blocks bein
 DONE_SEEN_S = 3.0  # who follows the drain polls it, and must see its end, on a busy machine too
 
 
+@dataclass(eq=False)
 class Drainer:
     """Drains this node on an operator's request, and cancels that. Event loop only."""
 
-    def __init__(
-        self,
-        node: Node,
-        cluster: ClusterMember,
-        replication: Replication,
-        tiers: SsdTier,
-        clock: Callable[[], float],
-    ) -> None:
-        self.node = node
-        self.cluster = cluster
-        self._replication = replication
-        self._tiers = tiers
-        self._clock = clock
+    node: Node
+    cluster: ClusterMember
+    replication: Replication
+    tiers: SsdTier
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._told_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
@@ -83,7 +79,7 @@ class Drainer:
         log.warning("node %s is draining", cluster.config.node, extra={"node": cluster.config.node})
         cluster.state = NodeState.DRAINING
         node.commit_waiters.end_peers()  # nothing new is stored here
-        total = sum(rules.inventory.block_count() for rules in (node, *self._tiers.rules()))
+        total = sum(rules.inventory.block_count() for rules in (node, *self.tiers.rules()))
         await self._progress(DrainProgress(blocks_total=total), force=True)
         # Blocks read more than once go first, in case there is not room for all.
         for worth in (True, False):
@@ -99,8 +95,8 @@ class Drainer:
         progress = cluster.progress or DrainProgress()
         # Engines here may continue to lease: wait at most for the longest lease.
         patience_s = cluster.config.lease_s_max + LAST_LEASES_S
-        until = self._clock() + patience_s
-        while node.leases.count and self._clock() < until:
+        until = self.clock() + patience_s
+        while node.leases.count and self.clock() < until:
             progress = _with(progress, phase="waiting", leases=node.leases.count)
             await self._progress(progress)
             await asyncio.sleep(0.05)
@@ -120,15 +116,15 @@ class Drainer:
 
     async def _save_disks(self) -> None:
         """The same for blocks only on disks, until its time is up."""
-        node, deadline = self.node, self._clock() + self.cluster.config.ssd_drain_s
+        node, deadline = self.node, self.clock() + self.cluster.config.ssd_drain_s
         cursor: int | None = 0
         while cursor is not None:
-            groups, cursor = self._tiers.walk(cursor, WALK)
+            groups, cursor = self.tiers.walk(cursor, WALK)
             for digest, keys in groups:
                 namespace = node.namespaces.by_directory(digest)
                 saved = left = 0
                 if namespace is not None and not namespace.retired:
-                    below = self._replication.only_below(namespace, keys)
+                    below = self.replication.only_below(namespace, keys)
                     saved = await self._save_some(namespace, below, deadline)
                     left = len(below) - saved
                 await self._count(blocks=len(keys) - left, left=left)
@@ -141,14 +137,14 @@ class Drainer:
 
         Less than all only if the time is up.
         """
-        most = self._replication.at_a_time(namespace)
+        most = self.replication.at_a_time(namespace)
         for at in range(0, len(keys), most):
-            seconds = min(READ_S, deadline - self._clock())
+            seconds = min(READ_S, deadline - self.clock())
             if seconds <= 0:
                 return at
             sole = await self._sole(namespace, keys[at : at + most])
             if sole:
-                await self._replication.fetcher.pull_each(namespace, [], sole, seconds)
+                await self.replication.fetcher.pull_each(namespace, [], sole, seconds)
                 offered, accepted = await self._offer(namespace, sole)
                 # The others could not be read, or are gone again.
                 await self._count(failed=len(sole) - offered)
@@ -162,12 +158,12 @@ class Drainer:
         """
         taken: dict[bytes, None] = {}
         offered = 0
-        for mask, group in self._replication.by_offer(namespace, keys):
+        for mask, group in self.replication.by_offer(namespace, keys):
             left = group
             offered += len(group)
             size = block_bytes(namespace, mask)
             for target in self._targets(len(group) * size):
-                accepted = await self._replication.offer(
+                accepted = await self.replication.offer(
                     target, namespace, left, mask, reason="drain"
                 )
                 taken.update(dict.fromkeys(accepted))
@@ -189,7 +185,7 @@ class Drainer:
             return []
         for _ in range(LOOKUP_TRIES):
             try:
-                located = await self._replication.fetcher.locator.replicas(namespace, keys)
+                located = await self.replication.fetcher.locator.replicas(namespace, keys)
             except Unavailable:
                 if self.cluster.directory is None:
                     break
@@ -221,7 +217,7 @@ class Drainer:
 
     async def _progress(self, progress: DrainProgress, *, force: bool = False) -> None:
         self.cluster.progress = progress
-        now = self._clock()
+        now = self.clock()
         if force or now - self._told_at >= TELL_EVERY_S:
             self._told_at = now
             await self.cluster.tell()

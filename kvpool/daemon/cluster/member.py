@@ -12,6 +12,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,6 +63,7 @@ GONE_MAX = 256  # nodes that have left, and are known by name
 SERVED_FROM = frozenset({NodeState.SERVING, NodeState.DRAINING})
 
 
+@dataclass(eq=False)
 class ClusterMember:
     """See the module. `ClusterView` for `BlockFetcher`.
 
@@ -69,38 +71,28 @@ class ClusterMember:
     for tie-breaking only.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        membership: Membership,
-        directory: Directory | None,
-        peers: Peers,
-        clock: Callable[[], float],
-        rng: random.Random,
-        topology: HostTopology,
-        new_incarnation: Callable[[], str] = new_incarnation,
-    ) -> None:
-        self.config = config
-        self.node = node
-        self.membership = membership
-        self.peers = peers
-        self.rng = rng
-        self._new_incarnation = new_incarnation
-        self.incarnation = node.incarnation
+    config: DaemonConfig
+    node: Node
+    membership: Membership
+    directory: Directory | None
+    peers: Peers
+    clock: Callable[[], float]
+    rng: random.Random
+    topology: HostTopology
+    new_incarnation: Callable[[], str] = new_incarnation
+
+    def __post_init__(self) -> None:
+        self.incarnation = self.node.incarnation
         self.state = NodeState.SERVING
         self.progress: DrainProgress | None = None
         self.holdings: dict[int, Holdings] = {}
         self.announcers: dict[int, Announcer] = {}
-        self.namespaces = Namespaces(config, node, membership)
-        self.topology = topology
+        self.namespaces = Namespaces(self.config, self.node, self.membership)
         self._local: LocalNode  # from `start` on
         self.lost = 0
-        self._clock = clock
-        self.directory = directory
         self._told: Directory | None = None  # by the announcers, if there are any
         self._announced_as: bytes | None = self.own
-        self._static = {_stand_in(url): _static_peer(url) for url in config.peers}
+        self._static = {_stand_in(url): _static_peer(url) for url in self.config.peers}
         self._static_peers = StaticPeers(
             {incarnation: living.url for incarnation, living in self._static.items()}
         )
@@ -121,8 +113,10 @@ class ClusterMember:
         self._drain_wanted = False
         self._tasks = Tasks()
         self._rejoining = False
-        self._sweep = Sweep(directory, membership, self._dead, clock)
-        self._unused = UnusedNamespaces(config, node, membership, clock, rng)
+        self._sweep = Sweep(self.directory, self.membership, self._dead, self.clock)
+        self._unused = UnusedNamespaces(
+            self.config, self.node, self.membership, self.clock, self.rng
+        )
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -173,7 +167,7 @@ class ClusterMember:
     def _begin_to_announce(self, told: Directory, tier: int, held: Holdings) -> None:
         loop = asyncio.get_running_loop()
         held.follow_changes(lambda: loop.call_soon(self._announce))
-        announcer = Announcer(told, held, clock=self._clock, tier=tier)
+        announcer = Announcer(told, held, clock=self.clock, tier=tier)
         announcer.act_as(self._announced_as)
         self.announcers[tier] = announcer
         self._tasks.begin(announcer.run())
@@ -200,7 +194,7 @@ class ClusterMember:
 
     def may_serve(self) -> bool:
         """Whether peers may be served, and blocks announced: see `Standing`."""
-        return self.membership.standing(self._clock()) in {Standing.MEMBER, Standing.AWAY}
+        return self.membership.standing(self.clock()) in {Standing.MEMBER, Standing.AWAY}
 
     def met(self, namespace: NamespaceState, keys: Sequence[bytes], entry: Entry) -> None:
         """A lookup found an entry, the same for all these keys, of an incarnation that does not live, or not yet,
@@ -328,7 +322,7 @@ class ClusterMember:
 
     def links(self) -> list[Link]:
         """Estimates for pulling from each other node."""
-        now = self._clock()
+        now = self.clock()
         return [
             self.peers.link(incarnation, living.record.node, now, self._local.path_to(living.url))
             for incarnation, living in self.living.items()
@@ -363,7 +357,7 @@ class ClusterMember:
         """Update this node's record. Best effort: repeated every second, and `Membership.outage` has what fails."""
         if self.state is NodeState.GONE:
             return
-        self._links = self.peers.links(self._clock(), self._links)
+        self._links = self.peers.links(self.clock(), self._links)
         try:
             await self.membership.update(self.record())
         except KvpoolError as error:
@@ -410,7 +404,7 @@ class ClusterMember:
             if leave_first:
                 await self.membership.leave()
             while self.state is not NodeState.GONE:
-                self.incarnation = self._new_incarnation()
+                self.incarnation = self.new_incarnation()
                 try:
                     await self.membership.join(self.record())
                 except KvpoolError as error:
@@ -419,7 +413,7 @@ class ClusterMember:
                     log.log(
                         level, "joining again failed, and is tried until it succeeds: %s", error
                     )
-                    await asyncio.sleep(backoff.failed(self._clock()))
+                    await asyncio.sleep(backoff.failed(self.clock()))
                     continue
                 if self._is_gone():  # drained while it joined
                     await self.membership.leave()
@@ -433,7 +427,7 @@ class ClusterMember:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now = self._clock()
+            now = self.clock()
             self._dead.passed(now, connected=self.membership.standing(now) is Standing.MEMBER)
             await self.namespaces.register_late()
             self._static_peers.look(self.peers, now)
@@ -451,7 +445,7 @@ class ClusterMember:
         """Values visible to every tenant."""
         return ClusterStats(
             cluster=self.config.cluster,
-            standing=self.membership.standing(self._clock()).value,
+            standing=self.membership.standing(self.clock()).value,
             state=str(self.state),
             incarnation=self.incarnation,
             others=len(self.living),
@@ -469,7 +463,7 @@ class ClusterMember:
 
     def describe(self) -> dict[str, Any]:
         """Plain values: the cluster as seen by this node."""
-        standing = self.membership.standing(self._clock())
+        standing = self.membership.standing(self.clock())
         return {
             "cluster": self.config.cluster,
             "node": self.config.node,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from kvpool.daemon.cluster.member import ClusterMember
@@ -66,26 +67,20 @@ AUDIT_KEYS = 256  # of a tenant; or twice as many as were evicted since the last
 AUDIT_KEYS_MAX = 2048  # up to this, which takes the event loop a millisecond or two
 
 
+@dataclass(eq=False)
 class Replication:
     """Offers blocks, and takes up offers. Event loop only."""
 
-    def __init__(
-        self,
-        node: Node,
-        cluster: ClusterMember,
-        fetcher: BlockFetcher,
-        tiers: SsdTier,
-        transport: PeerTransport,
-        clock: Callable[[], float],
-    ) -> None:
-        self.node = node
-        self.cluster = cluster
-        self.fetcher = fetcher
-        self._tiers = tiers
-        self._transport = transport
-        self._clock = clock
-        bandwidth = cluster.config.replication_bandwidth
-        now = self._clock()
+    node: Node
+    cluster: ClusterMember
+    fetcher: BlockFetcher
+    tiers: SsdTier
+    transport: PeerTransport
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        bandwidth = self.cluster.config.replication_bandwidth
+        now = self.clock()
         self._pace_out = TokenBucket(bandwidth, 2 * OFFER_BYTES, now)
         self._pace_in = TokenBucket(bandwidth, 2 * OFFER_BYTES, now)
         # namespace and key → how many replicas, how often it was tried
@@ -146,10 +141,10 @@ class Replication:
             to=target.record.node,
         )
         nbytes = len(keys) * block_bytes(namespace, mask)
-        await asyncio.sleep(self._pace_out.take(nbytes, self._clock()))
+        await asyncio.sleep(self._pace_out.take(nbytes, self.clock()))
         self._stats.offered_blocks += len(keys)
         try:
-            answer = await self._transport.ask(worker_wire.AskPeer(target.url, offer, OFFER_S))
+            answer = await self.transport.ask(worker_wire.AskPeer(target.url, offer, OFFER_S))
         except KvpoolError as error:
             log.info(
                 "an offer to %s failed: %s",
@@ -192,7 +187,7 @@ class Replication:
         """The parts of each block in memory, and on disks."""
         nothing = [0] * len(keys)
         _, here = self.node.inventory.masks(namespace.directory_digest, keys)
-        _, below = self._tiers.masks(namespace.directory_digest, keys)
+        _, below = self.tiers.masks(namespace.directory_digest, keys)
         return here or nothing, below or nothing
 
     @staticmethod
@@ -232,7 +227,7 @@ class Replication:
             self._stats.refused_offers += 1
             return nothing
         nbytes = sum(t.stride for t in tables for key in keys if key not in t.blocks)
-        wait_s = self._pace_in.take(nbytes, self._clock())
+        wait_s = self._pace_in.take(nbytes, self.clock())
         await asyncio.sleep(wait_s)
         origin = Origin(False, offer.hops, offer.replicas)
         self._replicas_known |= offer.replicas > 1
@@ -245,7 +240,7 @@ class Replication:
     def _wants(self, tenant: Tenant, offer: peer_wire.Offer, nbytes: int) -> bool:
         if offer.reason != "forward":
             return nbytes <= tenant.allocator.size // 2
-        now = self._clock()
+        now = self.clock()
         cold = self.node.candidates.coldest(tenant, 1)
         cold_s = self.node.idle_age.age_s(cold[0].used, now) if cold else 0.0
         return accept_forward(
@@ -283,7 +278,7 @@ class Replication:
         for key in keys:
             if len(self._wanted) >= WANTED_MAX:
                 self._stats.dropped_wishes += 1
-                self._repair_due = min(self._repair_due, self._clock() + AUDIT_EVERY_S)
+                self._repair_due = min(self._repair_due, self.clock() + AUDIT_EVERY_S)
                 return
             self._wanted[namespace, key] = (wanted, 0)
         self._awake.set()
@@ -302,7 +297,7 @@ class Replication:
         while True:
             await wait_for(self._awake, AUDIT_EVERY_S)
             self._awake.clear()
-            now = self._clock()
+            now = self.clock()
             if now >= self._repair_due:
                 self._repair_due = now + REPAIR_EVERY_S
                 self.repair()
@@ -315,7 +310,7 @@ class Replication:
     def _may_walk(self) -> bool:
         return (
             self._walk.position is not None
-            and self._clock() >= self._walk_at
+            and self.clock() >= self._walk_at
             and len(self._wanted) < WANTED_MAX // 2
         )
 
@@ -325,7 +320,7 @@ class Replication:
         """
         # Those in memory first, then those on disks.
         cursor, on_disks = divmod(self._walk.begin_step(), 2)
-        place = self._tiers if on_disks else self.node.inventory
+        place = self.tiers if on_disks else self.node.inventory
         groups, following = place.walk(cursor, WALK)
         for digest, keys in groups:
             namespace = self.node.namespaces.by_directory(digest)
@@ -338,7 +333,7 @@ class Replication:
             try:
                 located = await self.fetcher.locator.replicas(namespace, list(chosen))
             except Unavailable:
-                self._walk_at = self._clock() + AUDIT_EVERY_S
+                self._walk_at = self.clock() + AUDIT_EVERY_S
                 return
             own = self.cluster.own
             here, below = self._masks(namespace, list(chosen))
@@ -359,7 +354,7 @@ class Replication:
 
     def _worth_it(self, namespace: NamespaceState, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the blocks that are not the next to go here, in memory or on disks."""
-        return self._tiers.ordinary(namespace, self.node.candidates.ordinary(namespace, keys))
+        return self.tiers.ordinary(namespace, self.node.candidates.ordinary(namespace, keys))
 
     def _several_wanted(
         self, namespace: NamespaceState, keys: Sequence[bytes], *, on_disks: bool
@@ -471,7 +466,7 @@ class Replication:
             pause = PRESSED_S if pressed else FORWARD_EVERY_S
             await asyncio.sleep(pause if self.cluster.living else IDLE_S)
             pressed = False
-            now = self._clock()
+            now = self.clock()
             if now - self._audited_at >= AUDIT_EVERY_S:
                 self._audited_at = now
                 await self._audit()
@@ -508,7 +503,7 @@ class Replication:
         taken = 0
         for (namespace, hops), used in groups.items():
             for mask, keys in self.by_offer(namespace, used):
-                age_s = self.node.idle_age.age_s(max(used[key] for key in keys), self._clock())
+                age_s = self.node.idle_age.age_s(max(used[key] for key in keys), self.clock())
                 taken += await self._forward(namespace, mask, keys, hops + 1, age_s)
         return taken > 0
 
@@ -516,7 +511,7 @@ class Replication:
         self, namespace: NamespaceState, mask: int, keys: list[bytes], hops: int, age_s: float
     ) -> int:
         """How many of these blocks another node has taken."""
-        now, tenant = self._clock(), namespace.tenant.name
+        now, tenant = self.clock(), namespace.tenant.name
         refused = {
             incarnation
             for (incarnation, name), until in self._refused.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.directory.base import BATCH_MAX, Directory
@@ -56,6 +57,7 @@ class SweepPass:
             self._dead.swept(self._begun_with)
 
 
+@dataclass(eq=False)
 class Sweep:
     """Sweeps, a step at a time, while this node leads that chore of its cluster.
 
@@ -63,33 +65,28 @@ class Sweep:
     found that way; and the faster, the larger the share of dead entries that it meets. dropped: entries, since the start.
     """
 
-    def __init__(
-        self,
-        directory: Directory | None,
-        membership: Membership,
-        dead: DeadIncarnations,
-        clock: Callable[[], float],
-    ) -> None:
+    directory: Directory | None
+    membership: Membership
+    dead: DeadIncarnations
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.dropped = 0
-        self.outage = Outage("the directory's sweep", log, clock)
-        self._directory = directory
-        self._membership = membership
-        self._dead = dead
-        self._clock = clock
-        self._pass = SweepPass(dead)
+        self.outage = Outage("the directory's sweep", log, self.clock)
+        self._pass = SweepPass(self.dead)
         self._share_dead = 0.0
 
     async def step(self) -> None:
         """Call it about every second. A directory that fails or refuses is asked again in the next step."""
-        if self._directory is None or not await self._leads():
+        if self.directory is None or not await self._leads():
             return
-        began = self._clock()
-        left = sweep_keys(self._share_dead) if self._dead else SURVEY_KEYS
+        began = self.clock()
+        left = sweep_keys(self._share_dead) if self.dead else SURVEY_KEYS
         seen = dropped = 0
-        while left > 0 and self._clock() - began < STEP_S_MAX:
+        while left > 0 and self.clock() - began < STEP_S_MAX:
             dead = self._pass.step()
             try:
-                swept = await self._directory.sweep(dead, self._pass.cursor, min(left, BATCH_MAX))
+                swept = await self.directory.sweep(dead, self._pass.cursor, min(left, BATCH_MAX))
             except KvpoolError as error:
                 self.outage.failed("sweep", error)
                 if not isinstance(error, Unavailable):
@@ -100,7 +97,7 @@ class Sweep:
             seen += swept.seen
             dropped += swept.dropped
             self.dropped += swept.dropped
-            self._dead.met(swept.met)
+            self.dead.met(swept.met)
             self._pass.done(swept.cursor)
             if not swept.cursor:
                 break  # a small directory is not passed over many times a second
@@ -109,7 +106,7 @@ class Sweep:
 
     async def _leads(self) -> bool:
         try:
-            return await self._membership.lead(SWEEP_CHORE)
+            return await self.membership.lead(SWEEP_CHORE)
         except KvpoolError as error:
             log.debug("whether this node is to sweep is not known: %s", error)
             return False

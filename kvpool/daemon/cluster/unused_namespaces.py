@@ -10,6 +10,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.cluster.local_node import LocalNode
@@ -31,6 +32,7 @@ WRITTEN_MAX = 16  # of them are noted or deleted
 SURE_S = 2 * HOUR_S
 
 
+@dataclass(eq=False)
 class UnusedNamespaces:
     """Keeps the cluster's records of namespaces from growing for ever.
 
@@ -42,53 +44,46 @@ class UnusedNamespaces:
     a record begins in the first epoch.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        membership: Membership,
-        clock: Callable[[], float],
-        rng: random.Random,
-    ) -> None:
+    config: DaemonConfig
+    node: Node
+    membership: Membership
+    clock: Callable[[], float]
+    rng: random.Random
+
+    def __post_init__(self) -> None:
         self.deleted = 0
-        self._alone = not config.join
-        self._days = config.namespace_unused_days
-        self._node = node
-        self._membership = membership
-        self._clock = clock
-        self._rng = rng
         self._hours = -1  # of the cluster, as seen last
         self._seen_at = -math.inf  # when they were first seen
         self._look_at = math.inf
         self._delete_at = math.inf
-        self._began = clock()
+        self._began = self.clock()
         self._to_look_at: deque[NamespaceState] = deque()
         self._to_delete: deque[NamespaceEntry] = deque()
 
     async def step(self, local: LocalNode) -> None:
         """Call it about every second. What a membership that is away does not take is repeated in the next hour."""
-        if self._alone:
+        if not self.config.join:
             return
         self._pass_time()
         try:
             await self._note(local)
-            if await self._membership.lead(CHORE):
+            if await self.membership.lead(CHORE):
                 await self._delete(local)
-                if self._clock() - self._seen_at >= HOUR_S and self._membership.view.namespaces:
-                    await self._membership.count_hour(self._hours)
+                if self.clock() - self._seen_at >= HOUR_S and self.membership.view.namespaces:
+                    await self.membership.count_hour(self._hours)
         except KvpoolError as error:
             log.debug("the use of namespaces was not noted: %s", error)
 
     def _pass_time(self) -> None:
-        view, now = self._membership.view, self._clock()
+        view, now = self.membership.view, self.clock()
         if view.clock.hours != self._hours:
             self._hours, self._seen_at = view.clock.hours, now
-            self._look_at = now + self._rng.uniform(0, SPREAD_S)
+            self._look_at = now + self.rng.uniform(0, SPREAD_S)
             self._delete_at = now + HOUR_S / 2
             self._to_delete.clear()
         if now >= self._look_at:
             self._look_at = math.inf
-            every = self._node.tenants.values()
+            every = self.node.tenants.values()
             self._to_look_at = deque(
                 epochs[-1] for tenant in every for epochs in tenant.epochs.values()
             )
@@ -100,30 +95,30 @@ class UnusedNamespaces:
                 return
             namespace = self._to_look_at.popleft()
             tenant, base = namespace.tenant, namespace.base
-            view = self._membership.view
+            view = self.membership.view
             entry = view.namespaces.get((tenant.name, base.hex()))
             if entry is None or not stale(entry, view.clock):
                 continue
-            if self._node.namespaces.in_use(tenant, base) or local.below(namespace):
+            if self.node.namespaces.in_use(tenant, base) or local.below(namespace):
                 written += 1
                 try:
-                    await self._membership.use(tenant.name, base.hex())
+                    await self.membership.use(tenant.name, base.hex())
                 except InvalidRequest:
                     pass  # it was deleted at this moment, and is registered anew when it is opened
 
     async def _delete(self, local: LocalNode) -> None:
         """Some of those that are unused, by the one that leads. Not before all have had the time to note their own."""
-        now = self._clock()
-        if not self._days or now - self._began < SURE_S:
+        now = self.clock()
+        if not self.config.namespace_unused_days or now - self._began < SURE_S:
             return
         if now >= self._delete_at:
             self._delete_at = math.inf
-            self._to_delete = deque(unused(self._membership.view, self._days))
+            self._to_delete = deque(unused(self.membership.view, self.config.namespace_unused_days))
         for _ in range(min(WRITTEN_MAX, len(self._to_delete))):
             entry = self._to_delete.popleft()
             if self._used_here(entry, local):
                 continue
-            if await self._membership.delete_unused(entry.tenant, entry.digest, entry.used):
+            if await self.membership.delete_unused(entry.tenant, entry.digest, entry.used):
                 self.deleted += 1
                 log.info(
                     "namespace %s of tenant %s was not used for %d hours: deleted from the cluster",
@@ -134,10 +129,10 @@ class UnusedNamespaces:
                 )
 
     def _used_here(self, entry: NamespaceEntry, local: LocalNode) -> bool:
-        tenant, base = self._node.tenants.get(entry.tenant), bytes.fromhex(entry.digest)
+        tenant, base = self.node.tenants.get(entry.tenant), bytes.fromhex(entry.digest)
         if tenant is None or base not in tenant.epochs:
             return False
-        return self._node.namespaces.in_use(tenant, base) or local.below(tenant.epochs[base][-1])
+        return self.node.namespaces.in_use(tenant, base) or local.below(tenant.epochs[base][-1])
 
 
 def unused(view: View, days: int) -> list[NamespaceEntry]:

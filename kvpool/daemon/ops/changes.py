@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.masks import unpack_masks, width_of
-from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_change
 from kvpool.daemon.ops.commands import (
     Asker,
@@ -24,6 +23,7 @@ from kvpool.daemon.ops.commands import (
     unpacked,
 )
 from kvpool.daemon.ops.event_log import EventLog
+from kvpool.daemon.ops.listing import give_up, some_blocks
 from kvpool.daemon.ops.pins import pin_in_all_tiers
 from kvpool.daemon.ops.runtime_settings import changed, describe
 from kvpool.daemon.tiers.all_tiers import Tiers
@@ -98,8 +98,8 @@ class Changes:
                 return 0
         wanted = {namespace.directory_digest for namespace in namespaces_of(who.tenant, m.digest)}
         for node in rules:
-            for state, keys in _some_each(node, who.tenant.name, wanted, named):
-                gone += node.removal.give_up(state, keys)
+            for _, blocks in some_blocks(node, who.tenant.name, wanted, named, EVICT_TOGETHER):
+                gone += give_up(node, blocks)
                 await asyncio.sleep(0)
         what = {"namespace": m.digest.hex(), "keys": len(m.keys) // KEY_BYTES, "tier": m.tier}
         self.journal.audit(who.by, "evict", tenant=who.tenant.name, **what, gone=gone)
@@ -145,23 +145,3 @@ class Changes:
             self.replication.set_bandwidth(config.replication_bandwidth)
         if config.ssd_bytes_per_day != before.ssd_bytes_per_day:
             self.tiers.ssd.budget.change(config.ssd_bytes_per_day, self.clock())
-
-
-def _some_each(
-    node: Node, tenant: str, wanted: set[bytes], named: Sequence[bytes]
-) -> Iterator[tuple[NamespaceState, Sequence[bytes]]]:
-    """The named blocks of these namespaces, or all that are here, a few at a time."""
-    states = {digest: state for digest in wanted if (state := node.namespaces.by_directory(digest))}
-    for state in states.values() if named else ():
-        for at in range(0, len(named), EVICT_TOGETHER):
-            yield state, named[at : at + EVICT_TOGETHER]
-    owner = node.tenants.get(tenant)
-    cursor: int | None = None if named or owner is None else 0
-    while cursor is not None:
-        blocks, cursor = node.inventory.scan(cursor, EVICT_TOGETHER, owner)
-        found: dict[bytes, list[bytes]] = {digest: [] for digest in states}
-        for block in blocks:
-            if (digest := block.table.namespace.directory_digest) in found:
-                found[digest].append(block.key)
-        for digest, keys in found.items():
-            yield states[digest], keys

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -36,18 +37,15 @@ events_log = logging.getLogger("kvpool.events")
 audit_log = logging.getLogger("kvpool.audit")
 
 
+@dataclass(eq=False)
 class EventLog:
     """wall: seconds since 1970. audit: gets each event of a kind in `AUDITED`."""
 
-    def __init__(
-        self,
-        node: str,
-        wall: Callable[[], float],
-        audit: Callable[[Event], object] | None = None,
-    ) -> None:
-        self._node = node
-        self._wall = wall
-        self._audit = audit
+    _node: str
+    _wall: Callable[[], float]
+    _audit: Callable[[Event], object] | None = None
+
+    def __post_init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
         self._news: asyncio.Event = asyncio.Event()
         self.last = 0

@@ -20,7 +20,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.ops.commands import Asker, namespaces_of
 from kvpool.daemon.ops.event_log import EventLog
-from kvpool.daemon.ops.listing import part_bytes
+from kvpool.daemon.ops.listing import give_up, part_bytes, some_blocks
 from kvpool.daemon.shares import Shares
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
@@ -99,7 +99,7 @@ class JobRunner:
                 f"{mine} jobs of tenant {tenant.name!r} are running on node {self.node}, "
                 f"{len(running)} in all: wait until one ends, or stop one"
             )
-        kind = _kind(spec)
+        kind = str(type(spec).__struct_config__.tag)
         view = JobView(
             job=name, node=self.node, kind=kind, dry_run=dry_run, tenant=tenant.name, by=by
         )
@@ -205,54 +205,31 @@ class Work:
         return [node for tier in spec.tiers or rules for node in rules.get(tier, [])]
 
     async def _evict(self, job: Job, spec: EvictJob, namespaces: Sequence[NamespaceState]) -> None:
-        chosen = self._chosen(spec)
+        chosen, tenant = self._chosen(spec), job.tenant.name
         wanted = {namespace.directory_digest for namespace in namespaces}
         keys = list(dict.fromkeys(map(bytes.fromhex, spec.keys)))
-        if keys and not spec.chains:
-            await self._evict_keys(job, spec, chosen, wanted, keys)
-            return
-        nodes = [node for rules in self.rules().values() for node in rules]
-        chains = _Chains(keys, nodes, wanted, self.tiers.parents)
-        theirs = [(node, t) for node in chosen if (t := node.tenants.get(job.tenant.name))]
-        job.view.total = sum(node.inventory.rows_of(tenant) for node, tenant in theirs)
-        for node, tenant in theirs:
-            cursor: int | None = 0
-            while cursor is not None:
-                began = self.clock()
-                blocks, cursor = node.inventory.scan(cursor, TOGETHER, tenant)
-                some = [b for b in blocks if b.table.namespace.directory_digest in wanted]
-                if keys:
-                    some = await chains.those_of(some)
-                self._give_up(job, spec, node, some)
-                job.view.seen = min(job.view.total, job.view.seen + TOGETHER)
-                await self._pause(began)
-        job.view.seen = job.view.total
-
-    async def _evict_keys(
-        self,
-        job: Job,
-        spec: EvictJob,
-        chosen: Sequence[Node],
-        wanted: set[bytes],
-        keys: Sequence[bytes],
-    ) -> None:
-        job.view.total = len(keys) * len(chosen)
+        named = [] if spec.chains else keys
+        every = [node for rules in self.rules().values() for node in rules]
+        chains = _Chains(keys, every, wanted, self.tiers.parents)
+        job.view.total = len(named) * len(chosen) or sum(
+            node.inventory.rows_of(t) for node in chosen if (t := node.tenants.get(tenant))
+        )
+        began = self.clock()
         for node in chosen:
-            for first in range(0, len(keys), TOGETHER):
-                began, some = self.clock(), keys[first : first + TOGETHER]
-                for digest in wanted:
-                    state = node.namespaces.by_directory(digest)
-                    if state is not None and not state.retired:
-                        self._give_up(job, spec, node, _blocks(state, some))
-                job.view.seen += len(some)
+            for seen, blocks in some_blocks(node, tenant, wanted, named, TOGETHER):
+                going = await chains.those_of(blocks) if keys and not named else blocks
+                self._give_up(job, spec, node, going)
+                job.view.seen = min(job.view.total, job.view.seen + seen)
                 await self._pause(began)
+                began = self.clock()
+        job.view.seen = job.view.total
 
     def _give_up(self, job: Job, spec: EvictJob, node: Node, blocks: Sequence[Block]) -> None:
         """Evict blocks that are not pinned and not used too recently; or only count them."""
         oldest = -1
         if spec.unused_s:
             oldest = node.idle_age.tick_before(spec.unused_s, self.clock())
-        going: dict[NamespaceState, list[bytes]] = {}
+        going = []
         for block in blocks:
             if spec.unused_s and block.used > oldest:
                 continue
@@ -261,10 +238,9 @@ class Work:
                 continue
             job.view.blocks += 1
             job.view.nbytes += part_bytes(block)[1]
-            going.setdefault(block.table.namespace, []).append(block.key)
+            going.append(block)
         if not job.view.dry_run:
-            for namespace, keys in going.items():
-                node.removal.give_up(namespace, keys)
+            give_up(node, going)
 
     async def _evict_least(self, job: Job, spec: EvictJob) -> None:
         """Evict the policy's next victims, until enough is free."""
@@ -293,17 +269,15 @@ class Work:
 
     async def _warm(self, job: Job, spec: WarmJob, namespace: NamespaceState) -> None:
         keys = [bytes.fromhex(key) for key in spec.keys]
-        job.view.total = len(keys)
-        if keys:
-            for first in range(0, len(keys), WARM_TOGETHER):
-                await self._bring(job, spec, namespace, keys[first : first + WARM_TOGETHER])
-            return
-        cursor: str | None = ""
-        while cursor is not None:
-            keys, cursor = await self.list_on(spec.source, namespace, cursor)
+        cursor: str | None = None if keys else ""
+        while True:
+            if cursor is not None:
+                keys, cursor = await self.list_on(spec.source, namespace, cursor)
             job.view.total += len(keys)
             for first in range(0, len(keys), WARM_TOGETHER):
                 await self._bring(job, spec, namespace, keys[first : first + WARM_TOGETHER])
+            if cursor is None:
+                return
             await asyncio.sleep(0)
 
     async def _bring(
@@ -444,16 +418,6 @@ def _room(node: Node, namespace: NamespaceState) -> int:
     return max(0, int(room // sum(table.stride / table.spec.stride for table in namespace.tables)))
 
 
-def _blocks(state: NamespaceState, keys: Sequence[bytes]) -> list[Block]:
-    """One part of each that is present."""
-    found = []
-    for key in keys:
-        block = next((b for table in state.tables if (b := table.blocks.get(key))), None)
-        if block is not None:
-            found.append(block)
-    return found
-
-
 def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
     """An estimate of the victims: policies spare recently read blocks, which only shows at eviction."""
     coldest = [
@@ -467,10 +431,6 @@ def _count_least(job: Job, spec: EvictJob, node: Node, tenant: Tenant) -> None:
         job.view.nbytes += block.table.stride
     if len(coldest) >= DRY_LEAST_MAX:
         raise LimitExceeded(f"a dry run counts at most {DRY_LEAST_MAX} blocks: request fewer bytes")
-
-
-def _kind(spec: JobSpec) -> str:
-    return str(type(spec).__struct_config__.tag)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvpool.daemon.core.blocks import PIN_KINDS, Block, NamespaceState
 from kvpool.daemon.core.node import Node
@@ -19,6 +19,34 @@ SCAN_ROWS = 10_000
 STEP_ROWS = 500
 CHAIN_TOGETHER = 1024
 _PINS = {level: kind for kind, level in PIN_KINDS.items()}
+
+
+def some_blocks(
+    node: Node, tenant: str, wanted: set[bytes], keys: Sequence[bytes], count: int
+) -> Iterator[tuple[int, list[Block]]]:
+    """Blocks of a tenant's namespaces in a tier, `count` looked at at a time, and how many were: one part of each.
+
+    wanted: the digests of the namespaces for the directory. keys: the blocks, or all if there are none.
+    """
+    for at in range(0, len(keys), count):
+        some = keys[at : at + count]
+        states = filter(None, map(node.namespaces.by_directory, wanted))
+        living = [state for state in states if not state.retired]
+        parts = ([t.blocks.get(key) for t in state.tables] for state in living for key in some)
+        yield len(some), [next(filter(None, each)) for each in parts if any(each)]
+    owner = node.tenants.get(tenant)
+    cursor: int | None = None if keys or owner is None else 0
+    while cursor is not None:
+        blocks, cursor = node.inventory.scan(cursor, count, owner)
+        yield count, [b for b in blocks if b.table.namespace.directory_digest in wanted]
+
+
+def give_up(node: Node, blocks: Sequence[Block]) -> int:
+    """Evict these blocks, with all their parts, from a tier; returns how many were there to go."""
+    going: dict[NamespaceState, list[bytes]] = {}
+    for block in blocks:
+        going.setdefault(block.table.namespace, []).append(block.key)
+    return sum(node.removal.give_up(namespace, keys) for namespace, keys in going.items())
 
 
 def list_blocks(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvpool.daemon.ops.event_log import LOGIN_FAILED, EventLog
 from kvpool.plain_text import plain
 from kvpool.security.failed_logins import Failures
+from kvpool.token_bucket import TokenBucket
 
 BURST = 20.0
 A_SECOND = 1 / 60
@@ -25,20 +26,17 @@ class Logins:
         self.failed: Counter[str] = Counter()
         self._events = events
         self._clock = clock
-        self._left = BURST
-        self._at = clock()
+        self._pace = TokenBucket(A_SECOND, BURST, clock())
         self._unsaid = 0
 
     def fail(self, door: str, source: str, reason: str, count: int = 1) -> None:
         """source: an address, or what else says where it came from."""
         self.failed[door] += count
         now = self._clock()
-        self._left = min(BURST, self._left + (now - self._at) * A_SECOND)
-        self._at = now
-        if self._left < 1:
+        if self._pace.left(now) < 1:
             self._unsaid += count
             return
-        self._left -= 1
+        self._pace.take(1, now)
         unsaid, self._unsaid = self._unsaid, 0
         more = {"unsaid": unsaid} if unsaid else {}
         self._events.note(

@@ -7,7 +7,8 @@ which names node, tenant and on whose behalf; or from another node in an `Operat
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -33,28 +34,24 @@ BY_CHARACTERS_MAX = 200
 _OF_CLIENTS = {client_wire.Engines, client_wire.Prefixes, client_wire.Stats, client_wire.WhyMissing}
 
 
+@dataclass(eq=False)
 class Operators:
     """See the module."""
 
-    def __init__(
-        self,
-        node: Node,
-        changes: Changes,
-        others: OtherNodes,
-        jobs: JobRunner,
-        *reports: object,
-    ) -> None:
-        """reports: objects with methods that answer commands, beside those of `changes`."""
-        self._node = node
-        self._changes = changes
-        self._others = others
-        self._jobs = jobs
-        self._handlers = handlers_of(Asker, changes, *reports)
+    node: Node
+    changes: Changes
+    others: OtherNodes
+    jobs: JobRunner
+    reports: Sequence[object]
+    """Objects with methods that answer commands, in addition to `changes`."""
+
+    def __post_init__(self) -> None:
+        self._handlers = handlers_of(Asker, self.changes, *self.reports)
 
     @property
     def config(self) -> DaemonConfig:
         """The current one, including operators' changes."""
-        return self._changes.config
+        return self.changes.config
 
     @property
     def requests(self) -> dict[type, Callable[[Holder, Any], Awaitable[Answer]]]:
@@ -63,7 +60,7 @@ class Operators:
 
     async def close(self) -> None:
         """End all jobs."""
-        await self._jobs.close()
+        await self.jobs.close()
 
     # ---- ways in -----------------------------------------------------------------------------------
 
@@ -86,7 +83,7 @@ class Operators:
                 self._tenant(tenant), by, client_wire.decode_client(m.request)
             )
         with asking_others():
-            return await self._others.pass_on(m.node, tenant, by, m.request, wait_s)
+            return await self.others.pass_on(m.node, tenant, by, m.request, wait_s)
 
     async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
         """A request from another node; returns the payload of the answer."""
@@ -110,7 +107,7 @@ class Operators:
             )
 
     def _tenant(self, name: str) -> Tenant:
-        found = self._node.tenants.get(name)
+        found = self.node.tenants.get(name)
         if found is None:
             raise InvalidRequest(f"node {self.config.node} has no tenant {name!r:.80}")
         return found
@@ -132,7 +129,7 @@ class Operators:
         if node in {"", self.config.node}:
             return await self._answer(holder.tenant, by, message)
         with asking_others():
-            return await self._others.ask(node, holder.tenant.name, by, message, wait_s)
+            return await self.others.ask(node, holder.tenant.name, by, message, wait_s)
 
 
 def check_operator(holder: Holder) -> None:

@@ -15,6 +15,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
 from kvpool.daemon.ops.commands import namespace_for
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
 from kvpool.types import split_keys
@@ -44,7 +45,7 @@ class SessionTurns:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self._passing: set[asyncio.Task[None]] = set()
+        self._passing = Tasks()
         self._told = asyncio.Event()
         self.known = Sessions(self.node, self.ssd.expend)
 
@@ -95,9 +96,7 @@ class SessionTurns:
                 self.node.counters.session_news_lost += 1
                 continue
             news = peer_wire.SessionEnded(holder.tenant.name, m.session, name)
-            task = asyncio.get_running_loop().create_task(self._pass_on(url, news))
-            self._passing.add(task)
-            task.add_done_callback(self._passing.discard)
+            self._passing.begin(self._pass_on(url, news))
         return frame.Done()
 
     def _url(self, name: str) -> str:

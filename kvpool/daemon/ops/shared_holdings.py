@@ -43,15 +43,12 @@ class Reader:
     def __init__(self, shared: SharedHoldings, held: Holdings) -> None:
         self._shared = shared
         self._held = held
-        self._notify: Callable[[], object] = lambda: None
+        self.notify: Callable[[], object] = lambda: None
         self.changes: list[Change] = []
-
-    def notify(self) -> None:
-        self._notify()
 
     def follow_changes(self, changed: Callable[[], object]) -> None:
         """See `Inventory.follow_changes`."""
-        self._notify = changed
+        self.notify = changed
         self._shared.follow(self)
 
     def take_changes(self) -> list[Change]:

@@ -331,17 +331,21 @@ class Daemon(Generic[T]):
             Changes(config, cluster, self.tiers, self.replication, self.journal, clock),
             others,
             jobs,
-            Reports(
-                cluster,
-                self.stats,
-                self.journal,
-                self.features.miss_reasons,
-                self.receipts,
-                self.spans,
+            (
+                Reports(
+                    cluster,
+                    self.stats,
+                    self.journal,
+                    self.features.miss_reasons,
+                    self.receipts,
+                    self.spans,
+                ),
+                BlockReports(config.node, cluster, self.tiers, self.fetcher, self.engines, clock),
+                SessionCommands(
+                    cluster, self.tiers, self.sessions, self.intents, self.journal, clock
+                ),
+                JobCommands(config.node, cluster, jobs, self.journal),
             ),
-            BlockReports(config.node, cluster, self.tiers, self.fetcher, self.engines, clock),
-            SessionCommands(cluster, self.tiers, self.sessions, self.intents, self.journal, clock),
-            JobCommands(config.node, cluster, jobs, self.journal),
         )
 
     def _make_doors(self, segments: Mapping[str, Segment]) -> None:
@@ -400,9 +404,9 @@ class Daemon(Generic[T]):
         self.local = DaemonNode(
             self.tiers,
             self.engines,
-            registry,
-            self.replication,
-            self.drainer,
+            registry.records,
+            self.replication.repair,
+            self.drainer.wanted,
             self.journal,
             self.transport.path_to,
             {TIERS[tier]: each.reader() for tier, each in self._shared.items()},

@@ -25,7 +25,7 @@ from kvpool.daemon.server.client_processes import ClientHandle, ClientProcess, C
 from kvpool.daemon.server.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.shares import Shares
-from kvpool.daemon.tasks import Tasks, crash_if_failed
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.decoding import WrongValue
@@ -168,21 +168,15 @@ class ClientConnections:
             connection = ClientConnection(self, self._requests, handle)
             handle.connections.add(connection)
             self._absent.pop(handle, None)
-        except (TimeoutError, OSError):
+        except BaseException as error:
             self.counts.connections -= 1
+            if isinstance(error, KvpoolError):
+                _send_now(sock, frame.encode(frame.error_message(error), request))
+            sock.close()
+            if not isinstance(error, (KvpoolError, OSError)):
+                raise  # another one needs its place, or the daemon ends
             self.counts.refused += 1
-            sock.close()
             return
-        except KvpoolError as error:
-            self.counts.connections -= 1
-            self.counts.refused += 1
-            _send_now(sock, frame.encode(frame.error_message(error), request))
-            sock.close()
-            return
-        except BaseException:  # another one needs its place, or the daemon ends
-            self.counts.connections -= 1
-            sock.close()
-            raise
         self._admitted[hello.tenant] += 1
         current = asyncio.current_task()
         assert current is not None, "this runs in a task"
@@ -379,7 +373,7 @@ class ClientConnection(asyncio.Protocol):
         self.reader = frame.FrameReader()
         self.held = 0  # bytes of an incomplete frame, as counted for its tenant
         self.transport: asyncio.Transport | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks = Tasks()
         self.closed = False
         self.paused = False  # answers pile up
         self.waiting = False  # its tenant has used its share of the loop's time
@@ -395,8 +389,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.backlog.clear()
-        for task in self.tasks:
-            task.cancel()
+        self.tasks.cancel()
         self._connections.lost(self)
 
     def pause_writing(self) -> None:
@@ -538,13 +531,9 @@ class ClientConnection(asyncio.Protocol):
     def _later(
         self, request: int, message: frame.Message, answer: Coroutine[Any, Any, frame.Message]
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(request, message, answer))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(crash_if_failed)
-        task.add_done_callback(
-            lambda _: answer.close()
-        )  # it may have been cancelled before it began
+        task = self.tasks.begin(self._answer(request, message, answer))
+        # It may have been cancelled before it began.
+        task.add_done_callback(lambda _: answer.close())
 
     async def _answer(
         self, request: int, message: frame.Message, answer: Coroutine[Any, Any, frame.Message]

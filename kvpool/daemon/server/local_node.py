@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpool.daemon.cluster.draining import Drainer
-from kvpool.daemon.cluster.engine_registry import EngineRegistry
 from kvpool.daemon.cluster.local_node import Holdings
-from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.ops.event_log import EventLog, membership_news
 from kvpool.daemon.tiers.all_tiers import Tiers
@@ -23,10 +20,10 @@ class DaemonNode:
     """The `LocalNode` of a daemon."""
 
     _tiers: Tiers
-    _engines: Engines
-    _registry: EngineRegistry
-    _replication: Replication
-    _drainer: Drainer
+    _caches: Engines
+    engines: Callable[[], tuple[EngineRecord, ...]]
+    replicas_lacking: Callable[[], None]
+    drain_wanted: Callable[[bool], None]
     _events: EventLog
     path_to: Callable[[str], str]
     """Returns how a peer is reached, by its URL."""
@@ -47,10 +44,6 @@ class DaemonNode:
         found = self._tiers.ssd.records() if self._tiers.ssd.devices else ()
         return found if self._tiers.device is None else (*found, self._tiers.device.record())
 
-    def engines(self) -> tuple[EngineRecord, ...]:
-        """See `LocalNode`."""
-        return self._registry.records()
-
     def below(self, namespace: NamespaceState) -> bool:
         """See `LocalNode`."""
         return self._tiers.below(namespace)
@@ -61,7 +54,7 @@ class DaemonNode:
             self._tiers.ssd.enter(namespace)
         if self._tiers.device is not None:
             self._tiers.device.enter(namespace)
-        self._engines.enter(namespace)
+        self._caches.enter(namespace)
         self._tiers.objects.enter(namespace)
 
     def namespace_configured(self, namespace: NamespaceState) -> None:
@@ -74,14 +67,6 @@ class DaemonNode:
         """See `LocalNode`. Disks store it; without disks nothing survives the process."""
         if self._tiers.ssd.devices:
             await self._tiers.ssd.record(namespace)
-
-    def replicas_lacking(self) -> None:
-        """See `LocalNode`."""
-        self._replication.repair()
-
-    def drain_wanted(self, wanted: bool) -> None:
-        """See `LocalNode`."""
-        self._drainer.wanted(wanted)
 
     def view_changed(self, before: View, after: View, nodes: Sequence[NodeChange]) -> None:
         """See `LocalNode`. Nodes that join and leave are events."""

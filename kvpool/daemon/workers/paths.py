@@ -291,6 +291,7 @@ class Peer:
         )
 
 
+@dataclass(eq=False)
 class Paths:
     """Pulls and questions, each by the way that is best for its peer at the time.
 
@@ -300,21 +301,14 @@ class Paths:
     over ways that are as good as each other. first: as in `Peer`.
     """
 
-    def __init__(
-        self,
-        pulls: Mapping[str, Pull],
-        ask: Ask,
-        route: Callable[[str], Route | None],
-        clock: Callable[[], float],
-        rng: random.Random,
-        first: str = "",
-    ) -> None:
-        self._pulls = pulls
-        self._ask = ask
-        self._route = route
-        self._clock = clock
-        self._rng = rng
-        self._first = first
+    _pulls: Mapping[str, Pull]
+    _ask: Ask
+    _route: Callable[[str], Route | None]
+    _clock: Callable[[], float]
+    _rng: random.Random
+    _first: str = ""
+
+    def __post_init__(self) -> None:
         self._ours: Counter[str] = Counter()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._nixl = NixlStats()

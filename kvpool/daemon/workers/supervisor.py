@@ -16,6 +16,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -38,28 +39,24 @@ READ_BYTES = 256 << 10
 M = TypeVar("M", bound=frame.Message)
 
 
+@dataclass(eq=False)
 class Channel:
     """Control's end of a control channel: non-blocking, frames in, frames and descriptors out."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        sock: socket.socket,
-        decode: frame.Decoder,
-        received: Callable[[int, Any], None],
-    ) -> None:
-        sock.setblocking(False)
-        self._loop = loop
-        self._sock = sock
-        self._fd = sock.fileno()
-        self._decode = decode
-        self._received = received
+    _loop: asyncio.AbstractEventLoop
+    _sock: socket.socket
+    _decode: frame.Decoder
+    _received: Callable[[int, Any], None]
+
+    def __post_init__(self) -> None:
+        self._sock.setblocking(False)
+        self._fd = self._sock.fileno()
         self._reader = frame.FrameReader()
         # Bytes to be written; bounded by the orders that may be under way.
         self._queue: deque[tuple[memoryview, int | None]] = deque()
         self._open = True
         self._writing = False
-        loop.add_reader(self._fd, self._read)
+        self._loop.add_reader(self._fd, self._read)
 
     def send(self, message: frame.Message, request: int, fd: int | None = None) -> None:
         """Queue a frame, with a descriptor. Ignored if the worker has ended."""
@@ -364,6 +361,7 @@ class Worker(ABC):
 W = TypeVar("W", bound=Worker)
 
 
+@dataclass(eq=False)
 class WorkerSupervisor(Generic[W]):
     """Keeps one worker running: restarts it, with growing back-off, when it dies.
 
@@ -374,15 +372,11 @@ class WorkerSupervisor(Generic[W]):
     INSIST_S = 5.0
     """Wait before retrying a process that does not start."""
 
-    def __init__(
-        self,
-        make: Callable[[], W],
-        began: Callable[[W], None] = lambda _: None,
-        ended: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._make = make
-        self._began = began
-        self._ended = ended
+    make: Callable[[], W]
+    began: Callable[[W], None] = lambda _: None
+    ended: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -412,18 +406,18 @@ class WorkerSupervisor(Generic[W]):
                 if said != str(error):
                     said = str(error)
                     log.warning("%s is not used: %s", what, said)
-                self._ended(said)
+                self.ended(said)
             await asyncio.sleep(self.INSIST_S)
 
     async def _start_worker(self) -> None:
-        worker = self._make()
+        worker = self.make()
         try:
             await worker.start()
         except BaseException:
             self._note_hang(worker)
             raise
         self.worker = worker
-        self._began(worker)
+        self.began(worker)
 
     def _note_hang(self, worker: W) -> None:
         if worker.quarantined:
@@ -457,7 +451,7 @@ class WorkerSupervisor(Generic[W]):
             if self.worker is not None:
                 await self.worker.left()
                 self._note_hang(self.worker)
-                self._ended(
+                self.ended(
                     f"its process {self.worker.pid} was killed and does not end: it hangs in the kernel"
                     if self.worker.quarantined
                     else "its process ended"
@@ -485,7 +479,7 @@ class WorkerSupervisor(Generic[W]):
                     error,
                     extra={"worker": kind},
                 )
-                self._ended(str(error))
+                self.ended(str(error))
 
     async def stop(self) -> None:
         self._stopping = True

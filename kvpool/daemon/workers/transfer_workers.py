@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvpool.config import DaemonConfig
-from kvpool.daemon.tasks import crash_if_failed
+from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
@@ -103,9 +104,7 @@ class TransferWorkerProxy(Worker):
         self._workers = workers
         self._listen = listen
         self._loans: set[str] = set()
-        self._taking: set[asyncio.Task[None]] = set()
-        self._lending: set[asyncio.Task[None]] = set()
-        self._awaiting: set[asyncio.Task[None]] = set()
+        self._taking, self._lending, self._awaiting = Tasks(), Tasks(), Tasks()
         self._awaited: dict[
             int, asyncio.Task[None]
         ] = {}  # of these, by the transfer worker's request
@@ -223,13 +222,10 @@ class TransferWorkerProxy(Worker):
         message: frame.Message,
         work: Coroutine[Any, Any, worker_wire.Loan | frame.Bytes | frame.Done],
         request: int,
-        tasks: set[asyncio.Task[None]],
+        tasks: Tasks,
     ) -> asyncio.Task[None]:
         """Send what this comes to, if the transfer worker lives then."""
-        task = self._loop.create_task(self._answer(message, work, request))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(crash_if_failed)
+        task = tasks.begin(self._answer(message, work, request))
         task.add_done_callback(lambda _: work.close())  # it may be cancelled before it begins
         return task
 
@@ -253,10 +249,11 @@ class TransferWorkerProxy(Worker):
         for token in self._loans:
             self._workers.source.give_back(token)
         self._loans.clear()
-        for task in (*self._taking, *self._lending, *self._awaiting):
-            task.cancel()
+        for tasks in (self._taking, self._lending, self._awaiting):
+            tasks.cancel()
 
 
+@dataclass(eq=False)
 class TransferWorkers:
     """All transfer workers of a daemon.
 
@@ -264,18 +261,13 @@ class TransferWorkers:
     route: all ways to a peer, by the URL that it is known by.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        incarnation: str,
-        secrets: ClusterSecrets,
-        route: Callable[[str], Route | None] = lambda _: None,
-    ) -> None:
-        self.config = config
-        self.incarnation = incarnation
-        self.secrets = secrets
+    config: DaemonConfig
+    incarnation: str
+    secrets: ClusterSecrets
+    route: Callable[[str], Route | None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.segments: dict[int, Segment] = {}
-        self._route = route
         self.source: Rules  # from `start` on
         self._keepers: list[WorkerSupervisor[TransferWorkerProxy]] = []
         self._nixl_keeper: WorkerSupervisor[TransferWorkerProxy] | None = None
@@ -284,7 +276,7 @@ class TransferWorkers:
             tuple[WorkerSupervisor[TransferWorkerProxy], list[int], list[str]]
         ] = []
         self._paths: Paths | None = None
-        self._question_turns = QuestionTurns(config.transfer_workers)
+        self._question_turns = QuestionTurns(self.config.transfer_workers)
 
     @property
     def urls(self) -> list[str]:
@@ -342,7 +334,7 @@ class TransferWorkers:
         clock = asyncio.get_running_loop().time
         first = "" if self.config.pull_over == "auto" else self.config.pull_over
         rng = random.Random(self.incarnation)
-        self._paths = Paths(pulls, self._ask, self._route, clock, rng, first)
+        self._paths = Paths(pulls, self._ask, self.route, clock, rng, first)
 
     async def _start(self, keeper: WorkerSupervisor[TransferWorkerProxy]) -> None:
         try:

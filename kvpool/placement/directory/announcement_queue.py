@@ -43,35 +43,22 @@ class Held(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class Group:
     """The keys of one tag. backoff: it is blocked, and tried alone after that."""
 
-    __slots__ = (
-        "backoff",
-        "changed",
-        "changes",
-        "later",
-        "mark",
-        "overflowed",
-        "repairing",
-        "repairs",
-        "since",
-        "stale",
-        "trying",
-    )
-
-    def __init__(self) -> None:
-        self.changes: Keys = {}
-        self.changed = 0  # how many
-        self.later = bytearray()  # changes that found no room there, a digest and a key each
-        self.overflowed = False  # nor there
-        self.since: float | None = None  # not later than the oldest of the changes
-        self.repairs: Keys = {}
-        self.repairing = 0  # how many
-        self.mark: bytes | None = None  # under which it is announced; None: not read yet
-        self.stale = False  # to be walked
-        self.backoff = Backoff(BACKOFF_S, BACKOFF_S_MAX)
-        self.trying = False
+    changes: Keys = field(default_factory=dict)
+    changed: int = 0  # how many
+    later: bytearray = field(default_factory=bytearray)
+    """Changes that found no room there, a digest and a key each."""
+    overflowed: bool = False  # nor there
+    since: float | None = None  # not later than the oldest of the changes
+    repairs: Keys = field(default_factory=dict)
+    repairing: int = 0  # how many
+    mark: bytes | None = None  # under which it is announced; None: not read yet
+    stale: bool = False  # to be walked
+    backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_S, BACKOFF_S_MAX))
+    trying: bool = False
 
     @property
     def given_up(self) -> bool:
@@ -109,7 +96,7 @@ class AnnouncementQueue:
         self.groups = [Group() for _ in range(TAGS)]
         self.under_way: list[Batch] = []  # taken, and neither sent nor put back
         self.overflows = 0
-        self._held = held
+        self.held = held
         self._queue_max = queue_max
         self._group_max = max(1, queue_max // TAGS)
         self._later_max = max(1, later_max // TAGS) * RECORD_BYTES
@@ -251,7 +238,7 @@ class AnnouncementQueue:
         """The values to publish for a batch: parts, keys, masks."""
         digest = batch.digest
         asked = [key for _, share in batch.shares for key in share]
-        parts, masks = self._held.masks(digest, asked)
+        parts, masks = self.held.masks(digest, asked)
         if parts:
             self._note_parts(digest, parts)
         else:
@@ -305,10 +292,6 @@ class AnnouncementQueue:
             elif share:
                 self.add_repairs(group, digest, share)
 
-    def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """See `Held.masks`."""
-        return self._held.masks(digest, keys)
-
     def settled(self, digest: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Those of the keys of which the directory was told the current state, if that can be seen quickly."""
         if not keys or self._arriving > ARRIVED_SEEN:
@@ -325,10 +308,6 @@ class AnnouncementQueue:
             or key in group.changes.get(digest, ())
             or key in group.repairs.get(digest, ())
         )
-
-    def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
-        """See `Held.walk`."""
-        return self._held.walk(cursor, count)
 
     @property
     def repairs_waiting(self) -> int:

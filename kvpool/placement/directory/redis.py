@@ -26,6 +26,7 @@ import re
 import secrets
 import struct
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -145,6 +146,7 @@ async def open_directory(
     return directory
 
 
+@dataclass(eq=False)
 class RedisDirectory:
     """See `Directory`. Create it with `open_directory`, on a running event loop.
 
@@ -153,33 +155,29 @@ class RedisDirectory:
         whose batches queue behind those of all nodes when Redis comes back empty.
     corrupt: malformed values. partial: lookups that some shard did not answer; its
         blocks read as absent. `counters`: of connections.
+    Raises `ConfigError` for an invalid cluster name, or TLS files that cannot be used.
     """
 
-    def __init__(
-        self,
-        settings: RedisSettings,
-        *,
-        cluster: str,
-        timeout_s: float = 0.5,
-        publish_timeout_s: float = 5.0,
-    ) -> None:
-        """Raises `ConfigError` for an invalid cluster name, or TLS files that cannot be used."""
-        if not _CLUSTER_NAME.fullmatch(cluster):
+    settings: RedisSettings
+    _: KW_ONLY
+    cluster: str
+    timeout_s: float = 0.5
+    publish_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not _CLUSTER_NAME.fullmatch(self.cluster):
             raise ConfigError(
-                f"cluster {cluster!r}: the name must be 1 to 64 letters, digits, dots, dashes or underscores, "
+                f"cluster {self.cluster!r}: the name must be 1 to 64 letters, digits, dots, dashes or underscores, "
                 "because it is part of the keys in Redis"
             )
-        self.settings = settings
         self.corrupt = 0
         self.partial = 0
-        self._timeout_s = timeout_s
-        self._publish_timeout_s = publish_timeout_s
         self._loop = asyncio.get_running_loop()
-        tags = [f"kvpool1:{cluster}:{tag:02d}".encode() for tag in range(TAGS)]
+        tags = [f"kvpool1:{self.cluster}:{tag:02d}".encode() for tag in range(TAGS)]
         self._blocks = [b"{%b}:b" % tag for tag in tags]
         self._mark_keys = [b"{%b}:mark" % tag for tag in tags]
-        self._pattern = b"{kvpool1:%b:*}:b*" % cluster.encode()
-        self._shards = Shards(settings, [slot_of(tag) for tag in tags], timeout_s)
+        self._pattern = b"{kvpool1:%b:*}:b*" % self.cluster.encode()
+        self._shards = Shards(self.settings, [slot_of(tag) for tag in tags], self.timeout_s)
         self._batches = Batches(self._shards)
 
     @property
@@ -219,7 +217,7 @@ class RedisDirectory:
             return ("MGET", *[starts[key[-1] % TAGS] + key for key in piece.pick(keys)])
 
         pieces = self._batches.cut(keys, LOCATE_KEYS)
-        await self._batches.run(pieces, command, READING, self._timeout_s)
+        await self._batches.run(pieces, command, READING, self.timeout_s)
         failed = [piece for piece in pieces if piece.error is not None]
         if failed:
             if len(failed) == len(pieces):
@@ -276,7 +274,7 @@ class RedisDirectory:
             return ("EVAL", PUBLISH, len(names), *names, head, owner, packed, ENTRIES_MAX)
 
         await self._batches.all(
-            self._batches.cut(keys, PUBLISH_KEYS), command, WRITING, self._publish_timeout_s
+            self._batches.cut(keys, PUBLISH_KEYS), command, WRITING, self.publish_timeout_s
         )
 
     async def marks(self) -> Sequence[bytes | None]:
@@ -288,7 +286,7 @@ class RedisDirectory:
         def get(piece: Piece) -> Command:
             return ("MGET", *piece.pick(self._mark_keys))
 
-        await self._batches.run(pieces, get, READING, self._timeout_s)
+        await self._batches.run(pieces, get, READING, self.timeout_s)
         if all(piece.error is not None for piece in pieces):
             raise error_of(pieces)
         missing = [tag for piece in good(pieces) for tag, mark in piece.pairs() if not mark]
@@ -298,9 +296,9 @@ class RedisDirectory:
             def make(piece: Piece) -> Command:
                 return ("SET", self._mark_keys[piece.tag], secrets.token_bytes(MARK_BYTES), "NX")
 
-            await self._batches.run(new, make, WRITING, self._timeout_s)
+            await self._batches.run(new, make, WRITING, self.timeout_s)
             again = self._mark_pieces(missing)
-            await self._batches.run(again, get, READING, self._timeout_s)
+            await self._batches.run(again, get, READING, self.timeout_s)
             pieces += again
         marks: list[bytes | None] = [None] * TAGS
         for piece in good(pieces):
@@ -322,7 +320,7 @@ class RedisDirectory:
         """
         check_incarnations(dead)
         gone = frozenset(dead)
-        deadline = self._loop.time() + self._timeout_s
+        deadline = self._loop.time() + self.timeout_s
         servers = await self._shards.servers(deadline)
         where, _, at = cursor.partition(b" ")
         left, dropped, seen = min(max(count, 1), BATCH_MAX), 0, 0
@@ -336,7 +334,7 @@ class RedisDirectory:
                     cursor = b"%b %b" % (server.where.encode(), position)
                     return Swept(cursor, dropped, frozenset(met), seen)
                 step = min(left, PUBLISH_KEYS)
-                deadline = self._loop.time() + self._timeout_s
+                deadline = self._loop.time() + self.timeout_s
                 position, names = await self._scan(server, position, step, deadline)
                 entries = await self._owners(server, names, deadline)
                 for owners in entries.values():

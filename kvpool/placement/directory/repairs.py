@@ -8,6 +8,7 @@ and the faster the more are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcement_queue import AnnouncementQueue, Group
@@ -24,6 +25,7 @@ MANY_MISSING = 0.01  # this share of what was looked up
 LOOKING_SHARE = 0.1  # of the time: so that all nodes together slow down with a slow directory
 
 
+@dataclass(eq=False)
 class Repairs:
     """Queues repairs in `queue`; the announcer sends them. `watch_marks` and `reannounce` run until cancelled.
 
@@ -32,24 +34,17 @@ class Repairs:
     verifications.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        queue: AnnouncementQueue,
-        state: AnnouncerState,
-        *,
-        check_s: float,
-        refresh_s: float,
-        tier: int,
-    ) -> None:
+    directory: Directory
+    queue: AnnouncementQueue
+    state: AnnouncerState
+    _: KW_ONLY
+    check_s: float
+    refresh_s: float
+    tier: int
+
+    def __post_init__(self) -> None:
         self.walking = False
         self.rounds = 0
-        self._directory = directory
-        self._queue = queue
-        self._state = state
-        self._check_s = check_s
-        self._refresh_s = refresh_s
-        self._tier = tier
         self._trash: list[object] = []
         self._silent: set[Group] = set()  # their shard did not answer: what it has is not known
         self._cursor = 0  # of the verification
@@ -63,137 +58,137 @@ class Repairs:
     async def watch_marks(self) -> None:
         """Detect that the directory has lost data."""
         while True:
-            self._state.look.clear()
-            if self._state.incarnation is None:
-                await self._state.look.wait()
+            self.state.look.clear()
+            if self.state.incarnation is None:
+                await self.state.look.wait()
                 continue
             try:
-                marks = await self._directory.marks()
+                marks = await self.directory.marks()
             except Unavailable as error:
-                self._state.failed(error)
+                self.state.failed(error)
             else:
                 self._compare(marks)
-            await wait_for(self._state.look, self._check_s)
+            await wait_for(self.state.look, self.check_s)
 
     def _compare(self, marks: Sequence[bytes | None]) -> None:
-        groups = self._queue.groups
+        groups = self.queue.groups
         self._silent = {group for group, mark in zip(groups, marks, strict=True) if mark is None}
-        if not self._state.connected:
-            self._state.connected = None not in marks
-            for group, mark in zip(self._queue.groups, marks, strict=True):
+        if not self.state.connected:
+            self.state.connected = None not in marks
+            for group, mark in zip(self.queue.groups, marks, strict=True):
                 if mark is not None:  # it is back: no need to wait any longer
                     group.backoff.retry_at = 0.0
-            self._state.try_blocked.set()
-        for group, mark in zip(self._queue.groups, marks, strict=True):
+            self.state.try_blocked.set()
+        for group, mark in zip(self.queue.groups, marks, strict=True):
             if mark is not None and group.mark != mark:
                 group.mark = mark
                 group.stale = True
-                self._state.walk.set()
+                self.state.walk.set()
 
     async def reannounce(self) -> None:
         """Walk through held blocks, when there is a reason."""
-        verify_at = self._state.clock() + self._refresh_s
+        verify_at = self.state.clock() + self.refresh_s
         while True:
-            self._state.walk.clear()
+            self.state.walk.clear()
             while self._trash:
                 self._trash.pop()
-                await self._state.step()
-            if self._state.incarnation is None:
-                await self._state.walk.wait()
+                await self.state.step()
+            if self.state.incarnation is None:
+                await self.state.walk.wait()
                 continue
-            self._queue.clear_overflow()
+            self.queue.clear_overflow()
             if groups := self._to_walk():
                 self.walking = True
                 try:
                     await self._walk_through(groups)
                 finally:
                     self.walking = False
-            elif self._state.clock() >= verify_at:
+            elif self.state.clock() >= verify_at:
                 verify_at = await self._verify()
             else:
-                await wait_for(self._state.walk, verify_at - self._state.clock())
+                await wait_for(self.state.walk, verify_at - self.state.clock())
 
     def _to_walk(self) -> list[Group]:
         """Groups with a reason to be walked and a chance of success.
 
         Groups without a known mark wait: a loss before the first reading would go unnoticed.
         """
-        return [g for g in self._queue.groups if g.stale and g.mark is not None and not g.blocked]
+        return [g for g in self.queue.groups if g.stale and g.mark is not None and not g.blocked]
 
     async def _verify(self) -> float:
         """Look up the next blocks, queue those that are missing, and say when to do it again."""
-        began, life = self._state.clock(), self._state.lives
-        incarnation = self._state.incarnation
+        began, life = self.state.clock(), self.state.lives
+        incarnation = self.state.incarnation
         assert incarnation is not None
         if self._cursor == 0:
             self._began_at = began
-        found, cursor = self._queue.walk(self._cursor, WALK_KEYS)
+        found, cursor = self.queue.held.walk(self._cursor, WALK_KEYS)
         looked_up = missing = 0
         for digest, keys in found:
             try:
                 wrong = await self._wrong(incarnation, digest, keys)
             except Unavailable as error:
-                self._state.failed(error)
-                return self._state.clock() + WALK_KEYS / VERIFY_KEYS_S
-            if self._state.lives != life:
-                return self._state.clock()
+                self.state.failed(error)
+                return self.state.clock() + WALK_KEYS / VERIFY_KEYS_S
+            if self.state.lives != life:
+                return self.state.clock()
             looked_up += len(keys)
             missing += len(wrong)
-            self._queue.repair(digest, wrong, self._queue.groups)
-        ended = self._state.clock()
+            self.queue.repair(digest, wrong, self.queue.groups)
+        ended = self.state.clock()
         # It falls slowly, because what is lost together need not be walked in one piece.
         self._share_missing = max(missing / max(looked_up, 1), self._share_missing / 2)
         await self._make_way()
         if cursor is None:
             self._cursor = 0
             self.rounds += 1
-            return max(ended, self._began_at + self._refresh_s)
+            return max(ended, self._began_at + self.refresh_s)
         self._cursor = cursor
         pause_s = looked_up / verify_rate(self._share_missing)
         return ended + max(pause_s, (ended - began) * (1 / LOOKING_SHARE - 1))
 
     async def _wrong(self, incarnation: bytes, digest: bytes, keys: list[bytes]) -> list[bytes]:
         """Which of these held blocks the directory has not, or not as they are. Raises `Unavailable`."""
-        parts, _ = self._queue.masks(digest, [])
+        parts, _ = self.queue.held.masks(digest, [])
         if not parts:
             return []  # the namespace has just gone
         wrong: list[bytes] = []
         for at in range(0, len(keys), BATCH_MAX):
             some = keys[at : at + BATCH_MAX]
-            listed = await self._directory.locate(digest, parts, some)
-            _, masks = self._queue.masks(digest, some)
+            listed = await self.directory.locate(digest, parts, some)
+            _, masks = self.queue.held.masks(digest, some)
             for key, entries, mask in zip(some, listed, masks, strict=False):
-                known = (e.mask for e in entries if e[:2] == (incarnation, self._tier))
-                silent = self._queue.groups[tag_of(key)] in self._silent
+                known = (e.mask for e in entries if e[:2] == (incarnation, self.tier))
+                silent = self.queue.groups[tag_of(key)] in self._silent
                 if mask and next(known, 0) != mask and not silent:
                     wrong.append(key)
-        return self._queue.settled(digest, wrong)
+        return self.queue.settled(digest, wrong)
 
     async def _walk_through(self, groups: Sequence[Group]) -> None:
         """Queue all held blocks of these groups, unless that becomes futile."""
-        life = self._state.lives
+        life = self.state.lives
         for group in groups:
             group.stale = False
         cursor: int | None = 0
         while cursor is not None:
-            found, cursor = self._queue.walk(cursor, WALK_KEYS)
+            found, cursor = self.queue.held.walk(cursor, WALK_KEYS)
             for digest, keys in found:
-                self._queue.repair(digest, keys, groups)
+                self.queue.repair(digest, keys, groups)
             await self._make_way()
-            if self._state.lives != life:
+            if self.state.lives != life:
                 return
         self.rounds += 1
 
     async def _make_way(self) -> None:
         """Let the lanes send, and wait until few repairs are left, not counting groups that are given up."""
-        self._state.wake_lanes()
-        life = self._state.lives
-        await self._state.step()
-        while self._state.lives == life:
-            self._state.has_room.clear()
-            if self._queue.repairs_waiting < REPAIRS_MAX:
+        self.state.wake_lanes()
+        life = self.state.lives
+        await self.state.step()
+        while self.state.lives == life:
+            self.state.has_room.clear()
+            if self.queue.repairs_waiting < REPAIRS_MAX:
                 return
-            await self._state.has_room.wait()
+            await self.state.has_room.wait()
 
 
 def verify_rate(share_missing: float) -> float:

@@ -123,6 +123,7 @@ class _Replay:
         return min(self.heard_at + feed.REPLAY_SILENT_S, self.asked_at + feed.REPLAY_S)
 
 
+@dataclass(eq=False)
 class EngineFeed:
     """One engine: its blocks, and the state of its stream. Created by `EventSubscriber`."""
 
@@ -139,35 +140,30 @@ class EngineFeed:
     GONE_S = 10.0
     """How long an engine may be without a connection before its blocks are forgotten."""
 
-    def __init__(
-        self,
-        source: EngineSource,
-        context: zmq.Context[zmq.Socket[bytes]],
-        clock: Callable[[], float],
-        changed: Callable[[str], None],
-        blocks_max: int,
-    ) -> None:
-        self.source = source
-        self.blocks = EngineBlocks(blocks_max)
+    source: EngineSource
+    context: zmq.Context[zmq.Socket[bytes]]
+    clock: Callable[[], float]
+    changed: Callable[[str], None]
+    blocks_max: int
+
+    def __post_init__(self) -> None:
+        self.blocks = EngineBlocks(self.blocks_max)
         self.connected = False
-        self._context = context
-        self._clock = clock
-        self._changed = changed
-        self._follower = Follower(self.blocks, can_replay=source.replay_endpoint is not None)
+        self._follower = Follower(self.blocks, can_replay=self.source.replay_endpoint is not None)
         self._heard_at: float | None = None
         self._readable = asyncio.Event()
         self._replay: _Replay | None = None
         self._backoff = Backoff(self.BACKOFF_S, BACKOFF_S_MAX)
-        self._check_at = clock() + self.CHECK_S
+        self._check_at = self.clock() + self.CHECK_S
         self._gone_at: float | None = None
         self._foreign = 0
-        if source.replay_endpoint is not None:  # would otherwise be tried at the first request
-            self._connect(self._open(zmq.DEALER), source.replay_endpoint).close(linger=0)
+        if self.source.replay_endpoint is not None:  # would otherwise be tried at the first request
+            self._connect(self._open(zmq.DEALER), self.source.replay_endpoint).close(linger=0)
         self._sub, self._monitor = self._subscribe()
 
     def age_s(self) -> float | None:
         """Seconds since the engine was last heard of, including answers; None: not yet."""
-        return None if self._heard_at is None else self._clock() - self._heard_at
+        return None if self._heard_at is None else self.clock() - self._heard_at
 
     @property
     def told_at(self) -> float:
@@ -191,7 +187,7 @@ class EngineFeed:
     def _open(self, kind: zmq.SocketType) -> zmq.Socket[bytes]:
         """Raises `ConfigError` if this process can have no more of them."""
         try:
-            socket = self._context.socket(kind)
+            socket = self.context.socket(kind)
         except zmq.ZMQError as error:
             raise self._refusal(error) from None
         socket.set_hwm(self.HWM)
@@ -303,7 +299,7 @@ class EngineFeed:
                 self._gone_at = None
                 self._backoff.succeeded()
             else:
-                self._gone_at = self._clock() + self.GONE_S
+                self._gone_at = self.clock() + self.GONE_S
                 self._follower.disconnected()
         for frames in messages:
             batch = self._read(frames)
@@ -318,7 +314,7 @@ class EngineFeed:
             return False
         messages = replay.socket.read(MESSAGES)
         if messages:
-            replay.heard_at = self._clock()
+            replay.heard_at = self.clock()
         for frames in messages:
             batch = self._read(frames[1:])
             if batch is not None:
@@ -343,7 +339,7 @@ class EngineFeed:
                 )
             self._foreign += 1
             return None
-        self._heard_at = self._clock()
+        self._heard_at = self.clock()
         return batch
 
     async def _work(self) -> None:
@@ -353,11 +349,11 @@ class EngineFeed:
             await asyncio.sleep(0)
             more = self._follower.work(SLICE_BLOCKS)
         if self.blocks.has_changes:
-            self._changed(self.source.name)
+            self.changed(self.source.name)
 
     def _keep_time(self) -> float:
         """Do what is due; returns the next due time."""
-        now = self._clock()
+        now = self.clock()
         follower = self._follower
         if self._gone_at is not None and now >= self._gone_at:
             self._gone_at = now + self.GONE_S
@@ -391,7 +387,7 @@ class EngineFeed:
         self._monitor.watch()
         if self._replay is not None:
             self._replay.socket.watch()
-        if await wait_for(self._readable, max(0.0, at - self._clock())):
+        if await wait_for(self._readable, max(0.0, at - self.clock())):
             await asyncio.sleep(LINGER_S)
 
 

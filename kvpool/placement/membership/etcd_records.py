@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -59,41 +60,34 @@ def refusals_as_unavailable() -> Iterator[None]:
         raise Unavailable(str(error)) from None
 
 
+@dataclass(eq=False)
 class SharedRecords:
     """Reads and changes them. What it writes is in the mirror's view at once; `told` hears whether that changed it."""
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        mirror: Mirror,
-        paths: Paths,
-        own_config: Callable[[], ClusterConfig],
-        told: Callable[[bool], None],
-    ) -> None:
-        self._client = client
-        self._mirror = mirror
-        self._paths = paths
-        self._own_config = own_config
-        self._told = told
+    client: EtcdClient
+    mirror: Mirror
+    paths: Paths
+    own_config: Callable[[], ClusterConfig]
+    told: Callable[[bool], None]
 
     async def _txn(self, *request: Any) -> Any:
         """See `EtcdClient.txn`, whose arguments it takes; a refusal is `Unavailable`."""
         with refusals_as_unavailable():
-            return await self._client.txn(*request)
+            return await self.client.txn(*request)
 
     @property
     def config(self) -> ClusterConfig:
         """The cluster's configuration, after `agree`."""
-        config = self._mirror.view.config
+        config = self.mirror.view.config
         assert config is not None, "it was written or read before"
         return config
 
     async def agree(self, deadline_s: float) -> None:
         """Write the cluster's configuration if there is none. Raises `ConfigError` for one that cannot be read."""
-        key = self._paths.config
-        if self._mirror.view.config is None:
-            ours = encode_record(founding(self._own_config()))
-            answer = await self._client.txn(
+        key = self.paths.config
+        if self.mirror.view.config is None:
+            ours = encode_record(founding(self.own_config()))
+            answer = await self.client.txn(
                 [absent(key)], [put(key, ours)], [read(key)], "founding the cluster", deadline_s
             )
             stored = ours
@@ -106,14 +100,14 @@ class SharedRecords:
                     f"etcd's record of the cluster cannot be read: {error}. "
                     "If no node of a newer version wrote it, delete it and start again"
                 ) from None
-            self._told(self._mirror.wrote(answer.header.revision, {key: stored}))
+            self.told(self.mirror.wrote(answer.header.revision, {key: stored}))
 
     async def renew_proof(self) -> None:
         """Write the newest secret's proof, if this node has one that is newer than the cluster's.
 
         One try: where another node writes at the same time, the next call finds what it wrote. Raises `KvpoolError`.
         """
-        key, ours = self._paths.config, self._own_config()
+        key, ours = self.paths.config, self.own_config()
         if renewed(self.config, ours) == self.config:
             return
         answer = await self._txn([], [read(key)], [], "reading the cluster's configuration")
@@ -125,28 +119,28 @@ class SharedRecords:
             [unchanged(key, kv.mod_revision)], [put(key, value)], [], "renewing the secret's proof"
         )
         if answer.succeeded:
-            self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+            self.told(self.mirror.wrote(answer.header.revision, {key: value}))
 
     async def save_again(self) -> None:
         """Put back what etcd has lost, as far as this node knows it. Raises `KvpoolError`."""
         await self._txn(
-            [absent(self._paths.config)],
+            [absent(self.paths.config)],
             [
                 put(
-                    self._paths.config,
-                    encode_record(self._mirror.view.config or founding(self._own_config())),
+                    self.paths.config,
+                    encode_record(self.mirror.view.config or founding(self.own_config())),
                 )
             ],
             [],
             "putting the cluster's configuration back",
         )
         failed: KvpoolError | None = None
-        for entry in self._mirror.unsaved:
+        for entry in self.mirror.unsaved:
             try:
                 await self._raise_epoch(entry)
             except KvpoolError as error:
                 failed = error
-        if self._mirror.clock_lost:  # last: until then, what is missing does not look deleted
+        if self.mirror.clock_lost:  # last: until then, what is missing does not look deleted
             await self._change_clock(lambda stored: stored)
         if failed is not None:
             raise failed
@@ -156,22 +150,22 @@ class SharedRecords:
             kept = stored if stored.epoch >= entry.epoch else entry
             return msgspec.structs.replace(kept, used=max(stored.used, entry.used))
 
-        key, what = self._paths.namespace(entry.tenant, entry.digest), "putting an epoch back"
+        key, what = self.paths.namespace(entry.tenant, entry.digest), "putting an epoch back"
         await self._txn([absent(key)], [put(key, encode_record(entry))], [], what)
         await self._change(entry.tenant, entry.digest, change, what)
 
     async def create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
         """As stored, after storing it if necessary."""
-        key = self._paths.namespace(entry.tenant, entry.digest)
+        key = self.paths.namespace(entry.tenant, entry.digest)
         what = f"registering namespace {entry.digest}"
-        clock, clock_revision = self._mirror.clock, self._mirror.clock_revision
+        clock, clock_revision = self.mirror.clock, self.mirror.clock_revision
         for _ in range(CHANGES_MAX):
             # By the clock of this very moment: another namespace of this name may just have been deleted.
             value = encode_record(noted(begun(entry, clock), clock))
             answer = await self._txn(
-                [absent(key), unchanged(self._paths.clock, clock_revision)],
+                [absent(key), unchanged(self.paths.clock, clock_revision)],
                 [put(key, value)],
-                [read(key), read(self._paths.clock)],
+                [read(key), read(self.paths.clock)],
                 what,
             )
             if answer.succeeded:
@@ -180,14 +174,14 @@ class SharedRecords:
             if (kv := found(answer, 0)) is not None:
                 return self._take_namespace(kv.value, entry.tenant, entry.digest, 0)
             stored, clock_revision = self._clock_in(found(answer, 1))
-            clock = later(self._mirror.clock, stored)
+            clock = later(self.mirror.clock, stored)
         raise Unavailable(f"{what}: the clock of the namespaces kept changing at the same time")
 
     def _clock_in(self, kv: Any | None) -> tuple[NamespaceClock, int]:
         """The clock that etcd has, and its revision; 0: it has none. Raises `Unavailable` if it cannot be decoded."""
         if kv is None:
             return NamespaceClock(), 0
-        where = self._paths.clock.decode()
+        where = self.paths.clock.decode()
         try:
             clock = check_clock(decode_record(kv.value, NamespaceClock, where), where)
         except ProtocolError as error:
@@ -198,7 +192,7 @@ class SharedRecords:
 
     async def use(self, tenant: str, digest: str) -> NamespaceEntry:
         def change(entry: NamespaceEntry) -> NamespaceEntry:
-            return noted(entry, self._mirror.clock)
+            return noted(entry, self.mirror.clock)
 
         return await self._change(tenant, digest, change, "noting the use of a namespace")
 
@@ -211,50 +205,50 @@ class SharedRecords:
 
     async def _change_clock(self, change: Callable[[NamespaceClock], NamespaceClock]) -> None:
         """Change it, and write what this node knows better. Raises `Unavailable`."""
-        key, what = self._paths.clock, "the clock of the namespaces"
+        key, what = self.paths.clock, "the clock of the namespaces"
         for _ in range(CHANGES_MAX):
             answer = await self._txn([], [read(key)], [], what)
             stored, revision = self._clock_in(found(answer, 0))
-            changed = later(self._mirror.clock, change(stored))
+            changed = later(self.mirror.clock, change(stored))
             if changed == stored:
                 return
             value = encode_record(changed)
             answer = await self._txn([unchanged(key, revision)], [put(key, value)], [], what)
             if answer.succeeded:
-                self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+                self.told(self.mirror.wrote(answer.header.revision, {key: value}))
                 return
         raise Unavailable(f"{what}: other nodes kept changing it at the same time")
 
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         """One try: whoever changes it at the same time uses it."""
-        key, what = self._paths.namespace(tenant, digest), f"deleting namespace {digest}"
-        there = await self._txn([], [read(key), read(self._paths.clock)], [], what)
+        key, what = self.paths.namespace(tenant, digest), f"deleting namespace {digest}"
+        there = await self._txn([], [read(key), read(self.paths.clock)], [], what)
         kv = found(there, 0)
         if kv is None:
             return False
         entry = self._take_namespace(kv.value, tenant, digest, 0)
-        known = self._mirror.view.namespaces.get((tenant, digest))
+        known = self.mirror.view.namespaces.get((tenant, digest))
         if entry.used > used or (known is not None and known.epoch > entry.epoch):
             return False  # in the second case etcd is yet to be told of its epoch
         stored, clock_revision = self._clock_in(found(there, 1))
-        clock = later(self._mirror.clock, stored)
+        clock = later(self.mirror.clock, stored)
         moved = after_deletion(clock, entry)
-        written = {} if moved == stored else {self._paths.clock: encode_record(moved)}
+        written = {} if moved == stored else {self.paths.clock: encode_record(moved)}
         answer = await self._txn(
-            [unchanged(key, kv.mod_revision), unchanged(self._paths.clock, clock_revision)],
+            [unchanged(key, kv.mod_revision), unchanged(self.paths.clock, clock_revision)],
             [*(put(*pair) for pair in written.items()), delete(key)],
             [],
             what,
         )
         if answer.succeeded:
-            self._told(self._mirror.wrote(answer.header.revision, written, [key]))
+            self.told(self.mirror.wrote(answer.header.revision, written, [key]))
         return bool(answer.succeeded)
 
     def _take_namespace(
         self, value: bytes, tenant: str, digest: str, revision: int
     ) -> NamespaceEntry:
         """Decode the stored value; put it into the view if it was written just now, at `revision`."""
-        key = self._paths.namespace(tenant, digest)
+        key = self.paths.namespace(tenant, digest)
         try:
             entry = decode_record(value, NamespaceEntry, key.decode())
             check_entry(entry, key.decode())
@@ -262,7 +256,7 @@ class SharedRecords:
             raise Unavailable(
                 f"{error}. If no node of a newer version wrote it, delete it from etcd"
             ) from None
-        self._told(self._mirror.wrote(revision, {key: value}))
+        self.told(self.mirror.wrote(revision, {key: value}))
         return entry
 
     async def bump_epoch(
@@ -287,7 +281,7 @@ class SharedRecords:
         what: str,
     ) -> NamespaceEntry:
         """Read, change, and write if nobody else has written meanwhile; else repeat."""
-        key = self._paths.namespace(tenant, digest)
+        key = self.paths.namespace(tenant, digest)
         for _ in range(CHANGES_MAX):
             kv = found(await self._txn([], [read(key)], [], what), 0)
             if kv is None:
@@ -305,11 +299,11 @@ class SharedRecords:
         raise Unavailable(f"{what}: other nodes kept changing namespace {digest} at the same time")
 
     async def set_drain(self, node: str, wanted: bool) -> None:
-        key = self._paths.drain(node)
+        key = self.paths.drain(node)
         write = put(key, b"") if wanted else delete(key)
         answer = await self._txn([], [write], [], f"the drain of {node!r}")
         revision = answer.header.revision
         if wanted:
-            self._told(self._mirror.wrote(revision, {key: b""}))
+            self.told(self.mirror.wrote(revision, {key: b""}))
         else:
-            self._told(self._mirror.wrote(revision, {}, [key]))
+            self.told(self.mirror.wrote(revision, {}, [key]))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -242,26 +242,23 @@ class StaticCluster:
             self._deliver(member, lambda member=member: member.hear(view))  # type: ignore[misc]
 
 
+@dataclass(eq=False)
 class StaticMembership:
     """See `kvpool.placement.membership.base.Membership`. `standing` needs no clock here."""
 
-    def __init__(
-        self,
-        cluster: StaticCluster,
-        *,
-        secrets: Callable[[], tuple[bytes, ...]] = tuple,
-        protocol: int = 0,
-    ) -> None:
-        self._cluster = cluster
-        self._secrets = secrets
-        self._protocol = protocol
+    cluster: StaticCluster
+    _: KW_ONLY
+    secrets: Callable[[], tuple[bytes, ...]] = tuple
+    protocol: int = 0
+
+    def __post_init__(self) -> None:
         self.view = View()
         self._record: NodeRecord | None = None
         self._absent = Standing.OUT
         self.node = ""  # the name of the last join
         self._watchers: list[Callable[[], None]] = []
         self._lost_watchers: list[Callable[[], None]] = []
-        self.outage = Outage(f"cluster {cluster.name!r}", log, lambda: 0.0)
+        self.outage = Outage(f"cluster {self.cluster.name!r}", log, lambda: 0.0)
 
     @property
     def undecodable(self) -> int:
@@ -269,8 +266,8 @@ class StaticMembership:
 
     async def start(self) -> None:
         self._reach()
-        self._cluster.admit(self, self._secrets(), self._protocol)
-        self._see(self._cluster.view)
+        self.cluster.admit(self, self.secrets(), self.protocol)
+        self._see(self.cluster.view)
 
     def watch(self, changed: Callable[[], None]) -> None:
         self._watchers.append(changed)
@@ -282,15 +279,15 @@ class StaticMembership:
 
     def hear(self, view: View) -> None:
         """A notification arrives. A late or repeated one changes nothing."""
-        if not self._cluster.out_of_reach(self.node):
+        if not self.cluster.out_of_reach(self.node):
             self._see(view)
             self.beat()
 
     def beat(self) -> None:
         """Ask whether the lease lives, as a keep-alive does."""
-        if self._cluster.out_of_reach(self.node):
+        if self.cluster.out_of_reach(self.node):
             return
-        if self._record is not None and not self._cluster.owns(self, self._record):
+        if self._record is not None and not self.cluster.owns(self, self._record):
             self._record, self._absent = None, Standing.LOST
             for lost in self._lost_watchers:
                 lost()
@@ -302,8 +299,8 @@ class StaticMembership:
                 watcher()
 
     def _reach(self) -> None:
-        if self._cluster.out_of_reach(self.node):
-            error = Unavailable(f"cluster {self._cluster.name!r} is unreachable")
+        if self.cluster.out_of_reach(self.node):
+            error = Unavailable(f"cluster {self.cluster.name!r} is unreachable")
             self.outage.failed("reach", error)
             raise error
         self.outage.succeeded("reach")
@@ -312,11 +309,11 @@ class StaticMembership:
 
     async def join(self, record: NodeRecord) -> None:
         assert self._record is None, "leave first"
-        if self._cluster.out_of_reach(record.node):
-            raise Unavailable(f"cluster {self._cluster.name!r} is unreachable")
-        self._cluster.enter(self, record, restart=not self.node)
+        if self.cluster.out_of_reach(record.node):
+            raise Unavailable(f"cluster {self.cluster.name!r} is unreachable")
+        self.cluster.enter(self, record, restart=not self.node)
         self.node, self._record = record.node, record
-        self._see(self._cluster.view)
+        self._see(self.cluster.view)
 
     async def update(self, record: NodeRecord) -> None:
         self._reach()
@@ -326,39 +323,39 @@ class StaticMembership:
             raise Unavailable(f"node {record.node!r} is not a member: there is no record to update")
         assert (record.node, record.incarnation) == (old.node, old.incarnation), "join instead"
         self._record = record
-        self._cluster.write(record)
-        self._see(self._cluster.view)
+        self.cluster.write(record)
+        self._see(self.cluster.view)
 
     async def leave(self) -> None:
         record, self._record = self._record, None
         self._absent = Standing.OUT
-        if record is not None and not self._cluster.out_of_reach(self.node):
-            self._cluster.leave(self, record)
-            self._see(self._cluster.view)
+        if record is not None and not self.cluster.out_of_reach(self.node):
+            self.cluster.leave(self, record)
+            self._see(self.cluster.view)
 
     def standing(self, now: float) -> Standing:
         """UNSURE: the lease has ended, and the member was not notified."""
         if self._record is None:
             return self._absent
-        if self._cluster.out_of_reach(self.node):
+        if self.cluster.out_of_reach(self.node):
             return Standing.AWAY
-        return Standing.MEMBER if self._cluster.owns(self, self._record) else Standing.UNSURE
+        return Standing.MEMBER if self.cluster.owns(self, self._record) else Standing.UNSURE
 
     async def lead(self, chore: str) -> bool:
         record = self._record
         if record is None or self.standing(0.0) is not Standing.MEMBER:
             return False
-        return self._cluster.leads(chore, record.incarnation)
+        return self.cluster.leads(chore, record.incarnation)
 
     # ---- what all share -------------------------------------------------------------------------------
 
     async def register(self, entry: NamespaceEntry) -> NamespaceEntry:
         key = (entry.tenant, entry.digest)
         known = self.view.namespaces.get(key)
-        if known is None or not self._cluster.out_of_reach(self.node):
+        if known is None or not self.cluster.out_of_reach(self.node):
             self._reach()
-            known = await self._cluster.change(key, self._registered(entry))
-            self._see(self._cluster.view)
+            known = await self.cluster.change(key, self._registered(entry))
+            self._see(self.cluster.view)
         check_parts(known, entry)
         return known
 
@@ -366,7 +363,7 @@ class StaticMembership:
         self, entry: NamespaceEntry
     ) -> Callable[[NamespaceEntry | None], NamespaceEntry]:
         def change(old: NamespaceEntry | None) -> NamespaceEntry:
-            view = self._cluster.view
+            view = self.cluster.view
             if old is not None:
                 return noted(old, view.clock) if stale(old, view.clock) else old
             return noted(begun(entry, view.clock), view.clock)
@@ -375,19 +372,19 @@ class StaticMembership:
 
     async def use(self, tenant: str, digest: str) -> NamespaceEntry:
         return await self._change(
-            tenant, digest, lambda entry: noted(entry, self._cluster.view.clock)
+            tenant, digest, lambda entry: noted(entry, self.cluster.view.clock)
         )
 
     async def delete_unused(self, tenant: str, digest: str, used: int) -> bool:
         self._reach()
-        deleted = await self._cluster.delete((tenant, digest), used)
-        self._see(self._cluster.view)
+        deleted = await self.cluster.delete((tenant, digest), used)
+        self._see(self.cluster.view)
         return deleted
 
     async def count_hour(self, hours: int) -> None:
         self._reach()
-        await self._cluster.count_hour(hours)
-        self._see(self._cluster.view)
+        await self.cluster.count_hour(hours)
+        self._see(self.cluster.view)
 
     async def bump_epoch(
         self, tenant: str, digest: str, expected: int, *, fence: bool
@@ -411,18 +408,18 @@ class StaticMembership:
             return change(entry)
 
         self._reach()
-        entry = await self._cluster.change((tenant, digest), change_known)
-        self._see(self._cluster.view)
+        entry = await self.cluster.change((tenant, digest), change_known)
+        self._see(self.cluster.view)
         return entry
 
     async def set_drain(self, node: str, wanted: bool) -> None:
         self._reach()
-        self._cluster.drain(node, wanted=wanted)
-        self._see(self._cluster.view)
+        self.cluster.drain(node, wanted=wanted)
+        self._see(self.cluster.view)
 
     async def close(self) -> None:
         await self.leave()
-        self._cluster.dismiss(self)
+        self.cluster.dismiss(self)
 
 
 # ---- the file -----------------------------------------------------------------------------------------
