@@ -18,12 +18,10 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication, block_bytes
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.fetch.ports import LivingNode
 from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import Unavailable
 from kvpool.placement.records import NodeState
-from kvpool.placement.replica_targets import choose_targets
 from kvpool.telemetry.cluster_stats import DrainProgress
 
 log = logging.getLogger("kvpool.daemon")
@@ -162,7 +160,8 @@ class Drainer:
             left = group
             offered += len(group)
             size = block_bytes(namespace, mask)
-            for target in self._targets(len(group) * size):
+            others = len(self.cluster.living)
+            for target in self.replication.targets({self.cluster.own}, others, len(group) * size):
                 accepted = await self.replication.offer(
                     target, namespace, left, mask, reason="drain"
                 )
@@ -202,18 +201,6 @@ class Drainer:
                 if not any(entry.incarnation in stays for entry in entries)
             ]
         return keys
-
-    def _targets(self, nbytes: int) -> list[LivingNode]:
-        living = self.cluster.living
-        chosen = choose_targets(
-            [other.record for other in living.values()],
-            self.cluster.record(),
-            {self.cluster.own},
-            len(living),
-            nbytes,
-            self.cluster.rng,
-        )
-        return [living[record.incarnation_bytes] for record in chosen]
 
     async def _progress(self, progress: DrainProgress, *, force: bool = False) -> None:
         self.cluster.progress = progress

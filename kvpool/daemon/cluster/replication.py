@@ -22,7 +22,7 @@ from itertools import groupby
 
 from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.repair_walk import RepairWalk
-from kvpool.daemon.core.blocks import Block, NamespaceState, Origin, PartTable, Tenant
+from kvpool.daemon.core.blocks import Block, NamespaceState, Origin, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
 from kvpool.daemon.fetch.fetcher import BlockFetcher
@@ -235,7 +235,16 @@ class Replication:
         await self.fetcher.take(
             namespace, tables, keys, source.record.incarnation_bytes, origin, left
         )
-        return self._taken(namespace, tables, keys)
+        self.node.settle()
+        have = []
+        for key in keys:
+            found = [block for table in tables if (block := table.blocks.get(key)) is not None]
+            whole = len(found) == len(tables) and not namespace.retired
+            have.append(whole)
+            if whole:  # the offering node relies on them, so they become primary
+                self.node.candidates.promote(found)
+        self._stats.taken_blocks += sum(have)
+        return frame.Bytes(bytes(have))
 
     def _wants(self, tenant: Tenant, offer: peer_wire.Offer, nbytes: int) -> bool:
         if offer.reason != "forward":
@@ -251,21 +260,6 @@ class Replication:
             offer.hops,
             HOPS_MAX,
         )
-
-    def _taken(
-        self, namespace: NamespaceState, tables: Sequence[PartTable], keys: Sequence[bytes]
-    ) -> frame.Bytes:
-        """The keys that are completely here. The offering node relies on them, so they become primary."""
-        self.node.settle()
-        have = []
-        for key in keys:
-            found = [block for table in tables if (block := table.blocks.get(key)) is not None]
-            whole = len(found) == len(tables) and not namespace.retired
-            have.append(whole)
-            if whole:
-                self.node.candidates.promote(found)
-        self._stats.taken_blocks += sum(have)
-        return frame.Bytes(bytes(have))
 
     # ---- replication ---------------------------------------------------------------------------------
 
@@ -301,18 +295,15 @@ class Replication:
             if now >= self._repair_due:
                 self._repair_due = now + REPAIR_EVERY_S
                 self.repair()
-            while self._may_walk():
+            while (
+                self._walk.position is not None
+                and self.clock() >= self._walk_at
+                and len(self._wanted) < WANTED_MAX // 2
+            ):
                 await self._repair_some()
             failed = False
             while self._wanted and not failed:
                 failed = not await self._copy_some()
-
-    def _may_walk(self) -> bool:
-        return (
-            self._walk.position is not None
-            and self.clock() >= self._walk_at
-            and len(self._wanted) < WANTED_MAX // 2
-        )
 
     async def _repair_some(self) -> None:
         """Examine some of this node's blocks; those that lack replicas, and are this node's to repair, are
@@ -408,16 +399,21 @@ class Replication:
         self, namespace: NamespaceState, mask: int, keys: list[bytes], replicas: int
     ) -> list[bytes]:
         """Offer these blocks to as many nodes as needed; returns the ones that still need replicas."""
-        holders = await self._holders(namespace, mask, keys)
+        try:
+            located = await self.fetcher.locator.replicas(namespace, keys)
+        except Unavailable:
+            located = [[] for _ in keys]
+        holders: dict[bytes, set[bytes]] = {}
         lacking: dict[int, list[bytes]] = {}
-        for key in keys:
+        for key, entries in zip(keys, located, strict=True):
+            holders[key] = _who_holds(entries, mask) | {self.cluster.own}
             lacking.setdefault(replicas - len(holders[key]), []).append(key)
         short = []
         for missing, group in lacking.items():
             if missing <= 0:
                 continue
             everybody = set().union(*(holders[key] for key in group))
-            targets = self._targets(everybody, missing, len(group) * block_bytes(namespace, mask))
+            targets = self.targets(everybody, missing, len(group) * block_bytes(namespace, mask))
             answers = await asyncio.gather(
                 *(
                     self.offer(target, namespace, group, mask, reason="copy", replicas=replicas)
@@ -433,23 +429,10 @@ class Replication:
             short += [key for key, n in made.items() if n < min(missing, len(targets))]
         return short
 
-    async def _holders(
-        self, namespace: NamespaceState, mask: int, keys: Sequence[bytes]
-    ) -> dict[bytes, set[bytes]]:
-        """The nodes known to hold these parts of each of these blocks, including this one."""
-        own = self.cluster.own
-        try:
-            located = await self.fetcher.locator.replicas(namespace, keys)
-        except Unavailable:
-            located = [[] for _ in keys]
-        return {
-            key: _who_holds(entries, mask) | {own}
-            for key, entries in zip(keys, located, strict=True)
-        }
-
-    def _targets(
+    def targets(
         self, holders: set[bytes], n: int, nbytes: int, but: Collection[bytes] = ()
     ) -> list[LivingNode]:
+        """Up to `n` nodes with room for so much that are not among `holders`, nor among `but`."""
         living = self.cluster.living
         records = [node.record for incarnation, node in living.items() if incarnation not in but]
         chosen = choose_targets(
@@ -518,7 +501,7 @@ class Replication:
             if until > now and name == tenant
         }
         nbytes = len(keys) * block_bytes(namespace, mask)
-        targets = self._targets({self.cluster.own}, 1, nbytes, but=refused)
+        targets = self.targets({self.cluster.own}, 1, nbytes, but=refused)
         if not targets:
             return 0
         accepted = await self.offer(
