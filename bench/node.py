@@ -53,7 +53,7 @@ def local(
     ):
         found = node_local.measure(bench)
     shown = {"block_bytes": nbytes, "cut": bench.cut, "measured": node_local.plain(found)}
-    at.show(shown, node_local.show, found, nbytes, cut=bench.cut)
+    at.show(shown, node_local.view(found, nbytes, cut=bench.cut))
 
 
 @asks(app, "transfer")
@@ -90,7 +90,7 @@ def transfer(
         found = node_transfer.measure(
             client, node, wanted, size_of(size), seed=seed or secrets.randbits(63)
         )
-    at.show(found, node_report.show, found)
+    at.show(found, node_report.view(found))
     if why := node_report.trouble(found):
         base.complain(why)
         raise typer.Exit(EXIT_ERROR)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from rich.progress import BarColumn, TextColumn
+from rich.text import Text
 
 from kvpool.cli.render.bars import make_bar
-from kvpool.cli.render.text import make_console, make_table, size_text
+from kvpool.cli.render.text import Parts, make_table, size_text
 from kvpool.client import Client
 from kvpool.errors import InvalidRequest
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord
@@ -187,22 +188,19 @@ def plain(found: list[Measured]) -> list[dict[str, Any]]:
     ]
 
 
-def show(
-    found: list[Measured], block_bytes: int, console: Console | None = None, *, cut: bool = False
-) -> None:
-    """Print what was measured, a line each. cut: of less than was asked for."""
-    console = console or make_console()
+def view(found: list[Measured], block_bytes: int, *, cut: bool = False) -> Parts:
+    """What was measured, a line each. cut: of less than was asked for."""
     if cut:
-        console.print(
+        yield Text(
             f"measured with {size_text(found[0].blocks * block_bytes)}, less than --size: a quarter of the tenant's "
             f"memory, and {KEYS_MAX:,} blocks, at most",
             style="yellow",
         )
-    console.print(f"{found[0].blocks:,} blocks of {size_text(block_bytes)}, the best of {ROUNDS}")
-    console.print()
+    yield Text(f"{found[0].blocks:,} blocks of {size_text(block_bytes)}, the best of {ROUNDS}")
+    yield Text()
     table = make_table("", "what", ">GB/s", ">blocks/s", ">a call")
     for each in found:
         rate = f"{each.nbytes / each.seconds / 1e9:.2f}" if each.nbytes else ""
         call = f"{each.seconds / each.calls * 1e3:.3f} ms"
         table.add_row(each.what, rate, f"{each.blocks / each.seconds:,.0f}", call)
-    console.print(table)
+    yield table

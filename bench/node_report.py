@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.cli.render.text import count, make_console, make_table, size_text
+from kvpool.cli.render.text import Parts, count, make_table, size_text
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.cluster_stats import PathsStats, PeerWays, WayStats
 from kvpool.telemetry.node_stats import NodeStats
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 BLOCK_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 BLOCK_BYTES_MAX = 64 << 20
@@ -313,39 +310,36 @@ def trouble(report: Report) -> str:
 # ---- how it is printed -------------------------------------------------------------------------------
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    """Print it, within 80 columns."""
-    console = console or make_console()
-    console.print(
-        Text.assemble(
-            "pulled from ",
-            (report.from_node, "bold"),
-            " into ",
-            (report.to_node, "bold"),
-            f": all blocks at once, the best of {ROUNDS}; then one by one",
-        )
+def view(report: Report) -> Parts:
+    """The report, within 80 columns."""
+    yield Text.assemble(
+        "pulled from ",
+        (report.from_node, "bold"),
+        " into ",
+        (report.to_node, "bold"),
+        f": all blocks at once, the best of {ROUNDS}; then one by one",
     )
     for note in report.notes:
-        console.print(Text(note, style="yellow"))
-    console.print()
-    console.print(_sizes(report.sizes))
-    console.print("CPU: seconds for a GB, of all processes of the daemon", style="dim")
-    console.print()
+        yield Text(note, style="yellow")
+    yield Text()
+    yield _sizes(report.sizes)
+    yield Text("CPU: seconds for a GB, of all processes of the daemon", style="dim")
+    yield Text()
     machine = report.machine
-    console.print(
+    yield Text(
         f"one core here: memcpy {_gb_s(machine.memcpy_bytes_s)} GB/s, xxh3 of blocks of 1 MiB "
         f"{_gb_s(machine.xxh3_bytes_s)} GB/s"
     )
     mismatches = sum(one.mismatches for one in report.sizes)
-    console.print(Text(f"checksum failures: {mismatches}", style="bold red" if mismatches else ""))
+    yield Text(f"checksum failures: {mismatches}", style="bold red" if mismatches else "")
     if report.ways.ways:
-        console.print()
-        console.print(_ways(report.from_node, report.ways.ways))
-    console.print()
+        yield Text()
+        yield _ways(report.from_node, report.ways.ways)
+    yield Text()
     said = Table.grid(padding=(0, 1))
     for remark in report.remarks:
         said.add_row("-", Text(remark))
-    console.print(said)
+    yield said
 
 
 def _sizes(sizes: Sequence[Measured]) -> Table:

@@ -25,6 +25,8 @@ from kvpool.errors import (
 from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from kvpool.client import OperatorClient
     from kvpool.client.gateway import Operator
 
@@ -44,6 +46,10 @@ EXIT_STATUSES = {
     EXIT_INTERRUPTED: "interrupted with Ctrl-C",
     143: "ended by SIGTERM",
 }
+
+
+class Failed(KvpoolError):
+    """The command did not do all that it was asked for, or found a problem. The exit status is 1."""
 
 
 def panels(params: Iterable[Any], ctx: Any, usual: str) -> dict[str, list[tuple[str, str]]]:
@@ -273,12 +279,9 @@ class Session:
         client = self.client
         return full_digest(text, known_digests(client.cluster(), client.stats(), self.tenant))
 
-    def show(self, value: Any, show: Callable[..., object], *args: Any, **named: Any) -> None:
-        """Print a value as JSON where that is asked for, and otherwise by `show` of these arguments."""
-        if self.as_json:
-            print_json(value)
-        else:
-            show(*args, **named)
+    def show(self, value: Any, shown: str | Iterable[RenderableType]) -> None:
+        """Print a value as JSON where that is asked for, and otherwise as it is shown to people."""
+        show(value, shown, as_json=self.as_json)
 
 
 def set_parameters(function: Callable[..., Any], parameters: Mapping[str, tuple[Any, Any]]) -> None:
@@ -330,6 +333,18 @@ def in_doubt(command: str) -> Iterator[None]:
         ) from None
 
 
+def show(value: Any, shown: str | Iterable[RenderableType], *, as_json: bool) -> None:
+    """Print a value as JSON, or what is shown of it to people: a line, or tables and texts."""
+    if as_json:
+        print_json(value)
+    elif isinstance(shown, str):
+        print(shown)
+    else:
+        from kvpool.cli.render.text import print_parts
+
+        print_parts(shown)
+
+
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     import json
@@ -356,14 +371,13 @@ def in_foreground() -> Iterator[None]:
     try:
         yield
     except KvpoolError as error:
-        complain(str(error))
-        raise typer.Exit(EXIT_ERROR) from None
+        raise Failed(str(error)) from None
 
 
 def confirm(question: str, socket: str | None, *, yes: bool) -> None:
     """Ask before blocks go that nobody has named one by one. Without a terminal only `yes` is one.
 
-    The question names the gateway, if there is one. Raises `typer.Exit`: nothing was changed.
+    The question names the gateway, if there is one. Raises `typer.Exit` or `Failed`: nothing was changed.
     """
     if yes:
         return
@@ -375,15 +389,14 @@ def confirm(question: str, socket: str | None, *, yes: bool) -> None:
         )
         raise typer.Exit(EXIT_USAGE)
     if not typer.confirm(question, err=True):
-        complain("nothing was changed")
-        raise typer.Exit(EXIT_ERROR)
+        raise Failed("nothing was changed")
 
 
-def complain_of(lines: list[str]) -> None:
-    """Print lines for the user on stderr, and end the command if there are any."""
-    for line in lines:
-        complain(line)
-    if lines:
+def complain_of(reasons: Mapping[str, str], *, fatal: bool = True) -> None:
+    """Print a line on stderr for each node or name, with its reason. If there are any, `fatal` ends the command."""
+    for name, reason in reasons.items():
+        complain(f"{name}: {reason}")
+    if reasons and fatal:
         raise typer.Exit(EXIT_ERROR)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -52,13 +53,13 @@ def blocks_list(
 
     Example: kvpool blocks list 3fa9 --node host-7 --tier ssd --limit 20
     """
-    from kvpool.cli.render.blocks import check_open, list_some, show_blocks
+    from kvpool.cli.render.blocks import blocks_view, check_open, list_some
 
     chosen = at.resolve(digest) if digest else b""
     if chosen:
         check_open(at.client, node, at.tenant, chosen.hex())
     found, after = list_some(at.client, node, tier, chosen, cursor, limit)
-    at.show({"items": found, "next": after}, show_blocks, found, after, of_one=bool(chosen))
+    at.show({"items": found, "next": after}, blocks_view(found, after, of_one=bool(chosen)))
 
 
 @asks(blocks, "locate")
@@ -74,20 +75,17 @@ def blocks_locate(
     Example: kvpool blocks locate 00112233445566778899aabbccddeeff --namespace 3fa9
     """
     from kvpool.cli.render.asking import nodes_of
-    from kvpool.cli.render.cluster import not_found, replicas, show_replicas
+    from kvpool.cli.render.cluster import not_found, replicas, replicas_view
     from kvpool.cli.render.naming import block_key
 
     wanted = list(dict.fromkeys(map(block_key, keys)))
     digest = at.resolve(namespace) if namespace else b""
     cluster = at.client.cluster()
     found, silent = replicas(at.client, wanted, digest, nodes_of(cluster))
-    at.show(found, show_replicas, found)
-    missing = not_found(wanted, found, cluster["directory"])
-    for line in (*(f"{name}: {why}" for name, why in silent.items()), missing):
-        if line:
-            base.complain(line)
-    if missing:
-        raise typer.Exit(EXIT_ERROR)
+    at.show(found, replicas_view(found))
+    base.complain_of(silent, fatal=False)
+    if missing := not_found(wanted, found, cluster["directory"]):
+        raise base.Failed(missing)
 
 
 @asks(blocks, "lookup")
@@ -107,8 +105,8 @@ def blocks_lookup(
 
     Example: kvpool blocks lookup 3fa9 --keys-file prompt.keys --why
     """
-    from kvpool.cli.render.blocks import show_prefixes
-    from kvpool.cli.render.misses import ask_why, show_why
+    from kvpool.cli.render.blocks import prefixes_view
+    from kvpool.cli.render.misses import ask_why, why_view
     from kvpool.cli.render.naming import block_keys
 
     wanted = block_keys(keys or [], keys_file)
@@ -117,17 +115,16 @@ def blocks_lookup(
     chosen = at.resolve(digest)
     found = at.client.prefixes(chosen, wanted, wait_s=LOOKUP_S)
     told, silent = ask_why(at.client, at.tenant, chosen, wanted) if why else ({}, {})
-    if at.as_json:
-        rows = [
-            {"node": name, "memory_blocks": memory, "blocks": both}
-            for name, (memory, both) in found.items()
-        ]
-        reasons = {"why": told, "silent": silent} if why else {}
-        base.print_json({"keys": len(wanted), "items": rows, **reasons})
-    else:
-        show_prefixes(found, len(wanted))
-        show_why(told)
-        for name, reason in silent.items():
-            base.complain(f"{name}: {reason}")
+    rows = [
+        {"node": name, "memory_blocks": memory, "blocks": both}
+        for name, (memory, both) in found.items()
+    ]
+    reasons = {"why": told, "silent": silent} if why else {}
+    at.show(
+        {"keys": len(wanted), "items": rows, **reasons},
+        chain(prefixes_view(found, len(wanted)), why_view(told)),
+    )
+    if not at.as_json:
+        base.complain_of(silent, fatal=False)
     if not found:
         raise typer.Exit(EXIT_ERROR)

@@ -105,13 +105,10 @@ def certs_show(
     Example: kvpool certs show ./certs/node-host-7.pem
     """
     with _certs_extra():
-        from kvpool.cli.render.certs import show
+        from kvpool.cli.render.certs import certificate_view
         from kvpool.security.certs import look_at
     shown = look_at(file)
-    if as_json:
-        base.print_json(shown)
-    else:
-        show(shown, _now())
+    base.show(shown, certificate_view(shown, _now()), as_json=as_json)
 
 
 def _issue(folder: Path, role: str, name: str, hosts: list[str] | None, days: int) -> None:

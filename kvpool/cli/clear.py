@@ -26,18 +26,16 @@ def clear(
 
     Example: kvpool clear 3fa9 --fence --yes
     """
-    from kvpool.cli.render.cluster import holdings, show_holdings
+    from kvpool.cli.render.cluster import holdings, holdings_view
 
     chosen = at.resolve(digest)
     if dry_run:
         rows, silent = holdings(at.client, named_nodes(at.client, None), at.tenant, chosen.hex())
         at.show(
             {"namespace": chosen.hex(), "nodes": rows, "failures": silent},
-            show_holdings,
-            rows,
-            f"would become misses: namespace {chosen.hex()}",
+            holdings_view(rows, f"would become misses: namespace {chosen.hex()}"),
         )
-        complain_of([f"{name}: {why}" for name, why in silent.items()])
+        complain_of(silent)
         return
     base.confirm(
         f"Make all blocks of namespace {chosen.hex()} of tenant {at.tenant} misses, on all nodes?",
@@ -46,16 +44,10 @@ def clear(
     )
     with base.in_doubt("namespaces"):
         epoch = at.client.clear(chosen, fence=fence)
-    if at.as_json:
-        base.print_json({"namespace": chosen.hex(), "epoch": epoch, "fence": fence})
-        return
-    print(
+    after = "can neither read nor store blocks until they open it again"
+    at.show(
+        {"namespace": chosen.hex(), "epoch": epoch, "fence": fence},
         f"namespace {chosen.hex()} of tenant {at.tenant} is in epoch {epoch}: older blocks are misses on all nodes; "
-        "their memory is freed in the background"
+        "their memory is freed in the background\n"
+        f"engines that have it open {after if fence else 'continue in the new epoch'}",
     )
-    if fence:
-        print(
-            "engines that have it open can neither read nor store blocks until they open it again"
-        )
-    else:
-        print("engines that have it open continue in the new epoch")

@@ -10,7 +10,6 @@ import typer
 
 from kvpool.cli import base
 from kvpool.cli.base import (
-    EXIT_ERROR,
     OPERATORS,
     AnyNode,
     AsJson,
@@ -63,11 +62,11 @@ def config_show(
 
     Example: kvpool config show --node host-7
     """
-    from kvpool.cli.render.settings import show_running
+    from kvpool.cli.render.settings import running_view
     from kvpool.wire import operator as operator_wire
 
     found = at.client.ask_node(operator_wire.Settings(), node=node)
-    at.show({"items": found}, show_running, found)
+    at.show({"items": found}, running_view(found))
 
 
 @asks(config, "set")
@@ -95,10 +94,6 @@ def config_set(
         done, failed = change(at.client, named_nodes(at.client, node), changes)
     at.show(
         {"nodes": done, "failed": failed},
-        print,
         f"changed {', '.join(changes)} on {', '.join(done)}, until they end",
     )
-    for name, reason in failed.items():
-        base.complain(f"{name}: {reason}")
-    if failed:
-        raise typer.Exit(EXIT_ERROR)
+    base.complain_of(failed)

@@ -25,7 +25,7 @@ def doctor(
 
     Example: kvpool doctor --path /mnt/nvme0/kvpool
     """
-    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, servers, show, starting
+    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, findings_view, servers, starting
     from kvpool.config import default_socket_path
 
     findings, links = examine(path or ()), []
@@ -38,6 +38,6 @@ def doctor(
         if isinstance(error, Unavailable):
             findings += starting(at.socket or default_socket_path())
         findings.append(Finding("other nodes", OK, f"not known: {error}"))
-    at.show({"findings": findings, "peers": links}, show, findings, links)
+    at.show({"findings": findings, "peers": links}, findings_view(findings, links))
     if any(finding.state == BAD for finding in findings):
         raise typer.Exit(EXIT_ERROR)

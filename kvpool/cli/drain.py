@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, Session, asks
+from kvpool.cli.base import EXIT_INTERRUPTED, OPERATORS, Session, asks
 
 DRAIN_S = 3600.0
 
@@ -79,9 +79,8 @@ def drain(
         good = good and done
     whole = "; ".join(said)
     if not good:
-        base.complain(whole)
-        raise typer.Exit(EXIT_ERROR)
-    at.show({"node": node, "text": whole}, print, whole)
+        raise base.Failed(whole)
+    at.show({"node": node, "text": whole}, whole)
 
 
 def _drain_node(at: Session, node: str, *, cancel: bool, wait_s: float | None) -> tuple[str, bool]:

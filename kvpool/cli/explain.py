@@ -39,7 +39,7 @@ def explain(
     import json
     from urllib.parse import quote
 
-    from kvpool.cli.render.explain import show_past, show_possible, the_model
+    from kvpool.cli.render.explain import past_view, possible_view, the_model
     from kvpool.router.client import RouterHttp
 
     if (request is None) == (prompt is None):
@@ -51,9 +51,5 @@ def explain(
     else:
         body = {"model": model or the_model(asked), "prompt": prompt}
         told = asked.ask("/explain", json.dumps(body).encode())
-    if as_json:
-        base.print_json(told)
-    elif request is not None:
-        show_past(told)
-    else:
-        show_possible(told)
+    view = possible_view if request is None else past_view
+    base.show(told, view(told), as_json=as_json)

@@ -81,7 +81,7 @@ def intend(
     Example: kvpool intend keep --request-file chat.json --for 15m --router http://10.0.0.2:8080
     """
     from kvpool.cli.render.naming import block_keys, period
-    from kvpool.cli.render.sessions import show_answers
+    from kvpool.cli.render.sessions import answers_view
     from kvpool.wire import operator as operator_wire
 
     wanted = block_keys(keys or [], keys_file)
@@ -120,9 +120,8 @@ def intend(
             {"node": name, **asdict(at.client.ask_node(message, node=name, wait_s=INTENT_S))}
             for name in dict.fromkeys(node or [at.client.cluster()["node"]])
         ]
-    at.show({"items": rows} if request_file is None else told, show_answers, rows)
-    for name, why in sorted(unreachable.items()):
-        base.complain(f"{name}: {why}")
+    at.show({"items": rows} if request_file is None else told, answers_view(rows))
+    base.complain_of(dict(sorted(unreachable.items())), fatal=False)
     if all(row["outcome"] in {Outcome.REFUSED, Outcome.MISSING} for row in rows):
         raise typer.Exit(EXIT_ERROR)
 

@@ -116,23 +116,20 @@ def job_stop(
     if not found.views:
         raise InvalidRequest(_unknown(job, found.failures))
     told = found.stop()
-    if at.as_json:
-        base.print_json({"job": job, "stopped": told, "failures": found.failures})
-    elif told:
-        print(f"job {job} is stopped on {', '.join(told)}")
-    else:
-        print(f"job {job} is not running: it has ended")
-    complain_of(complaints(found) if found.failures else [])
+    text = f"stopped on {', '.join(told)}" if told else "not running: it has ended"
+    at.show({"job": job, "stopped": told, "failures": found.failures}, f"job {job} is {text}")
+    if found.failures:
+        complain_of(complaints(found))
 
 
 def _print_jobs(at: Session, names: list[str], node: list[str] | None) -> None:
-    from kvpool.cli.render.jobs import jobs_on, show_jobs
+    from kvpool.cli.render.jobs import jobs_on, jobs_view
 
     views, silent = jobs_on(at.client, named_nodes(at.client, node), names)
     if names and not views:
         raise InvalidRequest(_unknown(names[0], silent))
-    at.show({"jobs": views, "failures": silent}, show_jobs, views)
-    complain_of([f"{name}: {why}" for name, why in silent.items()])
+    at.show({"jobs": views, "failures": silent}, jobs_view(views))
+    complain_of(silent)
 
 
 def _unknown(job: str, silent: dict[str, str]) -> str:
@@ -250,7 +247,7 @@ def _run(
     """silent: selected nodes that do not answer; they make the exit status 1."""
     import secrets
 
-    from kvpool.cli.render.jobs import Job, carry_out, complaints, show_job
+    from kvpool.cli.render.jobs import Job, carry_out, complaints, job_view
     from kvpool.wire.jobs import job_name, verb_of
 
     job = Job(at.client, job_name(verb_of(parsed), secrets.randbits(32)))
@@ -261,12 +258,7 @@ def _run(
             carry_out(job, quiet=at.as_json)
         except KeyboardInterrupt:
             _interrupted(job)
-    if at.as_json:
-        base.print_json(job.plain())
-    elif wait:
-        show_job(job)
-    else:
-        print(job.name)
+    at.show(job.plain(), job_view(job) if wait else job.name)
     complain_of(complaints(job))
     damaged = spec["kind"] == "scrub" and job.sum("blocks")
     if wait and (damaged or not job.good):

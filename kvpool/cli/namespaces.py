@@ -11,7 +11,7 @@ def namespaces(at: Session) -> None:
 
     Example: kvpool namespaces
     """
-    from kvpool.cli.render.cluster import namespace_rows, show_namespaces
+    from kvpool.cli.render.cluster import namespace_rows, namespaces_view
 
     rows = namespace_rows(at.client.cluster(), at.client.stats(), at.tenant)
-    at.show(rows, show_namespaces, rows)
+    at.show(rows, namespaces_view(rows))

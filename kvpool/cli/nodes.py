@@ -11,7 +11,7 @@ def nodes(at: Session) -> None:
 
     Example: kvpool nodes
     """
-    from kvpool.cli.render.cluster import show_nodes
+    from kvpool.cli.render.cluster import nodes_view
 
     cluster = at.client.cluster()
-    at.show(cluster, show_nodes, cluster)
+    at.show(cluster, nodes_view(cluster))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, Session, asks
+from kvpool.cli.base import Session, asks
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def put(
     with _objects(at, "put", tenant_id) as (_, objects):
         check_stored(objects, key, data)
     told = {"name": name, "bytes": len(data)}
-    at.show(told, print, f"stored {name}, {size_text(len(data))}")
+    at.show(told, f"stored {name}, {size_text(len(data))}")
 
 
 @asks(panel=OBJECTS)
@@ -94,12 +94,10 @@ def get(
         return
     if data is not None and file is not None:
         write_whole(Path(file), data)
-    if at.as_json:
-        base.print_json({"name": name, "bytes": nbytes, "file": file})
-    elif data is None:
-        print(f"{name} has {size_text(nbytes)}; `kvpool get NAME -` prints them")
-    else:
-        print(f"wrote {size_text(nbytes)} to {file}")
+    text = f"wrote {size_text(nbytes)} to {file}"
+    if data is None:
+        text = f"{name} has {size_text(nbytes)}; `kvpool get NAME -` prints them"
+    at.show({"name": name, "bytes": nbytes, "file": file}, text)
 
 
 @asks(panel=OBJECTS)
@@ -118,14 +116,14 @@ def ls(
 
     Example: kvpool ls --limit 20
     """
-    from kvpool.cli.render.objects import list_objects, show_objects
+    from kvpool.cli.render.objects import list_objects, objects_view
 
     if tier not in ("dram", "ssd"):
         raise InvalidRequest(f"--tier {tier!r:.40}: must be dram or ssd")
     with _objects(at, "ls", tenant_id, verify=False) as (client, objects):
         found, more = list_objects(client, objects, tier, prefix, limit)
-    told = {"items": found, "more": more}
-    at.show(told, show_objects, found, prefix=prefix, tier=tier, more=more)
+    shown = objects_view(found, prefix=prefix, tier=tier, more=more)
+    at.show({"items": found, "more": more}, shown)
 
 
 @asks(panel=OBJECTS)
@@ -144,17 +142,11 @@ def rm(
     with _objects(at, "rm", tenant_id) as (_, objects):
         refused = remove(objects, keys)
     failures = {names[at]: reason for at, reason in refused.items()}
-    if at.as_json:
-        gone = [name for name in names if name not in failures]
-        base.print_json({"removed": gone, "failed": failures})
-    else:
-        for name in names:
-            if name not in failures:
-                print(f"removed {name}")
-    for name, reason in failures.items():
-        base.complain(f"{name}: {reason}")
-    if failures:
-        raise typer.Exit(EXIT_ERROR)
+    gone = [name for name in names if name not in failures]
+    if at.as_json or gone:
+        removed = "\n".join(f"removed {name}" for name in gone)
+        at.show({"removed": gone, "failed": failures}, removed)
+    base.complain_of(failures)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, OfNamespace, OnSomeNodes, Session, asks
+from kvpool.cli.base import OPERATORS, OfNamespace, OnSomeNodes, Session, asks
 
 PinKeys = Annotated[
     list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
@@ -55,16 +55,11 @@ def _pin(
     digest = at.resolve(namespace) if namespace else b""
     message = operator_wire.PinBlocks(b"".join(wanted), kind, digest)
     found = {name: at.client.ask_node(message, node=name) for name in dict.fromkeys(node or [""])}
-    if at.as_json:
-        base.print_json({"kind": kind, "keys": len(wanted), "found": found})
-    else:
-        what = "unpinned" if kind == "none" else f"pinned {kind}"
-        for name, count in found.items():
-            where = f" on {name}" if name else ""
-            noun = "block" if len(wanted) == 1 else "blocks"
-            print(f"{count} of {len(wanted)} {noun} {what}{where}")
+    noun = "block" if len(wanted) == 1 else "blocks"
+    what = f"{len(wanted)} {noun} {'unpinned' if kind == 'none' else f'pinned {kind}'}"
+    lines = [f"{count} of {what}{f' on {name}' if name else ''}" for name, count in found.items()]
+    at.show({"kind": kind, "keys": len(wanted), "found": found}, "\n".join(lines))
     if any(count < len(wanted) for count in found.values()):
-        base.complain(
+        raise base.Failed(
             "not all of them are there: `kvpool blocks locate KEY` shows which nodes have a block (--node NAME)"
         )
-        raise typer.Exit(EXIT_ERROR)

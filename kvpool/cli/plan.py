@@ -36,12 +36,11 @@ def memory(at: Session) -> None:
 
     Example: kvpool plan memory
     """
-    from kvpool.cli.render.memory import gather, show_memory
+    from kvpool.cli.render.memory import gather, memory_view
 
     found = gather(at.client, at.tenant)
-    at.show(found, show_memory, found)
-    for node, why in found.unreachable.items():
-        base.complain(f"{node}: {why}")
+    at.show(found, memory_view(found))
+    base.complain_of(found.unreachable, fatal=False)
 
 
 @plan_app.command(WORKLOAD)

@@ -63,7 +63,7 @@ def receipts(
     """
     import msgspec
 
-    from kvpool.cli.render.receipts import show_accounts, show_receipts
+    from kvpool.cli.render.receipts import accounts_view, receipts_view
     from kvpool.config import secret_of
     from kvpool.telemetry.receipts_export import to_csv, to_lines
     from kvpool.wire import operator as operator_wire
@@ -76,7 +76,7 @@ def receipts(
     except ValueError:
         raise InvalidRequest("--namespace: give all 32 hex digits of its digest") from None
     silent: dict[str, str] = {}
-    lacking: list[str] = []  # what is said of answers that are not whole
+    lacking: dict[str, str] = {}  # what is said of answers that are not whole
     items: list[Any] = []
     tenants = [tenant] if tenant else []
     # Whoever has a tenant's token may have no other; operators need none.
@@ -98,26 +98,21 @@ def receipts(
                         ),
                     )
                 items += some
-                lacking += [f"{name}: {lack}"] if lack else []
+                if lack:
+                    lacking[name] = lack
             except KvpoolError as error:
                 silent[name] = str(error)
     items.sort(key=lambda item: (item.begun_s if request else item.begin_s, item.node))
     plain = msgspec.to_builtins(items)
-    match as_:
-        case "json":
-            base.print_json({"items": plain, "unreachable": silent})
-        case "jsonl":
-            print(to_lines(plain), end="")
-        case "csv":
-            print(to_csv(plain, requests=bool(request)), end="")
-        case _ if request:
-            show_receipts(items)
-        case _:
-            show_accounts(items, periods=periods)
-    for name, why in silent.items():
-        base.complain(f"{name}: {why}")
-    for text in lacking:
-        base.complain(text)
+    if as_ == "jsonl":
+        print(to_lines(plain), end="")
+    elif as_ == "csv":
+        print(to_csv(plain, requests=bool(request)), end="")
+    else:
+        view = receipts_view(items) if request else accounts_view(items, periods=periods)
+        base.show({"items": plain, "unreachable": silent}, view, as_json=as_ == "json")
+    base.complain_of(silent, fatal=False)
+    base.complain_of(lacking, fatal=False)
     if silent or (lacking and not request):
         raise typer.Exit(EXIT_ERROR)
 

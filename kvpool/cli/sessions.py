@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Session, app, asks
+from kvpool.cli.base import OPERATORS, AnyNode, Session, app, asks
+from kvpool.errors import InvalidRequest
 
 sessions = typer.Typer(
     cls=base.Commands,
@@ -34,11 +35,11 @@ def sessions_list(
 
     Example: kvpool sessions list --node host-7
     """
-    from kvpool.cli.render.sessions import show_sessions
+    from kvpool.cli.render.sessions import sessions_view
     from kvpool.wire import operator as operator_wire
 
     found = at.client.ask_node(operator_wire.ListSessions(after, limit), node=node)
-    at.show(found, show_sessions, found)
+    at.show(found, sessions_view(found))
 
 
 @asks(sessions, "show")
@@ -51,13 +52,13 @@ def sessions_show(
 
     Example: kvpool sessions show conversation-17
     """
-    from kvpool.cli.render.sessions import show_session
+    from kvpool.cli.render.sessions import session_view
     from kvpool.wire import operator as operator_wire
 
     found = at.client.ask_node(operator_wire.ShowSession(session), node=node)
     if found is None:
         raise _unknown(session)
-    at.show(found, show_session, found)
+    at.show(found, session_view(found))
 
 
 @asks(sessions, "end")
@@ -74,14 +75,13 @@ def sessions_end(
 
     with base.in_doubt("sessions show"):
         known = bool(at.client.ask_node(operator_wire.EndSession(session), node=node))
-    if at.as_json:
-        base.print_json({"session": session, "ended": known})
-    elif known:
-        print(f"session {session} has ended")
+    if at.as_json or known:
+        at.show({"session": session, "ended": known}, f"session {session} has ended")
     if not known:
         raise _unknown(session)
 
 
-def _unknown(session: str) -> typer.Exit:
-    base.complain(f"no session {session!r} is known there: it has ended, or is another node's")
-    return typer.Exit(EXIT_ERROR)
+def _unknown(session: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"no session {session!r} is known there: it has ended, or is another node's"
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, AnyNode, Session, asks
 from kvpool.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvpool.cli.render.text import Parts
 
 
 @asks()
@@ -52,7 +55,7 @@ def status(
         return
     if expect is not None:
         raise InvalidRequest("--expect needs --all")
-    from kvpool.cli.render.node import not_serving, show
+    from kvpool.cli.render.node import not_serving, status_view
 
     stats = at.client.inspect(node) if node else at.client.stats()
     names = {} if at.as_json or quiet else base.node_names(at.client)
@@ -60,21 +63,21 @@ def status(
         raise InvalidRequest(
             f"node {stats.node} has no tenant {at.tenant}: check --tenant; the node's configuration lists its tenants"
         )
-    if at.as_json or not quiet:
-        at.show(stats, show, stats, at.tenant, names)
-    if why := not_serving(stats):
-        if not quiet:
-            base.complain(why)
-        raise typer.Exit(EXIT_ERROR)
+    _judge(at, stats, status_view(stats, at.tenant, names), not_serving(stats), quiet=quiet)
 
 
 def _all(at: Session, expect: int | None, *, quiet: bool) -> None:
-    from kvpool.cli.render.health import look, show_health
+    from kvpool.cli.render.health import health_view, look
 
     found = look(at.client, expect or 0)
+    _judge(at, found, health_view(found), found.problem, quiet=quiet)
+
+
+def _judge(at: Session, value: Any, shown: Parts, problem: str, *, quiet: bool) -> None:
+    """Print what was found unless `quiet`, and end the command with status 1 if there is a problem."""
     if at.as_json or not quiet:
-        at.show(found, show_health, found)
-    if found.problem:
-        if not quiet:
-            base.complain(found.problem)
+        at.show(value, shown)
+    if problem and quiet:
         raise typer.Exit(EXIT_ERROR)
+    if problem:
+        raise base.Failed(problem)

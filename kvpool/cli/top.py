@@ -28,14 +28,13 @@ def top(
     Example: kvpool top --once --json
     """
     from kvpool.cli.render.top import once as look_once
-    from kvpool.cli.render.top import plain, run, show_once
+    from kvpool.cli.render.top import plain, run, view
 
-    if at.as_json:
-        base.print_json(plain(look_once(at.client, every_s)))
-    elif once or not sys.stdout.isatty():
-        show_once(look_once(at.client, every_s))
-    else:
-        try:
-            run(at.client, every_s)
-        except KeyboardInterrupt:
-            raise typer.Exit(base.EXIT_INTERRUPTED) from None
+    if at.as_json or once or not sys.stdout.isatty():
+        watch = look_once(at.client, every_s)
+        at.show(plain(watch), [view(watch)])
+        return
+    try:
+        run(at.client, every_s)
+    except KeyboardInterrupt:
+        raise typer.Exit(base.EXIT_INTERRUPTED) from None

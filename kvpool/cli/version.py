@@ -13,7 +13,4 @@ def version(as_json: AsJson = False) -> None:
 
     Example: kvpool version
     """
-    if as_json:
-        base.print_json({"version": __version__})
-    else:
-        print(__version__)
+    base.show({"version": __version__}, __version__, as_json=as_json)

@@ -1,19 +1,18 @@
 """Daemons whose namespace has a codec: blocks are smaller on disk, and what is read is what was put."""
 
-import io
 import os
 import random
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from kvpool.cli.render.text import size_text
-from kvpool.cli.render.tiers import show_tiers
+from kvpool.cli.render.tiers import tiers_view
 from kvpool.client import OperatorClient
 from kvpool.types import NamespaceRecord, PartSpec
 from tests.support.jobs import finished
+from tests.support.printed import printed
 from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("blosc2")
@@ -112,9 +111,8 @@ def test_what_is_packed_is_read_as_it_was_put_after_a_restart_too(begin, until):
     assert disk.raw_bytes == 160 * NBYTES
     assert disk.used_bytes == disk.stored_bytes == disk.written_bytes
     assert 0.75 < disk.stored_bytes / disk.raw_bytes < 0.85  # a fifth of it is noise
-    out = io.StringIO()
-    show_tiers(engine.client.stats(), "default", Console(file=out, width=200))
-    assert f"in {size_text(disk.stored_bytes)}" in out.getvalue()
+    text = printed(tiers_view(engine.client.stats(), "default"), width=200)
+    assert f"in {size_text(disk.stored_bytes)}" in text
     assert engine.read(range(160)) == set(range(160))
     moved = engine.disk.read_bytes
     assert moved == disk.stored_bytes

@@ -1,16 +1,15 @@
 """What `bench/node.py transfer` measures, what it says of that, and how it prints it. No daemon."""
 
 import dataclasses
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.cluster_stats import PeerWays, WayStats
+from tests.support.printed import printed
 from tests.support.stats import node_stats
 
 with pytest.MonkeyPatch.context() as path:
@@ -34,9 +33,9 @@ with pytest.MonkeyPatch.context() as path:
         find_node,
         quantile,
         remarks,
-        show,
         since,
         trouble,
+        view,
         why_lacking,
     )
 
@@ -236,14 +235,10 @@ def report(*listed: WayStats, mismatches: int = 0) -> Report:
     return Report("host-7", "host-8", sizes, Machine(12e9, 30e9), known, 1, ["a note"], said)
 
 
-def printed(found: Report) -> str:
-    out = io.StringIO()
-    show(found, Console(file=out, width=80, highlight=False))
-    return out.getvalue()
-
-
 def test_a_report_fits_80_columns():
-    text = printed(report(BY_NIXL, WayStats("tcp://10.0.0.8:7070", "tcp", 0, 0, 3.0, "x " * 60)))
+    text = printed(
+        view(report(BY_NIXL, WayStats("tcp://10.0.0.8:7070", "tcp", 0, 0, 3.0, "x " * 60)))
+    )
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith("pulled from host-8 into host-7: ")
     rows = [line.split() for line in text.splitlines()]
@@ -267,7 +262,7 @@ def test_damaged_blocks_are_trouble():
     assert trouble(report(BY_NIXL)) == ""
     bad = report(BY_NIXL, mismatches=2)
     assert trouble(bad).startswith("4 blocks arrived at host-7 with other bytes than were sent")
-    assert "checksum failures: 4" in printed(bad)
+    assert "checksum failures: 4" in printed(view(bad))
     quiet = dataclasses.replace(bad, sizes=[])
     assert trouble(quiet) == ""
 

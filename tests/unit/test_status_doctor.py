@@ -1,14 +1,12 @@
 """What the doctor says of machines that are made up of a few files."""
 
 import errno
-import io
 import json
 import os
 import resource
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from kvpool.cli import verbs
@@ -20,12 +18,13 @@ from kvpool.cli.render.doctor import (
     Finding,
     Machine,
     examine,
+    findings_view,
     servers,
-    show,
     starting,
 )
 from kvpool.daemon.server.memory_wait import MemoryWait, write_wait
 from kvpool.errors import Unavailable
+from tests.support.printed import printed
 
 MEMINFO = "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\nHugePages_Free:        0\n"
 
@@ -198,11 +197,10 @@ def test_network_cards_and_where_they_are(tmp_path):
 
 
 def test_what_is_shown():
-    out = io.StringIO()
     findings = [Finding("a [b]", BAD, "it is [broken]", "mend it")]
-    show(findings, [], Console(file=out, width=100))
+    shown = printed(findings_view(findings, []), width=100)
     for text in ("a [b]", "bad", "it is [broken]", "mend it"):
-        assert text in out.getvalue()
+        assert text in shown
     link = {
         "node": "n",
         "distance": "rack",
@@ -210,14 +208,12 @@ def test_what_is_shown():
         "latency_s": 0.001,
         "bytes_s": 1e9,
     }
-    show(
-        findings, [link | {"latency_age_s": 1.0, "bytes_age_s": None}], Console(file=out, width=100)
-    )
-    assert "nixl://n:2" in out.getvalue() and "rate assumed" in out.getvalue()
-    narrow = io.StringIO()
+    links = [link | {"latency_age_s": 1.0, "bytes_age_s": None}]
+    shown = printed(findings_view(findings, links), width=100)
+    assert "nixl://n:2" in shown and "rate assumed" in shown
     remedy = f"echo advise > /sys/{'x' * 60}"
-    show([Finding("pages", NOTE, "none " * 9, remedy)], [], Console(file=narrow, width=60))
-    assert narrow.getvalue().count("x") == 60, "a remedy is to be typed"
+    narrow = printed(findings_view([Finding("pages", NOTE, "none " * 9, remedy)], []), width=60)
+    assert narrow.count("x") == 60, "a remedy is to be typed"
 
 
 def test_what_servers_refuse_is_shown_as_long_as_they_do():

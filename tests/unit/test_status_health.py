@@ -1,12 +1,10 @@
 """What `kvpool status --all` calls well, degraded and lost. No daemon."""
 
-import io
-
 import pytest
-from rich.console import Console
 
 from kvpool.cli.render.doctor import servers
-from kvpool.cli.render.health import ClusterHealth, judge, show_health
+from kvpool.cli.render.health import ClusterHealth, health_view, judge
+from tests.support.printed import printed
 from tests.support.stats import node_stats
 
 WELL = {"cluster": {"state": "serving", "standing": "member"}}
@@ -83,7 +81,6 @@ def test_fewer_nodes_than_expected():
 
 def test_it_fits_a_terminal():
     long = {"ssd": [DISK | {"path": "/mnt/" + "p" * 90, "state": "failed"}]}
-    out = io.StringIO()
-    show_health(judged(tiers=long), Console(file=out, width=80, highlight=False))
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-    assert "degraded" in out.getvalue()
+    text = printed(health_view(judged(tiers=long)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "degraded" in text

@@ -1,11 +1,9 @@
 """Jobs on several nodes as an operator follows them, and what is printed of them. No daemon."""
 
-import io
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from kvpool.cli.render.asking import holders, nodes_of
 from kvpool.cli.render.jobs import (
@@ -13,14 +11,15 @@ from kvpool.cli.render.jobs import (
     Job,
     complaints,
     follow,
+    job_view,
     jobs_on,
-    show_job,
-    show_jobs,
+    jobs_view,
     summary,
 )
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobState, JobView, job_name
+from tests.support.printed import printed
 from tests.support.stats import node_stats
 
 
@@ -63,12 +62,6 @@ def job_on(nodes: Nodes, *names: str, clock=lambda: 0.0) -> Job:
     return job
 
 
-def printed(print_it, *what) -> str:
-    out = io.StringIO()
-    print_it(*what, Console(file=out, width=140, highlight=False))
-    return out.getvalue()
-
-
 AWAY = ClusterUnavailable("it does not answer")
 
 
@@ -83,15 +76,15 @@ def test_a_job_is_followed_until_it_runs_nowhere():
     assert seen == [["a", "b"], ["a"], []]
     assert job.good
     assert summary(job) == "10 blocks evicted, 1 MiB; 1 block stays, pinned"
-    assert complaints(job) == []
-    text = printed(show_job, job)
+    assert complaints(job) == {}
+    text = printed(job_view(job), width=140)
     assert text.splitlines()[-1] == summary(job)
     assert [line.split()[1] for line in text.splitlines()[1:3]] == ["a", "b"]
 
 
 def test_it_goes_on_where_it_can_begin():
     job = job_on(Nodes(a=[view("a", "done")], b=[AWAY]), "a", "b")
-    assert (job.good, complaints(job)) == (False, ["b: it does not answer"])
+    assert (job.good, complaints(job)) == (False, {"b": "it does not answer"})
 
 
 def test_where_it_can_begin_nowhere_the_first_reason_is_raised():
@@ -119,7 +112,7 @@ def test_a_node_that_fell_silent_is_given_up():
     job.look()
     assert (job.running, job.good) == ([], False)
     assert job.views["a"].state is JobState.SILENT
-    assert complaints(job) == ["a: it does not answer"]
+    assert complaints(job) == {"a": "it does not answer"}
 
 
 def test_a_node_that_was_started_anew_knows_nothing_of_it():
@@ -127,7 +120,7 @@ def test_a_node_that_was_started_anew_knows_nothing_of_it():
     job.look()
     assert (job.good, complaints(job)) == (
         False,
-        ["a: node a knows nothing of it: it was started anew"],
+        {"a": "node a knows nothing of it: it was started anew"},
     )
 
 
@@ -155,12 +148,11 @@ def test_what_came_of_it_in_a_line(fields, text):
 
 def test_a_table_of_jobs():
     failed = view("b", "failed", error="etcd [away]", total=10, seen=4, by="[red]x")
-    text = printed(show_jobs, [view("a", dry_run=True), failed])
+    text = printed(jobs_view([view("a", dry_run=True), failed]), width=140)
     assert "running, dry run" in text
     assert "4 of 10" in text
     assert "[red]x" in text
     assert text.splitlines()[-1] == "j on b: etcd [away]"
-    out = io.StringIO()
     name = job_name("evict", 1)
     told = view(
         "gpu-host-17",
@@ -172,10 +164,10 @@ def test_a_table_of_jobs():
         seen=9,
         by="token local on host-7",
     )
-    show_jobs([told], Console(file=out, width=80, highlight=False))
-    assert name in out.getvalue(), "`jobs show` takes the whole name"
-    assert "done, dry run" in out.getvalue()
-    assert printed(show_jobs, []) == "no node remembers a job\n"
+    text = printed(jobs_view([told]))
+    assert name in text, "`jobs show` takes the whole name"
+    assert "done, dry run" in text
+    assert printed(jobs_view([]), width=140) == "no node remembers a job\n"
 
 
 def test_jobs_of_several_nodes_the_youngest_first():

@@ -1,14 +1,13 @@
 """What `kvpool status` says of tiers and their codecs."""
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from kvpool.cli.render.tiers import places, show_tiers
+from kvpool.cli.render.tiers import places, tiers_view
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.telemetry.tier_stats import ObjectStats
+from tests.support.printed import printed
 from tests.support.stats import node_stats
 
 DISK: dict[str, Any] = {
@@ -58,9 +57,7 @@ def stats(**disk: Any) -> NodeStats:
 
 
 def shown(**disk: Any) -> str:
-    out = io.StringIO()
-    show_tiers(stats(**disk), "red", Console(file=out, width=200))
-    return out.getvalue()
+    return printed(tiers_view(stats(**disk), "red"), width=200)
 
 
 def test_what_a_tenant_and_its_namespaces_have_is_told() -> None:
@@ -111,9 +108,8 @@ def test_object_storage_is_a_tier_and_tells_what_ails_it() -> None:
     ]
     tier, place = places(said, "red")[-1]
     assert (tier, place.path) == ("object", "s3://bucket/[x]")
-    out = io.StringIO()
-    show_tiers(said, "red", Console(file=out, width=200))
-    row = next(line.split() for line in out.getvalue().splitlines() if "object" in line)
+    text = printed(tiers_view(said, "red"), width=200)
+    row = next(line.split() for line in text.splitlines() if "object" in line)
     assert row[-1] == "5"
-    assert "s3://bucket/[x] is failing: it is away" in out.getvalue()
-    assert "1 block not found in the object named for it" in out.getvalue()
+    assert "s3://bucket/[x] is failing: it is away" in text
+    assert "1 block not found in the object named for it" in text

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from kvpool.cli.render.blocks import check_open, list_some, show_blocks, show_prefixes
+from kvpool.cli.render.blocks import blocks_view, check_open, list_some, prefixes_view
 from kvpool.cli.render.events import Feed, chosen, line
-from kvpool.cli.render.explain import show_past, show_possible
+from kvpool.cli.render.explain import past_view, possible_view
 from kvpool.cli.render.naming import block_keys, size
 from kvpool.cli.render.settings import HIDDEN, effective, plain, show
 from kvpool.cli.render.top import (
@@ -29,14 +28,8 @@ from kvpool.telemetry.rates import Counted, Fill, Rates, count, fills, rates
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Block, Event, Events
 from kvpool.wire.jobs import JobState, JobView
+from tests.support.printed import printed
 from tests.support.stats import node_stats
-
-
-def printed(print_it, *what) -> str:
-    out = io.StringIO()
-    print_it(*what, Console(file=out, width=140, highlight=False))
-    return out.getvalue()
-
 
 # ---- top -------------------------------------------------------------------------------------------
 
@@ -110,9 +103,8 @@ def test_the_screen():
         "c": Seen(error="no answer yet (serving)"),
     }
     watch = SimpleNamespace(seen=seen, cluster={"cluster": "prod"})
-    out = io.StringIO()
-    Console(file=out, width=140, highlight=False).print(view(watch, hint="q ends"))
-    lines = out.getvalue().splitlines()
+    text = printed([view(watch, hint="q ends")], width=140)
+    lines = text.splitlines()
     assert lines[0] == "cluster prod, 3 nodes, 1 job running"
     (row,) = [each for each in lines if each.startswith("a ")]
     assert row.split() == [
@@ -139,15 +131,13 @@ def test_the_screen():
     assert not any(each.startswith("old") for each in lines)
     assert lines[-1] == "q ends"
     watch.seen = {"a": Seen(stats(), rates=Rates(2048.0, 0.0, 1.0, 0.5))}
-    out = io.StringIO()
-    Console(file=out, width=80, highlight=False).print(view(watch))
-    assert len(out.getvalue().splitlines()) == 4, "a row is a line"
+    text = printed([view(watch)])
+    assert len(text.splitlines()) == 4, "a row is a line"
     busy = {"tiers": {"ssd": [disk(7), disk(0)], "device": [{"used_bytes": 5, "size_bytes": 8}]}}
     full = stats(**busy, leases=12345, clients=16)
     watch.seen = {"gpu-node-12": Seen(full, rates=Rates(1.2e9, 1.2e9, 1.2e9, 0.87))}
-    out = io.StringIO()
-    Console(file=out, width=80, highlight=False).print(view(watch))
-    lines = out.getvalue().splitlines()
+    text = printed([view(watch)])
+    lines = text.splitlines()
     assert len(lines) == 4 and max(map(len, lines)) <= 80
     assert lines[-1].split()[:2] == ["gpu-node-12", "serving"] and "87%" in lines[-1]
 
@@ -163,10 +153,9 @@ def test_hits_by_namespace_are_those_of_all_nodes_since_the_last_look() -> None:
         "a": Seen(stats(), namespaces=found),
         "b": Seen(stats(), namespaces={mine: Asked(30.0, 27.5)}),
     }
-    out = io.StringIO()
     watch = SimpleNamespace(seen=seen, cluster={"cluster": "prod"})
-    Console(file=out, width=80, highlight=False).print(view(watch))
-    lines = out.getvalue().splitlines()
+    text = printed([view(watch)])
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split() for line in lines[-3:]] == [
         ["namespace", "tenant", "asked/s", "hits"],
@@ -287,14 +276,13 @@ def test_blocks_and_prefixes_as_tables():
         reused=True,
         age_s=61.0,
     )
-    text = printed(show_blocks, [block], "0.7")
+    text = printed(blocks_view([block], "0.7"), width=140)
     assert text.startswith(f"namespace {'cd' * 6} ")
     wide = msgspec.structs.replace(
         block, pin="soft", copy=False, age_s=86_400.0 + 3600 * 11, bytes=1000 << 10
     )
-    narrow = io.StringIO()
-    show_blocks([block, wide], None, Console(file=narrow, width=80, highlight=False))
-    assert "pin soft" in narrow.getvalue() and "1 d 11 h" in narrow.getvalue()
+    narrow = printed(blocks_view([block, wide], None))
+    assert "pin soft" in narrow and "1 d 11 h" in narrow
     assert text.splitlines()[2].split()[1:] == [
         "1,200",
         "2",
@@ -310,14 +298,13 @@ def test_blocks_and_prefixes_as_tables():
         "again",
     ]
     assert text.splitlines()[-1] == "there is more: --cursor 0.7"
-    assert printed(show_blocks, [], None) == "no blocks here\n"
-    out = io.StringIO()
-    show_blocks([block], None, Console(file=out, width=80, highlight=False), of_one=True)
-    lines = out.getvalue().splitlines()
+    assert printed(blocks_view([], None), width=140) == "no blocks here\n"
+    text = printed(blocks_view([block], None, of_one=True))
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith(f"{block.key} ") for line in lines), "to be copied"
-    assert "cdcd" not in out.getvalue()
-    text = printed(show_prefixes, {"a": (0, 3), "b": (3, 3), "c": (9, 9)}, 9)
+    assert "cdcd" not in text
+    text = printed(prefixes_view({"a": (0, 3), "b": (3, 3), "c": (9, 9)}, 9), width=140)
     assert [row.split()[0] for row in text.splitlines()[1:]] == ["c", "b", "a"]
 
 
@@ -475,12 +462,12 @@ OUTLOOK = {
 def test_where_a_prompt_would_go():
     told = {"prompt_tokens": 1000, "prompt_blocks": 62, "output_tokens": 5, "engine": "e[1]"}
     told |= {"expected": OUTLOOK, "candidates": [OUTLOOK], "decode_candidates": []}
-    lines = printed(show_possible, told).splitlines()
+    lines = printed(possible_view(told), width=140).splitlines()
     assert lines[0] == "1,000 tokens of prompt, 62 blocks: would go to e[1]"
     assert lines[3].split() == ["*", "e[1]", "3", "0", "0", "0.500", "s", "0.250", "s", "1.000"]
     why = {"code": "slo", "reason": "too [late]", "retry_after_s": 1.0}
     refused = {"prompt_tokens": 1, "prompt_blocks": 0, "output_tokens": 5, "rejected": why}
-    assert "would be refused, slo: too [late]" in printed(show_possible, refused)
+    assert "would be refused, slo: too [late]" in printed(possible_view(refused), width=140)
 
 
 def test_what_became_of_a_request():
@@ -489,7 +476,7 @@ def test_what_became_of_a_request():
         {"at_s": 1.5, "what": "answered", "tokens": 2},
     ]
     told = {"request": "r", "model": "m[x]", "tenant": "t", "outcome": "answered", "steps": steps}
-    text = printed(show_past, told)
+    text = printed(past_view(told), width=140)
     assert text.startswith("request r: answered\nmodel=m[x], tenant=t\n")
     assert "* e[1]" in text
     assert "    1.500 s  answered  tokens=2" in text

@@ -6,34 +6,31 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from kvpool.cli.render.asking import holders, nodes_of
-from kvpool.cli.render.text import DIGEST_SHOWN, Column, count, make_console, rows_table
+from kvpool.cli.render.text import DIGEST_SHOWN, Column, Parts, count, rows_table
 from kvpool.errors import InvalidRequest
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Block, columns_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.client.gateway import Operator
 
 PAGE = 1000  # blocks in one answer
 
 
-def show_prefixes(
-    found: Mapping[str, tuple[int, int]], keys: int, console: Console | None = None
-) -> None:
-    """Print what `Client.prefixes` gives for so many keys, the longest prefix first."""
-    console = console or make_console()
+def prefixes_view(found: Mapping[str, tuple[int, int]], keys: int) -> Parts:
+    """What `Client.prefixes` gives for this number of keys, the longest prefix first."""
     if not found:
-        console.print(f"no node has the first of {count(keys, 'block')}")
+        yield Text(f"no node has the first of {count(keys, 'block')}")
         return
     rows = sorted(found.items(), key=lambda row: (-row[1][1], -row[1][0], row[0]))
     some = [
         {"node": node, "memory": memory, "both": both, "of": keys} for node, (memory, both) in rows
     ]
     columns = {"node": "node", "in memory": "memory", "with disks": "both", "of": "of"}
-    console.print(rows_table("", some, columns))
+    yield rows_table("", some, columns)
 
 
 def check_open(client: Operator, node: str, tenant: str, digest: str) -> None:
@@ -63,24 +60,17 @@ def list_some(
     return found, after
 
 
-def show_blocks(
-    found: Sequence[Block],
-    after: str | None,
-    console: Console | None = None,
-    *,
-    of_one: bool = False,
-) -> None:
-    """Print blocks, and how to get the next ones. of_one: all are of one namespace, which is known."""
-    console = console or make_console()
+def blocks_view(found: Sequence[Block], after: str | None, *, of_one: bool = False) -> Parts:
+    """Blocks, and how to get the next ones. of_one: all are of one namespace, which is known."""
     # The name of a namespace in a column would take 80 columns too many.
     for namespace, some in groupby(found, lambda block: block.namespace):
         title = "" if of_one else f"namespace {namespace[:DIGEST_SHOWN]}"
         columns: dict[str, Column] = {**columns_of(Block), "": _remarks}
-        console.print(rows_table(title, some, columns, wraps=[""]))
+        yield rows_table(title, some, columns, wraps=[""])
     if not found:
-        console.print("no blocks here")
+        yield Text("no blocks here")
     if after is not None:
-        console.print(f"there is more: --cursor {after}", markup=False)
+        yield Text(f"there is more: --cursor {after}")
 
 
 def _remarks(block: Block) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from kvpool.cli.render.text import count, make_console, make_table
+from kvpool.cli.render.text import Parts, count, make_table
 from kvpool.security.certificate_names import NODE
 from kvpool.security.certs import Authority, Issued, Shown, serial_text
 
@@ -52,8 +52,8 @@ def revoked(folder: Path, which: str, serials: list[int]) -> str:
     )
 
 
-def show(shown: Shown, now: datetime) -> None:
-    """Print a table of what is in a certificate or a list."""
+def certificate_view(shown: Shown, now: datetime) -> Parts:
+    """A table of what is in a certificate or a list."""
     facts = {
         "kind": shown.kind,
         "who": shown.name or "",
@@ -71,7 +71,7 @@ def show(shown: Shown, now: datetime) -> None:
     table = make_table("", "", "")
     for row in rows:
         table.add_row(*row)
-    make_console().print(table)
+    yield table
 
 
 def _left(ends: datetime, now: datetime) -> str:

@@ -13,10 +13,10 @@ from kvpool.cli.render.asking import ask_each
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
+    Parts,
     count,
     duration,
     facts,
-    make_console,
     period_text,
     rows_table,
     size_text,
@@ -29,7 +29,7 @@ from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Located
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from kvpool.client.gateway import Operator
 
@@ -68,9 +68,8 @@ Directory = Mapping[str, Any] | None
 # ---- nodes -----------------------------------------------------------------------------------------
 
 
-def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print what `Client.cluster` gives."""
-    console = console or make_console()
+def nodes_view(cluster: Mapping[str, Any]) -> Parts:
+    """What `Client.cluster` gives."""
     nodes = cluster["nodes"]
     versions = sorted({record["version"] for record in nodes})
     alike = len({(record["version"], record["protocol"]) for record in nodes}) == 1
@@ -78,18 +77,17 @@ def show_nodes(cluster: Mapping[str, Any], console: Console | None = None) -> No
     headline.append(f", seen by node {cluster['node']}: {count(len(nodes), 'node')}", style="none")
     if alike:
         headline.append(f", version {versions[0]}", style="none")
-    console.print(headline)
+    yield headline
     if (warning := standing_text(cluster)) is not None:
-        console.print(warning)
+        yield warning
     if nodes:
-        console.print()
-        _print_nodes(cluster, console, versions_differ=not alike)
+        yield Text()
+        yield _nodes_table(cluster, versions_differ=not alike)
     if cluster.get("links"):
-        console.print()
-        print_links(cluster["links"], console)
-    console.print()
-    for line in (*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster)):
-        console.print(line)
+        yield Text()
+        yield links_table(cluster["links"])
+    yield Text()
+    yield from (*_drain_lines(cluster), *_peer_lines(cluster), directory_text(cluster))
 
 
 def standing_text(cluster: Mapping[str, Any]) -> Text | None:
@@ -103,7 +101,7 @@ def standing_text(cluster: Mapping[str, Any]) -> Text | None:
     return text.append(meaning, style="yellow")
 
 
-def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_differ: bool) -> None:
+def _nodes_table(cluster: Mapping[str, Any], *, versions_differ: bool) -> Table:
     nodes = cluster["nodes"]
     tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
     labelled = any(record["labels"] for record in nodes)
@@ -135,7 +133,7 @@ def _print_nodes(cluster: Mapping[str, Any], console: Console, *, versions_diffe
             columns[f">{name} secondary"] = partial(_of_tier, name, _secondary)
     if versions_differ:
         columns["version"] = lambda record: _version(record, protocols.get(own))
-    console.print(rows_table("", nodes, columns, wraps={"labels", "address"}))
+    return rows_table("", nodes, columns, wraps={"labels", "address"})
 
 
 def _of_tier(name: str, text: Callable[[Mapping[str, Any]], str], record: Mapping[str, Any]) -> str:
@@ -151,7 +149,7 @@ def _secondary(tier: Mapping[str, Any]) -> str:
     return size_text(tier["secondary_bytes"])
 
 
-def print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
+def links_table(links: Sequence[Mapping[str, Any]]) -> Table:
     """What this node expects of pulling from each other one."""
     columns: dict[str, Column] = {
         "node": "node",
@@ -162,7 +160,7 @@ def print_links(links: Sequence[Mapping[str, Any]], console: Console) -> None:
         "by": "path",
     }
     ordered = sorted(links, key=lambda link: str(link["node"]))
-    console.print(rows_table("Pulling from others", ordered, columns))
+    return rows_table("Pulling from others", ordered, columns)
 
 
 def _assumed(link: Mapping[str, Any]) -> str:
@@ -323,17 +321,15 @@ def holdings(
     return rows, silent
 
 
-def show_holdings(
-    rows: Sequence[Mapping[str, Any]], title: str, console: Console | None = None
-) -> None:
-    """Print what `holdings` gives."""
+def holdings_view(rows: Sequence[Mapping[str, Any]], title: str) -> Parts:
+    """What `holdings` gives."""
     columns = {
         "node": "node",
         "blocks in memory": "blocks",
         "bytes": "bytes",
         "on SSD": "ssd_bytes",
     }
-    (console or make_console()).print(rows_table(title, rows, columns))
+    yield rows_table(title, rows, columns)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -358,11 +354,10 @@ def _quota_text(quota: float) -> str:
     return size_text(quota).replace(" ", "") if isinstance(quota, int) else f"{100 * quota:.3g}%"
 
 
-def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print what `namespace_rows` gives."""
-    console = console or make_console()
+def namespaces_view(rows: Sequence[Mapping[str, Any]]) -> Parts:
+    """What `namespace_rows` gives."""
     if not rows:
-        console.print("no engine has opened a namespace yet")
+        yield Text("no engine has opened a namespace yet")
         return
     several = len({row["tenant"] for row in rows}) > 1
     disks = any(row["ssd_bytes"] is not None for row in rows)
@@ -382,25 +377,24 @@ def show_namespaces(rows: Sequence[Mapping[str, Any]], console: Console | None =
         **on_disks,
         ">hits": lambda row: f"{row['hits'] / row['asked']:.0%}" if row["asked"] else "",
     }
-    console.print(rows_table("", rows, columns, wraps={"fields"}))
-    if any(settings_text(row["settings"]) for row in rows):
-        console.print()
-        changed = [row for row in rows if settings_text(row["settings"])]
+    yield rows_table("", rows, columns, wraps={"fields"})
+    if changed := [row for row in rows if settings_text(row["settings"])]:
+        yield Text()
         texts: dict[str, Column] = {"": lambda row: settings_text(row["settings"])}
-        console.print(rows_table("Settings", changed, {**tenant, "digest": "digest", **texts}))
-    console.print()
+        yield rows_table("Settings", changed, {**tenant, "digest": "digest", **texts})
+    yield Text()
     where = ", and on SSD those on its disks" if disks else ""
-    console.print(
+    yield Text(
         f"Blocks and bytes are those in this node's memory{where}; hits: of the blocks that reads asked it for since its "
         "start."
     )
     fenced = [row["digest"][:DIGEST_SHOWN] for row in rows if 0 < row["fence"] == row["epoch"]]
     if fenced:
-        console.print(
+        yield Text(
             f"fenced at this epoch: {', '.join(fenced)}. Engines that opened it before open it again."
         )
     if not all(row["agreed"] for row in rows):
-        console.print("?: not agreed with the cluster yet; that follows by itself", style="yellow")
+        yield Text("?: not agreed with the cluster yet; that follows by itself", style="yellow")
 
 
 # ---- blocks ----------------------------------------------------------------------------------------
@@ -435,8 +429,8 @@ def replicas(
     return found, silent
 
 
-def show_replicas(found: Sequence[Located], console: Console | None = None) -> None:
-    """Print what `Client.locate` gives."""
+def replicas_view(found: Sequence[Located]) -> Parts:
+    """What `Client.locate` gives."""
     if not found:
         return
     rows = [(block, replica) for block in found for replica in block.replicas]
@@ -450,7 +444,7 @@ def show_replicas(found: Sequence[Located], console: Console | None = None) -> N
             style="" if row[1].parts == row[0].parts else "yellow",
         ),
     }
-    (console or make_console()).print(rows_table("", rows, columns, wraps={"node"}))
+    yield rows_table("", rows, columns, wraps={"node"})
 
 
 def not_found(wanted: Sequence[bytes], found: Sequence[Located], directory: Directory) -> str:

@@ -13,18 +13,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.text import Text
 
-from kvpool.cli.render.cluster import print_links, silent_text
+from kvpool.cli.render.cluster import links_table, silent_text
 from kvpool.cli.render.starting import waiting
-from kvpool.cli.render.text import Column, make_console, rows_table, size_text
+from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.daemon.server.memory_wait import last_mappers
 from kvpool.extras import install
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 State = Literal["ok", "note", "bad"]
 OK: State = "ok"
@@ -281,20 +278,15 @@ def starting(socket: str, root: Path = Path("/")) -> Iterator[Finding]:
         yield Finding("starting daemon", NOTE, said, "" if mappers else remedy)
 
 
-def show(
-    findings: Sequence[Finding],
-    links: Sequence[Mapping[str, Any]],
-    console: Console | None = None,
-) -> None:
-    """Print what was found, and how this node pulls from others."""
-    console = console or make_console()
+def findings_view(findings: Sequence[Finding], links: Sequence[Mapping[str, Any]]) -> Parts:
+    """The findings, and how this node pulls from others."""
     columns: dict[str, Column] = {
         "what": "topic",
         "": lambda one: Text(one.state, style=STYLES[one.state]),
         "found": "found",
         "remedy": "remedy",
     }
-    console.print(rows_table("This machine", findings, columns))
+    yield rows_table("This machine", findings, columns)
     if links:
-        console.print()
-        print_links(links, console)
+        yield Text()
+        yield links_table(links)

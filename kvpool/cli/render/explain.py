@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.markup import escape
+from rich.text import Text
 
-from kvpool.cli.render.misses import lines_of, sentence
-from kvpool.cli.render.text import make_console, make_table, size_text
+from kvpool.cli.render.misses import sentence, why_view
+from kvpool.cli.render.text import Parts, make_table, size_text
 from kvpool.errors import InvalidRequest
 from kvpool.wire.answers import MissedBlock, Missing
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
     from kvpool.router.client import RouterHttp
 
@@ -46,65 +47,57 @@ def the_model(router: RouterHttp) -> str:
     return found[0]
 
 
-def show_past(told: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print what became of a request."""
-    console = console or make_console()
+def past_view(told: Mapping[str, Any]) -> Parts:
+    """What became of a request."""
     facts = {k: v for k, v in told.items() if k not in {"request", "outcome", "steps", "missing"}}
-    console.print(f"request {told['request']}: {told['outcome']}", markup=False)
-    console.print(", ".join(_words(facts)), markup=False)
+    yield Text(f"request {told['request']}: {told['outcome']}")
+    yield Text(", ".join(_words(facts)))
     if (why := told.get("missing")) is not None:
         said = why.get("error") or sentence(msgspec.convert(why, MissedBlock), why["asked"])
-        console.print(f"missed on {why['engine']}: {said}", markup=False)
+        yield Text(f"missed on {why['engine']}: {said}")
     for step in told["steps"]:
         nested = {k: v for k, v in step.items() if isinstance(v, (list, dict))}
         plain = {k: v for k, v in step.items() if k not in {"at_s", "what", *nested}}
-        console.print()
+        yield Text()
         text = f"{step['at_s']:9.3f} s  {step['what']}"
-        console.print("  ".join([text, *_words(plain)]), markup=False)
+        yield Text("  ".join([text, *_words(plain)]))
         if nested.get("candidates"):
-            _print_rows(nested["candidates"], _OUTLOOK, plain.get("engine"), console)
+            yield _engines(nested["candidates"], _OUTLOOK, plain.get("engine"))
         if nested.get("decode_candidates"):
-            _print_rows(nested["decode_candidates"], _DECODER, plain.get("decode"), console)
+            yield _engines(nested["decode_candidates"], _DECODER, plain.get("decode"))
 
 
-def show_possible(told: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print where a request would go."""
-    console = console or make_console()
+def possible_view(told: Mapping[str, Any]) -> Parts:
+    """Where a request would go."""
     shown = f"{told['prompt_tokens']:,} tokens of prompt, {told['prompt_blocks']:,} blocks"
     if "rejected" in told:
         why = told["rejected"]
-        console.print(f"{shown}: would be refused, {why['code']}: {why['reason']}", markup=False)
+        yield Text(f"{shown}: would be refused, {why['code']}: {why['reason']}")
         return
-    console.print(f"{shown}: would go to {told['engine']}", markup=False)
-    console.print()
-    _print_rows(told["candidates"], _OUTLOOK, told["engine"], console)
+    yield Text(f"{shown}: would go to {told['engine']}")
+    yield Text()
+    yield _engines(told["candidates"], _OUTLOOK, told["engine"])
     if told["decode_candidates"]:
-        console.print()
-        _print_rows(told["decode_candidates"], _DECODER, None, console)
+        yield Text()
+        yield _engines(told["decode_candidates"], _DECODER, None)
     if (why := told.get("missing")) is not None:
-        console.print()
-        lines = [why["error"]] if "error" in why else _lines(told["engine"], why)
-        for line in lines:
-            console.print(line, markup=False)
+        yield Text()
+        if "error" in why:
+            yield Text(why["error"])
+        else:
+            yield from why_view({told["engine"]: msgspec.convert(why, Missing)})
 
 
-def _lines(node: str, why: Mapping[str, Any]) -> Iterable[str]:
-    return lines_of(node, msgspec.convert(why, Missing))
-
-
-def _print_rows(
-    rows: Iterable[Mapping[str, Any]],
-    columns: Mapping[str, str],
-    chosen: str | None,
-    console: Console,
-) -> None:
+def _engines(
+    rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], chosen: str | None
+) -> Table:
     """Engines that might have had it; * is the one that was chosen."""
     table = make_table("", "  engine", *columns.values())
     for row in rows:
         mark = "*" if row["engine"] == chosen else " "
         cells = (escape(_text(name, row.get(name))) for name in columns)
         table.add_row(escape(f"{mark} {row['engine']}"), *cells)
-    console.print(table)
+    return table
 
 
 def _words(facts: Mapping[str, Any]) -> list[str]:

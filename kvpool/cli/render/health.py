@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -10,13 +11,11 @@ from rich.text import Text
 
 from kvpool.cli.render.asking import nodes_of
 from kvpool.cli.render.cluster import STANDINGS, STATE_STYLES, silent_text
-from kvpool.cli.render.text import Column, count, make_console, rows_table
+from kvpool.cli.render.text import Column, Parts, count, rows_table
 from kvpool.cli.render.top import FIRST_LOOK_S, NODES_MAX, Watch
 from kvpool.telemetry.node_stats import NodeStats
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.client.gateway import Operator
 
 Health = Literal["well", "degraded", "lost"]
@@ -44,11 +43,8 @@ class ClusterHealth(msgspec.Struct, frozen=True):
 
 def look(client: Operator, expected: int) -> ClusterHealth:
     """Ask all nodes at once. Raises `KvpoolError` if this node does not answer."""
-    watch = Watch(client)
-    try:
+    with closing(Watch(client)) as watch:
         watch.turn(FIRST_LOOK_S)
-    finally:
-        watch.close()
     stats = {name: seen.stats for name, seen in watch.seen.items()}
     errors = {name: seen.error for name, seen in watch.seen.items()}
     return judge(watch.cluster, stats, errors, expected)
@@ -112,17 +108,15 @@ def _complaints(stats: NodeStats) -> Iterator[str]:
                 yield f"events of engine {engine.endpoint} of tenant {name}: {engine.error}"
 
 
-def show_health(found: ClusterHealth, console: Console | None = None) -> None:
-    """Print a line for each node."""
-    console = console or make_console()
+def health_view(found: ClusterHealth) -> Parts:
+    """A line for each node."""
     title = Text(f"cluster {found.cluster}", style="bold")
-    title.append(f", {count(len(found.nodes), 'node')}", style="none")
-    console.print(title)
-    console.print()
+    yield title.append(f", {count(len(found.nodes), 'node')}", style="none")
+    yield Text()
     columns: dict[str, Column] = {
         "node": "node",
         "state": lambda each: Text(each.state, style=STATE_STYLES.get(each.state, "")),
         "health": lambda each: Text(each.health, style=STYLES[each.health]),
         "": lambda each: "; ".join(each.reasons),
     }
-    console.print(rows_table("", found.nodes, columns, wraps={"node", ""}))
+    yield rows_table("", found.nodes, columns, wraps={"node", ""})

@@ -15,13 +15,12 @@ from rich.text import Text
 
 from kvpool.cli.render.asking import ask_each
 from kvpool.cli.render.bars import BAR, make_bar
-from kvpool.cli.render.text import Column, count, make_console, rows_table, size_text
+from kvpool.cli.render.text import Column, Parts, count, make_console, rows_table, size_text
 from kvpool.errors import KvpoolError
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobSpec, JobState, JobView
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from kvpool.client.gateway import Operator
@@ -182,36 +181,30 @@ def summary(job: Job) -> str:
     return text
 
 
-def show_job(job: Job, console: Console | None = None) -> None:
-    """Print what came of a job: by node where there are several, then in all."""
-    console = console or make_console()
+def job_view(job: Job) -> Parts:
+    """What came of a job: by node where there are several, then in all."""
     if len(job.views) > 1:
-        show_jobs(list(job.views.values()), console)
-        console.print()
+        yield from jobs_view(list(job.views.values()))
+        yield Text()
     if job.views:
-        console.print(summary(job), markup=False)
+        yield Text(summary(job))
 
 
-def complaints(job: Job) -> list[str]:
-    """A line for each node where all is not well."""
-    found = [f"{node}: {why}" for node, why in job.failures.items()]
-    for node, view in job.views.items():
-        if view.error and node not in job.failures:
-            found.append(f"{node}: {view.error}")
-    return found
+def complaints(job: Job) -> dict[str, str]:
+    """The nodes where all is not well, and why."""
+    errors = {node: view.error for node, view in job.views.items() if view.error}
+    return job.failures | {node: why for node, why in errors.items() if node not in job.failures}
 
 
-def show_jobs(views: Sequence[JobView], console: Console | None = None) -> None:
-    """Print a table of `JobView`s."""
-    console = console or make_console()
+def jobs_view(views: Sequence[JobView]) -> Parts:
+    """A table of `JobView`s, and their errors."""
     if not views:
-        console.print("no node remembers a job")
+        yield Text("no node remembers a job")
         return
-    console.print(jobs_table(views))
+    yield jobs_table(views)
     for view in views:
         if view.error:
-            text = f"{view.job} on {view.node}: {view.error}"
-            console.print(text, style="yellow", markup=False)
+            yield Text(f"{view.job} on {view.node}: {view.error}", style="yellow")
 
 
 def jobs_table(views: Iterable[JobView]) -> Table:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+from rich.text import Text
 
 from kvpool.cli.render.asking import ask_each, nodes_of
-from kvpool.cli.render.text import Column, make_console, rows_table, size_text
+from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
 from kvpool.telemetry.misses import WORDS, Reason
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.client.gateway import Operator
 
 TIMES = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)  # of the present memory, that the table shows
@@ -30,20 +29,18 @@ def gather(client: Operator, tenant: str) -> MemoryPlan:
     return MemoryPlan(tenant, len(memories), curve(memories), misses, silent | others)
 
 
-def show_memory(found: MemoryPlan, console: Console | None = None) -> None:
-    """Print it."""
-    console = console or make_console()
+def memory_view(found: MemoryPlan) -> Parts:
+    """The hit rate over memory, and the reasons of misses."""
     seen = found.curve
     if seen.hit is None:
-        console.print("no blocks have been asked for yet: there is nothing to plan with")
+        yield Text("no blocks have been asked for yet: there is nothing to plan with")
         return
     disks = f", {size_text(seen.ssd_bytes)} of disks" if seen.ssd_bytes else ""
-    console.print(
+    yield Text(
         f"{found.nodes} nodes, {size_text(seen.dram_bytes)} of memory{disks}; hit rate now {seen.hit:.1%}, at most "
-        f"{seen.ceiling:.1%} with infinite memory",
-        markup=False,
+        f"{seen.ceiling:.1%} with infinite memory"
     )
-    console.print()
+    yield Text()
     now = seen.at(1.0)
     columns: dict[str, Column] = {
         ">memory": lambda at: "infinite" if at.dram_bytes is None else size_text(at.dram_bytes),
@@ -52,14 +49,13 @@ def show_memory(found: MemoryPlan, console: Console | None = None) -> None:
         ">more": lambda at: f"{at.hit - now:+.1%}",
     }
     points = [point for point in seen.points if point.times in {None, *TIMES}]
-    console.print(rows_table("", points, columns))
-    console.print(
+    yield rows_table("", points, columns)
+    yield Text(
         f"estimated with {seen.samples:,} followed blocks, to within {seen.error:.1%} (95 % confidence), as if the least "
-        "recently used block left first",
-        markup=False,
+        "recently used block left first"
     )
     if found.misses:
-        console.print()
+        yield Text()
         total = sum(missed.blocks for missed in found.misses.values())
         reasons: dict[str, Column] = {
             "missed because": lambda one: (
@@ -70,4 +66,4 @@ def show_memory(found: MemoryPlan, console: Console | None = None) -> None:
             ">share": lambda one: f"{one[1].blocks / total:.0%}",
         }
         most = sorted(found.misses.items(), key=lambda one: -one[1].blocks)
-        console.print(rows_table("", most, reasons))
+        yield rows_table("", most, reasons)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from kvpool.cli.render.asking import ask_each, nodes_of
-from kvpool.cli.render.text import DIGEST_SHOWN, count, duration, make_console
+from kvpool.cli.render.text import DIGEST_SHOWN, Parts, count, duration
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import MissedBlock, Missing
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.client.gateway import Operator
 
 
@@ -27,25 +27,18 @@ def ask_why(
     return told, {node: why for node, why in silent.items() if "is not open on" not in why}
 
 
-def show_why(told: Mapping[str, Missing], console: Console | None = None) -> None:
-    """Print what the nodes told."""
-    console = console or make_console()
+def why_view(told: Mapping[str, Missing]) -> Parts:
+    """What is missing now on each node, and what was at the last read, if that differs."""
     for node, found in told.items():
-        for line in lines_of(node, found):
-            console.print(line, markup=False)
-
-
-def lines_of(node: str, found: Missing) -> Iterator[str]:
-    """What is missing now, and what was at the last read, if that differs."""
-    missing, last = found.missing, found.last
-    if missing is not None:
-        yield f"{node}: {sentence(missing, found.asked)}"
-    else:
-        yield f"{node}: all {count(found.asked, 'block')} are there"
-    same = missing and last and (last.key, last.reason) == (missing.key, missing.reason)
-    if last is not None and not same:
-        when = f"{duration(last.ago_s or 0)} ago a read ended at"
-        yield f"{node}: {when} {sentence(last, last.asked or 0)}"
+        missing, last = found.missing, found.last
+        if missing is not None:
+            yield Text(f"{node}: {sentence(missing, found.asked)}")
+        else:
+            yield Text(f"{node}: all {count(found.asked, 'block')} are there")
+        same = missing and last and (last.key, last.reason) == (missing.key, missing.reason)
+        if last is not None and not same:
+            when = f"{duration(last.ago_s or 0)} ago a read ended at"
+            yield Text(f"{node}: {when} {sentence(last, last.asked or 0)}")
 
 
 def sentence(why: MissedBlock, asked: int) -> str:

@@ -1,6 +1,6 @@
 """What `kvpool status` prints: one node, seen by one tenant.
 
-`show` takes what `Client.stats` gives.
+`status_view` takes what `Client.stats` gives.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from rich.text import Text
 from kvpool.cli.render.cluster import directory_text, standing_text
 from kvpool.cli.render.text import (
     Column,
+    Parts,
     count,
     duration,
     facts,
-    make_console,
     make_table,
     number_text,
     rows_table,
     size_text,
 )
-from kvpool.cli.render.tiers import show_tiers
+from kvpool.cli.render.tiers import tiers_view
 from kvpool.telemetry.cluster_stats import (
     NixlStats,
     PathsStats,
@@ -35,7 +35,6 @@ from kvpool.telemetry.memory_stats import NamespaceStats, SlabClass, TenantStats
 from kvpool.telemetry.node_stats import NodeStats
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 Entries = Mapping[str, str]
@@ -102,19 +101,12 @@ def not_serving(stats: NodeStats) -> str:
     )
 
 
-def show(
-    stats: NodeStats,
-    tenant: str,
-    names: Mapping[str, str],
-    console: Console | None = None,
-) -> None:
-    """Print the state of a node and of one tenant's pool on it. `names`: of nodes, by incarnation."""
-    console = console or make_console()
+def status_view(stats: NodeStats, tenant: str, names: Mapping[str, str]) -> Parts:
+    """The state of a node and of one tenant's pool on it. `names`: of nodes, by incarnation."""
     mine = stats.tenants[tenant]
     fetch, replication = stats.fetch, stats.replication
-    console.print(_headline(stats))
-    for line in _cluster_lines(stats):
-        console.print(line)
+    yield _headline(stats)
+    yield from _cluster_lines(stats)
     for table in (
         _space(stats, tenant, mine),
         _slots(mine.space.classes),
@@ -132,10 +124,10 @@ def show(
         else None,
     ):
         if table is not None:
-            console.print()
-            console.print(table)
-    console.print()
-    show_tiers(stats, tenant, console)
+            yield Text()
+            yield table
+    yield Text()
+    yield from tiers_view(stats, tenant)
 
 
 def _headline(stats: NodeStats) -> Text:

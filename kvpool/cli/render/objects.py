@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.text import Text
 
 from kvpool.cli.render.blocks import PAGE
-from kvpool.cli.render.text import Column, make_console, rows_table, size_text
+from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.engine_plugins.mooncake import codes
 from kvpool.engine_plugins.mooncake.objects import How, Objects
 from kvpool.engine_plugins.mooncake.pieces import Made, View
@@ -28,8 +29,6 @@ from kvpool.errors import (
 from kvpool.wire import operator as operator_wire
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.client.gateway import Operator
 
 BYTES_MAX = 1 << 30
@@ -200,20 +199,14 @@ def list_objects(
     return found, False
 
 
-def show_objects(
-    found: Sequence[Mapping[str, Any]],
-    *,
-    prefix: str,
-    tier: str,
-    more: bool,
-    console: Console | None = None,
-) -> None:
-    """Print what `list_objects` gives."""
-    console = console or make_console()
+def objects_view(
+    found: Sequence[Mapping[str, Any]], *, prefix: str, tier: str, more: bool
+) -> Parts:
+    """What `list_objects` gives."""
     if not found:
         with_prefix = f" whose names begin with {prefix}" if prefix else ""
         looked = " among those that were looked at" if more else ""
-        console.print(f"no objects{with_prefix} in {tier} here{looked}", markup=False)
+        yield Text(f"no objects{with_prefix} in {tier} here{looked}")
         return
     columns: dict[str, Column] = {
         "size": "bytes",
@@ -221,8 +214,8 @@ def show_objects(
         "pin": lambda each: "" if each["pin"] == "none" else each["pin"],
         "name": "name",
     }
-    console.print(rows_table("", found, columns, wraps={"name"}))
+    yield rows_table("", found, columns, wraps={"name"})
     if any(each["hashed"] for each in found):
-        console.print("sha256: names too long to be kept; `kvpool get` takes them as they were put")
+        yield Text("sha256: names too long to be kept; `kvpool get` takes them as they were put")
     if more:
-        console.print("there is more: name a prefix, or a higher --limit")
+        yield Text("there is more: name a prefix, or a higher --limit")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.markup import escape
+from rich.text import Text
 
-from kvpool.cli.render.text import DIGEST_SHOWN, duration, make_console, rows_table, size_text
+from kvpool.cli.render.text import DIGEST_SHOWN, Parts, duration, rows_table, size_text
 from kvpool.telemetry.receipts import AccountItem, Amount, ReceiptItem
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 GIB_H = float(1 << 30) * 3600
 
@@ -28,27 +25,24 @@ _LONG = {
 }
 
 
-def show_accounts(
-    items: Sequence[AccountItem], console: Console | None = None, *, periods: bool = False
-) -> None:
-    """Print accounts: of all nodes and periods together, or each by itself."""
-    console = console or make_console()
+def accounts_view(items: Sequence[AccountItem], *, periods: bool = False) -> Parts:
+    """Accounts: of all nodes and periods together, or each by itself."""
     if not items:
-        console.print("nothing was counted in this time")
+        yield Text("nothing was counted in this time")
         return
     if periods:
         names = {"ended": "ended", "node": "node", "tenant": "tenant", "namespace": "namespace"}
         rows = [_together([item]) | {"namespace": _namespace(item)[:6]} for item in items]
-        console.print(rows_table("", rows, names | _SHORT))
+        yield rows_table("", rows, names | _SHORT)
         return
     groups: dict[tuple[str, str], list[AccountItem]] = {}
     for item in items:
         groups.setdefault((item.tenant, item.namespace), []).append(item)
     rows = [_together(some) for _, some in sorted(groups.items())]
-    console.print(rows_table("", rows, {"tenant": "tenant", "namespace": "namespace"} | _LONG))
+    yield rows_table("", rows, {"tenant": "tenant", "namespace": "namespace"} | _LONG)
     begin, end = min(item.begin_s for item in items), max(item.end_s for item in items)
     since = datetime.fromtimestamp(begin, UTC).isoformat(timespec="seconds")
-    console.print(f"since {since}: {duration(end - begin)}. `--format csv` has all columns")
+    yield Text(f"since {since}: {duration(end - begin)}. `--format csv` has all columns")
 
 
 def _together(items: Sequence[AccountItem]) -> dict[str, Any]:
@@ -72,26 +66,23 @@ def _together(items: Sequence[AccountItem]) -> dict[str, Any]:
     }
 
 
-def show_receipts(items: Sequence[ReceiptItem], console: Console | None = None) -> None:
-    """Print receipts of requests, and where their tokens came from."""
-    console = console or make_console()
+def receipts_view(items: Sequence[ReceiptItem]) -> Parts:
+    """Receipts of requests, and where their tokens came from."""
     if not items:
-        console.print("no node remembers such a request: its client names none, or it was long ago")
+        yield Text("no node remembers such a request: its client names none, or it was long ago")
     for item in items:
-        console.print(f"[bold]{_shown(item.request)}[/] on {escape(item.node)}")
+        yield Text.assemble((_shown(item.request), "bold"), f" on {item.node}")
         took = "not ended"
         if item.ended_s is not None:
             took = f"ended after {duration(item.ended_s - item.begun_s)}"
         session = f", session {_shown(item.session)}" if item.session else ""
-        console.print(
-            f"  tenant {escape(item.tenant)}, {_namespace(item)}, "
-            f"{_shown(item.model) or 'no model'}{session}: {took}"
-        )
+        model = _shown(item.model) or "no model"
+        yield Text(f"  tenant {item.tenant}, {_namespace(item)}, {model}{session}: {took}")
         for tier, amount in item.reads.items():
-            console.print(f"  read from {tier}: {_amount(amount)}")
-        console.print(f"  written: {_amount(item.written)}")
+            yield Text(f"  read from {tier}: {_amount(amount)}")
+        yield Text(f"  written: {_amount(item.written)}")
         for reason, refused in item.refused.items():
-            console.print(
+            yield Text(
                 f"  refused ({reason}): {refused.parts:,} parts of blocks, "
                 f"{size_text(refused.nbytes)}"
             )
@@ -103,7 +94,7 @@ def _namespace(item: AccountItem | ReceiptItem) -> str:
 
 def _shown(text: str) -> str:
     """A client's text, without what moves the cursor."""
-    return escape("".join(filter(str.isprintable, text)))
+    return "".join(filter(str.isprintable, text))
 
 
 def _amount(amount: Amount) -> str:

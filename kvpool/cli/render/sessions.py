@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvpool.cli.render.text import Column, make_console, rows_table
+from rich.text import Text
+
+from kvpool.cli.render.text import Column, Parts, rows_table
 from kvpool.wire.answers import Session, SessionChain, SessionDetail, Sessions, columns_of
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ANSWERS = {
     "node": "node",
@@ -22,25 +21,23 @@ ANSWERS = {
 }
 
 
-def show_sessions(found: Sessions, console: Console | None = None) -> None:
-    """Print sessions, and how to get the next ones."""
-    console = console or make_console()
+def sessions_view(found: Sessions) -> Parts:
+    """Sessions, and how to get the next ones."""
     if not found.sessions:
-        console.print("no sessions are known here")
+        yield Text("no sessions are known here")
         return
-    console.print(rows_table("", found.sessions, Session))
+    yield rows_table("", found.sessions, Session)
     if found.more:
-        console.print(f"there are more: --after {found.sessions[-1].session}", markup=False)
+        yield Text(f"there are more: --after {found.sessions[-1].session}")
 
 
-def show_session(session: SessionDetail, console: Console | None = None) -> None:
-    """Print one session with the prompts of its agents."""
-    console = console or make_console()
-    console.print(rows_table("", [session], Session))
+def session_view(session: SessionDetail) -> Parts:
+    """One session with the prompts of its agents."""
+    yield rows_table("", [session], Session)
     agent: dict[str, Column] = {"agent": lambda chain: chain.agent or "(main)"}
-    console.print(rows_table("", session.chains, columns_of(SessionChain) | agent))
+    yield rows_table("", session.chains, columns_of(SessionChain) | agent)
 
 
-def show_answers(rows: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
-    """Print the answers of nodes to an intent."""
-    (console or make_console()).print(rows_table("", rows, ANSWERS))
+def answers_view(rows: Sequence[Mapping[str, Any]]) -> Parts:
+    """The answers of nodes to an intent."""
+    yield rows_table("", rows, ANSWERS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import msgspec
 
 from kvpool.cli.render.asking import ask_each
-from kvpool.cli.render.text import Column, make_console, rows_table
+from kvpool.cli.render.text import Column, Parts, rows_table
 from kvpool.config import SECRETS, SETTINGS, config_of, gather
 from kvpool.errors import InvalidRequest
 from kvpool.plain_text import plain as plain_text
@@ -20,8 +20,6 @@ from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Setting as RunningSetting
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvpool.client.gateway import Operator
 
 LINE_MAX = 78
@@ -90,8 +88,8 @@ def show(found: Sequence[Setting], out: TextIO | None = None) -> None:
         out.write(plain_text(f"{text}\n"))
 
 
-def show_running(found: Sequence[RunningSetting], console: Console | None = None) -> None:
-    """Print the settings of a running node: what can be changed first."""
+def running_view(found: Sequence[RunningSetting]) -> Parts:
+    """The settings of a running node: what can be changed first."""
     columns: dict[str, Column] = {
         "setting": "name",
         "value": _running_value,
@@ -100,7 +98,7 @@ def show_running(found: Sequence[RunningSetting], console: Console | None = None
         ),
     }
     ordered = sorted(found, key=lambda each: not each.changeable)
-    (console or make_console()).print(rows_table("", ordered, columns, wraps={"setting", "value"}))
+    yield rows_table("", ordered, columns, wraps={"setting", "value"})
 
 
 def _running_value(each: RunningSetting) -> str:

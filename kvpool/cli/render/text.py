@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from msgspec import Struct
 
 Column = str | Callable[[Any], str | Text]
+Parts = Iterator[RenderableType]
+"""What a command prints, one below the other: texts and tables, and an empty text for an empty line."""
 
 FIELDS_SHOWN = 3
 FIELD_LENGTH_MAX = 32
@@ -46,6 +48,13 @@ def make_console(file: IO[str] | None = None, *, quiet: bool = False) -> Console
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ or file is not None
     width = None if narrow else PIPED_WIDTH
     return PlainConsole(file=file, highlight=False, width=width, quiet=quiet)
+
+
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Print tables and texts, one below the other, on standard output."""
+    console = make_console()
+    for part in parts:
+        console.print(part)
 
 
 def make_table(title: str, *columns: str) -> Table:

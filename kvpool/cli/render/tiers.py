@@ -10,9 +10,9 @@ from rich.text import Text
 
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
+    Parts,
     count,
     duration,
-    make_console,
     make_table,
     size_text,
     used_text,
@@ -22,9 +22,7 @@ from kvpool.telemetry.node_stats import NodeStats
 from kvpool.telemetry.tier_stats import PlaceStats, SsdStats, TiersStats
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
-
 
 SAVED_FROM = 0.99  # of the raw bytes; slots are whole pages, and hide what is less
 _STATES = {
@@ -69,21 +67,19 @@ def _engine_state(engine: EngineStats) -> str:
     return "followed" if engine.connected else "silent"
 
 
-def show_tiers(stats: NodeStats, tenant: str, console: Console | None = None) -> None:
-    """Print where this node keeps blocks."""
-    console = console or make_console()
-    console.print(_tiers(stats, tenant))
-    console.print()
-    console.print(_usage(stats.tenants[tenant].usage, tenant))
+def tiers_view(stats: NodeStats, tenant: str) -> Parts:
+    """Where this node keeps blocks."""
+    yield _tiers(stats, tenant)
+    yield Text()
+    yield _usage(stats.tenants[tenant].usage, tenant)
     remarks = [
         *_engine_remarks(stats.tenants[tenant].engines),
         *_packing(stats.tiers.ssd),
         *_remarks(stats.tiers),
     ]
     if remarks:
-        console.print()
-    for line in remarks:
-        console.print(line)
+        yield Text()
+    yield from remarks
 
 
 def _tiers(stats: NodeStats, tenant: str) -> Table:

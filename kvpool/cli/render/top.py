@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -298,30 +298,20 @@ def _running(seen: Seen) -> list[JobView]:
 
 def once(client: Operator, every_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Watch:
     """Two looks, so that there are rates."""
-    watch = Watch(client)
-    try:
+    with closing(Watch(client)) as watch:
         watch.turn(FIRST_LOOK_S)
         sleep(every_s)
         watch.turn(FIRST_LOOK_S)
-    finally:
-        watch.close()
     return watch
-
-
-def show_once(watch: Watch, console: Console | None = None) -> None:
-    """Print the view once."""
-    (console or make_console()).print(view(watch))
 
 
 def run(client: Operator, every_s: float) -> None:
     """Until q, on a terminal. Raises `KeyboardInterrupt`."""
-    watch = Watch(client)
-    console = make_console()
-    try:
+    with closing(Watch(client)) as watch:
         watch.turn(FIRST_LOOK_S)
         with (
             _single_keys() as keys,
-            Live(console=console, screen=True, auto_refresh=False) as live,
+            Live(console=make_console(), screen=True, auto_refresh=False) as live,
         ):
             while True:
                 live.update(view(watch, hint="q ends"), refresh=True)
@@ -330,8 +320,6 @@ def run(client: Operator, every_s: float) -> None:
                         raise KeyboardInterrupt
                     return
                 watch.turn(every_s)
-    finally:
-        watch.close()
 
 
 @contextmanager

@@ -1,16 +1,15 @@
 """What daemons answer, in the tests of what is shown of it, and what was shown."""
 
-import io
 import json
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
-from kvpool.cli.render.node import show
+from kvpool.cli.render.node import status_view
 from kvpool.errors import Unavailable
 from kvpool.placement.records import DEFAULT_SETTINGS
 from kvpool.wire.answers import Located, Replica
+from tests.support.printed import printed
 from tests.support.stats import node_stats
 
 DIRECTORY = {
@@ -138,15 +137,7 @@ NAMES = {"b" * 16: "host-8"}
 
 
 def shown(stats: dict, tenant: str = "red", width: int = 120) -> str:
-    out = io.StringIO()
-    show(node_stats(**stats), tenant, NAMES, Console(file=out, width=width, highlight=False))
-    return out.getvalue()
-
-
-def printed(print_it, what, width: int = 80) -> str:
-    out = io.StringIO()
-    print_it(what, Console(file=out, width=width, highlight=False))
-    return out.getvalue()
+    return printed(status_view(node_stats(**stats), tenant, NAMES), width)
 
 
 def line_with(text: str, word: str) -> str:

@@ -170,8 +170,10 @@ def run(*words: str) -> SimpleNamespace:
     error = result.exception
     if error is not None and not isinstance(error, (SystemExit, KvpoolError)):
         raise error
+    # As `kvpool.cli.main` prints it.
+    said = f"kvpool: {error}\n" if isinstance(error, KvpoolError) else ""
     return SimpleNamespace(
-        status=result.exit_code, out=result.stdout, err=result.stderr, error=error
+        status=result.exit_code, out=result.stdout, err=result.stderr + said, error=error
     )
 
 

@@ -4,13 +4,14 @@ import pytest
 
 from kvpool.cli.render.cluster import (
     namespace_rows,
+    namespaces_view,
+    nodes_view,
     not_found,
-    show_namespaces,
-    show_nodes,
-    show_replicas,
+    replicas_view,
 )
 from kvpool.cli.render.naming import quotas
 from kvpool.errors import InvalidRequest
+from tests.support.printed import printed
 from tests.support.stats import node_stats
 from tests.unit.cli.answers import (
     CLUSTER,
@@ -23,13 +24,12 @@ from tests.unit.cli.answers import (
     STATS,
     line_with,
     node,
-    printed,
     shown,
 )
 
 
 def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
-    text = printed(show_nodes, CLUSTER)
+    text = printed(nodes_view(CLUSTER))
     assert text.startswith("cluster prod, seen by node host-1: 2 nodes, version 1.2.3\n")
     words = line_with(text, "* host-1").split()
     assert words[:4] == ["*", "host-1", "serving", "a" * 8]
@@ -43,10 +43,10 @@ def test_the_nodes_of_a_cluster_on_a_narrow_terminal():
 
 
 def test_copies_of_what_others_keep_are_part_of_what_is_used() -> None:
-    assert "secondary" not in printed(show_nodes, CLUSTER)
+    assert "secondary" not in printed(nodes_view(CLUSTER))
     tier = {"name": "dram", "capacity_bytes": 64 << 30, "used_bytes": 0, "secondary_bytes": 5 << 30}
     nodes = [node("host-1", "a", tiers=[tier]), node("host-2", "b")]
-    lines = printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200).splitlines()
+    lines = printed(nodes_view(CLUSTER | {"nodes": nodes}), width=200).splitlines()
     head = next(line for line in lines if "secondary" in line)
     first = next(line for line in lines if "host-1 " in line and "tcp" in line)
     second = next(line for line in lines if "host-2 " in line and "tcp" in line)
@@ -67,13 +67,13 @@ def test_what_is_expected_of_pulling_from_others():
         "inflight_bytes": 0,
         "path": "nixl://10.0.0.2:7071",
     }
-    text = printed(show_nodes, CLUSTER | {"links": [link]}, width=120)
+    text = printed(nodes_view(CLUSTER | {"links": [link]}), width=120)
     words = line_with(text, "nixl://10.0.0.2:7071")
     assert "zone" in words
     assert "1.2 ms" in words
     assert "200 MiB/s" in words
     assert "rate assumed" in words
-    assert "Pulling from others" not in printed(show_nodes, CLUSTER)
+    assert "Pulling from others" not in printed(nodes_view(CLUSTER))
 
 
 def test_versions_are_shown_where_they_differ():
@@ -82,7 +82,7 @@ def test_versions_are_shown_where_they_differ():
         node("host-2", "b", version="1.2.4"),
         node("host-3", "c", version="2.0.0", protocol=3),
     ]
-    text = printed(show_nodes, CLUSTER | {"nodes": nodes}, width=120)
+    text = printed(nodes_view(CLUSTER | {"nodes": nodes}), width=120)
     assert "version 1.2.3" not in text.splitlines()[0]
     assert line_with(text, "* host-1").rstrip().endswith("1.2.3")
     assert line_with(text, "host-2").rstrip().endswith("1.2.4")
@@ -94,7 +94,7 @@ def test_nodes_that_are_drained():
     waiting = node("host-3", "c", state="draining", drain=DRAIN | {"phase": "waiting", "leases": 1})
     nodes = [node("host-1", "a"), draining, waiting]
     text = printed(
-        show_nodes, CLUSTER | {"nodes": nodes, "drains": ["host-1", "host-2", "host-9"]}, width=200
+        nodes_view(CLUSTER | {"nodes": nodes, "drains": ["host-1", "host-2", "host-9"]}), width=200
     )
     assert "serving, to drain" in line_with(text, "* host-1")
     assert "draining 45%" in line_with(text, "  host-2")
@@ -119,7 +119,7 @@ def test_nodes_that_are_drained():
 )
 def test_a_node_that_is_no_member_says_so_loudly(standing, state, words):
     known = CLUSTER | {"standing": standing, "state": state}
-    text = printed(show_nodes, known, width=400)
+    text = printed(nodes_view(known), width=400)
     assert text.splitlines()[1].startswith(f"this node is not a member ({standing}): ")
     assert words in text.splitlines()[1]
     text = shown(
@@ -131,17 +131,17 @@ def test_a_node_that_is_no_member_says_so_loudly(standing, state, words):
 
 
 def test_a_member_says_nothing_of_its_standing():
-    assert "member" not in printed(show_nodes, CLUSTER) + shown(STATS)
+    assert "member" not in printed(nodes_view(CLUSTER)) + shown(STATS)
 
 
 def test_the_state_of_the_directory():
-    assert "connected" in printed(show_nodes, CLUSTER)
+    assert "connected" in printed(nodes_view(CLUSTER))
     broken = DIRECTORY | {"connected": False, "failures": 1, "repairing": 300}
-    text = printed(show_nodes, CLUSTER | {"directory": broken}, width=200)
+    text = printed(nodes_view(CLUSTER | {"directory": broken}), width=200)
     line = line_with(text, "directory does not answer")
     assert "300 to be announced again" in line
     assert "1 failure" in line
-    text = printed(show_nodes, CLUSTER | {"directory": None})
+    text = printed(nodes_view(CLUSTER | {"directory": None}))
     assert "no directory: other nodes are asked one by one" in text
 
 
@@ -151,7 +151,7 @@ def test_a_node_that_is_alone():
         "peers": ["tcp://x:1"],
         "directory": None,
     }
-    text = printed(show_nodes, alone)
+    text = printed(nodes_view(alone))
     assert "labels" not in text
     assert "none" in line_with(text, "* host-1")
     assert "tcp://x:1" in line_with(text, "pulls also from")
@@ -160,7 +160,7 @@ def test_a_node_that_is_alone():
 @pytest.mark.parametrize("width", [60, 80, 300])
 def test_any_width_of_terminal_for_the_cluster(width):
     rows = namespace_rows(CLUSTER, node_stats(**STATS), "red")
-    for text in (printed(show_nodes, CLUSTER, width), printed(show_namespaces, rows, width)):
+    for text in (printed(nodes_view(CLUSTER), width), printed(namespaces_view(rows), width)):
         assert max(map(len, text.splitlines())) <= width
 
 
@@ -187,7 +187,7 @@ def test_namespaces_of_the_cluster_and_of_this_node():
     assert (rows["e" * 32]["asked"], rows[other]["asked"]) == (None, 0)
     assert (rows["d" * 32]["blocks"], rows["d" * 32]["bytes"]) == (0, 0)
     assert (rows[other]["agreed"], rows[other]["bytes"]) == (False, 9 << 10)
-    text = printed(show_namespaces, list(rows.values()), width=120)
+    text = printed(namespaces_view(list(rows.values())), width=120)
     line = line_with(text, DIGEST[:12])
     assert line.split()[0] == "red"
     assert "model=llama [8b]" in line
@@ -207,7 +207,7 @@ def test_a_node_that_is_alone_agrees_with_itself_and_says_what_its_disks_hold():
     known = CLUSTER | {"namespaces": [], "joined": False}
     rows = namespace_rows(known, node_stats(**STATS | {"tenants": {"red": tenant}}), "red")
     assert (rows[0]["agreed"], rows[0]["ssd_bytes"]) == (True, 3 << 30)
-    text = printed(show_namespaces, rows, width=120)
+    text = printed(namespaces_view(rows), width=120)
     assert "on SSD" in text and "3 GiB" in line_with(text, DIGEST[:12])
     assert "?" not in text and "agreed" not in text
 
@@ -218,29 +218,29 @@ def test_settings_are_shown_where_a_namespace_has_them():
         CLUSTER | {"namespaces": [ENTRY | {"settings": kept}]}, node_stats(**STATS), "red"
     )
     other = rows[0] | {"digest": "f" * 32, "settings": DEFAULTS}
-    text = printed(show_namespaces, [*rows, other], width=200)
+    text = printed(namespaces_view([*rows, other]), width=200)
     assert f"\n{DIGEST[:12]}  write through, ttl 12h\n" in text
     assert text.count("f" * 12) == 1, "it has no settings"
-    assert "Settings" not in printed(show_namespaces, [other])
+    assert "Settings" not in printed(namespaces_view([other]))
     coded = rows[0] | {"settings": DEFAULTS | {"ssd_codec": "blosc2"}}
-    text = printed(show_namespaces, [coded])
+    text = printed(namespaces_view([coded]))
     assert f"\n{DIGEST[:12]}  ssd-codec blosc2" in text
     limited = rows[0] | {"settings": DEFAULTS | {"dram_quota": 0.125, "ssd_quota": 50 << 30}}
-    text = printed(show_namespaces, [limited])
+    text = printed(namespaces_view([limited]))
     shown_quota = line_with(text, "quota").split()[-1]
     assert shown_quota == "dram=12.5%,ssd=50GiB"
     assert quotas(shown_quota) == {"dram": 0.125, "ssd": 50 << 30}, "it can be typed"
     assert max(map(len, text.splitlines())) <= 80
     foreign = limited | {"tenant": "blue", "blocks": None, "bytes": None, "ssd_bytes": None}
-    text = printed(show_namespaces, [limited, foreign])
+    text = printed(namespaces_view([limited, foreign]))
     assert f"blue    {DIGEST[:12]}  quota dram=12.5%,ssd=50GiB" in text
 
 
 def test_peers_of_the_configuration_that_do_not_answer():
     silent = {"url": "tcp://x:1", "silent_s": 30.0, "error": ""}
     told = CLUSTER | {"peers": ["tcp://x:1"], "silent_peers": [silent]}
-    assert "peer tcp://x:1 has not answered for 30 s; `kvpool doctor`" in printed(show_nodes, told)
-    assert "has not answered" not in printed(show_nodes, CLUSTER | {"peers": ["tcp://x:1"]})
+    assert "peer tcp://x:1 has not answered for 30 s; `kvpool doctor`" in printed(nodes_view(told))
+    assert "has not answered" not in printed(nodes_view(CLUSTER | {"peers": ["tcp://x:1"]}))
 
 
 def test_quotas_are_sizes_or_shares_by_tier():
@@ -257,12 +257,12 @@ def test_no_namespaces():
     nothing = CLUSTER | {"namespaces": []}
     stats = STATS | {"tenants": {"red": STATS["tenants"]["red"] | {"namespaces": {}}}}
     assert "no engine has opened" in printed(
-        show_namespaces, namespace_rows(nothing, node_stats(**stats), "red")
+        namespaces_view(namespace_rows(nothing, node_stats(**stats), "red"))
     )
 
 
 def test_replicas_of_a_block():
-    text = printed(show_replicas, FOUND)
+    text = printed(replicas_view(FOUND))
     assert line_with(text, "host-1").split() == [
         "00" * 16,
         DIGEST[:12],
@@ -273,7 +273,7 @@ def test_replicas_of_a_block():
         "2",
     ]
     assert line_with(text, "host-2").split()[-4:] == ["gpu", "1", "of", "2"]
-    assert printed(show_replicas, []) == ""
+    assert printed(replicas_view([])) == ""
 
 
 def test_what_was_not_found_is_named():

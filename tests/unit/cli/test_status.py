@@ -4,13 +4,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.cli.render.cluster import show_nodes
+from kvpool.cli.render.cluster import nodes_view
 from kvpool.cli.render.naming import period
 from kvpool.cli.render.node import _COUNTERS, _TROUBLES
 from kvpool.cli.render.text import duration, period_text, size_text, used_text
 from kvpool.errors import InvalidRequest
 from kvpool.telemetry.memory_stats import Counters
-from tests.unit.cli.answers import CLUSTER, STATS, line_with, node, printed, shown
+from tests.support.printed import printed
+from tests.unit.cli.answers import CLUSTER, STATS, line_with, node, shown
 
 
 def test_what_an_operator_sees():
@@ -99,7 +100,7 @@ def test_addresses_of_six_words_are_shown_whole():
     worker = STATS["transfer_workers"][0] | {"listening": [url]}
     assert url in shown(STATS | {"transfer_workers": [worker]})
     nodes = [node("host-1", "a", transports=[{"url": url}], labels={"rack": "7"})]
-    assert url in printed(show_nodes, CLUSTER | {"nodes": nodes}, width=200)
+    assert url in printed(nodes_view(CLUSTER | {"nodes": nodes}), width=200)
     link = {
         "node": url,
         "incarnation": "b" * 16,
@@ -111,7 +112,7 @@ def test_addresses_of_six_words_are_shown_whole():
         "inflight_bytes": 0,
         "path": url,
     }
-    assert printed(show_nodes, CLUSTER | {"links": [link]}, width=200).count(url) == 2
+    assert printed(nodes_view(CLUSTER | {"links": [link]}), width=200).count(url) == 2
     peer = STATS["fetch"]["peers"][0] | {"node": url, "asked": 1}
     assert url in shown(STATS | {"fetch": STATS["fetch"] | {"peers": [peer]}})
 

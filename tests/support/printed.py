@@ -1,0 +1,17 @@
+"""What a command would print, for tests of its texts and tables."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+
+
+def printed(parts: Iterable[RenderableType], width: int = 80) -> str:
+    """These texts and tables, as they are printed to a terminal of this width without colours."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False)
+    for part in parts:
+        console.print(part)
+    return out.getvalue()
