@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvpool.admin.problems import Refused
+from kvpool.errors import InvalidRequest, LimitExceeded
 
 KEEP_S = 600.0
 KEYS_MAX = 1024
@@ -37,12 +38,10 @@ class _Entry:
 
 
 def check_key(key: str) -> None:
-    """Raises `Refused`."""
+    """Raises `InvalidRequest`."""
     if not _KEY.fullmatch(key):
-        raise Refused(
-            400,
-            "invalid",
-            f"an Idempotency-Key must have 1 to {KEY_CHARACTERS_MAX} visible ASCII characters",
+        raise InvalidRequest(
+            f"an Idempotency-Key must have 1 to {KEY_CHARACTERS_MAX} visible ASCII characters"
         )
 
 
@@ -60,7 +59,7 @@ class Remembered:
     async def once(
         self, scope: str, key: str, body: bytes, make: Callable[[], Awaitable[Answer]]
     ) -> Answer:
-        """scope: who asks, and for what; keys of different ones are different. Raises `Refused`."""
+        """scope: who asks, and for what; keys of different ones are different. Raises `Refused` and `KvpoolError`."""
         check_key(key)
         name = hashlib.sha256(f"{scope}\n{key}".encode()).hexdigest()
         digest = hashlib.sha256(body).digest()
@@ -68,9 +67,7 @@ class Remembered:
         entry = self._entries.get(name)
         if entry is None:
             if len(self._entries) >= KEYS_MAX:
-                raise Refused(
-                    429, "limit", "too many changes are in progress", {"Retry-After": "1"}
-                )
+                raise LimitExceeded("too many changes are in progress")
             # A client's disconnect cancels no change.
             task = asyncio.get_running_loop().create_task(self._make(name, make))
             entry = self._entries[name] = _Entry(digest, self._clock(), task)

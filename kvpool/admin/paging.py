@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
 from kvpool.admin.problems import Refused
+from kvpool.admin.types import Listed, Page
 from kvpool.decoding import decode_json
 from kvpool.errors import ProtocolError
 
@@ -29,11 +30,12 @@ def unpack_cursor(cursor: str, kind: Any) -> Any:
         raise Refused(400, "invalid", "cursor: this cursor does not belong to this list") from None
 
 
-def page(
-    items: Sequence[T], key: Callable[[T], str], limit: int, cursor: str
-) -> tuple[list[T], str | None]:
-    """Some of these, by ascending key, and the next cursor. What comes and goes meanwhile disturbs no other."""
-    after = unpack_cursor(cursor, tuple[str])[0] if cursor else ""
-    ordered = sorted((item for item in items if not cursor or key(item) > after), key=key)
-    some = ordered[:limit]
-    return some, pack_cursor(key(some[-1])) if len(ordered) > limit else None
+def listed(
+    items: Iterable[T], key: Callable[[T], str], wanted: Page, unreachable: dict[str, str]
+) -> Listed[T]:
+    """The wanted part of these, by ascending key. What comes and goes meanwhile disturbs no other."""
+    after = unpack_cursor(wanted.cursor, tuple[str])[0] if wanted.cursor else None
+    ordered = sorted((item for item in items if after is None or key(item) > after), key=key)
+    some = ordered[: wanted.limit]
+    more = len(ordered) > wanted.limit
+    return Listed(some, pack_cursor(key(some[-1])) if more else None, unreachable)

@@ -5,33 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, app
+from kvpool.cli.base import argument, option
 from kvpool.errors import ConfigError, ProtocolError
 
-audit = typer.Typer(
-    cls=base.Commands,
-    help="Check that an audit file is whole: no record changed, removed or put in between.",
-    no_args_is_help=True,
+audit = base.group(
+    "audit", "Check that an audit file is whole: no record changed, removed or put in between."
 )
-app.add_typer(audit, name="audit", rich_help_panel=OPERATORS)
 
 
 @audit.command("verify")
 def audit_verify(
     file: Annotated[
         Path,
-        typer.Argument(
-            help="The file, as in the setting audit_file. Its rotated files are read too.",
+        argument(
+            "The file, as in the setting audit_file. Its rotated files are read too.",
             metavar="FILE",
         ),
     ],
     contains: Annotated[
         str,
-        typer.Option(
-            help="The hash that an earlier run has printed: its record must be there still.",
+        option(
+            "The hash that an earlier run has printed: its record must be there still.",
             metavar="HASH",
         ),
     ] = "",

@@ -17,11 +17,13 @@ from typer.core import TyperGroup
 from kvpool import __version__
 from kvpool.errors import (
     ClusterUnavailable,
+    ConfigError,
     InvalidRequest,
     KvpoolError,
     NotAuthenticated,
     Unavailable,
 )
+from kvpool.extras import install
 from kvpool.plain_text import plain
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
     from kvpool.client import OperatorClient
     from kvpool.client.gateway import Operator
+
+OPERATORS = "For operators"
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -52,29 +56,27 @@ class Failed(KvpoolError):
     """The command did not do all that it was asked for, or found a problem. The exit status is 1."""
 
 
-def panels(params: Iterable[Any], ctx: Any, usual: str) -> dict[str, list[tuple[str, str]]]:
-    """The lines of a help's options or commands, by panel, in the order of their first one."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for each in params:
-        if (line := each.get_help_record(ctx)) is not None:
-            found.setdefault(getattr(each, "rich_help_panel", None) or usual, []).append(line)
-    return found
+def write_panels(formatter: Any, usual: str, lines: Iterable[tuple[Any, Any]]) -> None:
+    """Write the lines of a help's options or commands by panel, in the order of their first one."""
+    found: dict[str, list[Any]] = {}
+    for each, line in lines:
+        panel = getattr(each, "rich_help_panel", None)
+        found.setdefault(panel if isinstance(panel, str) and panel else usual, []).append(line)
+    for panel, some in found.items():
+        with formatter.section(panel):
+            formatter.write_dl(some)
 
 
 class Commands(TyperGroup):
     """Its help has a part for each panel. In plain lines: tables cut off what does not fit 80 columns."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            command = self.get_command(ctx, name)
-            if command is not None and not command.hidden:
-                line = (name, command.get_short_help_str(200))
-                panel = getattr(command, "rich_help_panel", None)
-                found.setdefault(panel if isinstance(panel, str) else "Commands", []).append(line)
-        for panel, lines in found.items():
-            with formatter.section(panel):
-                formatter.write_dl(lines)
+        lines = [
+            (command, (name, command.get_short_help_str(200)))
+            for name in self.list_commands(ctx)
+            if (command := self.get_command(ctx, name)) is not None
+        ]
+        write_panels(formatter, "Commands", lines)
 
 
 class CommandsWithUsual(Commands):
@@ -103,6 +105,39 @@ app = typer.Typer(
 )
 
 
+def option(text: str, *names: str, **more: Any) -> Any:
+    """An option of a command: its help, and its names where they do not follow from the parameter's."""
+    return typer.Option(*names, help=text, **more)
+
+
+def argument(text: str, **more: Any) -> Any:
+    """An argument of a command, with its help."""
+    return typer.Argument(help=text, **more)
+
+
+def group(
+    name: str,
+    text: str,
+    *,
+    parent: typer.Typer | None = None,
+    kind: type[TyperGroup] = Commands,
+    panel: str | None = OPERATORS,
+) -> typer.Typer:
+    """A command that has commands, with its help."""
+    made = typer.Typer(cls=kind, help=text, no_args_is_help=True)
+    (parent or app).add_typer(made, name=name, rich_help_panel=panel)
+    return made
+
+
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
+    """Around imports of what comes with an extra. Raises `ConfigError`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what} needs {error.name}: {install(extra)}") from None
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(__version__)
@@ -112,10 +147,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", is_eager=True, callback=_print_version
-        ),
+        bool, option("Print the version.", "--version", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     del version  # printed by its callback
@@ -136,54 +168,38 @@ def only_here(command: str, socket: str | None) -> None:
 
 TIMEOUT_S = 10.0  # for each request to the local daemon
 
-OPERATORS = "For operators"
-
 # Passwords and tokens are not options: every user of a machine sees the arguments of its processes.
-Socket = Annotated[str | None, typer.Option(help="Path of the control socket.", metavar="PATH")]
-Tenant = Annotated[str, typer.Option(help="The tenant; its token is read from KVPOOL_TOKEN.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Socket = Annotated[str | None, option("Path of the control socket.", metavar="PATH")]
+Tenant = Annotated[str, option("The tenant; its token is read from KVPOOL_TOKEN.")]
+AsJson = Annotated[bool, option("Print everything as JSON.", "--json")]
 AnyNode = Annotated[
-    str, typer.Option(help="Ask this node of the cluster instead of the local one.", metavar="NAME")
+    str, option("Ask this node of the cluster instead of the local one.", metavar="NAME")
 ]
 OnNodes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--node", help="On this node; may be repeated. Default: all nodes.", metavar="NAME"
-    ),
+    option("On this node; may be repeated. Default: all nodes.", "--node", metavar="NAME"),
 ]
 OnSomeNodes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--node", help="On this node; may be repeated. Default: the local one.", metavar="NAME"
-    ),
+    option("On this node; may be repeated. Default: the local one.", "--node", metavar="NAME"),
 ]
 OfNamespace = Annotated[
-    str | None,
-    typer.Option(help="Only in this namespace: its first hex digits.", metavar="DIGEST"),
+    str | None, option("Only in this namespace: its first hex digits.", metavar="DIGEST")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count; change nothing.")]
-RouterUrl = Annotated[
-    str, typer.Option(help="The router's URL.", envvar="KVPOOL_ROUTER", metavar="URL")
-]
+DryRun = Annotated[bool, option("Only count; change nothing.", "--dry-run")]
+RouterUrl = Annotated[str, option("The router's URL.", envvar="KVPOOL_ROUTER", metavar="URL")]
 ROUTER = "http://127.0.0.1:8080"
 Yes = Annotated[
     bool,
-    typer.Option(
-        "--yes", "-y", help="Do not ask for confirmation. Needed where there is no terminal to ask."
-    ),
+    option("Do not ask for confirmation. Needed where there is no terminal to ask.", "--yes", "-y"),
 ]
-Digest = Annotated[
-    str, typer.Argument(help="A namespace: its first hex digits, 4 or more.", metavar="DIGEST")
-]
+Digest = Annotated[str, argument("A namespace: its first hex digits, 4 or more.", metavar="DIGEST")]
 BlockKeys = Annotated[
-    list[str] | None,
-    typer.Argument(help="Block keys in prefix order, 32 hex digits each.", metavar="KEY..."),
+    list[str] | None, argument("Block keys in prefix order, 32 hex digits each.", metavar="KEY...")
 ]
 KeysFile = Annotated[
     Path | None,
-    typer.Option(
-        help="A file of block keys, one per line; - reads standard input.", metavar="FILE"
-    ),
+    option("A file of block keys, one per line; - reads standard input.", metavar="FILE"),
 ]
 
 

@@ -10,43 +10,34 @@ import typer
 from kvpool.cli import base
 from kvpool.cli.base import (
     EXIT_ERROR,
-    OPERATORS,
     AnyNode,
     BlockKeys,
     Digest,
     KeysFile,
     OfNamespace,
     Session,
-    app,
+    argument,
     asks,
+    option,
 )
 from kvpool.errors import InvalidRequest
 
 LOOKUP_S = 2.0  # for the directory's answer
 
-blocks = typer.Typer(
-    cls=base.Commands,
-    help="Blocks: list those of a node, locate some, look up a prefix.",
-    no_args_is_help=True,
-)
-app.add_typer(blocks, name="blocks", rich_help_panel=OPERATORS)
+blocks = base.group("blocks", "Blocks: list those of a node, locate some, look up a prefix.")
 
 
 @asks(blocks, "list")
 def blocks_list(
     at: Session,
     digest: Annotated[
-        str | None,
-        typer.Argument(help="A namespace: its first hex digits; default: all.", metavar="DIGEST"),
+        str | None, argument("A namespace: its first hex digits; default: all.", metavar="DIGEST")
     ] = None,
     node: AnyNode = "",
-    tier: Annotated[str, typer.Option(help="The tier: dram, ssd or device.")] = "dram",
-    limit: Annotated[int, typer.Option(min=1, help="The most blocks to list.")] = 100,
+    tier: Annotated[str, option("The tier: dram, ssd or device.")] = "dram",
+    limit: Annotated[int, option("The most blocks to list.", min=1)] = 100,
     cursor: Annotated[
-        str,
-        typer.Option(
-            help="Where to continue: the cursor printed by the previous call.", metavar="CURSOR"
-        ),
+        str, option("Where to continue: the cursor printed by the previous call.", metavar="CURSOR")
     ] = "",
 ) -> None:
     """List the blocks of a node: key, depth in its chain, size, age, pin.
@@ -65,9 +56,7 @@ def blocks_list(
 @asks(blocks, "locate")
 def blocks_locate(
     at: Session,
-    keys: Annotated[
-        list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
-    ],
+    keys: Annotated[list[str], argument("Block keys, 32 hex digits each.", metavar="KEY...")],
     namespace: OfNamespace = None,
 ) -> None:
     """Show which nodes hold blocks. Exit status 1 if some were not found.
@@ -95,8 +84,7 @@ def blocks_lookup(
     keys: BlockKeys = None,
     keys_file: KeysFile = None,
     why: Annotated[
-        bool,
-        typer.Option("--why", help="Show of each node why it lacks the first block that it lacks."),
+        bool, option("Show of each node why it lacks the first block that it lacks.", "--why")
     ] = False,
 ) -> None:
     """Show how much of a prefix each node could provide. Exit status 1 if no node has any of it.

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AsJson, app
-from kvpool.errors import ConfigError
-from kvpool.extras import install
+from kvpool.cli.base import AsJson, argument, option
 
-certs = typer.Typer(
-    cls=base.Commands,
-    help="Create a small certificate authority, and certificates for TLS. Needs the extra admin.",
-    no_args_is_help=True,
+certs = base.group(
+    "certs",
+    "Create a small certificate authority, and certificates for TLS. Needs the extra admin.",
 )
-app.add_typer(certs, name="certs", rich_help_panel=OPERATORS)
 
 AuthorityFolder = Annotated[
-    Path, typer.Argument(help="The authority's folder; its key is stored there.", metavar="DIR")
+    Path, argument("The authority's folder; its key is stored there.", metavar="DIR")
 ]
-Days = Annotated[int, typer.Option(help="Days until it expires, at most 3650.")]
+Days = Annotated[int, option("Days until it expires, at most 3650.")]
 Hosts = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "A name or address that clients connect to; may be repeated.",
         "--host",
-        help="A name or address that clients connect to; may be repeated.",
         metavar="NAME_OR_IP",
     ),
 ]
@@ -39,13 +31,13 @@ Hosts = Annotated[
 @certs.command("init")
 def certs_init(
     folder: AuthorityFolder,
-    cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "kvpool",
+    cluster: Annotated[str, option("The cluster's name.")] = "kvpool",
 ) -> None:
     """Create a certificate authority for a cluster, in a new folder.
 
     Example: kvpool certs init ./certs --cluster prod
     """
-    with _certs_extra():
+    with base.needs("admin", "creating certificates"):
         from kvpool.cli.render.certs import made_authority
         from kvpool.security.certs import make_authority
     print(made_authority(make_authority(folder, cluster, _now())))
@@ -54,7 +46,7 @@ def certs_init(
 @certs.command("node")
 def certs_node(
     folder: AuthorityFolder,
-    name: Annotated[str, typer.Argument(help="The node's name, the same as its setting `node`.")],
+    name: Annotated[str, argument("The node's name, the same as its setting `node`.")],
     hosts: Hosts = None,
     days: Days = 365,
 ) -> None:
@@ -68,7 +60,7 @@ def certs_node(
 @certs.command("client")
 def certs_client(
     folder: AuthorityFolder,
-    name: Annotated[str, typer.Argument(help="The owner's name.")],
+    name: Annotated[str, argument("The owner's name.")],
     days: Days = 365,
 ) -> None:
     """Create a client certificate. Daemons do not accept it as a node's.
@@ -81,15 +73,13 @@ def certs_client(
 @certs.command("revoke")
 def certs_revoke(
     folder: AuthorityFolder,
-    which: Annotated[
-        str, typer.Argument(help="A name, or a serial number in hex.", metavar="NAME|SERIAL")
-    ],
+    which: Annotated[str, argument("A name, or a serial number in hex.", metavar="NAME|SERIAL")],
 ) -> None:
     """Revoke all certificates of a node or client, or a single one: adds them to crl.pem.
 
     Example: kvpool certs revoke ./certs host-7
     """
-    with _certs_extra():
+    with base.needs("admin", "creating certificates"):
         from kvpool.cli.render.certs import revoked
         from kvpool.security.certs import open_authority, revoke
     print(revoked(folder, which, revoke(open_authority(folder), which, _now())))
@@ -97,14 +87,14 @@ def certs_revoke(
 
 @certs.command("show")
 def certs_show(
-    file: Annotated[Path, typer.Argument(help="A PEM file: a certificate, or crl.pem.")],
+    file: Annotated[Path, argument("A PEM file: a certificate, or crl.pem.")],
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a certificate or of a revocation list.
 
     Example: kvpool certs show ./certs/node-host-7.pem
     """
-    with _certs_extra():
+    with base.needs("admin", "creating certificates"):
         from kvpool.cli.render.certs import certificate_view
         from kvpool.security.certs import look_at
     shown = look_at(file)
@@ -112,20 +102,11 @@ def certs_show(
 
 
 def _issue(folder: Path, role: str, name: str, hosts: list[str] | None, days: int) -> None:
-    with _certs_extra():
+    with base.needs("admin", "creating certificates"):
         from kvpool.cli.render.certs import made_certificate
         from kvpool.security.certs import issue, open_authority
     made = issue(open_authority(folder), role, name, _now(), hosts=hosts or (), days=days)
     print(made_certificate(made))
-
-
-@contextmanager
-def _certs_extra() -> Iterator[None]:
-    """Around imports that need an extra."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"creating certificates needs {error.name}: {install('admin')}") from None
 
 
 def _now() -> datetime:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, Digest, DryRun, Session, Yes, asks, complain_of, named_nodes
+from kvpool.cli.base import (
+    OPERATORS,
+    Digest,
+    DryRun,
+    Session,
+    Yes,
+    asks,
+    complain_of,
+    named_nodes,
+    option,
+)
 
 
 @asks(panel=OPERATORS)
@@ -15,7 +23,7 @@ def clear(
     at: Session,
     digest: Digest,
     fence: Annotated[
-        bool, typer.Option("--fence", help="Require engines to open it again before they continue.")
+        bool, option("Require engines to open it again before they continue.", "--fence")
     ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,

@@ -6,33 +6,26 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
 from kvpool.cli.base import (
-    OPERATORS,
     AnyNode,
     AsJson,
     OnNodes,
     Session,
-    app,
+    argument,
     asks,
     named_nodes,
 )
 
-config = typer.Typer(
-    cls=base.Commands,
-    help="The configuration: check a file; show and change that of running nodes.",
-    no_args_is_help=True,
+config = base.group(
+    "config", "The configuration: check a file; show and change that of running nodes."
 )
-app.add_typer(config, name="config", rich_help_panel=OPERATORS)
 
 
 @config.command("check")
 def config_check(
     file: Annotated[
-        Path | None,
-        typer.Argument(help="A TOML file with settings; default: KVPOOL_CONFIG.", metavar="FILE"),
+        Path | None, argument("A TOML file with settings; default: KVPOOL_CONFIG.", metavar="FILE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,9 +67,7 @@ def config_set(
     at: Session,
     settings: Annotated[
         list[str],
-        typer.Argument(
-            help="A setting and its value, such as replicas_max=3.", metavar="NAME=VALUE..."
-        ),
+        argument("A setting and its value, such as replicas_max=3.", metavar="NAME=VALUE..."),
     ],
     node: OnNodes = None,
 ) -> None:

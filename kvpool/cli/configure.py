@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, Digest, Session, asks
+from kvpool.cli.base import OPERATORS, Digest, Session, asks, option
 from kvpool.errors import InvalidRequest
 
 
@@ -16,39 +14,37 @@ def configure(
     at: Session,
     digest: Digest,
     replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of nodes that should hold each block.", metavar="N"),
+        int | None, option("Number of nodes that should hold each block.", min=1, metavar="N")
     ] = None,
     write: Annotated[
         str | None,
-        typer.Option(
-            help="When blocks are written to SSD: through (after the put), back (before eviction), none; or "
+        option(
+            "When blocks are written to SSD: through (after the put), back (before eviction), none; or "
             "default: as each node is configured.",
             metavar="MODE",
         ),
     ] = None,
     ttl: Annotated[
         str | None,
-        typer.Option(
-            help="Drop blocks that were not used for this long: 30s, 15m, 12h, 7d; 0: never.",
+        option(
+            "Drop blocks that were not used for this long: 30s, 15m, 12h, 7d; 0: never.",
             metavar="TIME",
         ),
     ] = None,
     ssd_codec: Annotated[
-        str | None,
-        typer.Option(help="Compression of blocks on SSD: blosc2, none.", metavar="CODEC"),
+        str | None, option("Compression of blocks on SSD: blosc2, none.", metavar="CODEC")
     ] = None,
     write_remote: Annotated[
         str | None,
-        typer.Option(
-            help="When blocks are written to object storage: back (before eviction), none.",
+        option(
+            "When blocks are written to object storage: back (before eviction), none.",
             metavar="MODE",
         ),
     ] = None,
     quota: Annotated[
         str | None,
-        typer.Option(
-            help="Quota on each node, by tier: dram=20%,ssd=50GiB, of the tenant's part; none: no quota.",
+        option(
+            "Quota on each node, by tier: dram=20%,ssd=50GiB, of the tenant's part; none: no quota.",
             metavar="TIER=SIZE[,...]",
         ),
     ] = None,
@@ -77,11 +73,7 @@ def configure(
             ssd_quota=of_tiers.get("ssd"),
             write_remote=write_remote,
         )
-    if at.as_json:
-        base.print_json({"namespace": chosen.hex(), "configured": True})
-        return
-    print(
-        f"changed the settings of namespace {chosen.hex()} of tenant {at.tenant} on all nodes; see `kvpool namespaces`"
-    )
+    text = f"changed the settings of namespace {chosen.hex()} of tenant {at.tenant} on all nodes; see `kvpool namespaces`"
     if replicas is not None and replicas > 1:
-        print("new blocks are replicated at once, existing blocks in the background")
+        text += "\nnew blocks are replicated at once, existing blocks in the background"
+    at.show({"namespace": chosen.hex(), "configured": True}, text)

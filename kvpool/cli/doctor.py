@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, Session, asks
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, Session, asks, option
 from kvpool.errors import KvpoolError, Unavailable
 
 
@@ -16,7 +16,7 @@ def doctor(
     at: Session,
     path: Annotated[
         list[str] | None,
-        typer.Option(help="A folder to check for tier ssd; may be repeated.", metavar="FOLDER"),
+        option("A folder to check for tier ssd; may be repeated.", metavar="FOLDER"),
     ] = None,
 ) -> None:
     """Check this machine: RDMA, memory, huge pages, GPUs, disks, etcd, Redis, and the transport to each node.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_INTERRUPTED, OPERATORS, Session, asks
+from kvpool.cli.base import EXIT_INTERRUPTED, OPERATORS, Session, argument, asks, option
 
 DRAIN_S = 3600.0
 
@@ -17,33 +17,31 @@ DRAIN_S = 3600.0
 def drain(
     at: Session,
     node: Annotated[
-        str | None, typer.Argument(help="The node's name. Without one only engines are drained.")
+        str | None, argument("The node's name. Without one only engines are drained.")
     ] = None,
     router: Annotated[
         list[str] | None,
-        typer.Option(
-            help="First have this router send no new requests to engines of the node, and wait for those that they "
+        option(
+            "First have this router send no new requests to engines of the node, and wait for those that they "
             "have; may be repeated. A name with several addresses means all of them.",
             metavar="URL",
         ),
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Also this engine, by its URL or its name at the router; may be repeated.",
+        option(
+            "Also this engine, by its URL or its name at the router; may be repeated.",
             metavar="URL",
         ),
     ] = None,
-    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the drain.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Wait until the drain ends.")
-    ] = True,
+    cancel: Annotated[bool, option("Cancel the drain.", "--cancel")] = False,
+    wait: Annotated[bool, option("Wait until the drain ends.", "--wait/--no-wait")] = True,
     timeout_s: Annotated[
         float,
-        typer.Option(
+        option(
+            "The longest wait, seconds. Engines of a node have half of it to finish their requests.",
             "--timeout",
             min=0.0,
-            help="The longest wait, seconds. Engines of a node have half of it to finish their requests.",
         ),
     ] = DRAIN_S,
 ) -> None:

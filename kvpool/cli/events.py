@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, OnNodes, Session, asks
+from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, OPERATORS, OnNodes, Session, asks, option
 
 if TYPE_CHECKING:
     from kvpool.wire.answers import Event
@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 @asks(panel=OPERATORS)
 def events(
     at: Session,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until Ctrl-C.")] = False,
+    follow: Annotated[bool, option("Continue until Ctrl-C.", "--follow", "-f")] = False,
     node: OnNodes = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option(
-            help='Only events of this kind: "node joined", "job ended", change; may be repeated.'
-        ),
+        option('Only events of this kind: "node joined", "job ended", change; may be repeated.'),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Number of recent events to show.")] = 100,
+    limit: Annotated[int, option("Number of recent events to show.", min=1)] = 100,
 ) -> None:
     """Show the nodes' events: joins and failures, jobs, and operators' changes.
 

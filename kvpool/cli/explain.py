@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, ROUTER, AsJson, RouterUrl, app
+from kvpool.cli.base import OPERATORS, ROUTER, AsJson, RouterUrl, app, argument, option
 from kvpool.errors import InvalidRequest
 
 
@@ -15,18 +13,15 @@ from kvpool.errors import InvalidRequest
 def explain(
     request: Annotated[
         str | None,
-        typer.Argument(
-            help="A request's id, from the header x-kvpool-request-id of its answer.",
+        argument(
+            "A request's id, from the header x-kvpool-request-id of its answer.",
             metavar="REQUEST_ID",
         ),
     ] = None,
     prompt: Annotated[
-        str | None,
-        typer.Option(help="Show where this prompt would go. Nothing is sent to engines."),
+        str | None, option("Show where this prompt would go. Nothing is sent to engines.")
     ] = None,
-    model: Annotated[
-        str, typer.Option(help="The prompt's model; may be omitted if there is only one.")
-    ] = "",
+    model: Annotated[str, option("The prompt's model; may be omitted if there is only one.")] = "",
     router: RouterUrl = ROUTER,
     as_json: AsJson = False,
 ) -> None:

@@ -19,7 +19,9 @@ from kvpool.cli.base import (
     OfNamespace,
     RouterUrl,
     Session,
+    argument,
     asks,
+    option,
 )
 from kvpool.errors import InvalidRequest
 from kvpool.types import Intent, Outcome
@@ -32,43 +34,39 @@ REQUEST_BYTES_MAX = 16 << 20
 def intend(
     at: Session,
     intent: Annotated[
-        Intent, typer.Argument(help="pin, unpin, keep, prefetch, expend or drop.", metavar="INTENT")
+        Intent, argument("pin, unpin, keep, prefetch, expend or drop.", metavar="INTENT")
     ],
     keys: BlockKeys = None,
     keys_file: KeysFile = None,
     tokens_file: Annotated[
         Path | None,
-        typer.Option(
-            help="A file with a prompt's token numbers, if engines of the namespace have announced their hashes.",
+        option(
+            "A file with a prompt's token numbers, if engines of the namespace have announced their hashes.",
             metavar="FILE",
         ),
     ] = None,
     request_file: Annotated[
         Path | None,
-        typer.Option(
-            help="A file with a request as an engine gets it, JSON with model and prompt or messages: a router tells the "
+        option(
+            "A file with a request as an engine gets it, JSON with model and prompt or messages: a router tells the "
             "nodes of the model's engines. The token: KVPOOL_ROUTER_TOKEN.",
             metavar="FILE",
         ),
     ] = None,
     router: RouterUrl = ROUTER,
-    session: Annotated[
-        str, typer.Option(help="The blocks of this session instead.", metavar="SESSION")
-    ] = "",
+    session: Annotated[str, option("The blocks of this session instead.", metavar="SESSION")] = "",
     namespace: OfNamespace = None,
     node: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "On this node; may be repeated. Default: the local one, or those of the model's engines.",
             "--node",
-            help="On this node; may be repeated. Default: the local one, or those of the model's engines.",
             metavar="NAME",
         ),
     ] = None,
-    hard: Annotated[
-        bool, typer.Option("--hard", help="Pin so that they are never evicted.")
-    ] = False,
+    hard: Annotated[bool, option("Pin so that they are never evicted.", "--hard")] = False,
     for_: Annotated[
-        str, typer.Option("--for", help="How long to keep them: 90s, 15m, 12h, 7d.", metavar="TIME")
+        str, option("How long to keep them: 90s, 15m, 12h, 7d.", "--for", metavar="TIME")
     ] = "0",
     dry_run: DryRun = False,
 ) -> None:

@@ -15,7 +15,6 @@ from kvpool.cli import base
 from kvpool.cli.base import (
     EXIT_ERROR,
     EXIT_INTERRUPTED,
-    OPERATORS,
     BlockKeys,
     Digest,
     DryRun,
@@ -24,10 +23,11 @@ from kvpool.cli.base import (
     OnSomeNodes,
     Session,
     Yes,
-    app,
+    argument,
     asks,
     complain_of,
     named_nodes,
+    option,
 )
 from kvpool.errors import InvalidRequest
 
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from kvpool.cli.render.jobs import Job
 
 Wait = Annotated[
-    bool,
-    typer.Option("--wait/--no-wait", help="Wait for the end, or print the job's name at once."),
+    bool, option("Wait for the end, or print the job's name at once.", "--wait/--no-wait")
 ]
-JobName = Annotated[str, typer.Argument(help="The job's name.", metavar="JOB")]
+JobName = Annotated[str, argument("The job's name.", metavar="JOB")]
 
 
 class StartGroup(base.Commands):
@@ -60,18 +59,14 @@ class StartGroup(base.Commands):
         """Ignore the empty mapping that the base class assigns."""
 
 
-job = typer.Typer(
-    cls=base.Commands,
-    help="Operators' long-running work: start, list, show, stop.",
-    no_args_is_help=True,
+job = base.group("job", "Operators' long-running work: start, list, show, stop.")
+start = base.group(
+    "start",
+    "Start a job. It goes on if the command that waits for it ends.",
+    parent=job,
+    kind=StartGroup,
+    panel=None,
 )
-start = typer.Typer(
-    cls=StartGroup,
-    help="Start a job. It goes on if the command that waits for it ends.",
-    no_args_is_help=True,
-)
-app.add_typer(job, name="job", rich_help_panel=OPERATORS)
-job.add_typer(start, name="start")
 
 
 @asks(job, "list")
@@ -156,15 +151,14 @@ def _command(kind: Any) -> Any:
     """The command that starts jobs of a kind, with an option for each field."""
     parameters: dict[str, tuple[Any, Any]] = {}
     for name, (hint, about) in _fields(kind).items():
-        option = about.get("option")
         if about.get("typed") == "keys":
             parameters |= {"keys": (BlockKeys, None), "keys_file": (KeysFile, None)}
-        elif option is None:
+        elif "option" not in about:
             parameters[name] = Digest, inspect.Parameter.empty
         else:
-            plain = hint | None if hint is bool or about.get("typed") is None else str | None
-            shown = typer.Option(option, help=about["help"], metavar=about.get("metavar"))
-            parameters[name] = Annotated[plain, shown], False if hint is bool else None
+            plain = hint if hint is bool or "typed" not in about else str
+            shown = option(about["help"], about["option"], metavar=about["metavar"])
+            parameters[name] = Annotated[plain | None, shown], False if hint is bool else None
     parameters |= {
         "node": (OnNodes if kind.everywhere else OnSomeNodes, None),
         **({"dry_run": (DryRun, False)} if kind.words[1] else {}),

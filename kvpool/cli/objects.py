@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import Session, asks
+from kvpool.cli.base import Session, argument, asks, option
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -21,11 +19,11 @@ if TYPE_CHECKING:
 OBJECTS = "Objects by name"
 STDIO = "-"
 
-ObjectName = Annotated[str, typer.Argument(help="The name of an object.", metavar="NAME")]
+ObjectName = Annotated[str, argument("The name of an object.", metavar="NAME")]
 TenantId = Annotated[
     str,
-    typer.Option(
-        help="The tenant_id that a program gave to mooncake.store: it divides a tenant's names.",
+    option(
+        "The tenant_id that a program gave to mooncake.store: it divides a tenant's names.",
         metavar="ID",
     ),
 ]
@@ -35,9 +33,7 @@ TenantId = Annotated[
 def put(
     at: Session,
     name: ObjectName,
-    file: Annotated[
-        str, typer.Argument(help="A file; - reads standard input.", metavar="FILE|-")
-    ] = STDIO,
+    file: Annotated[str, argument("A file; - reads standard input.", metavar="FILE|-")] = STDIO,
     tenant_id: TenantId = "default",
 ) -> None:
     """Store a file as an object, in place of one of the same name. Exit status 1 if it is not stored.
@@ -63,8 +59,8 @@ def get(
     name: ObjectName,
     file: Annotated[
         str | None,
-        typer.Argument(
-            help="Where to write it; - or nothing: standard output. On a terminal nothing prints only its size.",
+        argument(
+            "Where to write it; - or nothing: standard output. On a terminal nothing prints only its size.",
             metavar="FILE|-",
         ),
     ] = None,
@@ -103,13 +99,11 @@ def get(
 @asks(panel=OBJECTS)
 def ls(
     at: Session,
-    prefix: Annotated[
-        str, typer.Argument(help="Only names that begin with this.", metavar="PREFIX")
-    ] = "",
+    prefix: Annotated[str, argument("Only names that begin with this.", metavar="PREFIX")] = "",
     tier: Annotated[
-        str, typer.Option(help="The tier: dram or ssd. Of blocks on ssd, names are read there.")
+        str, option("The tier: dram or ssd. Of blocks on ssd, names are read there.")
     ] = "dram",
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most names to list.")] = 100,
+    limit: Annotated[int, option("The most names to list.", min=1, max=10_000)] = 100,
     tenant_id: TenantId = "default",
 ) -> None:
     """List the objects whose blocks are on this node, in no order. For operators: other programs know their names.
@@ -129,7 +123,7 @@ def ls(
 @asks(panel=OBJECTS)
 def rm(
     at: Session,
-    names: Annotated[list[str], typer.Argument(help="Names of objects.", metavar="NAME...")],
+    names: Annotated[list[str], argument("Names of objects.", metavar="NAME...")],
     tenant_id: TenantId = "default",
 ) -> None:
     """Remove objects from all nodes. Exit status 1 if one was not there, or a node did not answer.

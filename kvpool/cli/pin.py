@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, OfNamespace, OnSomeNodes, Session, asks
+from kvpool.cli.base import OPERATORS, OfNamespace, OnSomeNodes, Session, argument, asks, option
 
-PinKeys = Annotated[
-    list[str], typer.Argument(help="Block keys, 32 hex digits each.", metavar="KEY...")
-]
+PinKeys = Annotated[list[str], argument("Block keys, 32 hex digits each.", metavar="KEY...")]
 
 
 @asks(panel=OPERATORS)
 def pin(
     at: Session,
     keys: PinKeys,
-    kind: Annotated[
-        str, typer.Option(help="soft: evicted last; hard: never evicted; none: no pin.")
-    ] = "soft",
+    kind: Annotated[str, option("soft: evicted last; hard: never evicted; none: no pin.")] = "soft",
     namespace: OfNamespace = None,
     node: OnSomeNodes = None,
 ) -> None:

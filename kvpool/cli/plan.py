@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import Session, app, asks
+from kvpool.cli.base import Session, app, argument, asks, option
 
 WORKLOAD = "workload"
 
@@ -47,56 +47,41 @@ def memory(at: Session) -> None:
 def plan(
     trace: Annotated[
         str | None,
-        typer.Argument(
-            help="A recording of a router, or a trace in Mooncake's format; default: the workload described by the "
+        argument(
+            "A recording of a router, or a trace in Mooncake's format; default: the workload described by the "
             "options."
         ),
     ] = None,
-    ttft: Annotated[float, typer.Option(help="Target for the time to first token, seconds.")] = 2.0,
-    tpot: Annotated[
-        float, typer.Option(help="Target for the time per output token, seconds.")
-    ] = 0.05,
-    share: Annotated[
-        float, typer.Option(help="Share of requests that must meet both targets.")
-    ] = 0.9,
+    ttft: Annotated[float, option("Target for the time to first token, seconds.")] = 2.0,
+    tpot: Annotated[float, option("Target for the time per output token, seconds.")] = 0.05,
+    share: Annotated[float, option("Share of requests that must meet both targets.")] = 0.9,
     rate: Annotated[
-        float,
-        typer.Option(
-            help="Requests a second; 0: the trace's own times, or 4 for a described workload."
-        ),
+        float, option("Requests a second; 0: the trace's own times, or 4 for a described workload.")
     ] = 0.0,
-    prompt: Annotated[int, typer.Option(help="Mean tokens of a prompt.")] = 4000,
-    output: Annotated[int, typer.Option(help="Mean tokens of an answer.")] = 300,
-    shared: Annotated[float, typer.Option(help="Share of a prompt in common with others.")] = 0.5,
-    hardware: Annotated[
-        str, typer.Option(help="Hardware: a profile's name, or a file.")
-    ] = "a800x8",
-    model: Annotated[str, typer.Option(help="Model: a profile's name, or a file.")] = "llama-3-70b",
-    engines_max: Annotated[int, typer.Option(help="The most engines to try.")] = 64,
+    prompt: Annotated[int, option("Mean tokens of a prompt.")] = 4000,
+    output: Annotated[int, option("Mean tokens of an answer.")] = 300,
+    shared: Annotated[float, option("Share of a prompt in common with others.")] = 0.5,
+    hardware: Annotated[str, option("Hardware: a profile's name, or a file.")] = "a800x8",
+    model: Annotated[str, option("Model: a profile's name, or a file.")] = "llama-3-70b",
+    engines_max: Annotated[int, option("The most engines to try.")] = 64,
     dram_max: Annotated[
-        float, typer.Option(help="The most GB of memory a node may use for the pool.")
+        float, option("The most GB of memory a node may use for the pool.")
     ] = 1000.0,
-    ssd_max: Annotated[
-        float, typer.Option(help="The most GB of disk a node may use for the pool.")
-    ] = 8000.0,
-    network: Annotated[
-        float, typer.Option(help="Link bandwidth in GB/s per node; 0: the profile's.")
-    ] = 0.0,
+    ssd_max: Annotated[float, option("The most GB of disk a node may use for the pool.")] = 8000.0,
+    network: Annotated[float, option("Link bandwidth in GB/s per node; 0: the profile's.")] = 0.0,
     router: Annotated[
         str,
-        typer.Option(
-            help="Take engines' speeds as this router has measured them. The token: KVPOOL_ROUTER_TOKEN.",
+        option(
+            "Take engines' speeds as this router has measured them. The token: KVPOOL_ROUTER_TOKEN.",
             metavar="URL",
         ),
     ] = "",
     kind: Annotated[
-        str, typer.Option(help="With --router: which kind of engines, if there are several.")
+        str, option("With --router: which kind of engines, if there are several.")
     ] = "",
-    limit: Annotated[int, typer.Option(help="Number of requests to simulate.")] = 1000,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
-    json_path: Annotated[
-        str | None, typer.Option("--json", help="Write all trials to this file.")
-    ] = None,
+    limit: Annotated[int, option("Number of requests to simulate.")] = 1000,
+    seed: Annotated[int, option("The same seed gives the same plan.")] = 0,
+    json_path: Annotated[str | None, option("Write all trials to this file.", "--json")] = None,
 ) -> None:
     """Find how many engines of each role, and how large a pool, a workload needs. `workload` may be left out.
 

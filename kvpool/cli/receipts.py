@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Socket, app
+from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Socket, app, option
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError
 from kvpool.types import DEFAULT_TENANT
 
@@ -26,32 +26,31 @@ INCOMPLETE = "its files of receipts cannot all be read: see its log"
 
 @app.command(rich_help_panel=OPERATORS)
 def receipts(
-    tenant: Annotated[str, typer.Option(help="Of this tenant only.")] = "",
+    tenant: Annotated[str, option("Of this tenant only.")] = "",
     namespace: Annotated[
-        str, typer.Option(help="Of this namespace only: all of its digest.", metavar="DIGEST")
+        str, option("Of this namespace only: all of its digest.", metavar="DIGEST")
     ] = "",
     node: AnyNode = "",
     since: Annotated[
         str,
-        typer.Option(
-            help="From then on: 24h, 7d, or 2026-12-01T00:00:00Z. Empty: all that is kept.",
+        option(
+            "From then on: 24h, 7d, or 2026-12-01T00:00:00Z. Empty: all that is kept.",
             metavar="TIME",
         ),
     ] = "",
-    until: Annotated[str, typer.Option(help="Before then. Empty: now.", metavar="TIME")] = "",
+    until: Annotated[str, option("Before then. Empty: now.", metavar="TIME")] = "",
     request: Annotated[
         str,
-        typer.Option(
-            help="Of the requests whose label contains this, one by one, instead of tenants' accounts.",
+        option(
+            "Of the requests whose label contains this, one by one, instead of tenants' accounts.",
             metavar="ID",
         ),
     ] = "",
     periods: Annotated[
-        bool, typer.Option("--periods", help="Each period by itself, instead of all together.")
+        bool, option("Each period by itself, instead of all together.", "--periods")
     ] = False,
     as_: Annotated[
-        Literal["table", "json", "jsonl", "csv"],
-        typer.Option("--format", help="How they are printed."),
+        Literal["table", "json", "jsonl", "csv"], option("How they are printed.", "--format")
     ] = "table",
     socket: Socket = None,
 ) -> None:

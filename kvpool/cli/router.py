@@ -5,26 +5,20 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import typer
+import typer  # noqa: TC002  (read from the hints)
 
 from kvpool import __version__
 from kvpool.cli import base
-from kvpool.cli.base import app
+from kvpool.cli.base import app, option
 from kvpool.cli.settings_command import RouterCommand
 from kvpool.cli.supervisor import tell_ready
-from kvpool.errors import ConfigError
-from kvpool.extras import install
 
 
 @app.command(cls=RouterCommand)
 def router(
     ctx: typer.Context,
-    config: Annotated[
-        str | None, typer.Option(help="TOML file with settings.", metavar="FILE")
-    ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log more: --log-level info.")
-    ] = False,
+    config: Annotated[str | None, option("TOML file with settings.", metavar="FILE")] = None,
+    verbose: Annotated[bool, option("Log more: --log-level info.", "--verbose", "-v")] = False,
 ) -> None:
     """Run an OpenAI-compatible router in front of engines, until SIGTERM. Needs the extra router.
 
@@ -32,10 +26,8 @@ def router(
 
     Example: kvpool router --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
     """
-    try:
+    with base.needs("router", "the router"):
         from kvpool.router.command import run
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the router needs {error.name}: {install('router')}") from None
     from kvpool.router.config import load
     from kvpool.telemetry import logs
 

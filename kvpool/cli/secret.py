@@ -7,22 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, app
+from kvpool.cli.base import argument, option
 from kvpool.errors import ConfigError
 
-secret = typer.Typer(
-    cls=base.Commands,
-    help="Create the cluster's secret, and change it while the daemons run.",
-    no_args_is_help=True,
-)
-app.add_typer(secret, name="secret", rich_help_panel=OPERATORS)
+secret = base.group("secret", "Create the cluster's secret, and change it while the daemons run.")
 
 SecretFile = Annotated[
-    Path,
-    typer.Argument(help="The file, as in the setting cluster_secret_file.", metavar="FILE"),
+    Path, argument("The file, as in the setting cluster_secret_file.", metavar="FILE")
 ]
 
 
@@ -43,8 +35,7 @@ def secret_create(file: SecretFile) -> None:
 def secret_rotate(
     file: SecretFile,
     keep: Annotated[
-        str,
-        typer.Option(help="How long the old secrets are still accepted: 2h, 3d.", metavar="TIME"),
+        str, option("How long the old secrets are still accepted: 2h, 3d.", metavar="TIME")
     ] = "1d",
 ) -> None:
     """Put a new secret first in the file. Old ones are accepted for a while; then daemons close what used them.

@@ -8,11 +8,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+import typer  # noqa: TC002  (read from the hints)
 
 from kvpool import __version__
 from kvpool.cli import base
-from kvpool.cli.base import app
+from kvpool.cli.base import app, option
 from kvpool.cli.settings_command import ServeCommand
 from kvpool.cli.supervisor import tell_ready
 from kvpool.errors import ConfigError
@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 @app.command(cls=ServeCommand)
 def serve(
     ctx: typer.Context,
-    config: Annotated[
-        str | None, typer.Option(help="TOML file with settings.", metavar="FILE")
-    ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log more: --log-level info.")
-    ] = False,
+    config: Annotated[str | None, option("TOML file with settings.", metavar="FILE")] = None,
+    verbose: Annotated[bool, option("Log more: --log-level info.", "--verbose", "-v")] = False,
 ) -> None:
     """Run this node's daemon until SIGTERM. Needs no configuration.
 

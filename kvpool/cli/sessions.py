@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, AnyNode, Session, app, asks
+from kvpool.cli.base import AnyNode, Session, argument, asks, option
 from kvpool.errors import InvalidRequest
 
-sessions = typer.Typer(
-    cls=base.Commands,
-    help="Sessions, as their clients tell of them: list, show, end.",
-    no_args_is_help=True,
-)
-app.add_typer(sessions, name="sessions", rich_help_panel=OPERATORS)
-SessionName = Annotated[
-    str, typer.Argument(help="A session, as its client names it.", metavar="SESSION")
-]
+sessions = base.group("sessions", "Sessions, as their clients tell of them: list, show, end.")
+SessionName = Annotated[str, argument("A session, as its client names it.", metavar="SESSION")]
 
 
 @asks(sessions, "list")
 def sessions_list(
     at: Session,
     node: AnyNode = "",
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most sessions to list.")] = 100,
+    limit: Annotated[int, option("The most sessions to list.", min=1, max=1000)] = 100,
     after: Annotated[
-        str,
-        typer.Option(help="Begin after this session, in the order of names.", metavar="SESSION"),
+        str, option("Begin after this session, in the order of names.", metavar="SESSION")
     ] = "",
 ) -> None:
     """List the sessions that a node knows: their turns and blocks.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from kvpool.cli.base import panels, set_parameters
+from kvpool.cli.base import set_parameters, write_panels
 
 if TYPE_CHECKING:
     from kvpool.config import Setting
@@ -43,9 +43,8 @@ class SettingsCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """A part for each panel."""
-        for panel, lines in panels(self.get_params(ctx), ctx, "Options").items():
-            with formatter.section(panel):
-                formatter.write_dl(lines)
+        lines = ((each, each.get_help_record(ctx)) for each in self.get_params(ctx))
+        write_panels(formatter, "Options", (each for each in lines if each[1] is not None))
 
     def invoke(self, ctx: Any) -> Any:
         """The function itself, without the settings among its arguments."""
@@ -76,11 +75,10 @@ def _options(struct: str) -> list[Any]:
     found = [each for each in declared.values() if each.option]
     parameters: dict[str, tuple[Any, Any]] = {}
     for each in sorted(found, key=lambda each: PANELS.index(each.panel)):
-        names = [each.option]
-        if each.is_switch:
-            names = [f"{each.option}/--no-{each.option.removeprefix('--')}"]
         option = typer.Option(
-            *names,
+            f"{each.option}/--no-{each.option.removeprefix('--')}"
+            if each.is_switch
+            else each.option,
             help=_help(each),
             metavar=None if each.is_switch else each.metavar,
             rich_help_panel=each.panel or None,

@@ -4,70 +4,56 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from kvpool.cli.base import app
+from kvpool.cli.base import app, argument, option
 
 
 @app.command()
 def sim(
     trace: Annotated[
         str,
-        typer.Argument(
-            help="A recording of a router, a trace in Mooncake's format, or gen:shared-prefixes, gen:multi-turn, "
+        argument(
+            "A recording of a router, a trace in Mooncake's format, or gen:shared-prefixes, gen:multi-turn, "
             "gen:agent."
         ),
     ],
-    prefill: Annotated[int, typer.Option(help="Number of engines that compute prompts.")] = 10,
+    prefill: Annotated[int, option("Number of engines that compute prompts.")] = 10,
     decode: Annotated[
-        int,
-        typer.Option(help="Number of engines that decode; 0: requests end with the first token."),
+        int, option("Number of engines that decode; 0: requests end with the first token.")
     ] = 10,
-    mixed: Annotated[int, typer.Option(help="Number of engines that do both.")] = 0,
+    mixed: Annotated[int, option("Number of engines that do both.")] = 0,
     flexible: Annotated[
-        bool,
-        typer.Option(help="Let engines change between prefill and decode with the load."),
+        bool, option("Let engines change between prefill and decode with the load.")
     ] = False,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="May be repeated; all: every policy. NAME/fifo: in order of arrival."),
+        option("May be repeated; all: every policy. NAME/fifo: in order of arrival."),
     ] = None,
-    hardware: Annotated[
-        str, typer.Option(help="Hardware: a profile's name, or a file.")
-    ] = "a800x8",
-    model: Annotated[str, typer.Option(help="Model: a profile's name, or a file.")] = "llama-3-70b",
+    hardware: Annotated[str, option("Hardware: a profile's name, or a file.")] = "a800x8",
+    model: Annotated[str, option("Model: a profile's name, or a file.")] = "llama-3-70b",
     load: Annotated[
-        float,
-        typer.Option(help="Load as a share of the prefill capacity; 0: the trace's own times."),
+        float, option("Load as a share of the prefill capacity; 0: the trace's own times.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
-    limit: Annotated[int, typer.Option(help="Number of requests; 0: the whole trace.")] = 0,
-    rate: Annotated[float, typer.Option(help="Requests a second, for gen: traces.")] = 4.0,
-    pool_tokens: Annotated[
-        int, typer.Option(help="Memory of all nodes together, tokens.")
-    ] = 50_000_000,
-    ssd_tokens: Annotated[int, typer.Option(help="Disks of all nodes together, tokens.")] = 0,
-    pool: Annotated[bool, typer.Option(help="Let nodes pull from each other.")] = True,
-    network: Annotated[
-        float, typer.Option(help="Link bandwidth in GB/s per node; 0: the profile's.")
-    ] = 0.0,
-    lag: Annotated[float, typer.Option(help="Delay of KV events to the index, seconds.")] = 0.05,
-    noise: Annotated[float, typer.Option(help="Noise of the estimates: 0.3 is about 30 %.")] = 0.0,
+    seed: Annotated[int, option("The same seed gives the same run.")] = 0,
+    limit: Annotated[int, option("Number of requests; 0: the whole trace.")] = 0,
+    rate: Annotated[float, option("Requests a second, for gen: traces.")] = 4.0,
+    pool_tokens: Annotated[int, option("Memory of all nodes together, tokens.")] = 50_000_000,
+    ssd_tokens: Annotated[int, option("Disks of all nodes together, tokens.")] = 0,
+    pool: Annotated[bool, option("Let nodes pull from each other.")] = True,
+    network: Annotated[float, option("Link bandwidth in GB/s per node; 0: the profile's.")] = 0.0,
+    lag: Annotated[float, option("Delay of KV events to the index, seconds.")] = 0.05,
+    noise: Annotated[float, option("Noise of the estimates: 0.3 is about 30 %.")] = 0.0,
     ttft_slo: Annotated[
-        float | None, typer.Option(help="Target for the time to first token, seconds.")
+        float | None, option("Target for the time to first token, seconds.")
     ] = None,
     tpot_slo: Annotated[
-        float | None, typer.Option(help="Target for the time per output token, seconds.")
+        float | None, option("Target for the time per output token, seconds.")
     ] = None,
-    reject: Annotated[
-        bool, typer.Option(help="Refuse requests that will not meet the targets.")
-    ] = False,
+    reject: Annotated[bool, option("Refuse requests that will not meet the targets.")] = False,
     json_path: Annotated[
-        str | None, typer.Option("--json", help="Write the result rows to this file.")
+        str | None, option("Write the result rows to this file.", "--json")
     ] = None,
     plot: Annotated[
-        str | None,
-        typer.Option(help="Write a PNG of the policies to this file; needs the extra plots."),
+        str | None, option("Write a PNG of the policies to this file; needs the extra plots.")
     ] = None,
 ) -> None:
     """Simulate a cluster on a trace: the real scheduler and eviction, simulated engines and links.

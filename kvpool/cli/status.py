@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import EXIT_ERROR, AnyNode, Session, asks
+from kvpool.cli.base import EXIT_ERROR, AnyNode, Session, asks, option
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -19,20 +19,18 @@ def status(
     at: Session,
     node: AnyNode = "",
     every: Annotated[
-        bool,
-        typer.Option("--all", help="All nodes, a line each: whether they are well, and why not."),
+        bool, option("All nodes, a line each: whether they are well, and why not.", "--all")
     ] = False,
     expect: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "With --all: fewer nodes than this are a problem. One that crashed is a member no more.",
             min=1,
-            help="With --all: fewer nodes than this are a problem. One that crashed is a member no more.",
             metavar="N",
         ),
     ] = None,
     quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Print nothing; only set the exit status."),
+        bool, option("Print nothing; only set the exit status.", "--quiet", "-q")
     ] = False,
 ) -> None:
     """Show a node's contents and activity. Exit status 1 if it does not serve, 3 if no daemon answers.

@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from kvpool.cli import base
-from kvpool.cli.base import OPERATORS, Session, asks
+from kvpool.cli.base import OPERATORS, Session, asks, option
 
 
 @asks(panel=OPERATORS)
 def top(
     at: Session,
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    once: Annotated[bool, option("Print once and exit.", "--once")] = False,
     every_s: Annotated[
-        float, typer.Option("--every-s", min=0.2, max=60.0, help="Seconds between updates.")
+        float, option("Seconds between updates.", "--every-s", min=0.2, max=60.0)
     ] = 1.0,
 ) -> None:
     """Show the activity of all nodes: usage, puts, reads and pulls a second, hits by node and namespace, leases, jobs.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
 
 import msgspec
 
 from kvpool.admin.cluster_view import Answers, Cluster, View
 from kvpool.admin.handlers.inventory import Looking
-from kvpool.admin.paging import page
+from kvpool.admin.paging import listed
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import (
@@ -59,17 +61,8 @@ class Changing:
         if body.dry_run:
             found = await self._looking.namespace(tenant, wanted.digest)
             return ClearInfo(wanted.digest, tenant, found.epoch + 1, dry_run=True)
-        node = await self._one_that_knows(tenant, wanted.digest)
-        epoch = await self._cluster.daemon.get(
-            operator_wire.Clear(bytes.fromhex(wanted.digest), body.fence),
-            node=node,
-            tenant=tenant,
-            by=call.by,
-            wait_s=CHANGE_S,
-        )
-        await self._cluster.follow(node, tenant, wanted.digest)
-        self._cluster.changed()
-        return ClearInfo(wanted.digest, tenant, epoch)
+        message = operator_wire.Clear(bytes.fromhex(wanted.digest), body.fence)
+        return ClearInfo(wanted.digest, tenant, await self._change(call, tenant, message))
 
     @route("PATCH", "/v1/namespaces/{digest}", "admin")
     async def configure_namespace(
@@ -77,7 +70,6 @@ class Changing:
     ) -> NamespaceInfo:
         """Change settings of a namespace, in the whole cluster."""
         tenant = tenant_of(call.who, wanted.tenant)
-        node = await self._one_that_knows(tenant, wanted.digest)
         given = {
             name: value for name, value in msgspec.to_builtins(body).items() if value is not None
         }
@@ -86,22 +78,31 @@ class Changing:
         for name in ("dram_quota", "ssd_quota"):
             if name in given:
                 given[name] = _quota(given[name])
-        message = operator_wire.Configure(bytes.fromhex(wanted.digest), **given)
-        await self._cluster.daemon.get(
-            message, node=node, tenant=tenant, by=call.by, wait_s=CHANGE_S
+        await self._change(
+            call, tenant, operator_wire.Configure(bytes.fromhex(wanted.digest), **given)
         )
-        await self._cluster.follow(node, tenant, wanted.digest)
-        self._cluster.changed()
         return await self._looking.namespace(tenant, wanted.digest)
 
-    async def _one_that_knows(self, tenant: str, digest: str) -> str:
-        """A node for a change of a namespace: our own one, if it has the tenant. Raises `Refused`."""
+    async def _change(
+        self, call: Call, tenant: str, message: operator_wire.Clear | operator_wire.Configure
+    ) -> Any:
+        """Change a namespace at a node that has it open, preferably at the local one. Raises `Refused`."""
+        digest = message.digest.hex()
 
         def find(view: View, answers: Answers[NodeStats]) -> str:
             check_namespace(view, answers, tenant, digest)
-            return _best(view, answers, tenant, digest)
+            nodes = having(answers, tenant, digest) or having(answers, tenant)
+            if not nodes:
+                raise Refused(503, "unavailable", f"no node that answered has tenant {tenant!r}")
+            return view.node if view.node in nodes else nodes[0]
 
-        return await self._cluster.consult(find, now=True)
+        node = await self._cluster.consult(find, now=True)
+        answer = await self._cluster.daemon.get(
+            message, node=node, tenant=tenant, by=call.by, wait_s=CHANGE_S
+        )
+        await self._cluster.follow(node, tenant, digest)
+        self._cluster.changed()
+        return answer
 
     # ---- jobs --------------------------------------------------------------------------------------
 
@@ -109,16 +110,8 @@ class Changing:
     async def list_jobs(self, call: Call, wanted: TenantPage) -> Listed[JobInfo]:
         """Jobs that nodes remember."""
         tenant = tenant_of(call.who, wanted.tenant) if wanted.tenant else ""
-        answers = await self._views([])
-        views = [
-            view
-            for views in answers.nodes.values()
-            for view in views
-            if (view.tenant == tenant if tenant else call.who.sees(view.tenant))
-        ]
-        found = merge_jobs(views)
-        items, after = page(found, lambda each: each.job, wanted.limit, wanted.cursor)
-        return Listed(items, after, answers.unreachable)
+        found, unreachable = await self._jobs(tenant.__eq__ if tenant else call.who.sees, [])
+        return listed(found, lambda each: each.job, wanted, unreachable)
 
     @route("POST", "/v1/jobs", "operator", status=202)
     async def begin_job(self, call: Call, wanted: OfTenant, body: JobRequest) -> JobInfo:
@@ -171,18 +164,19 @@ class Changing:
 
     async def _job(self, call: Call, name: str) -> JobInfo:
         """Raises `Refused`."""
-        answers = await self._views([name])
-        views = [
-            view for views in answers.nodes.values() for view in views if call.who.sees(view.tenant)
-        ]
-        if not views:
+        jobs, unreachable = await self._jobs(call.who.sees, [name])
+        if not jobs:
             raise not_found(f"there is no job {name!r}, or it has expired")
-        (job,) = merge_jobs(views)
-        return msgspec.structs.replace(job, unreachable=answers.unreachable)
+        return msgspec.structs.replace(jobs[0], unreachable=unreachable)
 
-    async def _views(self, names: list[str]) -> Answers[list[JobView]]:
+    async def _jobs(
+        self, seen: Callable[[str], bool], names: list[str]
+    ) -> tuple[list[JobInfo], dict[str, str]]:
+        """The jobs of these names, or all, whose tenants are seen; and the nodes that did not answer."""
         view = await self._cluster.view()
-        return await self._cluster.get_each(view.names(), operator_wire.Jobs(names))
+        answers = await self._cluster.get_each(view.names(), operator_wire.Jobs(names))
+        views = chain.from_iterable(answers.nodes.values())
+        return merge_jobs(each for each in views if seen(each.tenant)), answers.unreachable
 
 
 def merge_jobs(views: Iterable[JobView]) -> list[JobInfo]:
@@ -207,14 +201,6 @@ def _merged(views: list[JobView]) -> JobInfo:
         nodes=views,
         **{name: sum(getattr(view, name) for view in views) for name in Progress.__struct_fields__},
     )
-
-
-def _best(view: View, answers: Answers[NodeStats], tenant: str, digest: str) -> str:
-    """The node for a change: one that has the namespace open, preferably the local one."""
-    for nodes in (having(answers, tenant, digest), having(answers, tenant)):
-        if nodes:
-            return view.node if view.node in nodes else nodes[0]
-    raise Refused(503, "unavailable", f"no node that answered has tenant {tenant!r}")
 
 
 def _quota(value: float) -> int | float:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvpool.admin.cluster_view import Answers, Cluster, View
-from kvpool.admin.paging import page
+from kvpool.admin.paging import listed
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_namespace, check_node, check_tenant, having, tenant_of
@@ -109,8 +109,7 @@ class Looking:
         """The nodes of the cluster, by name."""
         view = await self._cluster.view()
         nodes = [show_node(view, name, call.who) for name in view.names()]
-        items, after = page(nodes, lambda node: node.node, wanted.limit, wanted.cursor)
-        return Listed(items, after)
+        return listed(nodes, lambda node: node.node, wanted, {})
 
     @route("GET", "/v1/nodes/{node}", "viewer")
     async def get_node(self, call: Call, wanted: OfNode) -> NodeDetail:
@@ -137,10 +136,9 @@ class Looking:
         """Namespaces known in the cluster, or open on a node."""
         view, answers = await self._cluster.view(), await self._cluster.stats()
         found = gather_namespaces(view, answers, _seen(call.who, wanted.tenant))
-        items, after = page(
-            found, lambda each: f"{each.tenant}/{each.digest}", wanted.limit, wanted.cursor
+        return listed(
+            found, lambda each: f"{each.tenant}/{each.digest}", wanted, answers.unreachable
         )
-        return Listed(items, after, answers.unreachable)
 
     @route("GET", "/v1/namespaces/{digest}", "viewer")
     async def get_namespace(self, call: Call, wanted: OfNamespace) -> NamespaceInfo:
@@ -164,8 +162,7 @@ class Looking:
         """Tenants, with their usage on all nodes together."""
         answers = await self._cluster.stats()
         found = gather_tenants(answers, _seen(call.who, wanted.tenant))
-        items, after = page(found, lambda each: each.tenant, wanted.limit, wanted.cursor)
-        return Listed(items, after, answers.unreachable)
+        return listed(found, lambda each: each.tenant, wanted, answers.unreachable)
 
     @route("GET", "/v1/memory", "viewer")
     async def get_memory(self, call: Call, wanted: OfTenant) -> MemoryPlan:

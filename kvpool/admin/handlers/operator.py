@@ -130,7 +130,14 @@ class Forwarding:
                 await self._check_job(call, body.job, wanted.node)
             if isinstance(message, operator_wire.Events) and not call.who.whole:
                 return await self._events(call, tenant, message, wanted)
-            answer = await self._ask(call, tenant, message, wanted)
+            answer = await self._cluster.daemon.ask(
+                message,
+                node=wanted.node,
+                tenant=tenant,
+                by=call.by,
+                wait_s=wanted.wait_s if command.changes else min(wanted.wait_s, LOOK_S_MAX),
+                within_s=ANSWER_S,
+            )
             if command.changes:
                 self._cluster.changed()
             if isinstance(answer, frame.Done):
@@ -141,19 +148,6 @@ class Forwarding:
         forward.__name__ = command.kind.__name__
         forward.__doc__ = command.kind.__doc__
         return forward
-
-    async def _ask(
-        self, call: Call, tenant: str, message: frame.Message, wanted: ForNode
-    ) -> frame.Done | frame.Bytes:
-        changes = COMMANDS[type(message)].changes
-        return await self._cluster.daemon.ask(
-            message,
-            node=wanted.node,
-            tenant=tenant,
-            by=call.by,
-            wait_s=wanted.wait_s if changes else min(wanted.wait_s, LOOK_S_MAX),
-            within_s=ANSWER_S,
-        )
 
     async def _check_job(self, call: Call, job: str, node: str) -> None:
         """Raises `Refused` for a job that this token does not see, as if there were none; or may not stop."""

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from kvpool.admin.cluster_view import Answers, Cluster
-from kvpool.admin.paging import page
+from kvpool.admin.paging import listed
 from kvpool.admin.problems import Refused, not_found
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import tenant_of
@@ -111,10 +111,7 @@ class Routers:
                     if known.name != name:
                         known = found[url, rank] = msgspec.structs.replace(known, name=name)
                     known.routers[router] = row
-        items, after = page(
-            list(found.values()), lambda e: f"{e.url} {e.name}", wanted.limit, wanted.cursor
-        )
-        return Listed(items, after, told.unreachable)
+        return listed(found.values(), lambda e: f"{e.url} {e.name}", wanted, told.unreachable)
 
     @route("PUT", "/v1/engines/{name}/drain", "operator", whole=True, routers=True)
     async def drain_engine(self, _call: Call, wanted: OfEngine) -> EngineChanged:

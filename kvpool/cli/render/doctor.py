@@ -9,6 +9,7 @@ import importlib.metadata
 import mmap
 import os
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,83 +79,77 @@ class Machine:
         return self.names("sys/class/infiniband")
 
 
+Said = Iterator[tuple[State, str] | tuple[State, str, str]]
+"""Findings of one topic: a state, what was found, and the remedy if there is one."""
+
+
 def examine(paths: Sequence[str] = (), machine: Machine | None = None) -> list[Finding]:
     """All findings, in the order in which they are shown. paths: folders meant for tier ssd."""
     machine = machine or Machine()
-    return [found for check in CHECKS for found in check(machine)] + [
-        _direct(f"disk at {path}", path) for path in paths
-    ]
+    found = [Finding(topic, *each) for topic, check in CHECKS.items() for each in check(machine)]
+    return found + [Finding(f"disk at {path}", *_direct(path)) for path in paths]
 
 
-def _cores(machine: Machine) -> Iterator[Finding]:
-    yield Finding("cores", OK, f"{machine.cores()} may be used by this process")
+def _cores(machine: Machine) -> Said:
+    yield OK, f"{machine.cores()} may be used by this process"
 
 
-def _memory(machine: Machine) -> Iterator[Finding]:
+def _memory(machine: Machine) -> Said:
     lines = (line.split() for line in machine.read("proc/meminfo").splitlines())
     info = {words[0]: int(words[1]) << 10 for words in lines if words[-1:] == ["kB"]}
     free, total = info.get("MemAvailable:", 0), info.get("MemTotal:", 0)
     text = f"{size_text(free)} of {size_text(total)} are free"
     if free >= total / 2:
-        yield Finding("memory", OK, text)
+        yield OK, text
         return
     # A share that was silently of too little is found out by its misses only.
     shared = size_text(info.get("Shmem:", 0))
-    yield Finding(
-        "memory",
+    yield (
         NOTE,
         f"{text}, and {shared} are shared memory: a daemon that starts now gets its share (`memory = 25%`) of what is free",
         "free memory first (an engine may still map an ended daemon's segment), or give the size in bytes",
     )
 
 
-def _huge_pages(machine: Machine) -> Iterator[Finding]:
+def _huge_pages(machine: Machine) -> Said:
     chosen = machine.read(HUGE_PAGES).partition("[")[2].partition("]")[0]
     if chosen in {"always", "advise", "within_size", "force"}:
-        yield Finding("huge pages", OK, f"shared memory may have them (shmem_enabled: {chosen})")
+        yield OK, f"shared memory may have them (shmem_enabled: {chosen})"
         return
-    yield Finding(
-        "huge pages",
-        NOTE,
-        f"shared memory has none (shmem_enabled: {chosen or 'not known'}): mapping a segment and direct I/O from it take "
-        "longer",
-        f"echo advise > /{HUGE_PAGES}",
-    )
+    text = f"shared memory has none (shmem_enabled: {chosen or 'not known'})"
+    remedy = f"echo advise > /{HUGE_PAGES}"
+    yield NOTE, f"{text}: mapping a segment and direct I/O from it take longer", remedy
 
 
-def _shm(machine: Machine) -> Iterator[Finding]:
+def _shm(machine: Machine) -> Said:
     try:
-        room = os.statvfs(machine.root / "dev/shm")
+        room = shutil.disk_usage(machine.root / "dev/shm")
     except OSError:
         text = "there is no /dev/shm: segments need none, but engines and UCX do"
-        remedy = "mount -t tmpfs tmpfs /dev/shm; in a container, --shm-size"
-        yield Finding("shared memory", NOTE, text, remedy)
+        yield NOTE, text, "mount -t tmpfs tmpfs /dev/shm; in a container, --shm-size"
         return
-    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    text = f"{size_text(free)} of {size_text(size)} in /dev/shm are free"
-    yield Finding("shared memory", OK, f"{text} (segments are limited by memory alone)")
+    text = f"{size_text(room.free)} of {size_text(room.total)} in /dev/shm are free"
+    yield OK, f"{text} (segments are limited by memory alone)"
 
 
-def _rdma(machine: Machine) -> Iterator[Finding]:
+def _rdma(machine: Machine) -> Said:
     if not machine.rdma:
-        yield Finding("RDMA", OK, "no device: blocks go over TCP")
+        yield OK, "no device: blocks go over TCP"
         return
     if not any(name.startswith("uverbs") for name in machine.names("dev/infiniband")):
         text = "there are devices, but no /dev/infiniband/uverbs*"
-        remedy = "modprobe ib_uverbs; in a container, --device=/dev/infiniband"
-        yield Finding("RDMA", BAD, text, remedy)
+        yield BAD, text, "modprobe ib_uverbs; in a container, --device=/dev/infiniband"
     for device in machine.rdma:
         for port in machine.names(f"sys/class/infiniband/{device}/ports"):
             yield _port(machine, f"sys/class/infiniband/{device}/ports/{port}", f"{device}:{port}")
 
 
-def _port(machine: Machine, place: str, name: str) -> Finding:
+def _port(machine: Machine, place: str, name: str) -> tuple[State, str, str]:
     state, rate = machine.read(f"{place}/state"), machine.read(f"{place}/rate")
     layer = machine.read(f"{place}/link_layer")
     what = f"{name}, {layer or 'link layer not known'}, {rate or 'rate not known'}"
     if not state.endswith("ACTIVE"):
-        what += f": {state or 'state not known'}"
-        return Finding("RDMA", NOTE, what, "ibstat; check cable and switch")
+        return NOTE, f"{what}: {state or 'state not known'}", "ibstat; check cable and switch"
     if layer == "Ethernet":
         types = f"{place}/gid_attrs/types"
         kinds = {gid: machine.read(f"{types}/{gid}") for gid in machine.names(types)}
@@ -164,80 +159,86 @@ def _port(machine: Machine, place: str, name: str) -> Finding:
             remedy = (
                 "give the network interface an IP address; then UCX_IB_GID_INDEX (deploy/rdma.md)"
             )
-            return Finding("RDMA", BAD, f"{what}: no RoCE v2 address", remedy)
-    return Finding("RDMA", OK, what)
+            return BAD, f"{what}: no RoCE v2 address", remedy
+    return OK, what, ""
 
 
-def _locked(machine: Machine) -> Iterator[Finding]:
+def _locked(machine: Machine) -> Said:
     limit = machine.locked_limit()
     text = f"{size_text(limit)} a process"
     if limit == resource.RLIM_INFINITY:
-        yield Finding("locked memory", OK, "no limit")
+        yield OK, "no limit"
     elif not machine.rdma:
-        yield Finding("locked memory", OK, f"{text}, which only RDMA needs")
+        yield OK, f"{text}, which only RDMA needs"
     else:
         remedy = "ulimit -l unlimited; LimitMEMLOCK=infinity in the unit; --ulimit memlock=-1 in a container"
-        yield Finding("locked memory", BAD, f"{text}: RDMA locks each segment whole", remedy)
+        yield BAD, f"{text}: RDMA locks each segment whole", remedy
 
 
-def _nixl(machine: Machine) -> Iterator[Finding]:
+def _nixl(machine: Machine) -> Said:
     try:
         text = f"{NIXL_PACKAGE} {importlib.metadata.version(NIXL_PACKAGE)}"
     except importlib.metadata.PackageNotFoundError:
-        remedy = f"{install('nixl')} (deploy/rdma.md)" if machine.rdma else ""
-        state = NOTE if machine.rdma else OK
-        yield Finding("NIXL", state, f"{NIXL_PACKAGE} is not installed", remedy)
+        text = f"{NIXL_PACKAGE} is not installed"
+        yield (NOTE, text, f"{install('nixl')} (deploy/rdma.md)") if machine.rdma else (OK, text)
         return
     lanes = machine.environ.get("UCX_TLS", "")
     # A list that begins with ^ has what is left out.
     tcp = not lanes.startswith("^") and {"tcp", "all"} & set(lanes.split(","))
     if tcp and machine.environ.get("UCX_NET_DEVICES") != "lo":
         text += f"; UCX_TLS={lanes}: whoever reaches UCX's TCP port can read and write the pool's memory"
-        remedy = "leave UCX_TLS unset, or without tcp; or set UCX_NET_DEVICES=lo"
-        yield Finding("NIXL", BAD, text, remedy)
+        yield BAD, text, "leave UCX_TLS unset, or without tcp; or set UCX_NET_DEVICES=lo"
     else:
-        yield Finding("NIXL", OK, text)
+        yield OK, text
 
 
-def _gpus(machine: Machine) -> Iterator[Finding]:
+def _gpus(machine: Machine) -> Said:
     gpus = machine.names("proc/driver/nvidia/gpus")
     for gpu in gpus:
         lines = machine.read(f"proc/driver/nvidia/gpus/{gpu}/information").splitlines()
         model = next((line.partition(":")[2] for line in lines if line.startswith("Model:")), "")
-        yield Finding("GPU", OK, f"{model.strip() or 'unknown model'} at {gpu}")
+        yield OK, f"{model.strip() or 'unknown model'} at {gpu}"
     if not gpus:
-        yield Finding("GPU", OK, "none that this process can see")
+        yield OK, "none that this process can see"
 
 
-def _cards(machine: Machine) -> Iterator[Finding]:
+def _cards(machine: Machine) -> Said:
     """Network cards of which it is known where they are: the others, loopback and bridges, do not matter."""
     for card in machine.names("sys/class/net"):
         if node := machine.read(f"sys/class/net/{card}/device/numa_node"):
             speed = machine.read(f"sys/class/net/{card}/speed")
             where = f"NUMA node {node}" if node != "-1" else "NUMA node not known"
-            rate = f"{speed} Mb/s" if speed.isdigit() else "no link"
-            yield Finding("network card", OK, f"{card}: {where}, {rate}")
+            yield OK, f"{card}: {where}, {f'{speed} Mb/s' if speed.isdigit() else 'no link'}"
 
 
-CHECKS = (_cores, _memory, _huge_pages, _shm, _rdma, _locked, _nixl, _gpus, _cards)
+CHECKS: dict[str, Callable[[Machine], Said]] = {
+    "cores": _cores,
+    "memory": _memory,
+    "huge pages": _huge_pages,
+    "shared memory": _shm,
+    "RDMA": _rdma,
+    "locked memory": _locked,
+    "NIXL": _nixl,
+    "GPU": _gpus,
+    "network card": _cards,
+}
+"""What looks at the machine, by the topic of its findings."""
 
 
-def _direct(topic: str, path: str) -> Finding:
+def _direct(path: str) -> tuple[State, str] | tuple[State, str, str]:
     """Whether a file there can be written and read without the page cache."""
     try:
-        room = os.statvfs(path)
+        free = shutil.disk_usage(path).free
         with tempfile.NamedTemporaryFile(dir=path, prefix=".kvpool-doctor-") as file:
             try:
                 _write_page(file.name)
             except OSError as error:
                 text = f"O_DIRECT does not work ({error.strerror})"
-                remedy = "use a file system on a disk of this machine, such as xfs or ext4"
-                return Finding(topic, BAD, text, remedy)
+                return BAD, text, "use a file system on a disk of this machine, such as xfs or ext4"
     except OSError as error:
         text = f"cannot be written to: {error.strerror}"
-        return Finding(topic, BAD, text, "create it, and let the daemon's user write")
-    free = size_text(room.f_bavail * room.f_frsize)
-    return Finding(topic, OK, f"O_DIRECT works, {free} are free")
+        return BAD, text, "create it, and let the daemon's user write"
+    return OK, f"O_DIRECT works, {size_text(free)} are free"
 
 
 def _write_page(path: str) -> None:
