@@ -179,10 +179,15 @@ class Cluster:
         self._stats.forget()
 
     async def ask_each(
-        self, nodes: Iterable[str], ask: Callable[[str], Awaitable[T]]
+        self,
+        nodes: Iterable[str],
+        ask: Callable[[str], Awaitable[T]],
+        *,
+        one_at_least: bool = False,
     ) -> Answers[T]:
-        """All of them at a time, each within what `ask` allows."""
+        """All of them at a time, each within what `ask` allows. one_at_least: raises an error if none answers."""
         found: Answers[T] = Answers()
+        errors: list[KvpoolError] = []
         gate = asyncio.Semaphore(TOGETHER_MAX)
 
         async def one(node: str) -> None:
@@ -190,20 +195,29 @@ class Cluster:
                 try:
                     found.nodes[node] = await ask(node)
                 except KvpoolError as error:
+                    errors.append(error)
                     found.unreachable[node] = str(error)
 
         await asyncio.gather(*(one(node) for node in nodes))
+        if one_at_least and errors and not found.nodes:
+            raise errors[0]
         return found
 
     async def get_each(
-        self, nodes: Iterable[str], message: frame.Message, kind: Any = None, **more: Any
+        self,
+        nodes: Iterable[str],
+        message: frame.Message,
+        kind: Any = None,
+        *,
+        one_at_least: bool = False,
+        **more: Any,
     ) -> Answers[Any]:
         """The same question to each of these nodes: see `Daemon.get`."""
 
         async def ask(node: str) -> Any:
             return await self.daemon.get(message, kind, node=node, within_s=NODE_S, **more)
 
-        return await self.ask_each(nodes, ask)
+        return await self.ask_each(nodes, ask, one_at_least=one_at_least)
 
     async def _ask_view(self) -> View:
         view: View = await self.daemon.get(operator_wire.Cluster(), View)

@@ -105,26 +105,22 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
             described["description"] = text
         found.append(described)
     if route.changes:
-        found.append(
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "required": False,
-                "description": "The same key for the same change: it is made once, within ten minutes.",
-                "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"},
-            }
-        )
+        text = "The same key for the same change: it is made once, within ten minutes."
+        found.append(_header("Idempotency-Key", text, "^[!-~]{1,128}$"))
     if route.media == "text/event-stream":
-        found.append(
-            {
-                "name": "Last-Event-ID",
-                "in": "header",
-                "required": False,
-                "description": "NODE:NUMBER of the last event that was seen.",
-                "schema": {"type": "string", "pattern": "^[!-~]{0,128}$"},
-            }
-        )
+        text = "NODE:NUMBER of the last event that was seen."
+        found.append(_header("Last-Event-ID", text, "^[!-~]{0,128}$"))
     return found
+
+
+def _header(name: str, text: str, pattern: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": "header",
+        "required": False,
+        "description": text,
+        "schema": {"type": "string", "pattern": pattern},
+    }
 
 
 def _responses(route: Route) -> dict[str, Any]:

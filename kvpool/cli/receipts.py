@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, OPERATORS, AnyNode, Socket, app, option
-from kvpool.errors import ConfigError, InvalidRequest, KvpoolError
+from kvpool.errors import ConfigError, InvalidRequest
 from kvpool.types import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def receipts(
     """
     import msgspec
 
+    from kvpool.cli.render.asking import each_of
     from kvpool.cli.render.receipts import accounts_view, receipts_view
     from kvpool.config import secret_of
     from kvpool.telemetry.receipts_export import to_csv, to_lines
@@ -74,33 +75,24 @@ def receipts(
         digest = bytes.fromhex(namespace)
     except ValueError:
         raise InvalidRequest("--namespace: give all 32 hex digits of its digest") from None
-    silent: dict[str, str] = {}
-    lacking: dict[str, str] = {}  # what is said of answers that are not whole
-    items: list[Any] = []
     tenants = [tenant] if tenant else []
     # Whoever has a tenant's token may have no other; operators need none.
     login = tenant if tenant and secret_of("KVPOOL_TOKEN") else DEFAULT_TENANT
     with base.client_of(socket, login) as client:
         nodes = [node] if node else sorted(each["node"] for each in client.cluster()["nodes"])
-        for name in nodes:
-            try:
-                some: Sequence[AccountItem | ReceiptItem]
-                if request:
-                    wanted = operator_wire.ListReceipts(began, ends, PAGE, request, tenants, digest)
-                    some, lack = _requests(client, name, wanted)
-                else:
-                    some, lack = _accounts(
-                        client,
-                        name,
-                        operator_wire.ListAccounts(
-                            *(began, ends, 0, PAGE, tenants, digest, not periods)
-                        ),
-                    )
-                items += some
-                if lack:
-                    lacking[name] = lack
-            except KvpoolError as error:
-                silent[name] = str(error)
+        ask: Any
+        if request:
+            receipts = operator_wire.ListReceipts(began, ends, PAGE, request, tenants, digest)
+            ask = partial(_requests, client, receipts)
+        else:
+            accounts = operator_wire.ListAccounts(
+                *(began, ends, 0, PAGE, tenants, digest, not periods)
+            )
+            ask = partial(_accounts, client, accounts)
+        found, silent = each_of(nodes, ask)
+    items = [item for some, _ in found.values() for item in some]
+    # What is said of answers that are not whole.
+    lacking = {name: lack for name, (_, lack) in found.items() if lack}
     items.sort(key=lambda item: (item.begun_s if request else item.begin_s, item.node))
     plain = msgspec.to_builtins(items)
     if as_ == "jsonl":
@@ -117,7 +109,7 @@ def receipts(
 
 
 def _accounts(
-    client: Operator, node: str, wanted: operator_wire.ListAccounts
+    client: Operator, wanted: operator_wire.ListAccounts, node: str
 ) -> tuple[list[AccountItem], str]:
     """All rows of a node, page by page; and what they lack, if anything."""
     import msgspec
@@ -137,7 +129,7 @@ def _accounts(
 
 
 def _requests(
-    client: Operator, node: str, wanted: operator_wire.ListReceipts
+    client: Operator, wanted: operator_wire.ListReceipts, node: str
 ) -> tuple[list[ReceiptItem], str]:
     """The last receipts of a node; and what they lack, if anything."""
     import msgspec

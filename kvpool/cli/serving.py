@@ -65,31 +65,24 @@ def _say_ready(started: Started) -> None:
     config = started.config
     memory_mib = started.memory_bytes >> 20
     where = f", peers at {', '.join(started.urls)}" if started.urls else ""
-    lines = [
-        (
-            f"kvpool {__version__} ready: node {config.node}, {memory_mib} MiB of DRAM, "
-            f"socket {config.socket}{where}"
-        )
-    ]
+    text = (
+        f"kvpool {__version__} ready: node {config.node}, {memory_mib} MiB of DRAM, "
+        f"socket {config.socket}{where}"
+    )
     if config.join:
         others = started.others
-        lines.append(
-            f"joined cluster {config.cluster} as incarnation {started.incarnation}, "
+        text += (
+            f"\njoined cluster {config.cluster} as incarnation {started.incarnation}, "
             f"{others} other {'node' if others == 1 else 'nodes'} to pull from, "
             f"{'with' if config.directory else 'without'} a directory"
         )
-    print("\n".join(lines), flush=True)
+    print(text, flush=True)
     tell_ready(os.environ)
 
 
 def _say_gateway(config: DaemonConfig, urls: list[str]) -> None:
-    where = f"tokens in {config.http_tokens}"
-    if not config.http_tokens:
-        where = f"token in {_token_of(config)}"
-    print(f"HTTP gateway at {', '.join(urls)}, dashboard at /ui/, {where}", flush=True)
-
-
-def _token_of(config: DaemonConfig) -> str:
     from kvpool.daemon.workers.gateway import token_path
 
-    return str(token_path(config))
+    tokens = config.http_tokens
+    where = f"tokens in {tokens}" if tokens else f"token in {token_path(config)}"
+    print(f"HTTP gateway at {', '.join(urls)}, dashboard at /ui/, {where}", flush=True)

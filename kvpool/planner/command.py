@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from kvpool.planner.trials import Plan, Targets, Trial, Trials
 from kvpool.planner.workload import Workload, unique_tokens
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import services_s
-from kvpool.simulator.recordings import Trace, load_trace
+from kvpool.simulator.recordings import Trace, first_of
 from kvpool.simulator.report import quantile
 from kvpool.simulator.simulated_cluster import Shape
 
@@ -39,11 +39,7 @@ def trace_of(trace: str | None, described: Workload, limit: int, seed: int) -> T
     """The first `limit` requests of a trace file, or so many of what is described."""
     if trace is None:
         return Trace(described.entries(limit, seed))
-    path = Path(trace)
-    if not path.is_file():
-        raise InvalidRequest(f"there is no trace at {trace}")
-    found = load_trace(path)
-    return replace(found, entries=found.entries[:limit])
+    return first_of(trace, limit)
 
 
 def run(

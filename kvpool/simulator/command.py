@@ -21,7 +21,7 @@ from rich.progress import (
 from kvpool.errors import InvalidRequest
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import scale_for
-from kvpool.simulator.recordings import Trace, load_trace
+from kvpool.simulator.recordings import Trace, first_of
 from kvpool.simulator.report import show, summary
 from kvpool.simulator.simulated_cluster import Shape, Simulation
 from kvpool.simulator.traces import generate
@@ -36,11 +36,7 @@ def trace_of(trace: str, *, limit: int, rate: float, seed: int) -> Trace:
     """A trace file, or `gen:SHAPE`. limit: so many requests at most; 0 for all. rate: of those that are generated."""
     if trace.startswith(SHAPE_PREFIX):
         return Trace(generate(trace.removeprefix(SHAPE_PREFIX), limit or 2000, seed, rate))
-    path = Path(trace)
-    if not path.is_file():
-        raise InvalidRequest(f"there is no trace at {trace}")
-    found = load_trace(path)
-    return replace(found, entries=found.entries[:limit]) if limit else found
+    return first_of(trace, limit or None)
 
 
 def requests_of(trace: Trace, shape: Shape, *, load: float) -> list[Request]:
@@ -75,12 +71,8 @@ def run(
     The objectives are what is counted; whether requests are refused for them is in the shape's settings.
     """
     rows = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    what = TextColumn("{task.description}")
+    columns = what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         for name in policies:
             task = progress.add_task(name, total=len(requests))
@@ -102,8 +94,5 @@ def _shown_in(progress: Progress, task: TaskID) -> Callable[[int], None]:
 
 def write_rows(rows: Sequence[dict[str, Any]], trace: Trace, path: str) -> None:
     """Write the rows as JSON, with how many requests of the trace were left out."""
-    left_out = {
-        "without_hashes": trace.without_hashes,
-        "without_answer": trace.without_answer,
-    }
+    left_out = {name: getattr(trace, name) for name in ("without_hashes", "without_answer")}
     Path(path).write_text(json.dumps({"rows": rows, "left_out": left_out}, indent=2) + "\n")

@@ -12,7 +12,7 @@ recording, and say nothing elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
@@ -123,6 +123,15 @@ class Trace:
             names = plain(", ".join(self.models))
             parts.append(f"{len(self.models)} models are simulated as one: {names}")
         return "; ".join(parts)
+
+
+def first_of(trace: str, limit: int | None) -> Trace:
+    """The first requests of a trace file, at most `limit`. Raises `InvalidRequest`."""
+    path = Path(trace)
+    if not path.is_file():
+        raise InvalidRequest(f"there is no trace at {trace}")
+    found = load_trace(path)
+    return replace(found, entries=found.entries[:limit])
 
 
 def load_trace(path: Path) -> Trace:

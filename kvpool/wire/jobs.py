@@ -195,31 +195,28 @@ def parse_job(raw: bytes) -> JobSpec:
         spec = _decode_job(raw)
     except ProtocolError as error:
         raise InvalidRequest(str(error)) from None
-    match spec:
-        case EvictJob(least_bytes=least) if least and (
-            spec.namespace or spec.keys or spec.unused_s
-        ):
-            raise InvalidRequest(
-                "`least_bytes` selects by value alone: do not combine it with `namespace`, keys or `unused_s`"
-            )
-        case EvictJob(everything=True) if (
-            spec.namespace or spec.keys or spec.unused_s or spec.least_bytes
-        ):
-            raise InvalidRequest(
-                "`everything` is all of the tenant: do not combine it with `namespace`, keys, `unused_s` or `least_bytes`"
-            )
-        case EvictJob(keys=[], chains=True):
-            raise InvalidRequest("`chains` needs keys: name at least one")
-        case EvictJob(everything=False) if not (
-            spec.namespace or spec.keys or spec.unused_s or spec.least_bytes
-        ):
-            raise InvalidRequest(
-                "name the blocks to evict: keys, `namespace`, `unused_s` or `least_bytes`; or `everything` of the tenant"
-            )
-        case WarmJob(namespace=""):
-            raise InvalidRequest("name the namespace of the blocks")
-        case WarmJob(keys=[], source=""):
-            raise InvalidRequest("name keys, or the node to copy all blocks from: `source`")
-        case WarmJob(source="", move=True):
-            raise InvalidRequest("to `move` blocks, name the node that they are on: `source`")
+    if problem := _problem(spec):
+        raise InvalidRequest(problem)
     return spec
+
+
+def _problem(spec: JobSpec) -> str:
+    """Why the fields of a job do not go together, or an empty text."""
+    match spec:
+        case EvictJob():
+            chosen = bool(spec.namespace or spec.keys or spec.unused_s)
+            if spec.least_bytes and chosen:
+                return "`least_bytes` selects by value alone: do not combine it with `namespace`, keys or `unused_s`"
+            if spec.everything and (chosen or spec.least_bytes):
+                return "`everything` is all of the tenant: do not combine it with `namespace`, keys, `unused_s` or `least_bytes`"
+            if spec.chains and not spec.keys:
+                return "`chains` needs keys: name at least one"
+            if not (chosen or spec.least_bytes or spec.everything):
+                return "name the blocks to evict: keys, `namespace`, `unused_s` or `least_bytes`; or `everything` of the tenant"
+        case WarmJob(namespace=""):
+            return "name the namespace of the blocks"
+        case WarmJob(keys=[], source=""):
+            return "name keys, or the node to copy all blocks from: `source`"
+        case WarmJob(source="", move=True):
+            return "to `move` blocks, name the node that they are on: `source`"
+    return ""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpool.admin.cluster_view import NODE_S, Answers, Cluster
+from kvpool.admin.cluster_view import NODE_S, Cluster
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.problems import Refused
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import having, holders, tenant_of
 from kvpool.admin.types import BlockPage, Listed
 from kvpool.errors import KvpoolError
-from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Block
 
@@ -45,39 +44,26 @@ class Blocks:
         asks, until = 0, clock() + PAGE_S
         while walk.place and len(items) < wanted.limit and asks < ASKS_MAX and clock() < until:
             asks += 1
-            await self._take(walk, tenant, wanted, items, failed, answers)
-        after = pack_cursor(*walk.place) if walk.place else None
-        return Listed(items, after, failed)
-
-    async def _take(
-        self,
-        walk: _Walk,
-        tenant: str,
-        wanted: BlockPage,
-        items: list[Block],
-        failed: dict[str, str],
-        answers: Answers[NodeStats],
-    ) -> None:
-        """What comes next, up to a page."""
-        assert walk.place is not None
-        node, tier, inner = walk.place
-        if tier == "device" and not answers.nodes[node].tiers.device:
-            walk.next_tier()
-            return
-        ask = operator_wire.ListBlocks(
-            tier, inner, wanted.limit - len(items), bytes.fromhex(wanted.digest)
-        )
-        try:
-            found = await self._cluster.daemon.get(ask, node=node, tenant=tenant, within_s=NODE_S)
-        except KvpoolError as error:
-            failed[node] = str(error)
-            walk.next_node()
-            return
-        items += found.blocks
-        if found.cursor is None:
-            walk.next_tier()
-        else:
-            walk.place = (node, tier, found.cursor)
+            node, tier, inner = walk.place
+            if tier == "device" and not answers.nodes[node].tiers.device:
+                walk.next_tier()
+                continue
+            left = wanted.limit - len(items)
+            ask = operator_wire.ListBlocks(tier, inner, left, bytes.fromhex(wanted.digest))
+            try:
+                found = await self._cluster.daemon.get(
+                    ask, node=node, tenant=tenant, within_s=NODE_S
+                )
+            except KvpoolError as error:
+                failed[node] = str(error)
+                walk.next_node()
+                continue
+            items += found.blocks
+            if found.cursor is None:
+                walk.next_tier()
+            else:
+                walk.place = (node, tier, found.cursor)
+        return Listed(items, pack_cursor(*walk.place) if walk.place else None, failed)
 
 
 class _Walk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ from kvpool.decoding import decode_json
 from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.placement.records import NamespaceSettings, NodeRecord, NodeState, TierRecord
 from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
+from kvpool.telemetry.memory_stats import TenantStats
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 
@@ -234,36 +235,28 @@ def gather_namespaces(
 
 def gather_tenants(answers: Answers[NodeStats], seen: Callable[[str], bool]) -> list[TenantInfo]:
     """The tenants that a caller may see, summed over the nodes that answered."""
-    totals: dict[str, Counter[str]] = {}
-    spaces: dict[str, set[str]] = {}
+    held: dict[str, list[TenantStats]] = {}
     for stats in answers.nodes.values():
         for name, tenant in stats.tenants.items():
-            if not seen(name):
-                continue
-            disks = tenant.usage.ssd
-            spaces.setdefault(name, set()).update(tenant.namespaces)
-            totals.setdefault(name, Counter()).update(
-                segment_bytes=tenant.segment_bytes,
-                used_bytes=tenant.space.bytes_used,
-                ssd_bytes=sum(disk.part_bytes for disk in disks),
-                ssd_used_bytes=sum(disk.used_bytes for disk in disks),
-                blocks=tenant.blocks,
-                soft_pinned_bytes=tenant.soft_pinned_bytes,
-                hard_pinned_bytes=tenant.hard_pinned_bytes,
-                nodes=1,
-            )
-    return [
-        TenantInfo(
-            tenant=name,
-            namespaces=len(spaces[name]),
-            **{
-                field: total[field]
-                for field in TenantInfo.__struct_fields__
-                if field not in {"tenant", "namespaces"}
-            },
-        )
-        for name, total in totals.items()
-    ]
+            if seen(name):
+                held.setdefault(name, []).append(tenant)
+    return [_tenant(name, some) for name, some in held.items()]
+
+
+def _tenant(name: str, held: Sequence[TenantStats]) -> TenantInfo:
+    disks = [disk for each in held for disk in each.usage.ssd]
+    return TenantInfo(
+        tenant=name,
+        segment_bytes=sum(each.segment_bytes for each in held),
+        used_bytes=sum(each.space.bytes_used for each in held),
+        ssd_bytes=sum(disk.part_bytes for disk in disks),
+        ssd_used_bytes=sum(disk.used_bytes for disk in disks),
+        blocks=sum(each.blocks for each in held),
+        soft_pinned_bytes=sum(each.soft_pinned_bytes for each in held),
+        hard_pinned_bytes=sum(each.hard_pinned_bytes for each in held),
+        namespaces=len({digest for each in held for digest in each.namespaces}),
+        nodes=len(held),
+    )
 
 
 def _seen(who: Principal, tenant: str) -> Callable[[str], bool]:

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvpool.admin.cluster_view import NODE_S, Answers, Cluster
+from kvpool.admin.cluster_view import Answers, Cluster
 from kvpool.admin.problems import not_found
 from kvpool.admin.routing import Call, Route
 from kvpool.admin.scope import chosen_nodes, holders, sees_event, tenant_of, whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.admin.types import AnyNode, OfTenant, Unreachable
 from kvpool.decoding import decode_json
-from kvpool.errors import KvpoolError, ProtocolError
+from kvpool.errors import ProtocolError
 from kvpool.telemetry.cluster_stats import ClusterStats
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
@@ -96,22 +96,10 @@ class Forwarding:
                 nodes, _, _, silent = await holders(
                     self._cluster, tenant, digest, wanted.node, now=True
                 )
-            errors: list[KvpoolError] = []
-
-            more = {"tenant": tenant, "by": call.by, "wait_s": CHANGE_S if command.changes else 0.0}
-
-            async def ask(node: str) -> Any:
-                try:
-                    return await self._cluster.daemon.get(
-                        message, node=node, within_s=NODE_S, **more
-                    )
-                except KvpoolError as error:
-                    errors.append(error)
-                    raise
-
-            found = await self._cluster.ask_each(nodes, ask)
-            if errors and not found.nodes:
-                raise errors[0]
+            wait_s = CHANGE_S if command.changes else 0.0
+            found = await self._cluster.get_each(
+                nodes, message, tenant=tenant, by=call.by, wait_s=wait_s, one_at_least=True
+            )
             if command.changes:
                 self._cluster.changed()
             return Answers(dict(sorted(found.nodes.items())), {**silent, **found.unreachable})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -18,7 +18,7 @@ from kvpool.admin.types import (
     ReceiptList,
     ReceiptPage,
 )
-from kvpool.telemetry.receipts import AccountItem, PeriodRows, ReceiptItem, Receipts
+from kvpool.telemetry.receipts import AccountItem, PeriodRows, Receipts
 from kvpool.telemetry.receipts_export import (
     MEDIA,
     Format,
@@ -38,6 +38,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=SEQUENCE_MAX)]
 Place = tuple[str, _Number, _Number]
 """Of a row: its node, its period's sequence number, and where it is in the period."""
 NOWHERE = ("", 0, 0)
+L = TypeVar("L", AccountList, ReceiptList)
 
 
 class Accounting:
@@ -91,11 +92,7 @@ class Accounting:
                 if some is not None and some.more:
                     next_ = pack_cursor(name, some.next_sequence, some.next_row)
                     break
-        answer = AccountList(items, next_, unreachable, incomplete)
-        text = _text(wanted.format, answer.items, requests=False)
-        if text is None:
-            return answer
-        return _response(wanted.format, text, unreachable, next_, incomplete)
+        return _as(wanted.format, AccountList(items, next_, unreachable, incomplete))
 
     @route(
         "GET", "/v1/receipts/requests", "viewer", texts=tuple(MEDIA.values()), answer=ReceiptList
@@ -119,9 +116,7 @@ class Accounting:
         ]
         items.sort(key=lambda each: (each.begun_s, each.node))
         more = len(items) > wanted.limit or any(some.more for some in listed.nodes.values())
-        answer = ReceiptList(items[-wanted.limit :], more, listed.unreachable)
-        text = _text(wanted.format, answer.items, requests=True)
-        return answer if text is None else _response(wanted.format, text, answer.unreachable)
+        return _as(wanted.format, ReceiptList(items[-wanted.limit :], more, listed.unreachable))
 
     async def _nodes(self, node: str) -> Sequence[str]:
         view = await self._cluster.view()
@@ -135,29 +130,17 @@ class Accounting:
         return [] if call.who.tenants is None else sorted(call.who.tenants)
 
 
-def _text(
-    kind: Format, items: Sequence[AccountItem] | Sequence[ReceiptItem], *, requests: bool
-) -> str | None:
-    """In the format that is wanted; None: as any answer."""
+def _as(kind: Format, answer: L) -> L | web.Response:
+    """The answer in the format that is wanted. A text has in its headers what it has no place for."""
     if kind == "json":
-        return None
-    plain = [msgspec.to_builtins(item) for item in items]
-    return to_csv(plain, requests=requests) if kind == "csv" else to_lines(plain)
-
-
-def _response(
-    kind: Format,
-    text: str,
-    unreachable: Mapping[str, str],
-    next_: str | None = None,
-    incomplete: Sequence[str] = (),
-) -> web.Response:
-    """A text, and in its headers what it has no place for."""
-    headers = {"Content-Type": MEDIA[kind]}
-    if next_ is not None:
-        headers[NEXT] = next_
-    if unreachable:
-        headers[UNREACHABLE] = ",".join(sorted(unreachable))
-    if incomplete:
-        headers[INCOMPLETE] = ",".join(sorted(incomplete))
-    return web.Response(body=text.encode(), headers=headers)
+        return answer
+    plain = [msgspec.to_builtins(item) for item in answer.items]
+    requests = isinstance(answer, ReceiptList)
+    text = to_csv(plain, requests=requests) if kind == "csv" else to_lines(plain)
+    headers = {
+        "Content-Type": MEDIA[kind],
+        NEXT: getattr(answer, "next", None),
+        UNREACHABLE: ",".join(sorted(answer.unreachable)),
+        INCOMPLETE: ",".join(sorted(getattr(answer, "incomplete", ()))),
+    }
+    return web.Response(body=text.encode(), headers={k: v for k, v in headers.items() if v})

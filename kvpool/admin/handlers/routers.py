@@ -40,6 +40,8 @@ from kvpool.errors import InvalidRequest, KvpoolError, NotAuthenticated, Protoco
 ROUTER_S = 3.0
 INTENT_S = 12.0  # for the answers of nodes
 ANSWER_BYTES_MAX = 4 << 20
+ANNOUNCED = ("url", "rank", "role", "model", "tenant", "namespace")
+"""What an engine's announcement says of it, as it is shown."""
 
 
 class NotThere(InvalidRequest):
@@ -79,16 +81,10 @@ class Routers:
                 if not (engine.tenant == tenant if tenant else call.who.sees(engine.tenant)):
                     continue
                 host = engine.url.partition("://")[2]
+                name = host if engine.rank is None else f"{host}-dp{engine.rank}"
+                about = {each: getattr(engine, each) for each in ANNOUNCED}
                 found[engine.url, engine.rank] = Engine(
-                    name=host if engine.rank is None else f"{host}-dp{engine.rank}",
-                    url=engine.url,
-                    rank=engine.rank,
-                    node=record.node,
-                    role=engine.role,
-                    model=engine.model,
-                    tenant=engine.tenant,
-                    namespace=engine.namespace,
-                    routers={},
+                    name=name, node=record.node, routers={}, **about
                 )
         for router, answer in sorted(told.nodes.items()):
             for row in _rows(answer):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpool.errors import InvalidRequest, KvpoolError
 
 if TYPE_CHECKING:
     from kvpool.client.gateway import Operator
     from kvpool.wire import frame
+
+T = TypeVar("T")
 
 
 def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
@@ -18,29 +20,38 @@ def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([cluster["node"], *others]))
 
 
-def ask_each(
-    client: Operator, nodes: Iterable[str], message: frame.Message | None, *, tenant: str = ""
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The answers of nodes, by name; and the nodes that gave none, with why. message: None: their statistics."""
-    found: dict[str, Any] = {}
-    silent: dict[str, str] = {}
+def each_of(
+    nodes: Iterable[str], ask: Callable[[str], T], *, one_at_least: bool = False
+) -> tuple[dict[str, T], dict[str, str]]:
+    """The answers of nodes, by name; and the nodes that gave none, with why.
+
+    one_at_least: raises the first node's error if none answers.
+    """
+    found: dict[str, T] = {}
+    errors: dict[str, KvpoolError] = {}
     for node in nodes:
         try:
-            found[node] = (
-                client.inspect(node)
-                if message is None
-                else client.ask_node(message, node=node, tenant=tenant)
-            )
+            found[node] = ask(node)
         except KvpoolError as error:
-            silent[node] = str(error)
-    return found, silent
+            errors[node] = error
+    if one_at_least and errors and not found:
+        raise next(iter(errors.values()))
+    return found, {node: str(error) for node, error in errors.items()}
+
+
+def ask_each(
+    client: Operator, nodes: Iterable[str], message: frame.Message, **more: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The answers of nodes to one message. more: of `each_of`, and the `tenant` that is asked for."""
+    tenant = more.pop("tenant", "")
+    return each_of(nodes, lambda node: client.ask_node(message, node=node, tenant=tenant), **more)
 
 
 def holders(
     client: Operator, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[str], dict[str, str]]:
     """Of these nodes those that have the tenant, and its namespace open if one is given; those that do not answer."""
-    answers, silent = ask_each(client, nodes, None)
+    answers, silent = each_of(nodes, client.inspect)
     found = [
         node
         for node, stats in answers.items()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from kvpool.cli.render.asking import ask_each
+from kvpool.cli.render.asking import each_of
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
@@ -260,31 +260,30 @@ def namespace_rows(
     one, and `ssd_bytes` without disks, too.
     """
     here = stats.tenants[tenant].namespaces
-    alone = not cluster["joined"]
-    disks = stats.tenants[tenant].usage.ssd
-    rows = []
-    for entry in cluster["namespaces"]:
-        row = {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
-        row |= dict.fromkeys(("blocks", "bytes", "ssd_bytes", "asked", "hits"))
-        if entry["tenant"] == tenant:
-            row |= _held(entry["digest"], here.get(entry["digest"]), disks)
-        rows.append(row)
+    rows = [
+        {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
+        for entry in cluster["namespaces"]
+    ]
     known = {row["digest"] for row in rows if row["tenant"] == tenant}
-    for digest in sorted(here.keys() - known):
-        one = here[digest]
-        rows.append(
-            {
-                "tenant": tenant,
-                "digest": digest,
-                "fields": one.fields,
-                "parts": [[nbytes] for nbytes in one.part_bytes],
-                "epoch": one.epoch,
-                "fence": 0,
-                "settings": one.settings,
-                "agreed": alone,
-                **_held(digest, one, disks),
-            }
-        )
+    rows += [
+        {
+            "tenant": tenant,
+            "digest": digest,
+            "fields": one.fields,
+            "parts": [[nbytes] for nbytes in one.part_bytes],
+            "epoch": one.epoch,
+            "fence": 0,
+            "settings": one.settings,
+            "agreed": not cluster["joined"],
+        }
+        for digest, one in sorted(here.items())
+        if digest not in known
+    ]
+    for row in rows:
+        row.update(dict.fromkeys(("blocks", "bytes", "ssd_bytes", "asked", "hits")))
+        if row["tenant"] == tenant:
+            digest, disks = row["digest"], stats.tenants[tenant].usage.ssd
+            row.update(_held(digest, here.get(digest), disks))
     return rows
 
 
@@ -310,13 +309,11 @@ def holdings(
     client: Operator, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
-    answers, silent = ask_each(client, nodes, None)
-    theirs = {
-        node: found.tenants[tenant] for node, found in answers.items() if tenant in found.tenants
-    }
+    answers, silent = each_of(nodes, client.inspect)
     rows = [
         {"node": node, **_held(digest, mine.namespaces.get(digest), mine.usage.ssd)}
-        for node, mine in theirs.items()
+        for node, found in answers.items()
+        if (mine := found.tenants.get(tenant)) is not None
     ]
     return rows, silent
 

@@ -94,23 +94,17 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
     back = f"`kvpool drain {node} --cancel` brings it back"
     progress = ended.progress
     so_far = f" ({drain_text(progress)})" if progress is not None else ""
-    if ended.how == "late":
-        return (
-            f"{node} is not drained after {timeout_s:g} s{so_far}; it continues. "
-            f"`kvpool drain {node}` shows it again, `kvpool drain {node} --cancel` cancels it"
-        ), False
-    if ended.how == "recalled":
-        return f"the drain of {node} was cancelled by another operator{so_far}", False
-    if ended.how == "vanished":
-        return (
-            f"{node} has left the cluster and was not seen to finish its drain{so_far}: where it was "
-            f"stopped or has died, what only it held is lost. While it runs, {back}"
-        ), False
-    if ended.how == "absent":
-        return (
-            f"{node} is not in the cluster: it was drained before, or does not run. It stays out until "
-            f"`kvpool drain {node} --cancel` is said"
-        ), True
+    others = {
+        "late": f"{node} is not drained after {timeout_s:g} s{so_far}; it continues. `kvpool drain {node}` shows it "
+        f"again, `kvpool drain {node} --cancel` cancels it",
+        "recalled": f"the drain of {node} was cancelled by another operator{so_far}",
+        "vanished": f"{node} has left the cluster and was not seen to finish its drain{so_far}: where it was stopped "
+        f"or has died, what only it held is lost. While it runs, {back}",
+        "absent": f"{node} is not in the cluster: it was drained before, or does not run. It stays out until "
+        f"`kvpool drain {node} --cancel` is said",
+    }
+    if ended.how in others:
+        return others[ended.how], ended.how == "absent"
     assert progress is not None, "a node that is drained has said so"
     if progress["failed"]:
         return (
@@ -118,18 +112,14 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
             f"found no other place: they are lost when its daemon is stopped. {back} with them; make "
             f"room on other nodes, or add one, and drain it again"
         ), False
-    copied = progress["copied"]
-    what = (
-        f"{count(copied, 'block')} that only it held {'was' if copied == 1 else 'were'} copied to "
-        f"others, {size_text(progress['copied_bytes'])}"
-        if copied
-        else "others hold whatever it held"
-    )
+    what = "others hold whatever it held"
+    if copied := progress["copied"]:
+        were = "was" if copied == 1 else "were"
+        nbytes = size_text(progress["copied_bytes"])
+        what = f"{count(copied, 'block')} that only it held {were} copied to others, {nbytes}"
     if progress["left"]:
-        what = (
-            f"{what}, and {count(progress['left'], 'block')} stay on its disks for want of time "
-            f"(ssd_drain_s)"
-        )
+        left = count(progress["left"], "block")
+        what += f", and {left} stay on its disks for want of time (ssd_drain_s)"
     return (
         f"{node} is drained and has left the cluster: {what}. While its daemon runs it serves "
         f"its own clients; {back}"

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 from urllib.parse import quote
 
 from kvpool.cli.render.text import count
 from kvpool.errors import ClusterUnavailable, InvalidRequest
-from kvpool.router.client import NoRouter
+from kvpool.router.client import NoRouter, RouterHttp
 
 LOOK_S = 0.2
 IDLE = frozenset(("drained", "away"))
 """States of an engine at a router that has no requests there."""
-
-Row = Mapping[str, Any]
-
-
-class Router(Protocol):
-    """As `RouterHttp`. where: which one it is, for people."""
-
-    where: str
-
-    def ask(self, path: str, body: bytes | None = None, *, method: str = "") -> Any: ...
 
 
 class EnginesDrain:
@@ -34,7 +24,7 @@ class EnginesDrain:
 
     def __init__(
         self,
-        routers: Sequence[Router],
+        routers: Sequence[RouterHttp],
         node: str | None,
         engines: Collection[str],
         *,
@@ -88,17 +78,16 @@ class EnginesDrain:
         self._routers = there
         return list(names)
 
-    def _rows(self, router: Router) -> list[Row]:
-        rows: list[Row] = router.ask("/engines")["engines"]
-        return [row for row in rows if self._wanted(row)]
+    def _rows(self, router: RouterHttp) -> list[dict[str, Any]]:
+        return [row for row in router.ask("/engines")["engines"] if self._wanted(row)]
 
-    def _busy(self, router: Router) -> list[Row]:
+    def _busy(self, router: RouterHttp) -> list[dict[str, Any]]:
         try:
             return [row for row in self._rows(router) if row["state"] not in IDLE]
         except NoRouter:
             return []  # it has ended
 
-    def _wanted(self, row: Row) -> bool:
+    def _wanted(self, row: dict[str, Any]) -> bool:
         return bool(self._node and row["node"] == self._node) or bool(
             self._engines & {row["name"], row["url"]}
         )

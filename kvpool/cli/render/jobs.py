@@ -58,20 +58,10 @@ class Job:
         self, nodes: Sequence[str], spec: Mapping[str, Any], *, dry_run: bool = False
     ) -> None:
         """Raises what the first node said when it begins on none."""
-        raw = json.dumps(spec).encode()
-        refused: KvpoolError | None = None
-        for node in nodes:
-            try:
-                view = self._client.ask_node(
-                    operator_wire.BeginJob(self.name, raw, dry_run), node=node
-                )
-            except KvpoolError as error:
-                refused = refused or error
-                self.failures[node] = str(error)
-            else:
-                self._take(node, view)
-        if refused is not None and not self.views:
-            raise refused
+        message = operator_wire.BeginJob(self.name, json.dumps(spec).encode(), dry_run)
+        begun, self.failures = ask_each(self._client, nodes, message, one_at_least=True)
+        for node, view in begun.items():
+            self._take(node, view)
 
     def look(self, nodes: Iterable[str] = ()) -> None:
         """Ask how far it is on these nodes, or where it is running."""
@@ -89,15 +79,9 @@ class Job:
 
     def stop(self) -> list[str]:
         """Have it stopped where it runs; the nodes that have heard of it."""
-        told = []
-        for node in self.running:
-            try:
-                self._client.ask_node(operator_wire.StopJob(self.name), node=node)
-            except KvpoolError as error:
-                self.failures[node] = str(error)
-            else:
-                told.append(node)
-        return told
+        told, failed = ask_each(self._client, self.running, operator_wire.StopJob(self.name))
+        self.failures |= failed
+        return list(told)
 
     def _take(self, node: str, view: JobView) -> None:
         self.views[node] = view

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.text import Text
 
-from kvpool.cli.render.asking import ask_each, nodes_of
+from kvpool.cli.render.asking import ask_each, each_of, nodes_of
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
 from kvpool.telemetry.misses import WORDS, Reason
@@ -24,7 +24,7 @@ def gather(client: Operator, tenant: str) -> MemoryPlan:
     nodes = nodes_of(client.ask_node(operator_wire.Cluster()))
     told, silent = ask_each(client, nodes, operator_wire.HitCurves(), tenant=tenant)
     memories = [msgspec.convert(each, Memory, strict=False) for each in told.values()]
-    stats, others = ask_each(client, told, None)
+    stats, others = each_of(told, client.inspect)
     misses = misses_of(stats.values(), tenant)
     return MemoryPlan(tenant, len(memories), curve(memories), misses, silent | others)
 

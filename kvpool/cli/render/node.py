@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.text import Text
 
 from kvpool.cli.render.cluster import directory_text, standing_text
 from kvpool.cli.render.text import (
+    DIGEST_SHOWN,
     Column,
     Parts,
     count,
@@ -104,7 +105,6 @@ def not_serving(stats: NodeStats) -> str:
 def status_view(stats: NodeStats, tenant: str, names: Mapping[str, str]) -> Parts:
     """The state of a node and of one tenant's pool on it. `names`: of nodes, by incarnation."""
     mine = stats.tenants[tenant]
-    fetch, replication = stats.fetch, stats.replication
     yield _headline(stats)
     yield from _cluster_lines(stats)
     for table in (
@@ -115,13 +115,15 @@ def status_view(stats: NodeStats, tenant: str, names: Mapping[str, str]) -> Part
         _transfer_workers(stats.transfer_workers),
         _nixl(stats.nixl),
         _ways(stats.paths),
-        _peers(fetch.peers, names),
-        _counters("Other nodes, since the start", fetch, _FETCH, _FETCH_TROUBLES)
-        if _any(fetch)
-        else None,
-        _counters("Replication, since the start", replication, _REPLICATION, _REPLICATION_TROUBLES)
-        if _any(replication)
-        else None,
+        _peers(stats.fetch.peers, names),
+        *(
+            _counters(f"{title}, since the start", counters, entries, troubles)
+            for title, counters, entries, troubles in (
+                ("Other nodes", stats.fetch, _FETCH, _FETCH_TROUBLES),
+                ("Replication", stats.replication, _REPLICATION, _REPLICATION_TROUBLES),
+            )
+            if any(type(value) is int and value for value in msgspec.structs.astuple(counters))
+        ),
     ):
         if table is not None:
             yield Text()
@@ -194,31 +196,20 @@ def _slots(classes: list[SlabClass]) -> Table | None:
 def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Table | None:
     if not namespaces:
         return None
-    rows: list[dict[str, Any]] = [
-        {
-            "digest": digest,
-            "fields": ", ".join(facts(one.fields)),
-            "blocks": max(one.blocks, default=0),
-            "parts": len(one.part_bytes),
-            "block_bytes": sum(one.part_bytes),
-            "bytes": sum(n * size for n, size in zip(one.blocks, one.part_bytes, strict=True)),
-        }
+    nbytes = {
+        digest: sum(n * size for n, size in zip(one.blocks, one.part_bytes, strict=True))
         for digest, one in namespaces.items()
-    ]
-    columns = {
-        "digest": "digest",
-        "fields": "fields",
-        "blocks": "blocks",
-        "parts": "parts",
-        "bytes a block": "block_bytes",
-        "bytes": "bytes",
     }
-    rows.sort(key=lambda row: (-row["bytes"], row["digest"]))
-    return rows_table("Namespaces", rows, columns)
-
-
-def _any(counters: msgspec.Struct) -> bool:
-    return any(type(value) is int and value for value in msgspec.structs.astuple(counters))
+    columns: dict[str, Column] = {
+        "digest": lambda row: row[0][:DIGEST_SHOWN],
+        "fields": lambda row: ", ".join(facts(row[1].fields)),
+        ">blocks": lambda row: f"{max(row[1].blocks, default=0):,}",
+        ">parts": lambda row: f"{len(row[1].part_bytes):,}",
+        ">bytes a block": lambda row: size_text(sum(row[1].part_bytes)),
+        ">bytes": lambda row: size_text(nbytes[row[0]]),
+    }
+    largest = sorted(namespaces.items(), key=lambda row: (-nbytes[row[0]], row[0]))
+    return rows_table("Namespaces", largest, columns)
 
 
 def _counters(title: str, counters: msgspec.Struct, entries: Entries, troubles: Entries) -> Table:

@@ -164,6 +164,7 @@ def list_objects(
 ) -> tuple[list[dict[str, Any]], bool]:
     """Up to so many objects with blocks in this node's tier, and whether there may be more of them."""
     wanted = prefix.encode()
+    together, wait_s = (PAGE, 0.0) if tier == "dram" else (READ_TOGETHER, READ_S)
     found: list[dict[str, Any]] = []
     looked_at = 0
     for space in objects.spaces.all:
@@ -171,15 +172,12 @@ def list_objects(
         while cursor is not None:
             if len(found) >= limit or looked_at >= LOOKED_AT_MAX:
                 return found[:limit], True
-            message = operator_wire.ListBlocks(tier, cursor, PAGE, space.ns.digest)
-            page = client.ask_node(message)
+            page = client.ask_node(operator_wire.ListBlocks(tier, cursor, PAGE, space.ns.digest))
             cursor, blocks = page.cursor, page.blocks
             looked_at += len(blocks)
-            together = PAGE if tier == "dram" else READ_TOGETHER
             for first in range(0, len(blocks), together):
                 some = blocks[first : first + together]
                 packed = bytes.fromhex("".join(block.key for block in some))
-                owners = objects.whose(space, packed, READ_S if tier == "ssd" else 0.0)
                 found += [
                     {
                         "name": f"sha256:{owner.key.hex()}"
@@ -190,7 +188,7 @@ def list_objects(
                         "unused_s": block.age_s,
                         "pin": block.pin,
                     }
-                    for block, owner in zip(some, owners, strict=True)
+                    for block, owner in zip(some, objects.whose(space, packed, wait_s), strict=True)
                     if owner is not None
                     and (owner.key.startswith(wanted) if not owner.hashed else not wanted)
                 ]

@@ -165,11 +165,11 @@ def _toml(setting: Setting) -> str:
             value = _share(value)
         case _ if name in TABLES:
             return "\n".join(_table(name, each) for each in value)
-    if isinstance(value, (list, tuple)) and value:
+    line = f"{name} = {_value(value)}"
+    if isinstance(value, list) and len(line) > LINE_MAX:
         rows = "".join(f"    {_value(each)},\n" for each in value)
-        line = f"{name} = [{', '.join(map(_value, value))}]"
-        return line if len(line) <= LINE_MAX else f"{name} = [\n{rows}]"
-    return f"{name} = {_value(value)}"
+        return f"{name} = [\n{rows}]"
+    return line
 
 
 def _table(name: str, fields: Mapping[str, Any]) -> str:
@@ -203,7 +203,7 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         pairs = ", ".join(f"{_value(key)} = {_value(each)}" for key, each in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     # What JSON quotes, TOML does, too; but DEL.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
