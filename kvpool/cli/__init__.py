@@ -19,15 +19,7 @@ COMMANDS = (
     *("sessions", "receipts", "put", "get", "ls", "rm"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
     *("job", "explain", "sim", "plan"),
-    *(
-        "doctor",
-        "version",
-        "config",
-        "certs",
-        "secret",
-        "token",
-        "audit",
-    ),
+    *("doctor", "version", "config", "certs", "secret", "token", "audit"),
 )
 # The module of a command, if its name differs.
 MODULES = {

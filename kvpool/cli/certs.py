@@ -30,8 +30,7 @@ Hosts = Annotated[
 
 @certs.command("init")
 def certs_init(
-    folder: AuthorityFolder,
-    cluster: Annotated[str, option("The cluster's name.")] = "kvpool",
+    folder: AuthorityFolder, cluster: Annotated[str, option("The cluster's name.")] = "kvpool"
 ) -> None:
     """Create a certificate authority for a cluster, in a new folder.
 
@@ -59,9 +58,7 @@ def certs_node(
 
 @certs.command("client")
 def certs_client(
-    folder: AuthorityFolder,
-    name: Annotated[str, argument("The owner's name.")],
-    days: Days = 365,
+    folder: AuthorityFolder, name: Annotated[str, argument("The owner's name.")], days: Days = 365
 ) -> None:
     """Create a client certificate. Daemons do not accept it as a node's.
 

@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kvpool.cli import base
-from kvpool.cli.base import (
-    AnyNode,
-    AsJson,
-    OnNodes,
-    Session,
-    argument,
-    asks,
-    named_nodes,
-)
+from kvpool.cli.base import AnyNode, AsJson, OnNodes, Session, argument, asks, named_nodes
 
 config = base.group(
     "config", "The configuration: check a file; show and change that of running nodes."
@@ -35,20 +27,14 @@ def config_check(
 
     Example: kvpool config check /etc/kvpool/kvpool.toml
     """
-    from kvpool.cli.render.settings import effective, plain, show
+    from kvpool.cli.render.settings import effective, plain, toml_text
 
     found = effective(None if file is None else str(file), os.environ)
-    if as_json:
-        base.print_json(plain(found))
-    else:
-        show(found)
+    base.show(plain(found), toml_text(found), as_json=as_json)
 
 
 @asks(config, "show")
-def config_show(
-    at: Session,
-    node: AnyNode = "",
-) -> None:
+def config_show(at: Session, node: AnyNode = "") -> None:
     """Show the settings that a running node has now: which are defaults, and which can be changed.
 
     Of secrets only whether they are set.

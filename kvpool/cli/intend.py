@@ -87,22 +87,17 @@ def intend(
         raise InvalidRequest(
             "give a prompt's keys or tokens, --request-file FILE, or --session NAME"
         )
-    unreachable: dict[str, str] = {}
     if request_file is not None:
         if namespace is not None:
             raise InvalidRequest("--namespace: the router knows those of the engines itself")
-        told = _by_request(
-            router,
-            request_file,
-            {
-                "intent": str(intent),
-                "nodes": list(dict.fromkeys(node or [])),
-                "hard": hard,
-                "for_s": period(for_),
-                "dry_run": dry_run,
-            },
-        )
-        rows, unreachable = told["items"], told["unreachable"]
+        intended = {
+            "intent": str(intent),
+            "nodes": list(dict.fromkeys(node or [])),
+            "hard": hard,
+            "for_s": period(for_),
+            "dry_run": dry_run,
+        }
+        told = _by_request(router, request_file, intended)
     else:
         if not session and namespace is None:
             raise InvalidRequest("keys and tokens need --namespace DIGEST")
@@ -118,9 +113,10 @@ def intend(
             {"node": name, **asdict(at.client.ask_node(message, node=name, wait_s=INTENT_S))}
             for name in dict.fromkeys(node or [at.client.cluster()["node"]])
         ]
-    at.show({"items": rows} if request_file is None else told, answers_view(rows))
-    base.complain_of(dict(sorted(unreachable.items())), fatal=False)
-    if all(row["outcome"] in {Outcome.REFUSED, Outcome.MISSING} for row in rows):
+        told = {"items": rows}
+    at.show(told, answers_view(told["items"]))
+    base.complain_of(dict(sorted(told.get("unreachable", {}).items())), fatal=False)
+    if all(row["outcome"] in {Outcome.REFUSED, Outcome.MISSING} for row in told["items"]):
         raise typer.Exit(EXIT_ERROR)
 
 
@@ -138,8 +134,6 @@ def _by_request(router: str, file: Path, wanted: dict[str, Any]) -> dict[str, An
         raise InvalidRequest(f"cannot read a request from {file}: {error}") from None
     if len(raw) > REQUEST_BYTES_MAX or not isinstance(request, dict):
         raise InvalidRequest(f"{file} is not a request: JSON with model, and prompt or messages")
-    asked = RouterHttp(router)
-    found: dict[str, Any] = asked.ask(
-        "/intents", json.dumps({**wanted, "request": request}).encode()
-    )
+    body = json.dumps({**wanted, "request": request}).encode()
+    found: dict[str, Any] = RouterHttp(router).ask("/intents", body)
     return found

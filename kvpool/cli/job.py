@@ -70,10 +70,7 @@ start = base.group(
 
 
 @asks(job, "list")
-def job_list(
-    at: Session,
-    node: OnNodes = None,
-) -> None:
+def job_list(at: Session, node: OnNodes = None) -> None:
     """Show the jobs that nodes remember, newest first.
 
     Example: kvpool job list
@@ -82,11 +79,7 @@ def job_list(
 
 
 @asks(job, "show")
-def job_show(
-    at: Session,
-    job: JobName,
-    node: OnNodes = None,
-) -> None:
+def job_show(at: Session, job: JobName, node: OnNodes = None) -> None:
     """Show a job's progress on each node. Exit status 1 if no node knows it.
 
     Example: kvpool job show evict-5f21c09a
@@ -95,11 +88,7 @@ def job_show(
 
 
 @asks(job, "stop")
-def job_stop(
-    at: Session,
-    job: JobName,
-    node: OnNodes = None,
-) -> None:
+def job_stop(at: Session, job: JobName, node: OnNodes = None) -> None:
     """Stop a job; work already done is kept.
 
     Example: kvpool job stop evict-5f21c09a
@@ -191,10 +180,12 @@ def _start(
 ) -> None:
     """Start a job of this kind, follow it unless told not to, and print its result."""
     import json
+    import secrets
 
     from kvpool.cli.render.asking import holders
+    from kvpool.cli.render.jobs import Job
     from kvpool.cli.render.naming import block_keys, period, size
-    from kvpool.wire.jobs import parse_job
+    from kvpool.wire.jobs import job_name, parse_job, verb_of
 
     fields = _fields(kind)
     spec: dict[str, Any] = {"kind": kind.__struct_config__.tag}
@@ -220,7 +211,10 @@ def _start(
     nodes = nodes or [at.client.cluster()["node"]]
     if kind.everywhere and not (spec["keys"] or dry_run):
         base.confirm(f"Evict {_what(parsed, at.tenant)} on {', '.join(nodes)}?", at.socket, yes=yes)
-    _run(at, parsed, nodes, spec, silent, dry_run=dry_run, wait=wait)
+    job = Job(at.client, job_name(verb_of(parsed), secrets.randbits(32)))
+    job.begin(nodes, spec, dry_run=dry_run)
+    job.failures.update(silent)  # selected nodes that do not answer make the exit status 1
+    _carry_out(at, job, wait=wait)
 
 
 def _in_options(text: str, fields: dict[str, tuple[Any, dict[str, Any]]]) -> str:
@@ -228,25 +222,10 @@ def _in_options(text: str, fields: dict[str, tuple[Any, dict[str, Any]]]) -> str
     return re.sub(r"`(\w+)`", lambda m: str(fields[m[1]][1].get("option", m[1])), text)
 
 
-def _run(
-    at: Session,
-    parsed: Any,
-    nodes: list[str],
-    spec: dict[str, Any],
-    silent: dict[str, str],
-    *,
-    dry_run: bool,
-    wait: bool,
-) -> None:
-    """silent: selected nodes that do not answer; they make the exit status 1."""
-    import secrets
+def _carry_out(at: Session, job: Job, *, wait: bool) -> None:
+    """Follow a job that has begun unless told not to, and print its result."""
+    from kvpool.cli.render.jobs import carry_out, complaints, job_view
 
-    from kvpool.cli.render.jobs import Job, carry_out, complaints, job_view
-    from kvpool.wire.jobs import job_name, verb_of
-
-    job = Job(at.client, job_name(verb_of(parsed), secrets.randbits(32)))
-    job.begin(nodes, spec, dry_run=dry_run)
-    job.failures.update(silent)
     if wait:
         try:
             carry_out(job, quiet=at.as_json)
@@ -254,7 +233,7 @@ def _run(
             _interrupted(job)
     at.show(job.plain(), job_view(job) if wait else job.name)
     complain_of(complaints(job))
-    damaged = spec["kind"] == "scrub" and job.sum("blocks")
+    damaged = any(view.kind == "scrub" and view.blocks for view in job.views.values())
     if wait and (damaged or not job.good):
         raise typer.Exit(EXIT_ERROR)
 

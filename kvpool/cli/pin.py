@@ -27,10 +27,7 @@ def pin(
 
 @asks(panel=OPERATORS)
 def unpin(
-    at: Session,
-    keys: PinKeys,
-    namespace: OfNamespace = None,
-    node: OnSomeNodes = None,
+    at: Session, keys: PinKeys, namespace: OfNamespace = None, node: OnSomeNodes = None
 ) -> None:
     """Remove pins: the blocks are evicted like any other. Exit status 1 if some are not there.
 

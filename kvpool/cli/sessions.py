@@ -33,11 +33,7 @@ def sessions_list(
 
 
 @asks(sessions, "show")
-def sessions_show(
-    at: Session,
-    session: SessionName,
-    node: AnyNode = "",
-) -> None:
+def sessions_show(at: Session, session: SessionName, node: AnyNode = "") -> None:
     """Show a session: the prompt of each of its agents, and where its blocks are. Exit status 1 if it is not known.
 
     Example: kvpool sessions show conversation-17
@@ -52,11 +48,7 @@ def sessions_show(
 
 
 @asks(sessions, "end")
-def sessions_end(
-    at: Session,
-    session: SessionName,
-    node: AnyNode = "",
-) -> None:
+def sessions_end(at: Session, session: SessionName, node: AnyNode = "") -> None:
     """End a session: its blocks are evicted before others. Exit status 1 if it is not known.
 
     Example: kvpool sessions end conversation-17

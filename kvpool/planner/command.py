@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,11 @@ from kvpool.simulator.simulated_cluster import Shape
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+PLANNED = ("prefill", "decode", "mixed", "dram_bytes", "ssd_bytes", "network_bytes_s")
+MEASURED = ("ttft_s", "tpot_s", "hit", "busy", "met")
+"""What the file says of a plan and of its trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +99,10 @@ def show(found: Found, targets: Targets, console: Console) -> None:
         ("network a node", found.bandwidths, lambda p: f"{_size(p.network_bytes_s)}/s"),
     )
     smallest = [trial for trial in (found.aggregated, found.disaggregated) if trial is not None]
-    _table("smallest", smallest, _words, targets, console)
+    console.print(_table("smallest", smallest, _words, targets))
     for name, trials, label in sweeps:
         if trials:
-            _table(name, trials, label, targets, console)
+            console.print(_table(name, trials, label, targets))
     console.print(recommendation(found))
 
 
@@ -127,11 +132,7 @@ def document(found: Found, targets: Targets) -> dict[str, Any]:
         "network": found.bandwidths,
     }
     return {
-        "targets": {
-            "ttft_s": targets.ttft_s,
-            "tpot_s": targets.tpot_s,
-            "share": targets.share,
-        },
+        "targets": asdict(targets),
         "recommended": {
             "serving": "aggregated" if found.best.plan.mixed else "disaggregated",
             **_row(found.best),
@@ -151,30 +152,15 @@ def write(found: Found, targets: Targets, path: str) -> None:
 
 
 def _row(trial: Trial) -> dict[str, Any]:
-    plan = trial.plan
-    return {
-        "prefill": plan.prefill,
-        "decode": plan.decode,
-        "mixed": plan.mixed,
-        "dram_bytes": plan.dram_bytes,
-        "ssd_bytes": plan.ssd_bytes,
-        "network_bytes_s": plan.network_bytes_s,
-        # What never came has no time.
-        "ttft_s": trial.ttft_s if trial.ttft_s < math.inf else None,
-        "tpot_s": trial.tpot_s,
-        "hit": trial.hit,
-        "busy": trial.busy,
-        "met": trial.met,
-    }
+    row = {name: getattr(trial.plan, name) for name in PLANNED}
+    row |= {name: getattr(trial, name) for name in MEASURED}
+    # What never came has no time.
+    return row if trial.ttft_s < math.inf else row | {"ttft_s": None}
 
 
 def _table(
-    name: str,
-    trials: Sequence[Trial],
-    label: Callable[[Plan], str],
-    targets: Targets,
-    console: Console,
-) -> None:
+    name: str, trials: Sequence[Trial], label: Callable[[Plan], str], targets: Targets
+) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(name, no_wrap=True, min_width=24)
     share = f"p{100 * targets.share:g}"
@@ -190,7 +176,7 @@ def _table(
             "" if trial.plan.mixed else f"{min(trial.busy, 1.0):.0%}",
             "yes" if trial.met else "no",
         )
-    console.print(table)
+    return table
 
 
 def _words(plan: Plan) -> str:

@@ -52,9 +52,11 @@ def typed(option: str, description: str, metavar: str | None = None) -> msgspec.
     return msgspec.Meta(description=description, extra={"option": option, "metavar": metavar})
 
 
-class EvictJob(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="evict"
-):
+class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """Base of the kinds of jobs."""
+
+
+class EvictJob(Spec, frozen=True, tag="evict"):
     """Evict blocks on all nodes or some. Blocks with hard pins stay.
 
     What goes has to be limited, by a namespace, keys, a time without use or a size, unless all of the tenant's blocks are
@@ -90,9 +92,7 @@ class EvictJob(
     everything: Annotated[bool, typed("--all", "All blocks of the tenant.")] = False
 
 
-class WarmJob(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="warm"
-):
+class WarmJob(Spec, frozen=True, tag="warm"):
     """Bring blocks into a node's memory, from any tier or node, before engines request them.
 
     A node that has room for moved blocks only by dropping other blocks' sole replicas fails; the rest stays at the
@@ -116,9 +116,7 @@ class WarmJob(
     ] = False
 
 
-class ScrubJob(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="scrub"
-):
+class ScrubJob(Spec, frozen=True, tag="scrub"):
     """Compare all blocks on a node's disks with their checksums. Exit status 1 if some were damaged.
 
     Damaged blocks are dropped; engines compute them again.

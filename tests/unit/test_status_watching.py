@@ -13,7 +13,7 @@ from kvpool.cli.render.blocks import blocks_view, check_open, list_some, prefixe
 from kvpool.cli.render.events import Feed, chosen, line
 from kvpool.cli.render.explain import past_view, possible_view
 from kvpool.cli.render.naming import block_keys, size
-from kvpool.cli.render.settings import HIDDEN, effective, plain, show
+from kvpool.cli.render.settings import HIDDEN, effective, plain, toml_text
 from kvpool.cli.render.top import (
     Asked,
     Seen,
@@ -387,9 +387,7 @@ def test_where_each_setting_comes_from(tmp_path):
     assert found["directory"] == {"value": HIDDEN, "source": "KVPOOL_DIRECTORY"}
     assert found["operator_token"]["source"] == "default"
     assert found["tenants"]["source"] == str(file)
-    shown = io.StringIO()
-    show(effective(str(file), environ), shown)
-    text = str(found) + shown.getvalue()
+    text = str(found) + toml_text(effective(str(file), environ))
     for hidden in ("hush", "secret of red", "ssss"):
         assert hidden not in text
     assert plain(effective(None, {"KVPOOL_CONFIG": str(file)}))["transfer_workers"]["value"] == 3
@@ -406,13 +404,12 @@ def test_what_is_shown_of_a_configuration_sets_the_same(tmp_path):
         '[publish_events.one]\nmodel = "m \\"q\\""\nendpoint = "ipc:///tmp/e"\n'
     )
     before = load(file=str(file), environ={})
-    shown = io.StringIO()
-    show(effective(str(file), {}), shown)
+    shown = toml_text(effective(str(file), {}))
     again = tmp_path / "again.toml"
-    again.write_text(shown.getvalue())
+    again.write_text(shown)
     assert load(file=str(again), environ={}) == before
     named = str(tmp_path)
-    assert max(len(line) for line in shown.getvalue().splitlines() if named not in line) <= 80
+    assert max(len(line) for line in shown.splitlines() if named not in line) <= 80
 
 
 @pytest.mark.parametrize("variable", ["KVPOOL_MEMROY", "KVPOOL_LISTN", "KVPOOL_NODES"])

@@ -83,23 +83,17 @@ class Looking:
     async def get_cluster(self, call: Call, _: Nothing) -> ClusterInfo:
         """The cluster as this gateway's node sees it."""
         view = await self._cluster.view()
-        sums: dict[str, TierRecord] = {}
+        tiers: dict[str, list[TierRecord]] = {}
         for record in view.nodes if call.who.whole else ():
             for tier in record.tiers:
-                total = sums.get(tier.name, TierRecord(tier.name))
-                sums[tier.name] = TierRecord(
-                    tier.name,
-                    total.capacity_bytes + tier.capacity_bytes,
-                    total.used_bytes + tier.used_bytes,
-                    total.secondary_bytes + tier.secondary_bytes,
-                )
+                tiers.setdefault(tier.name, []).append(tier)
         return ClusterInfo(
             cluster=view.cluster,
             node=view.node,
             standing=view.standing,
             state=view.state,
             states=dict(Counter(str(record.state) for record in view.nodes)),
-            tiers=list(sums.values()),
+            tiers=[_sum(name, some) for name, some in tiers.items()],
             versions=dict(Counter(record.version for record in view.nodes)),
             namespaces=sum(call.who.sees(entry.tenant) for entry in view.namespaces),
             routers=self._routers,
@@ -241,6 +235,11 @@ def gather_tenants(answers: Answers[NodeStats], seen: Callable[[str], bool]) -> 
             if seen(name):
                 held.setdefault(name, []).append(tenant)
     return [_tenant(name, some) for name, some in held.items()]
+
+
+def _sum(name: str, tiers: Sequence[TierRecord]) -> TierRecord:
+    sums = ("capacity_bytes", "used_bytes", "secondary_bytes")
+    return TierRecord(name, *(sum(getattr(tier, each) for tier in tiers) for each in sums))
 
 
 def _tenant(name: str, held: Sequence[TenantStats]) -> TenantInfo:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import InvalidRequest, KvpoolError
-
-if TYPE_CHECKING:
-    from kvpool.client.gateway import Operator
-    from kvpool.wire import frame
+from kvpool.wire import frame
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ def each_of(
 
 
 def ask_each(
-    client: Operator, nodes: Iterable[str], message: frame.Message, **more: Any
+    client: OperatorRequests, nodes: Iterable[str], message: frame.Message, **more: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The answers of nodes to one message. more: of `each_of`, and the `tenant` that is asked for."""
     tenant = more.pop("tenant", "")
@@ -48,7 +46,7 @@ def ask_each(
 
 
 def holders(
-    client: Operator, nodes: Sequence[str], tenant: str, digest: str
+    client: OperatorRequests, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[str], dict[str, str]]:
     """Of these nodes those that have the tenant, and its namespace open if one is given; those that do not answer."""
     answers, silent = each_of(nodes, client.inspect)

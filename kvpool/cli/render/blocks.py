@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from kvpool.cli.render.asking import holders, nodes_of
 from kvpool.cli.render.text import DIGEST_SHOWN, Column, Parts, count, rows_table
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import InvalidRequest
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Block, columns_of
-
-if TYPE_CHECKING:
-    from kvpool.client.gateway import Operator
 
 PAGE = 1000  # blocks in one answer
 
@@ -33,7 +30,7 @@ def prefixes_view(found: Mapping[str, tuple[int, int]], keys: int) -> Parts:
     yield rows_table("", some, columns)
 
 
-def check_open(client: Operator, node: str, tenant: str, digest: str) -> None:
+def check_open(client: OperatorRequests, node: str, tenant: str, digest: str) -> None:
     """Raises `InvalidRequest`, which names the nodes that have the namespace, where this one does not. node: empty for
     the one that is asked."""
     own = client.inspect(node)
@@ -47,7 +44,7 @@ def check_open(client: Operator, node: str, tenant: str, digest: str) -> None:
 
 
 def list_some(
-    client: Operator, node: str, tier: str, digest: bytes, cursor: str, limit: int
+    client: OperatorRequests, node: str, tier: str, digest: bytes, cursor: str, limit: int
 ) -> tuple[list[Block], str | None]:
     """Up to so many blocks from a cursor on, and where the next ones begin; None: nowhere."""
     found: list[Block] = []

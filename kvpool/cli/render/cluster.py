@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -13,7 +13,9 @@ from kvpool.cli.render.asking import each_of
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
+    Part,
     Parts,
+    cluster_title,
     count,
     duration,
     facts,
@@ -22,16 +24,12 @@ from kvpool.cli.render.text import (
     size_text,
     used_text,
 )
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
 from kvpool.telemetry.memory_stats import NamespaceStats, PlaceUsage
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Located
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from kvpool.client.gateway import Operator
 
 INCARNATION_SHOWN = 8
 KEYS_SHOWN = 3  # of those that were not found
@@ -73,11 +71,9 @@ def nodes_view(cluster: Mapping[str, Any]) -> Parts:
     nodes = cluster["nodes"]
     versions = sorted({record["version"] for record in nodes})
     alike = len({(record["version"], record["protocol"]) for record in nodes}) == 1
-    headline = Text(f"cluster {cluster['cluster']}", style="bold")
-    headline.append(f", seen by node {cluster['node']}: {count(len(nodes), 'node')}", style="none")
-    if alike:
-        headline.append(f", version {versions[0]}", style="none")
-    yield headline
+    seen = f"seen by node {cluster['node']}: {count(len(nodes), 'node')}"
+    version = [f"version {versions[0]}"] if alike else []
+    yield cluster_title(cluster["cluster"], seen, *version)
     if (warning := standing_text(cluster)) is not None:
         yield warning
     if nodes:
@@ -101,7 +97,7 @@ def standing_text(cluster: Mapping[str, Any]) -> Text | None:
     return text.append(meaning, style="yellow")
 
 
-def _nodes_table(cluster: Mapping[str, Any], *, versions_differ: bool) -> Table:
+def _nodes_table(cluster: Mapping[str, Any], *, versions_differ: bool) -> Part:
     nodes = cluster["nodes"]
     tiers = list(dict.fromkeys(tier["name"] for record in nodes for tier in record["tiers"]))
     labelled = any(record["labels"] for record in nodes)
@@ -149,7 +145,7 @@ def _secondary(tier: Mapping[str, Any]) -> str:
     return size_text(tier["secondary_bytes"])
 
 
-def links_table(links: Sequence[Mapping[str, Any]]) -> Table:
+def links_table(links: Sequence[Mapping[str, Any]]) -> Part:
     """What this node expects of pulling from each other one."""
     columns: dict[str, Column] = {
         "node": "node",
@@ -306,7 +302,7 @@ def _held(
 
 
 def holdings(
-    client: Operator, nodes: Sequence[str], tenant: str, digest: str
+    client: OperatorRequests, nodes: Sequence[str], tenant: str, digest: str
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
     answers, silent = each_of(nodes, client.inspect)
@@ -398,7 +394,7 @@ def namespaces_view(rows: Sequence[Mapping[str, Any]]) -> Parts:
 
 
 def replicas(
-    client: Operator, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
+    client: OperatorRequests, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
 ) -> tuple[list[Located], dict[str, str]]:
     """Where blocks are; and nodes that do not answer, with why. nodes: of the cluster, this one first.
 

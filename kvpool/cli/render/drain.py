@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpool.cli.render.bars import BAR, make_bar
 from kvpool.cli.render.cluster import drain_text
 from kvpool.cli.render.text import count, make_console, size_text
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import ClusterUnavailable, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvpool.client.gateway import Operator
 
 LOOK_S = 0.2
 PATIENCE_S = 15.0  # so long the daemon of this node may fail to answer
@@ -126,7 +126,7 @@ def verdict(node: str, ended: Ended, timeout_s: float) -> tuple[str, bool]:
     ), True
 
 
-def carry_out(client: Operator, node: str, timeout_s: float) -> tuple[str, bool]:
+def carry_out(client: OperatorRequests, node: str, timeout_s: float) -> tuple[str, bool]:
     """Follow the drain that was asked for, with a bar on a terminal, else with a line now and then."""
     console = make_console(sys.stderr)
     with make_bar(*BAR, console=console) as bar:
@@ -137,7 +137,7 @@ def carry_out(client: Operator, node: str, timeout_s: float) -> tuple[str, bool]
     return verdict(node, ended, timeout_s)
 
 
-def call_off(client: Operator, node: str) -> str:
+def call_off(client: OperatorRequests, node: str) -> str:
     """Say that a node need not be drained any more, and what that does."""
     wanted = node in client.cluster()["drains"]
     client.drain(node, wanted=False)

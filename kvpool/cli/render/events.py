@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from kvpool.cli.render.text import make_console
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import KvpoolError, NotAuthenticated
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Event
@@ -18,7 +19,6 @@ from kvpool.wire.answers import Event
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpool.client.gateway import Operator
 
 LOOK_S = 0.5
 PAGE = 1000  # events in one answer
@@ -34,7 +34,7 @@ KIND_STYLES = {
 class Feed:
     """Events of some nodes, each once, the oldest first. silent: nodes that do not answer, and why."""
 
-    def __init__(self, client: Operator, nodes: Sequence[str]) -> None:
+    def __init__(self, client: OperatorRequests, nodes: Sequence[str]) -> None:
         self.silent: dict[str, str] = {}
         self._client = client
         self._after = dict.fromkeys(nodes, 0)

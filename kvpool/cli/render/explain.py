@@ -10,13 +10,11 @@ from rich.markup import escape
 from rich.text import Text
 
 from kvpool.cli.render.misses import sentence, why_view
-from kvpool.cli.render.text import Parts, make_table, size_text
+from kvpool.cli.render.text import Part, Parts, make_table, size_text
 from kvpool.errors import InvalidRequest
 from kvpool.wire.answers import MissedBlock, Missing
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvpool.router.client import RouterHttp
 
 _OUTLOOK = {
@@ -90,7 +88,7 @@ def possible_view(told: Mapping[str, Any]) -> Parts:
 
 def _engines(
     rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], chosen: str | None
-) -> Table:
+) -> Part:
     """Engines that might have had it; * is the one that was chosen."""
     table = make_table("", "  engine", *columns.values())
     for row in rows:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.text import Text
 
 from kvpool.cli.render.asking import nodes_of
 from kvpool.cli.render.cluster import STANDINGS, STATE_STYLES, silent_text
-from kvpool.cli.render.text import Column, Parts, count, rows_table
+from kvpool.cli.render.text import Column, Parts, cluster_title, count, rows_table
 from kvpool.cli.render.top import FIRST_LOOK_S, NODES_MAX, Watch
+from kvpool.client.operator import OperatorRequests
 from kvpool.telemetry.node_stats import NodeStats
-
-if TYPE_CHECKING:
-    from kvpool.client.gateway import Operator
 
 Health = Literal["well", "degraded", "lost"]
 STYLES = {"well": "green", "degraded": "yellow", "lost": "bold red"}
@@ -41,7 +39,7 @@ class ClusterHealth(msgspec.Struct, frozen=True):
     problem: str
 
 
-def look(client: Operator, expected: int) -> ClusterHealth:
+def look(client: OperatorRequests, expected: int) -> ClusterHealth:
     """Ask all nodes at once. Raises `KvpoolError` if this node does not answer."""
     with closing(Watch(client)) as watch:
         watch.turn(FIRST_LOOK_S)
@@ -110,8 +108,7 @@ def _complaints(stats: NodeStats) -> Iterator[str]:
 
 def health_view(found: ClusterHealth) -> Parts:
     """A line for each node."""
-    title = Text(f"cluster {found.cluster}", style="bold")
-    yield title.append(f", {count(len(found.nodes), 'node')}", style="none")
+    yield cluster_title(found.cluster, count(len(found.nodes), "node"))
     yield Text()
     columns: dict[str, Column] = {
         "node": "node",

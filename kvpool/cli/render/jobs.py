@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 from rich.markup import escape
@@ -15,15 +15,11 @@ from rich.text import Text
 
 from kvpool.cli.render.asking import ask_each
 from kvpool.cli.render.bars import BAR, make_bar
-from kvpool.cli.render.text import Column, Parts, count, make_console, rows_table, size_text
+from kvpool.cli.render.text import Column, Part, Parts, count, make_console, rows_table, size_text
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import KvpoolError
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobSpec, JobState, JobView
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from kvpool.client.gateway import Operator
 
 LOOK_S = 0.2
 PATIENCE_S = 30.0  # so long a node may fail to answer until its part of a job is given up
@@ -45,7 +41,7 @@ class Job:
     """One job on some nodes. views: the last word of each; failures: nodes on which it did not begin, and why."""
 
     def __init__(
-        self, client: Operator, name: str, *, clock: Callable[[], float] = time.monotonic
+        self, client: OperatorRequests, name: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = name
         self.views: dict[str, JobView] = {}
@@ -191,7 +187,7 @@ def jobs_view(views: Sequence[JobView]) -> Parts:
             yield Text(f"{view.job} on {view.node}: {view.error}", style="yellow")
 
 
-def jobs_table(views: Iterable[JobView]) -> Table:
+def jobs_table(views: Iterable[JobView]) -> Part:
     """Jobs as a table, a row for each node."""
     return rows_table("", views, JOBS, wraps={"seen", "blocks", "bytes", "took", "by"})
 
@@ -219,7 +215,7 @@ JOBS: dict[str, Column] = {
 
 
 def jobs_on(
-    client: Operator, nodes: Iterable[str], names: Sequence[str] = ()
+    client: OperatorRequests, nodes: Iterable[str], names: Sequence[str] = ()
 ) -> tuple[list[JobView], dict[str, str]]:
     """Views of jobs on these nodes, the youngest first; and nodes that do not answer, with why."""
     found, silent = ask_each(client, nodes, operator_wire.Jobs(list(names)))

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 from rich.text import Text
 
 from kvpool.cli.render.asking import ask_each, each_of, nodes_of
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
+from kvpool.client.operator import OperatorRequests
 from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
 from kvpool.telemetry.misses import WORDS, Reason
 from kvpool.wire import operator as operator_wire
 
-if TYPE_CHECKING:
-    from kvpool.client.gateway import Operator
-
 TIMES = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)  # of the present memory, that the table shows
 
 
-def gather(client: Operator, tenant: str) -> MemoryPlan:
+def gather(client: OperatorRequests, tenant: str) -> MemoryPlan:
     """Ask all nodes."""
     nodes = nodes_of(client.ask_node(operator_wire.Cluster()))
     told, silent = ask_each(client, nodes, operator_wire.HitCurves(), tenant=tenant)

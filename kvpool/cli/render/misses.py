@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from kvpool.cli.render.asking import ask_each, nodes_of
 from kvpool.cli.render.text import DIGEST_SHOWN, Parts, count, duration
+from kvpool.client.operator import OperatorRequests
 from kvpool.wire import client as client_wire
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import MissedBlock, Missing
 
-if TYPE_CHECKING:
-    from kvpool.client.gateway import Operator
-
 
 def ask_why(
-    client: Operator, tenant: str, digest: bytes, keys: Sequence[bytes]
+    client: OperatorRequests, tenant: str, digest: bytes, keys: Sequence[bytes]
 ) -> tuple[dict[str, Missing], dict[str, str]]:
     """Each node's reasons, by name; and the nodes that gave none, with why. Nodes without the namespace are left out."""
     message = client_wire.WhyMissing(digest, b"".join(keys))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 from rich.text import Text
@@ -15,6 +14,7 @@ from kvpool.cli.render.cluster import directory_text, standing_text
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
+    Part,
     Parts,
     count,
     duration,
@@ -25,18 +25,9 @@ from kvpool.cli.render.text import (
     size_text,
 )
 from kvpool.cli.render.tiers import tiers_view
-from kvpool.telemetry.cluster_stats import (
-    NixlStats,
-    PathsStats,
-    PeerStats,
-    WayStats,
-    WorkerStats,
-)
+from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, PeerStats, WayStats, WorkerStats
 from kvpool.telemetry.memory_stats import NamespaceStats, SlabClass, TenantStats
 from kvpool.telemetry.node_stats import NodeStats
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Entries = Mapping[str, str]
 """By what an operator asks, the counters that answer, each with what it counts. Bytes say so by their name."""
@@ -159,7 +150,7 @@ def _cluster_lines(stats: NodeStats) -> Iterator[Text]:
         yield warning
 
 
-def _space(stats: NodeStats, tenant: str, mine: TenantStats) -> Table:
+def _space(stats: NodeStats, tenant: str, mine: TenantStats) -> Part:
     space = mine.space
     size = mine.segment_bytes
     table = make_table(f"DRAM of tenant {tenant}", "", ">bytes", ">share", "")
@@ -178,7 +169,7 @@ def _space(stats: NodeStats, tenant: str, mine: TenantStats) -> Table:
     return table
 
 
-def _slots(classes: list[SlabClass]) -> Table | None:
+def _slots(classes: list[SlabClass]) -> Part | None:
     if not classes:
         return None
     columns: dict[str, Column] = {
@@ -193,7 +184,7 @@ def _slots(classes: list[SlabClass]) -> Table | None:
     return rows_table("Slots, by size", ordered, columns)
 
 
-def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Table | None:
+def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Part | None:
     if not namespaces:
         return None
     nbytes = {
@@ -212,7 +203,9 @@ def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Table | None:
     return rows_table("Namespaces", largest, columns)
 
 
-def _counters(title: str, counters: msgspec.Struct, entries: Entries, troubles: Entries) -> Table:
+def _counters(
+    title: str, counters: msgspec.Struct, entries: Entries, troubles: Entries, last_error: str = ""
+) -> Part:
     """troubles: shown only where something was counted."""
     table = make_table(title, "", "")
     for name, parts in entries.items():
@@ -220,6 +213,8 @@ def _counters(title: str, counters: msgspec.Struct, entries: Entries, troubles: 
     for name, parts in troubles.items():
         if any(getattr(counters, part.split()[0]) for part in parts.split(",")):
             table.add_row(name, Text(_counted(counters, parts), style="yellow"))
+    if last_error:
+        table.add_row("last reason", Text(last_error, style="yellow"))
     return table
 
 
@@ -234,7 +229,7 @@ def _counted(counters: msgspec.Struct, parts: str) -> str:
     return ", ".join(words).replace(" of, ", " of ")
 
 
-def _transfer_workers(workers: Sequence[WorkerStats]) -> Table:
+def _transfer_workers(workers: Sequence[WorkerStats]) -> Part:
     columns: dict[str, Column] = {
         ">process": lambda one: str(one.pid or ""),
         "state": lambda one: Text("running") if one.alive else Text("down", style="red"),
@@ -246,17 +241,14 @@ def _transfer_workers(workers: Sequence[WorkerStats]) -> Table:
     return rows_table("Transfer workers", workers, columns)
 
 
-def _nixl(nixl: NixlStats | None) -> Table | None:
+def _nixl(nixl: NixlStats | None) -> Part | None:
     """None where this node has no NIXL."""
     if nixl is None:
         return None
-    table = _counters("NIXL, since the start", nixl, _NIXL, _NIXL_TROUBLES)
-    if nixl.last_error:
-        table.add_row("last reason", Text(nixl.last_error, style="yellow"))
-    return table
+    return _counters("NIXL, since the start", nixl, _NIXL, _NIXL_TROUBLES, nixl.last_error)
 
 
-def _ways(paths: PathsStats) -> Table | None:
+def _ways(paths: PathsStats) -> Part | None:
     """Of the peers to which there are several."""
     rows = [
         (way, "" if at else url, "" if at else peer.usual)
@@ -279,7 +271,7 @@ def _rests(way: WayStats) -> str:
     return f"rests for {way.rests_s:.1f} s: {way.reason}" if way.reason else ""
 
 
-def _peers(peers: Sequence[PeerStats], names: Mapping[str, str]) -> Table | None:
+def _peers(peers: Sequence[PeerStats], names: Mapping[str, str]) -> Part | None:
     asked = sorted((one for one in peers if one.asked), key=lambda one: _peer_name(one, names))
     columns: dict[str, Column] = {
         "node": lambda one: _peer_name(one, names),

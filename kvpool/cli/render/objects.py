@@ -8,13 +8,14 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.text import Text
 
 from kvpool.cli.render.blocks import PAGE
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
+from kvpool.client.operator import OperatorRequests
 from kvpool.engine_plugins.mooncake import codes
 from kvpool.engine_plugins.mooncake.objects import How, Objects
 from kvpool.engine_plugins.mooncake.pieces import Made, View
@@ -27,9 +28,6 @@ from kvpool.errors import (
     Unavailable,
 )
 from kvpool.wire import operator as operator_wire
-
-if TYPE_CHECKING:
-    from kvpool.client.gateway import Operator
 
 BYTES_MAX = 1 << 30
 """The object and a copy of it are in this process's memory."""
@@ -160,7 +158,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def list_objects(
-    client: Operator, objects: Objects, tier: str, prefix: str, limit: int
+    client: OperatorRequests, objects: Objects, tier: str, prefix: str, limit: int
 ) -> tuple[list[dict[str, Any]], bool]:
     """Up to so many objects with blocks in this node's tier, and whether there may be more of them."""
     wanted = prefix.encode()

@@ -5,9 +5,8 @@ now; and how they are changed.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -67,25 +66,24 @@ def plain(found: Sequence[Setting]) -> dict[str, Any]:
     return {each.name: {"value": each.value, "source": each.source} for each in found}
 
 
-def show(found: Sequence[Setting], out: TextIO | None = None) -> None:
-    """Print TOML that sets the same when it is saved to a file: what somebody has set, and defaults in comments."""
-    out = out or sys.stdout
+def toml_text(found: Sequence[Setting]) -> str:
+    """TOML that sets the same when it is saved to a file: what somebody has set, and defaults in comments."""
+    lines = []
     chosen = [each for each in found if each.source != DEFAULT]
     # A table takes all lines after it, so tables come last.
     chosen.sort(key=lambda each: (each.name in TABLES, each.source))
     for each in found:
         if each.source == DEFAULT and each.name not in TABLES:
             text = _toml(each) if each.value is not None else f"{each.name}: not set"
-            out.write(plain_text("".join(f"# {line}\n" for line in text.splitlines())))
+            lines += [f"# {line}" for line in text.splitlines()]
     source = ""
     for each in chosen:
         if each.source != source:
             source = each.source
-            out.write(plain_text(f"\n# from {source}\n"))
+            lines.append(f"\n# from {source}")
         text = _toml(each)
-        if each.name in SECRETS:
-            text = f"# {text}  # a secret, not shown"
-        out.write(plain_text(f"{text}\n"))
+        lines.append(f"# {text}  # a secret, not shown" if each.name in SECRETS else text)
+    return plain_text("\n".join(lines))
 
 
 def running_view(found: Sequence[RunningSetting]) -> Parts:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from msgspec import Struct
 
 Column = str | Callable[[Any], str | Text]
-Parts = Iterator[RenderableType]
+Part = RenderableType
+Parts = Iterator[Part]
 """What a command prints, one below the other: texts and tables, and an empty text for an empty line."""
 
 FIELDS_SHOWN = 3
@@ -127,6 +128,11 @@ def number_text(name: str, value: float) -> str:
     if "bytes" in name:
         return size_text(value)
     return duration(value) if name.endswith("_s") else f"{value:,}"
+
+
+def cluster_title(cluster: str, *more: str) -> Text:
+    """The first line of what is shown of a cluster."""
+    return Text.assemble((f"cluster {cluster}", "bold"), "".join(f", {each}" for each in more))
 
 
 def facts(fields: Mapping[str, Any]) -> Iterator[str]:

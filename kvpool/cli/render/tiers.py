@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.text import Text
 
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
+    Part,
     Parts,
     count,
     duration,
@@ -20,9 +20,6 @@ from kvpool.cli.render.text import (
 from kvpool.telemetry.memory_stats import EnginesStats, EngineStats, Usage
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.telemetry.tier_stats import PlaceStats, SsdStats, TiersStats
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SAVED_FROM = 0.99  # of the raw bytes; slots are whole pages, and hide what is less
 _STATES = {
@@ -82,7 +79,7 @@ def tiers_view(stats: NodeStats, tenant: str) -> Parts:
     yield from remarks
 
 
-def _tiers(stats: NodeStats, tenant: str) -> Table:
+def _tiers(stats: NodeStats, tenant: str) -> Part:
     table = make_table(
         *("Tiers", "tier", "where", "state", ">used", ">blocks", ">read", ">written"),
         *(">damaged", ">errors"),
@@ -116,7 +113,7 @@ def _trouble(number: int) -> Text:
     return Text(f"{number:,}", style="yellow" if number else "")
 
 
-def _usage(usage: Usage, tenant: str) -> Table:
+def _usage(usage: Usage, tenant: str) -> Part:
     """What the tenant has of each tier, and its namespaces of that; quotas where there are some."""
     table = make_table("Used", "by", "tier", "where", ">used", ">at most")
     for tier, places in (("dram", usage.dram), ("ssd", usage.ssd)):

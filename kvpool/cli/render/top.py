@@ -26,12 +26,14 @@ from kvpool.cli.render.jobs import jobs_table
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
+    cluster_title,
     make_console,
     rows_table,
     size_text,
     used_text,
 )
 from kvpool.cli.render.text import count as counted
+from kvpool.client.operator import OperatorRequests
 from kvpool.errors import KvpoolError
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.telemetry.rates import Fill, Rates, count, fills, rates
@@ -41,7 +43,6 @@ from kvpool.wire.jobs import JobState, JobView
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvpool.client.gateway import Operator
 
 NODES_MAX = 256  # that are looked at, in the order of their names
 ASKING_MAX = 8  # nodes at a time
@@ -104,7 +105,9 @@ def asked_between(before: ByNamespace, after: ByNamespace, seconds: float) -> By
 class Watch:
     """Looks at all nodes at once, a turn at a time. One thread calls it."""
 
-    def __init__(self, client: Operator, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, client: OperatorRequests, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.seen: dict[str, Seen] = {}
         self.cluster: Mapping[str, Any] = {}
         self._client = client
@@ -277,14 +280,13 @@ def view(watch: Watch, *, hint: str = "") -> RenderableType:
     known = [seen for seen in watch.seen.values() if seen.stats is not None]
     names = {tier for seen in known if seen.stats is not None for tier in fills(seen.stats)}
     tiers = [tier for tier in ("device", "dram", "ssd") if tier in names]
-    title = Text(f"cluster {watch.cluster['cluster']}", style="bold")
-    title.append(f", {counted(len(watch.seen), 'node')}", style="none")
-    title.append(f", {counted(sum(len(_running(s)) for s in known), 'job')} running", style="none")
+    jobs = [job for seen in known for job in _running(seen)]
+    running = f"{counted(len(jobs), 'job')} running"
+    title = cluster_title(watch.cluster["cluster"], counted(len(watch.seen), "node"), running)
     table = _Fitting(_table(watch, tiers), _table(watch, tiers, narrow=True))
     parts: list[RenderableType] = [title, Text(), table]
     if namespaces := _on_all(known):
         parts += [Text(), _namespaces_table(namespaces)]
-    jobs = [job for seen in known for job in _running(seen)]
     if jobs:
         parts += [Text(), jobs_table(jobs)]
     if hint:
@@ -296,7 +298,9 @@ def _running(seen: Seen) -> list[JobView]:
     return [job for job in seen.jobs if job.state is JobState.RUNNING]
 
 
-def once(client: Operator, every_s: float, *, sleep: Callable[[float], None] = time.sleep) -> Watch:
+def once(
+    client: OperatorRequests, every_s: float, *, sleep: Callable[[float], None] = time.sleep
+) -> Watch:
     """Two looks, so that there are rates."""
     with closing(Watch(client)) as watch:
         watch.turn(FIRST_LOOK_S)
@@ -305,7 +309,7 @@ def once(client: Operator, every_s: float, *, sleep: Callable[[float], None] = t
     return watch
 
 
-def run(client: Operator, every_s: float) -> None:
+def run(client: OperatorRequests, every_s: float) -> None:
     """Until q, on a terminal. Raises `KeyboardInterrupt`."""
     with closing(Watch(client)) as watch:
         watch.turn(FIRST_LOOK_S)
