@@ -19,7 +19,7 @@ import typer
 
 from kvpool.cli import base
 from kvpool.cli.base import EXIT_ERROR, EXIT_INTERRUPTED, Session, asks
-from kvpool.cli.render.naming import size as size_of
+from kvpool.cli.naming import size as size_of
 from kvpool.errors import KvpoolError
 from kvpool.signals import unwind_on_ending
 

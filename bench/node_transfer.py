@@ -36,8 +36,8 @@ from node_report import (
 )
 from rich.progress import BarColumn, TextColumn
 
+from kvpool.cli.jobs import Job, follow
 from kvpool.cli.render.bars import make_bar
-from kvpool.cli.render.jobs import Job, follow
 from kvpool.cli.render.text import size_text
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.memory.buffers import row_checksums

@@ -264,7 +264,7 @@ def node_names(client: Operator) -> dict[str, str]:
 
 def named_nodes(client: Operator, node: list[str] | None) -> list[str]:
     """The nodes given by the option, or all nodes of the cluster."""
-    from kvpool.cli.render.asking import nodes_of
+    from kvpool.cli.asking import nodes_of
 
     return list(dict.fromkeys(node)) if node else nodes_of(client.cluster())
 
@@ -290,7 +290,7 @@ class Session:
 
     def resolve(self, text: str) -> bytes:
         """The digest of this tenant's namespace whose hex form begins with a text. Raises `InvalidRequest`."""
-        from kvpool.cli.render.naming import full_digest, known_digests
+        from kvpool.cli.naming import full_digest, known_digests
 
         client = self.client
         return full_digest(text, known_digests(client.cluster(), client.stats(), self.tenant))

@@ -63,9 +63,9 @@ def blocks_locate(
 
     Example: kvpool blocks locate 00112233445566778899aabbccddeeff --namespace 3fa9
     """
-    from kvpool.cli.render.asking import nodes_of
+    from kvpool.cli.asking import nodes_of
+    from kvpool.cli.naming import block_key
     from kvpool.cli.render.cluster import not_found, replicas, replicas_view
-    from kvpool.cli.render.naming import block_key
 
     wanted = list(dict.fromkeys(map(block_key, keys)))
     digest = at.resolve(namespace) if namespace else b""
@@ -93,9 +93,9 @@ def blocks_lookup(
 
     Example: kvpool blocks lookup 3fa9 --keys-file prompt.keys --why
     """
+    from kvpool.cli.naming import block_keys
     from kvpool.cli.render.blocks import prefixes_view
     from kvpool.cli.render.misses import ask_why, why_view
-    from kvpool.cli.render.naming import block_keys
 
     wanted = block_keys(keys or [], keys_file)
     if not wanted:

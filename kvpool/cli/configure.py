@@ -53,7 +53,7 @@ def configure(
 
     Example: kvpool configure 3fa9 --replicas 2 --write through --ttl 12h
     """
-    from kvpool.cli.render.naming import period, quotas
+    from kvpool.cli.naming import period, quotas
 
     if all(given is None for given in (replicas, write, ttl, ssd_codec, quota, write_remote)):
         raise InvalidRequest(

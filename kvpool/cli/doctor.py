@@ -25,7 +25,8 @@ def doctor(
 
     Example: kvpool doctor --path /mnt/nvme0/kvpool
     """
-    from kvpool.cli.render.doctor import BAD, OK, Finding, examine, findings_view, servers, starting
+    from kvpool.cli.machine import BAD, OK, Finding, examine, servers, starting
+    from kvpool.cli.render.doctor import findings_view
     from kvpool.config import default_socket_path
 
     findings, links = examine(path or ()), []

@@ -56,7 +56,7 @@ def drain(
 
     Example: kvpool drain --engine http://10.0.0.7:8000 --router http://routers.example.org:8080
     """
-    from kvpool.cli.render.drain_engines import EnginesDrain, check_wanted
+    from kvpool.cli.drain_engines import EnginesDrain, check_wanted
     from kvpool.router.client import routers_at
 
     check_wanted(node, engine or (), router or ())

@@ -32,7 +32,7 @@ def events(
 
     Example: kvpool events --kind change --limit 20
     """
-    from kvpool.cli.render.asking import nodes_of
+    from kvpool.cli.asking import nodes_of
     from kvpool.cli.render.events import Feed, chosen, show_events
     from kvpool.cli.render.events import follow as go_on
     from kvpool.daemon.ops.event_log import KINDS

@@ -78,7 +78,7 @@ def intend(
 
     Example: kvpool intend keep --request-file chat.json --for 15m --router http://10.0.0.2:8080
     """
-    from kvpool.cli.render.naming import block_keys, period
+    from kvpool.cli.naming import block_keys, period
     from kvpool.cli.render.sessions import answers_view
     from kvpool.wire import operator as operator_wire
 
@@ -103,7 +103,7 @@ def intend(
             raise InvalidRequest("keys and tokens need --namespace DIGEST")
         digest = at.resolve(namespace) if namespace else b""
         if tokens_file is not None:
-            from kvpool.cli.render.prompt_keys import keys_of_tokens, read_tokens
+            from kvpool.cli.prompt_keys import keys_of_tokens, read_tokens
 
             wanted = keys_of_tokens(read_tokens(tokens_file), at.client.engines(), digest.hex())
         message = operator_wire.IntendBlocks(

@@ -32,7 +32,7 @@ from kvpool.cli.base import (
 from kvpool.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from kvpool.cli.render.jobs import Job
+    from kvpool.cli.jobs import Job
 
 Wait = Annotated[
     bool, option("Wait for the end, or print the job's name at once.", "--wait/--no-wait")
@@ -93,7 +93,7 @@ def job_stop(at: Session, job: JobName, node: OnNodes = None) -> None:
 
     Example: kvpool job stop evict-5f21c09a
     """
-    from kvpool.cli.render.jobs import Job, complaints
+    from kvpool.cli.jobs import Job, complaints
 
     found = Job(at.client, job)
     found.look(named_nodes(at.client, node))
@@ -107,7 +107,8 @@ def job_stop(at: Session, job: JobName, node: OnNodes = None) -> None:
 
 
 def _print_jobs(at: Session, names: list[str], node: list[str] | None) -> None:
-    from kvpool.cli.render.jobs import jobs_on, jobs_view
+    from kvpool.cli.jobs import jobs_on
+    from kvpool.cli.render.jobs import jobs_view
 
     views, silent = jobs_on(at.client, named_nodes(at.client, node), names)
     if names and not views:
@@ -182,9 +183,9 @@ def _start(
     import json
     import secrets
 
-    from kvpool.cli.render.asking import holders
-    from kvpool.cli.render.jobs import Job
-    from kvpool.cli.render.naming import block_keys, period, size
+    from kvpool.cli.asking import holders
+    from kvpool.cli.jobs import Job
+    from kvpool.cli.naming import block_keys, period, size
     from kvpool.wire.jobs import job_name, parse_job, verb_of
 
     fields = _fields(kind)
@@ -224,7 +225,8 @@ def _in_options(text: str, fields: dict[str, tuple[Any, dict[str, Any]]]) -> str
 
 def _carry_out(at: Session, job: Job, *, wait: bool) -> None:
     """Follow a job that has begun unless told not to, and print its result."""
-    from kvpool.cli.render.jobs import carry_out, complaints, job_view
+    from kvpool.cli.jobs import complaints
+    from kvpool.cli.render.jobs import carry_out, job_view
 
     if wait:
         try:

@@ -39,7 +39,7 @@ def unpin(
 def _pin(
     at: Session, keys: list[str], kind: str, namespace: str | None, node: list[str] | None
 ) -> None:
-    from kvpool.cli.render.naming import block_keys
+    from kvpool.cli.naming import block_keys
     from kvpool.wire import operator as operator_wire
 
     wanted = block_keys(keys)

@@ -62,7 +62,7 @@ def receipts(
     """
     import msgspec
 
-    from kvpool.cli.render.asking import each_of
+    from kvpool.cli.asking import each_of
     from kvpool.cli.render.receipts import accounts_view, receipts_view
     from kvpool.config import secret_of
     from kvpool.telemetry.receipts_export import to_csv, to_lines
@@ -143,7 +143,7 @@ def _requests(
 
 def moment(text: str, now_s: float, option: str) -> float:
     """Seconds since 1970: of a time, or of so long before now. Raises `ConfigError`."""
-    from kvpool.cli.render.naming import period
+    from kvpool.cli.naming import period
 
     try:
         return now_s - period(text)

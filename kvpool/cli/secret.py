@@ -42,7 +42,7 @@ def secret_rotate(
 
     Example: kvpool secret rotate ./cluster.secret --keep 2h
     """
-    from kvpool.cli.render.naming import period
+    from kvpool.cli.naming import period
     from kvpool.security.cluster_secrets import rotate_secrets
 
     until = rotate_secrets(file, period(keep), time.time())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.render.drain_engines import EnginesDrain, check_wanted
+from kvpool.cli.drain_engines import EnginesDrain, check_wanted
 from kvpool.errors import ClusterUnavailable, InvalidRequest, NotAuthenticated
 from kvpool.router.client import NoRouter, RouterHttp, routers_at
 from tests.support.servers.etcd import free_port

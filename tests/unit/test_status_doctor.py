@@ -10,18 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from kvpool.cli import verbs
-from kvpool.cli.render import doctor
-from kvpool.cli.render.doctor import (
+from kvpool.cli.machine import (
     BAD,
     NOTE,
     OK,
     Finding,
     Machine,
     examine,
-    findings_view,
     servers,
     starting,
 )
+from kvpool.cli.render.doctor import findings_view
 from kvpool.daemon.server.memory_wait import MemoryWait, write_wait
 from kvpool.errors import Unavailable
 from tests.support.printed import printed
@@ -141,7 +140,7 @@ def test_ucxs_tcp_lane_is_open_to_strangers(tmp_path, monkeypatch, environ, stat
 
 @pytest.mark.parametrize(("rdma", "state"), [(False, OK), (True, NOTE)])
 def test_nixl_is_missed_where_it_would_be_of_use(tmp_path, monkeypatch, rdma, state):
-    monkeypatch.setattr(doctor, "NIXL_PACKAGE", "no-such-package-of-ours")
+    monkeypatch.setattr("kvpool.cli.machine.NIXL_PACKAGE", "no-such-package-of-ours")
     (found,) = of(examine(machine=machine(tmp_path, port() if rdma else {})), "NIXL")
     assert (found.state, bool(found.remedy)) == (state, rdma)
 
@@ -233,7 +232,9 @@ def test_the_command(monkeypatch):
         raise Unavailable("no daemon [here]")
 
     monkeypatch.setattr("kvpool.cli.base.daemon_client", nobody)
-    monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", OK, f"looked at {paths}")])
+    monkeypatch.setattr(
+        "kvpool.cli.machine.examine", lambda paths: [Finding("x", OK, f"looked at {paths}")]
+    )
     done = CliRunner().invoke(verbs.app, ["doctor", "--path", "/a", "--path", "/b", "--json"])
     assert done.exit_code == 0
     assert json.loads(done.stdout) == {
@@ -249,7 +250,7 @@ def test_the_command(monkeypatch):
         "peers": [],
     }
     assert "no daemon [here]" in CliRunner().invoke(verbs.app, ["doctor"]).stdout
-    monkeypatch.setattr(doctor, "examine", lambda paths: [Finding("x", BAD, "broken")])
+    monkeypatch.setattr("kvpool.cli.machine.examine", lambda paths: [Finding("x", BAD, "broken")])
     assert CliRunner().invoke(verbs.app, ["doctor"]).exit_code == 1
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.cli.render.doctor import servers
+from kvpool.cli.machine import servers
 from kvpool.cli.render.health import ClusterHealth, health_view, judge
 from tests.support.printed import printed
 from tests.support.stats import node_stats

@@ -5,17 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvpool.cli.render.asking import holders, nodes_of
-from kvpool.cli.render.jobs import (
-    PATIENCE_S,
-    Job,
-    complaints,
-    follow,
-    job_view,
-    jobs_on,
-    jobs_view,
-    summary,
-)
+from kvpool.cli.asking import holders, nodes_of
+from kvpool.cli.jobs import PATIENCE_S, Job, complaints, follow, jobs_on
+from kvpool.cli.render.jobs import job_view, jobs_view, summary
 from kvpool.errors import ClusterUnavailable, InvalidRequest
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobState, JobView, job_name

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from kvpool.cli.render.asking import holders, nodes_of
+from kvpool.cli.asking import holders, nodes_of
 from kvpool.cli.render.text import DIGEST_SHOWN, Column, Parts, count, rows_table
 from kvpool.client.operator import OperatorRequests
 from kvpool.errors import InvalidRequest

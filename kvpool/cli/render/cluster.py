@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from kvpool.cli.render.asking import each_of
+from kvpool.cli.asking import each_of
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,

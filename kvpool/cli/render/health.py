@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from rich.text import Text
 
-from kvpool.cli.render.asking import nodes_of
+from kvpool.cli.asking import nodes_of
 from kvpool.cli.render.cluster import STANDINGS, STATE_STYLES, silent_text
 from kvpool.cli.render.text import Column, Parts, cluster_title, count, rows_table
 from kvpool.cli.render.top import FIRST_LOOK_S, NODES_MAX, Watch

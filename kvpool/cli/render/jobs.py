@@ -1,28 +1,19 @@
-"""Jobs of operators: begun on several nodes under one name, followed to their end, shown."""
+"""What `kvpool job` prints: jobs on several nodes, and how far they are."""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
-import msgspec
 from rich.markup import escape
 from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
-from kvpool.cli.render.asking import ask_each
+from kvpool.cli.jobs import Job, follow
 from kvpool.cli.render.bars import BAR, make_bar
 from kvpool.cli.render.text import Column, Part, Parts, count, make_console, rows_table, size_text
-from kvpool.client.operator import OperatorRequests
-from kvpool.errors import KvpoolError
-from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import JobSpec, JobState, JobView
-
-LOOK_S = 0.2
-PATIENCE_S = 30.0  # so long a node may fail to answer until its part of a job is given up
 
 STATE_STYLES = {
     JobState.RUNNING: "cyan",
@@ -35,88 +26,6 @@ WORDS: dict[str, tuple[str, str]] = {
     kind.__struct_config__.tag: kind.words for kind in get_args(JobSpec)
 }
 """The result of a job of each kind, or its forecast in a dry run."""
-
-
-class Job:
-    """One job on some nodes. views: the last word of each; failures: nodes on which it did not begin, and why."""
-
-    def __init__(
-        self, client: OperatorRequests, name: str, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.name = name
-        self.views: dict[str, JobView] = {}
-        self.failures: dict[str, str] = {}
-        self._client = client
-        self._clock = clock
-        self._heard: dict[str, float] = {}
-
-    def begin(
-        self, nodes: Sequence[str], spec: Mapping[str, Any], *, dry_run: bool = False
-    ) -> None:
-        """Raises what the first node said when it begins on none."""
-        message = operator_wire.BeginJob(self.name, json.dumps(spec).encode(), dry_run)
-        begun, self.failures = ask_each(self._client, nodes, message, one_at_least=True)
-        for node, view in begun.items():
-            self._take(node, view)
-
-    def look(self, nodes: Iterable[str] = ()) -> None:
-        """Ask how far it is on these nodes, or where it is running."""
-        for node in list(nodes) or self.running:
-            try:
-                found = self._client.ask_node(operator_wire.Jobs([self.name]), node=node)
-            except KvpoolError as error:
-                if self._clock() - self._heard.get(node, -PATIENCE_S) >= PATIENCE_S:
-                    self._give_up(node, str(error))
-            else:
-                if found:
-                    self._take(node, found[0])
-                elif node in self.views:
-                    self._give_up(node, f"node {node} knows nothing of it: it was started anew")
-
-    def stop(self) -> list[str]:
-        """Have it stopped where it runs; the nodes that have heard of it."""
-        told, failed = ask_each(self._client, self.running, operator_wire.StopJob(self.name))
-        self.failures |= failed
-        return list(told)
-
-    def _take(self, node: str, view: JobView) -> None:
-        self.views[node] = view
-        self._heard[node] = self._clock()
-
-    def _give_up(self, node: str, why: str) -> None:
-        self.failures[node] = why
-        if node in self.views:
-            self.views[node] = msgspec.structs.replace(
-                self.views[node], state=JobState.SILENT, error=why
-            )
-
-    @property
-    def running(self) -> list[str]:
-        return [n for n, view in self.views.items() if view.state == JobState.RUNNING]
-
-    @property
-    def good(self) -> bool:
-        """Whether it was begun and done everywhere."""
-        states = {view.state for view in self.views.values()}
-        return not self.failures and states == {JobState.DONE}
-
-    def sum(self, field: str) -> int:
-        return sum(getattr(view, field) for view in self.views.values())
-
-    def plain(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {"job": self.name, "nodes": list(self.views.values()), "failures": self.failures}
-
-
-def follow(
-    job: Job, show: Callable[[Job], None], *, sleep: Callable[[float], None] = time.sleep
-) -> None:
-    """Look again and again until the job runs nowhere."""
-    show(job)
-    while job.running:
-        sleep(LOOK_S)
-        job.look()
-        show(job)
 
 
 def carry_out(job: Job, *, quiet: bool = False) -> None:
@@ -170,12 +79,6 @@ def job_view(job: Job) -> Parts:
         yield Text(summary(job))
 
 
-def complaints(job: Job) -> dict[str, str]:
-    """The nodes where all is not well, and why."""
-    errors = {node: view.error for node, view in job.views.items() if view.error}
-    return job.failures | {node: why for node, why in errors.items() if node not in job.failures}
-
-
 def jobs_view(views: Sequence[JobView]) -> Parts:
     """A table of `JobView`s, and their errors."""
     if not views:
@@ -212,12 +115,3 @@ JOBS: dict[str, Column] = {
     "took": "took_s",
     "by": "by",
 }
-
-
-def jobs_on(
-    client: OperatorRequests, nodes: Iterable[str], names: Sequence[str] = ()
-) -> tuple[list[JobView], dict[str, str]]:
-    """Views of jobs on these nodes, the youngest first; and nodes that do not answer, with why."""
-    found, silent = ask_each(client, nodes, operator_wire.Jobs(list(names)))
-    views = [view for some in found.values() for view in some]
-    return sorted(views, key=lambda view: (view.age_s, view.node)), silent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from rich.text import Text
 
-from kvpool.cli.render.asking import ask_each, each_of, nodes_of
+from kvpool.cli.asking import ask_each, each_of, nodes_of
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.client.operator import OperatorRequests
 from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of

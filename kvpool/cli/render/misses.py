@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from kvpool.cli.render.asking import ask_each, nodes_of
+from kvpool.cli.asking import ask_each, nodes_of
 from kvpool.cli.render.text import DIGEST_SHOWN, Parts, count, duration
 from kvpool.client.operator import OperatorRequests
 from kvpool.wire import client as client_wire

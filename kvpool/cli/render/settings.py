@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvpool.cli.render.asking import ask_each
+from kvpool.cli.asking import ask_each
 from kvpool.cli.render.text import Column, Parts, rows_table
 from kvpool.config import SECRETS, SETTINGS, config_of, gather
 from kvpool.errors import InvalidRequest

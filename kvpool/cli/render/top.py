@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.measure import Measurement
 from rich.text import Text
 
-from kvpool.cli.render.asking import nodes_of
+from kvpool.cli.asking import nodes_of
 from kvpool.cli.render.cluster import STATE_STYLES
 from kvpool.cli.render.jobs import jobs_table
 from kvpool.cli.render.text import (

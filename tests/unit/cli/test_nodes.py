@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvpool.cli.naming import quotas
 from kvpool.cli.render.cluster import (
     namespace_rows,
     namespaces_view,
@@ -9,7 +10,6 @@ from kvpool.cli.render.cluster import (
     not_found,
     replicas_view,
 )
-from kvpool.cli.render.naming import quotas
 from kvpool.errors import InvalidRequest
 from tests.support.printed import printed
 from tests.support.stats import node_stats

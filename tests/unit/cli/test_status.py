@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvpool.cli.naming import period
 from kvpool.cli.render.cluster import nodes_view
-from kvpool.cli.render.naming import period
 from kvpool.cli.render.node import _COUNTERS, _TROUBLES
 from kvpool.cli.render.text import duration, period_text, size_text, used_text
 from kvpool.errors import InvalidRequest

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.cli.render.naming import block_key, full_digest, known_digests
+from kvpool.cli.naming import block_key, full_digest, known_digests
 from kvpool.errors import InvalidRequest
 from tests.support.stats import node_stats
 from tests.unit.cli.answers import CLUSTER, DIGEST, ENTRY, STATS
