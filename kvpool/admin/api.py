@@ -166,11 +166,11 @@ class Api:
                     error if isinstance(error, Refused) else refused(error), call.request
                 )
             assert isinstance(response, web.Response), "changes are answered in one piece"
-            location = response.headers.get("Location", "")
-            body = cast(bytes, response.body or b"")
-            return Answer(response.status, body, response.content_type, location)
+            kept = {k: v for k, v in response.headers.items() if k in {"Content-Type", "Location"}}
+            return Answer(response.status, cast(bytes, response.body or b""), kept)
 
-        return _again(await self.remembered.once(scope, key, raw, make))
+        answer = await self.remembered.once(scope, key, raw, make)
+        return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
     def _admit(self, request: web.Request, route: Route) -> Principal:
         """Raises `Refused`."""
@@ -210,13 +210,6 @@ class Api:
         if route.status == 202:
             response.headers["Location"] = f"{route.path}/{found.job}"
         return response
-
-
-def _again(answer: Answer) -> web.Response:
-    response = web.Response(status=answer.status, body=answer.body, content_type=answer.media)
-    if answer.location:
-        response.headers["Location"] = answer.location
-    return response
 
 
 def _is_loopback_address(request: web.Request) -> bool:

@@ -137,9 +137,8 @@ class Events:
                     self._polls.pop(node).cancel()
                     self.unreachable.pop(node, None)
                     if node in self._heard:
-                        self._heard[node] = self._heard.pop(
-                            node
-                        )  # as the latest of those that have left
+                        # As the latest of those that have left.
+                        self._heard[node] = self._heard.pop(node)
                 self._forget(set(names))
                 if names and self._first is not None:
                     await self._begin()

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from kvpool.admin.problems import Refused
@@ -25,8 +25,7 @@ class Answer:
 
     status: int
     body: bytes
-    media: str
-    location: str = ""
+    headers: Mapping[str, str]
 
 
 @dataclass(eq=False, slots=True)

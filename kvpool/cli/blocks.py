@@ -44,7 +44,8 @@ def blocks_list(
 
     Example: kvpool blocks list 3fa9 --node host-7 --tier ssd --limit 20
     """
-    from kvpool.cli.render.blocks import blocks_view, check_open, list_some
+    from kvpool.cli.asking import check_open, list_some
+    from kvpool.cli.render.blocks import blocks_view
 
     chosen = at.resolve(digest) if digest else b""
     if chosen:
@@ -63,9 +64,9 @@ def blocks_locate(
 
     Example: kvpool blocks locate 00112233445566778899aabbccddeeff --namespace 3fa9
     """
-    from kvpool.cli.asking import nodes_of
+    from kvpool.cli.asking import nodes_of, replicas
     from kvpool.cli.naming import block_key
-    from kvpool.cli.render.cluster import not_found, replicas, replicas_view
+    from kvpool.cli.render.cluster import not_found, replicas_view
 
     wanted = list(dict.fromkeys(map(block_key, keys)))
     digest = at.resolve(namespace) if namespace else b""
@@ -93,9 +94,10 @@ def blocks_lookup(
 
     Example: kvpool blocks lookup 3fa9 --keys-file prompt.keys --why
     """
+    from kvpool.cli.asking import ask_why
     from kvpool.cli.naming import block_keys
     from kvpool.cli.render.blocks import prefixes_view
-    from kvpool.cli.render.misses import ask_why, why_view
+    from kvpool.cli.render.misses import why_view
 
     wanted = block_keys(keys or [], keys_file)
     if not wanted:

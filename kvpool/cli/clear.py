@@ -34,7 +34,8 @@ def clear(
 
     Example: kvpool clear 3fa9 --fence --yes
     """
-    from kvpool.cli.render.cluster import holdings, holdings_view
+    from kvpool.cli.asking import holdings
+    from kvpool.cli.render.cluster import holdings_view
 
     chosen = at.resolve(digest)
     if dry_run:

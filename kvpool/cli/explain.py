@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvpool.cli import base
 from kvpool.cli.base import OPERATORS, ROUTER, AsJson, RouterUrl, app, argument, option
 from kvpool.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from kvpool.router.client import RouterHttp
 
 
 @app.command(rich_help_panel=OPERATORS)
@@ -34,7 +37,7 @@ def explain(
     import json
     from urllib.parse import quote
 
-    from kvpool.cli.render.explain import past_view, possible_view, the_model
+    from kvpool.cli.render.explain import past_view, possible_view
     from kvpool.router.client import RouterHttp
 
     if (request is None) == (prompt is None):
@@ -44,7 +47,15 @@ def explain(
     if request is not None:
         told = asked.ask(f"/explain/{quote(request, safe='')}")
     else:
-        body = {"model": model or the_model(asked), "prompt": prompt}
+        body = {"model": model or _the_model(asked), "prompt": prompt}
         told = asked.ask("/explain", json.dumps(body).encode())
     view = possible_view if request is None else past_view
     base.show(told, view(told), as_json=as_json)
+
+
+def _the_model(router: RouterHttp) -> str:
+    """The model that there is. Raises `InvalidRequest` unless there is one."""
+    found = [str(row["id"]) for row in router.ask("/v1/models")["data"]]
+    if len(found) != 1:
+        raise InvalidRequest(f"name one with --model: the router has {', '.join(found) or 'none'}")
+    return found[0]

@@ -11,7 +11,8 @@ def namespaces(at: Session) -> None:
 
     Example: kvpool namespaces
     """
-    from kvpool.cli.render.cluster import namespace_rows, namespaces_view
+    from kvpool.cli.asking import namespace_rows
+    from kvpool.cli.render.cluster import namespaces_view
 
     rows = namespace_rows(at.client.cluster(), at.client.stats(), at.tenant)
     at.show(rows, namespaces_view(rows))

@@ -79,20 +79,18 @@ def get(
     if at.as_json and file == STDIO:
         raise InvalidRequest("--json and the bytes would both go to standard output: name a file")
     with _objects(at, "get", tenant_id) as (_, objects):
-        if file is None and (at.as_json or sys.stdout.isatty()):
-            nbytes, data = size_of(objects, key), None
-        else:
-            data = read_object(objects, key)
-            nbytes = len(data)
-    if data is not None and (file is None or file == STDIO):
+        only_size = file is None and (at.as_json or sys.stdout.isatty())
+        data = b"" if only_size else read_object(objects, key)
+        nbytes = size_of(objects, key) if only_size else len(data)
+    if only_size:
+        text = f"{name} has {size_text(nbytes)}; `kvpool get NAME -` prints them"
+    elif file is None or file == STDIO:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    if data is not None and file is not None:
+    else:
         write_whole(Path(file), data)
-    text = f"wrote {size_text(nbytes)} to {file}"
-    if data is None:
-        text = f"{name} has {size_text(nbytes)}; `kvpool get NAME -` prints them"
+        text = f"wrote {size_text(nbytes)} to {file}"
     at.show({"name": name, "bytes": nbytes, "file": file}, text)
 
 

@@ -36,9 +36,10 @@ def memory(at: Session) -> None:
 
     Example: kvpool plan memory
     """
-    from kvpool.cli.render.memory import gather, memory_view
+    from kvpool.cli.asking import memory_plan
+    from kvpool.cli.render.memory import memory_view
 
-    found = gather(at.client, at.tenant)
+    found = memory_plan(at.client, at.tenant)
     at.show(found, memory_view(found))
     base.complain_of(found.unreachable, fatal=False)
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.cli.asking import check_open, list_some
 from kvpool.cli.naming import block_keys, size
-from kvpool.cli.render.blocks import blocks_view, check_open, list_some, prefixes_view
+from kvpool.cli.render.blocks import blocks_view, prefixes_view
 from kvpool.cli.render.events import Feed, chosen, line
 from kvpool.cli.render.explain import past_view, possible_view
 from kvpool.cli.render.settings import HIDDEN, effective, plain, toml_text

@@ -70,34 +70,22 @@ class _Walk:
     """A position in a list: a node, a tier of it, a place there. Earlier positions are not visited again."""
 
     def __init__(self, nodes: Sequence[str], tiers: Sequence[str], cursor: str) -> None:
-        self._nodes = sorted(nodes)
-        self._tiers = tiers
-        self.place: Place | None = None
+        self._places: list[Place] = [(node, tier, "") for node in sorted(nodes) for tier in tiers]
+        self.place = next(iter(self._places), None)
         if not cursor:
-            self._begin(0)
             return
-        node, tier, inner = unpack_cursor(cursor, Place)
+        node, tier, inner = self.place = unpack_cursor(cursor, Place)
         if tier not in tiers or len(inner) > 64:
             raise Refused(400, "invalid", "cursor: this cursor does not belong to this list")
-        if node in self._nodes:
-            self.place = (node, tier, inner)
-        else:
-            # It has left meanwhile: on with those after it.
-            self._begin(sum(each < node for each in self._nodes))
-
-    def _begin(self, number: int) -> None:
-        left = number < len(self._nodes)
-        self.place = (self._nodes[number], self._tiers[0], "") if left else None
+        if node not in nodes:
+            self.next_node()  # it has left meanwhile: on with those after it
 
     def next_tier(self) -> None:
         assert self.place is not None
-        node, tier, _ = self.place
-        following = self._tiers.index(tier) + 1
-        if following < len(self._tiers):
-            self.place = (node, self._tiers[following], "")
-        else:
-            self.next_node()
+        index = self._places.index((*self.place[:2], "")) + 1
+        self.place = next(iter(self._places[index:]), None)
 
     def next_node(self) -> None:
         assert self.place is not None
-        self._begin(self._nodes.index(self.place[0]) + 1)
+        here = self.place[0]
+        self.place = next((each for each in self._places if each[0] > here), None)

@@ -75,9 +75,8 @@ class Changing:
         }
         if not given:
             raise Refused(400, "invalid", "name at least one setting to change")
-        for name in ("dram_quota", "ssd_quota"):
-            if name in given:
-                given[name] = _quota(given[name])
+        quotas = given.keys() & {"dram_quota", "ssd_quota"}
+        given |= {name: _quota(given[name]) for name in quotas}
         await self._change(
             call, tenant, operator_wire.Configure(bytes.fromhex(wanted.digest), **given)
         )

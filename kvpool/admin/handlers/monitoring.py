@@ -160,17 +160,13 @@ def hottest_prefixes(stats: Iterable[NodeStats], sees: Callable[[str], bool]) ->
 
 
 def _event(heard: Heard) -> bytes:
-    head = f"event: {_word(heard.event.kind)}\nid: {heard.name}\ndata: "
+    kind = " ".join(heard.event.kind.split())  # a field of an event is one line
+    head = f"event: {kind}\nid: {heard.name}\ndata: "
     return head.encode() + heard.data + b"\n\n"
 
 
 def _gap(why: str) -> bytes:
     return f"event: gap\ndata: {msgspec.json.encode({'why': why}).decode()}\n\n".encode()
-
-
-def _word(text: str) -> str:
-    """A field of an event is one line."""
-    return " ".join(text.split())
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:

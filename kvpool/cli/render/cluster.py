@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rich.text import Text
 
-from kvpool.cli.asking import each_of
 from kvpool.cli.render.text import (
     DIGEST_SHOWN,
     Column,
@@ -24,11 +22,6 @@ from kvpool.cli.render.text import (
     size_text,
     used_text,
 )
-from kvpool.client.operator import OperatorRequests
-from kvpool.errors import ClusterUnavailable, InvalidRequest, Unavailable
-from kvpool.telemetry.memory_stats import NamespaceStats, PlaceUsage
-from kvpool.telemetry.node_stats import NodeStats
-from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Located
 
 INCARNATION_SHOWN = 8
@@ -245,75 +238,6 @@ def directory_text(cluster: Mapping[str, Any]) -> Text:
 # ---- namespaces ------------------------------------------------------------------------------------
 
 
-def namespace_rows(
-    cluster: Mapping[str, Any], stats: NodeStats, tenant: str
-) -> list[dict[str, Any]]:
-    """One dict for each namespace: what the cluster has agreed on, and what this node holds of it.
-
-    `agreed` is False for those of which the cluster does not know yet; a node that is alone agrees with itself.
-    `blocks` and `bytes` are in this node's memory, `ssd_bytes` on its disks; `asked` and `hits` are the blocks that
-    reads asked it for, and got, since it was started. All are None for other tenants, whose pools are not shown to this
-    one, and `ssd_bytes` without disks, too.
-    """
-    here = stats.tenants[tenant].namespaces
-    rows = [
-        {**entry, "fields": json.loads(entry["fields"]), "agreed": True}
-        for entry in cluster["namespaces"]
-    ]
-    known = {row["digest"] for row in rows if row["tenant"] == tenant}
-    rows += [
-        {
-            "tenant": tenant,
-            "digest": digest,
-            "fields": one.fields,
-            "parts": [[nbytes] for nbytes in one.part_bytes],
-            "epoch": one.epoch,
-            "fence": 0,
-            "settings": one.settings,
-            "agreed": not cluster["joined"],
-        }
-        for digest, one in sorted(here.items())
-        if digest not in known
-    ]
-    for row in rows:
-        row.update(dict.fromkeys(("blocks", "bytes", "ssd_bytes", "asked", "hits")))
-        if row["tenant"] == tenant:
-            digest, disks = row["digest"], stats.tenants[tenant].usage.ssd
-            row.update(_held(digest, here.get(digest), disks))
-    return rows
-
-
-def _held(
-    digest: str, one: NamespaceStats | None, disks: Sequence[PlaceUsage]
-) -> dict[str, int | None]:
-    on = [disk.namespaces[digest].held_bytes for disk in disks if digest in disk.namespaces]
-    ssd_bytes = sum(on) if disks else None
-    if one is None:
-        return {"blocks": 0, "bytes": 0, "ssd_bytes": ssd_bytes, "asked": 0, "hits": 0}
-    pairs = zip(one.blocks, one.part_bytes, strict=True)
-    hits = one.reads.local + one.reads.fetched
-    return {
-        "asked": hits + one.reads.missed,
-        "hits": hits,
-        "blocks": max(one.blocks, default=0),
-        "bytes": sum(n * nbytes for n, nbytes in pairs),
-        "ssd_bytes": ssd_bytes,
-    }
-
-
-def holdings(
-    client: OperatorRequests, nodes: Sequence[str], tenant: str, digest: str
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
-    answers, silent = each_of(nodes, client.inspect)
-    rows = [
-        {"node": node, **_held(digest, mine.namespaces.get(digest), mine.usage.ssd)}
-        for node, found in answers.items()
-        if (mine := found.tenants.get(tenant)) is not None
-    ]
-    return rows, silent
-
-
 def holdings_view(rows: Sequence[Mapping[str, Any]], title: str) -> Parts:
     """What `holdings` gives."""
     columns = {
@@ -391,35 +315,6 @@ def namespaces_view(rows: Sequence[Mapping[str, Any]]) -> Parts:
 
 
 # ---- blocks ----------------------------------------------------------------------------------------
-
-
-def replicas(
-    client: OperatorRequests, keys: Sequence[bytes], digest: bytes, nodes: Sequence[str]
-) -> tuple[list[Located], dict[str, str]]:
-    """Where blocks are; and nodes that do not answer, with why. nodes: of the cluster, this one first.
-
-    A node finds blocks of the namespaces that are open on it, wherever they are. So the others are asked, one after
-    the other, for what was not found yet. Raises what the first one said when all of them refuse.
-    """
-    found: list[Located] = []
-    silent: dict[str, str] = {}
-    refused: InvalidRequest | None = None
-    missing, answered = list(keys), False
-    for node in nodes:
-        try:
-            found += client.ask_node(operator_wire.Locate(b"".join(missing), digest), node=node)
-            answered = True
-        except InvalidRequest as error:
-            refused = refused or error
-        except (Unavailable, ClusterUnavailable) as error:
-            silent[node] = str(error)
-        there = {block.key for block in found}
-        missing = [key for key in missing if key.hex() not in there]
-        if not missing:
-            break
-    if refused is not None and not answered:
-        raise refused
-    return found, silent
 
 
 def replicas_view(found: Sequence[Located]) -> Parts:

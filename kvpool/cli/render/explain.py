@@ -1,9 +1,9 @@
-"""What `kvpool explain` asks of a router, and prints: why a request went where, and where one would go."""
+"""What `kvpool explain` prints: why a request went where, and where one would go."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from rich.markup import escape
@@ -11,11 +11,7 @@ from rich.text import Text
 
 from kvpool.cli.render.misses import sentence, why_view
 from kvpool.cli.render.text import Part, Parts, make_table, size_text
-from kvpool.errors import InvalidRequest
 from kvpool.wire.answers import MissedBlock, Missing
-
-if TYPE_CHECKING:
-    from kvpool.router.client import RouterHttp
 
 _OUTLOOK = {
     "cached_blocks": ">cached",
@@ -35,14 +31,6 @@ _DECODER = {
     "link": "by a link",
     "cost": ">cost",
 }
-
-
-def the_model(router: RouterHttp) -> str:
-    """The model that there is. Raises `InvalidRequest` unless there is one."""
-    found = [str(row["id"]) for row in router.ask("/v1/models")["data"]]
-    if len(found) != 1:
-        raise InvalidRequest(f"name one with --model: the router has {', '.join(found) or 'none'}")
-    return found[0]
 
 
 def past_view(told: Mapping[str, Any]) -> Parts:

@@ -1,28 +1,14 @@
-"""What `kvpool plan memory` asks and prints: hit rates over memory, and why blocks are missed."""
+"""What `kvpool plan memory` prints: hit rates over memory, and why blocks are missed."""
 
 from __future__ import annotations
 
-import msgspec
 from rich.text import Text
 
-from kvpool.cli.asking import ask_each, each_of, nodes_of
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
-from kvpool.client.operator import OperatorRequests
-from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
+from kvpool.telemetry.hit_curve import MemoryPlan
 from kvpool.telemetry.misses import WORDS, Reason
-from kvpool.wire import operator as operator_wire
 
 TIMES = (0.5, 1.0, 1.5, 2.0, 4.0, 8.0)  # of the present memory, that the table shows
-
-
-def gather(client: OperatorRequests, tenant: str) -> MemoryPlan:
-    """Ask all nodes."""
-    nodes = nodes_of(client.ask_node(operator_wire.Cluster()))
-    told, silent = ask_each(client, nodes, operator_wire.HitCurves(), tenant=tenant)
-    memories = [msgspec.convert(each, Memory, strict=False) for each in told.values()]
-    stats, others = each_of(told, client.inspect)
-    misses = misses_of(stats.values(), tenant)
-    return MemoryPlan(tenant, len(memories), curve(memories), misses, silent | others)
 
 
 def memory_view(found: MemoryPlan) -> Parts:

@@ -1,27 +1,13 @@
-"""The questions and the output of `kvpool blocks lookup --why`: why a node lacks a block of a prompt."""
+"""The output of `kvpool blocks lookup --why`: why a node lacks a block of a prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.text import Text
 
-from kvpool.cli.asking import ask_each, nodes_of
 from kvpool.cli.render.text import DIGEST_SHOWN, Parts, count, duration
-from kvpool.client.operator import OperatorRequests
-from kvpool.wire import client as client_wire
-from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import MissedBlock, Missing
-
-
-def ask_why(
-    client: OperatorRequests, tenant: str, digest: bytes, keys: Sequence[bytes]
-) -> tuple[dict[str, Missing], dict[str, str]]:
-    """Each node's reasons, by name; and the nodes that gave none, with why. Nodes without the namespace are left out."""
-    message = client_wire.WhyMissing(digest, b"".join(keys))
-    nodes = nodes_of(client.ask_node(operator_wire.Cluster()))
-    told, silent = ask_each(client, nodes, message, tenant=tenant)
-    return told, {node: why for node, why in silent.items() if "is not open on" not in why}
 
 
 def why_view(told: Mapping[str, Missing]) -> Parts:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from kvpool.cli.render.blocks import PAGE
+from kvpool.cli.asking import PAGE
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.client.operator import OperatorRequests
 from kvpool.engine_plugins.mooncake import codes

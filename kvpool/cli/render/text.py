@@ -132,7 +132,7 @@ def number_text(name: str, value: float) -> str:
 
 def cluster_title(cluster: str, *more: str) -> Text:
     """The first line of what is shown of a cluster."""
-    return Text.assemble((f"cluster {cluster}", "bold"), "".join(f", {each}" for each in more))
+    return Text(", ".join([f"cluster {cluster}", *more]), style="bold")
 
 
 def facts(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from kvpool.cli.asking import namespace_rows
 from kvpool.cli.naming import quotas
 from kvpool.cli.render.cluster import (
-    namespace_rows,
     namespaces_view,
     nodes_view,
     not_found,
