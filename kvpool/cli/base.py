@@ -74,7 +74,7 @@ class Commands(TyperGroup):
         lines = [
             (command, (name, command.get_short_help_str(200)))
             for name in self.list_commands(ctx)
-            if (command := self.get_command(ctx, name)) is not None
+            if (command := self.get_command(ctx, name)) is not None and not command.hidden
         ]
         write_panels(formatter, "Commands", lines)
 
