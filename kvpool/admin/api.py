@@ -11,7 +11,6 @@ problem      for errors                        problems.py
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import secrets
 from collections import Counter
@@ -31,8 +30,6 @@ from kvpool.admin.scope import check_role, whole_only
 from kvpool.admin.tokens import Principal
 from kvpool.errors import KvpoolError
 from kvpool.net import is_loopback
-
-log = logging.getLogger("kvpool.admin")
 
 BODY_BYTES_MAX = 4 << 20
 FIELD_BYTES_MAX = 8 << 10

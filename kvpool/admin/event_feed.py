@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
@@ -25,8 +24,6 @@ from kvpool.errors import KvpoolError
 from kvpool.wire import answers
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.answers import Event
-
-log = logging.getLogger("kvpool.admin")
 
 POLL_S = 25.0
 TOGETHER_MAX = 1000

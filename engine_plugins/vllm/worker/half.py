@@ -9,7 +9,6 @@ thread.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -62,7 +61,6 @@ class RunningSaves:
     """Set when blocks of theirs are overwritten: what is not committed by then is not committed at all."""
 
 
-log = logging.getLogger("kvpool.vllm")
 
 LOOKUPS_MAX = 8
 """Lookups of a rank at a time: others wait their turn, and count it as waiting for blocks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import secrets
 import socket
 import time
@@ -42,8 +41,6 @@ from kvpool.memory.peer_process import peer_pid, peer_uid
 from kvpool.memory.segment import Segment
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
-
-log = logging.getLogger("kvpool.daemon")
 
 HELLO_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 0.1  # before the next try, when no descriptors are left

@@ -8,7 +8,6 @@ Event loop only.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Sequence
 
 from kvpool.config import DeviceConfig
@@ -30,8 +29,6 @@ from kvpool.errors import (
 from kvpool.storage.base import Occupancy
 from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import PartSpec, split_keys
-
-log = logging.getLogger("kvpool.daemon")
 
 GRAIN = 2 << 20  # parts of tenants are whole numbers of it
 PART_MIN = 20 << 20

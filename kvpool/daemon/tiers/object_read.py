@@ -6,7 +6,6 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 from kvpool.daemon.core.blocks import (
@@ -24,8 +23,6 @@ from kvpool.types import CHECKSUM_BYTES, BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
-
-log = logging.getLogger("kvpool.daemon")
 
 READS_MAX = 8  # to read: as many as the process has threads for
 

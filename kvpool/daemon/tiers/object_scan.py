@@ -6,7 +6,6 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 
 from kvpool.daemon.core.blocks import (
@@ -21,8 +20,6 @@ from kvpool.errors import KvpoolError, ProtocolError, Unavailable
 from kvpool.placement.records import epoch_digest
 from kvpool.types import PARTS_MAX, split_keys
 from kvpool.wire import storage as storage_wire
-
-log = logging.getLogger("kvpool.daemon")
 
 TEND_S = 2.0
 LISTEN_S = 1.0

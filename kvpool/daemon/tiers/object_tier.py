@@ -9,7 +9,6 @@ Event loop only.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 
 from kvpool.config import DaemonConfig
@@ -27,8 +26,6 @@ from kvpool.placement.membership.base import Membership
 from kvpool.storage.base import Occupancy
 from kvpool.telemetry.tier_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
-
-log = logging.getLogger("kvpool.daemon")
 
 
 class ObjectTier(ObjectBooks):

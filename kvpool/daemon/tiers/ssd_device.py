@@ -5,7 +5,6 @@ Event loop only.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvpool.daemon.core.blocks import PartTable
@@ -16,8 +15,6 @@ from kvpool.daemon.tiers.ssd_restore import SsdRestorer
 from kvpool.daemon.tiers.ssd_write import SsdWriter
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.telemetry.tier_stats import SsdStats
-
-log = logging.getLogger("kvpool.daemon")
 
 
 class SsdDevice(SsdBooks):

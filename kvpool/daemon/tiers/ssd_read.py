@@ -5,7 +5,6 @@ Event loop only.
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Sequence
 
@@ -23,8 +22,6 @@ from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import frame
 from kvpool.wire import storage as storage_wire
 from kvpool.wire import worker as worker_wire
-
-log = logging.getLogger("kvpool.daemon")
 
 SCRUB_S = 60.0
 ENTRIES_S = 5.0

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ from kvpool.placement.membership.admission import (
     stale,
 )
 from kvpool.placement.membership.base import Standing
-from kvpool.placement.membership.etcd_lease import LeaseWatch
+from kvpool.placement.membership.etcd_lease import LeaseWatch, keep_lease
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.membership.etcd_records import SharedRecords, refusals_as_unavailable
 from kvpool.placement.membership.etcd_rules import clash, hold_s, replaceable, spread_s
@@ -60,7 +61,6 @@ TTL_S = 5.0
 CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
 CLASH_PAUSE_S = 0.3
 TELL_S = 0.1  # between two views, while others' changes come faster
-RETRY_S = 0.5  # between attempts to renew, while they fail
 GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etcd
 SAVE_PAUSE_S = 60.0  # after records could not be restored
 NO_LEASE = 0
@@ -368,29 +368,18 @@ class EtcdMembership:
                 raise Unavailable(f"joining as {record.node!r}: the lease ended meanwhile")
 
     async def _keep(self, member: _Member) -> None:
-        """Renew the lease until it is lost; write records postponed by `update`."""
-        while True:
-            begun = self._clock() + self._suspended()
-            try:
-                alive = await self._client.keep_alive(member.lease, self._ttl_s / 4)
-            except KvpoolError as error:
-                member.watch.fail(begun)
-                log.debug("the lease was not renewed: %s", error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            if not alive:
-                self._lose(member, "etcd says that its lease has ended")
-                return
-            member.watch.confirm(begun)
-            renew_at = self._clock() + self._ttl_s / 3
-            try:
-                async with asyncio.timeout(self._ttl_s / 3):  # a write that hangs delays no renewal
-                    await self._write(member)
-                    await self._shared.renew_proof()
-            # A full database renews leases, but accepts no records.
-            except (KvpoolError, TimeoutError) as error:
-                log.debug("the record was not updated: %s", error)
-            await asyncio.sleep(renew_at - self._clock())
+        async def write() -> None:
+            await self._write(member)
+            await self._shared.renew_proof()
+
+        await keep_lease(
+            member.watch,
+            self._ttl_s,
+            lambda: self._clock() + self._suspended(),
+            partial(self._client.keep_alive, member.lease),
+            write,
+        )
+        self._lose(member, "etcd says that its lease has ended")
 
     def _lose(self, member: _Member, why: str) -> None:
         if member is not self._member:

@@ -1,8 +1,16 @@
-"""The known state of a lease, and the standing that follows. No I/O; times are the caller's clock."""
+"""The known state of a lease, the standing that follows, and when it is renewed. Times are the caller's clock."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvpool.errors import KvpoolError
 from kvpool.placement.membership.base import Standing
+
+log = logging.getLogger("kvpool.placement")
+RETRY_S = 0.5  # between attempts to renew, while they fail
 
 
 class LeaseWatch:
@@ -38,3 +46,35 @@ class LeaseWatch:
         if self._confirmed < self._failed and now <= self._failed + self._ttl_s:
             return Standing.AWAY
         return Standing.UNSURE
+
+
+async def keep_lease(
+    watch: LeaseWatch,
+    ttl_s: float,
+    now: Callable[[], float],
+    renew: Callable[[float], Awaitable[bool]],
+    write: Callable[[], Awaitable[None]],
+) -> None:
+    """Renew a lease until etcd says that it has ended.
+
+    renew: returns whether the lease lives, within so many seconds. write: writes what waits for the lease; one that
+    hangs delays no renewal. Either may raise `KvpoolError`.
+    """
+    while True:
+        begun = now()
+        try:
+            if not await renew(ttl_s / 4):
+                return
+        except KvpoolError as error:
+            watch.fail(begun)
+            log.debug("the lease was not renewed: %s", error)
+            await asyncio.sleep(RETRY_S)
+            continue
+        watch.confirm(begun)
+        try:
+            async with asyncio.timeout(ttl_s / 3):
+                await write()
+        # A full database renews leases, but accepts no records.
+        except (KvpoolError, TimeoutError) as error:
+            log.debug("the record was not updated: %s", error)
+        await asyncio.sleep(begun + ttl_s / 3 - now())

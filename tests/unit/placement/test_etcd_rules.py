@@ -18,7 +18,7 @@ from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.settings import CALL_S, EtcdSettings
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd import EtcdMembership, suspended_s
-from kvpool.placement.membership.etcd_lease import LeaseWatch
+from kvpool.placement.membership.etcd_lease import LeaseWatch, keep_lease
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.membership.etcd_rules import (
     PROGRESS_S,
@@ -660,39 +660,27 @@ def test_all_nodes_together_write_no_more_than_a_few_records_a_second(
 def test_a_write_that_hangs_delays_no_renewal(renews: bool, stall_s: float) -> None:
     """Else a lease ends although etcd renews it, or a node cannot know whether etcd is away."""
 
-    class Client:
-        """An etcd that answers the first renewal, and since then no write."""
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        watch = LeaseWatch(TTL, loop.time())
+        renewed = 0
 
-        def __init__(self) -> None:
-            self.renewed = 0
-
-        async def keep_alive(self, lease: int, timeout_s: float) -> bool:
-            self.renewed += 1
-            if self.renewed == 1 or renews:
+        async def renew(timeout_s: float) -> bool:
+            nonlocal renewed
+            renewed += 1
+            if renewed == 1 or renews:
                 return True
-            await asyncio.sleep(timeout_s + (stall_s if self.renewed == 3 else 0))
+            await asyncio.sleep(timeout_s + (stall_s if renewed == 3 else 0))
             raise Unavailable("no answer")
 
-        async def txn(self, *_: object) -> None:
+        async def write() -> None:
             await asyncio.sleep(CALL_S)
             raise Unavailable("no answer")
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        settings = EtcdSettings.from_url("etcd://127.0.0.1:1")
-        membership = EtcdMembership(
-            settings, "test", ttl_s=TTL, clock=loop.time, suspended=lambda: 0.0
-        )
-        watch = LeaseWatch(TTL, loop.time())
-        drained = record("a", state=NodeState.DRAINING)
-        member = SimpleNamespace(
-            watch=watch, lease=1, written=record("a"), wanted=drained, written_at=loop.time()
-        )
-        membership._member, membership._client = cast(Any, member), cast(Any, Client())
-        keeper = asyncio.create_task(membership._keep(cast(Any, member)))
+        keeper = asyncio.create_task(keep_lease(watch, TTL, loop.time, renew, write))
         standings = set()
         while loop.time() < 10 * TTL:
-            standings.add(membership.standing(loop.time()))
+            standings.add(watch.standing(loop.time()))
             await asyncio.sleep(0.1)
         right = {Standing.MEMBER} if renews else {Standing.MEMBER, Standing.AWAY}
         assert standings == right
