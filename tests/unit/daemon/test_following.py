@@ -36,7 +36,7 @@ class Seen(StaticMembership):
     """Its view is what the test says."""
 
     def show(self, view: View) -> None:
-        self._view = view
+        self.view = view
 
 
 class Counting(Peers):
