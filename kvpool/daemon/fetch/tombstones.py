@@ -14,14 +14,17 @@ BLOCKS_MAX = 1 << 20  # under the tombstones of one node
 
 
 class Tombstones:
-    """Those of one node, by a token of who put each up. No I/O. Event loop only."""
+    """Tombstones of one node, each by the token of who put it up. No I/O. Event loop only."""
 
     def __init__(self) -> None:
         self._standing: dict[bytes, tuple[frozenset[bytes], frozenset[bytes]]] = {}
         self._blocks = 0
 
     def put_up(self, token: bytes, digests: Collection[bytes], keys: Sequence[bytes]) -> None:
-        """For these keys in all namespaces of these directory digests, until `take_down`. Raises `LimitExceeded`."""
+        """Put a tombstone on these keys, in all namespaces of these directory digests, until `take_down`.
+
+        Raises `LimitExceeded`.
+        """
         self.take_down(token)
         if self._blocks + len(keys) > BLOCKS_MAX:
             raise LimitExceeded(
@@ -31,12 +34,12 @@ class Tombstones:
         self._blocks += len(self._standing[token][1])
 
     def take_down(self, token: bytes) -> None:
-        """Idempotent."""
+        """Take a tombstone down. Idempotent."""
         _, keys = self._standing.pop(token, (frozenset(), frozenset()))
         self._blocks -= len(keys)
 
     def among(self, digest: bytes, keys: Collection[bytes]) -> set[bytes]:
-        """Which of these keys have a tombstone, in the namespace of this directory digest."""
+        """Return which of these keys have a tombstone, in the namespace of this directory digest."""
         found: set[bytes] = set()
         for digests, buried in self._standing.values():
             if digest in digests:

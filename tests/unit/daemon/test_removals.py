@@ -41,6 +41,10 @@ def incarnation(name: str) -> bytes:
     return name.encode().ljust(8)
 
 
+def record_of(name: str) -> Any:
+    return SimpleNamespace(protocol=frame.PROTOCOL_VERSION, node=name)
+
+
 class Disk:
     """One with both blocks, from which a load takes a while."""
 
@@ -83,9 +87,8 @@ class Member:
 
     @property
     def living(self) -> dict[bytes, LivingNode]:
-        record: Any = lambda name: SimpleNamespace(protocol=frame.PROTOCOL_VERSION, node=name)  # noqa: E731
         return {
-            incarnation(name): LivingNode(record(name), f"tcp://{name}")
+            incarnation(name): LivingNode(record_of(name), f"tcp://{name}")
             for name in self.world.members
             if name != self.name
         }
