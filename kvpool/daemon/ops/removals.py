@@ -13,13 +13,10 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import compress
 
 from kvpool.daemon.core.blocks import NamespaceState, directory_digest
-from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.ports import ClusterView, LivingNode, PeerTransport
 from kvpool.daemon.fetch.transfer import Transfers
 from kvpool.daemon.ops.commands import asking_others
-from kvpool.daemon.tiers.device_tier import DeviceTier
-from kvpool.daemon.tiers.object_tier import ObjectTier
-from kvpool.daemon.tiers.ssd_tier import SsdTier
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.errors import ClusterUnavailable, KvpoolError
 from kvpool.types import KEY_BYTES, split_keys
 from kvpool.wire import frame
@@ -36,10 +33,7 @@ STANDING_S_MAX = 600.0  # a tombstone for another node, whatever its deadline
 class Removals:
     """Event loop only."""
 
-    node: Node
-    ssd: SsdTier
-    device: DeviceTier | None
-    objects: ObjectTier
+    tiers: Tiers
     transfers: Transfers
     cluster: ClusterView
     transport: PeerTransport
@@ -54,10 +48,10 @@ class Removals:
         keys = split_keys(packed)
         self.transfers.forget(_digests(namespaces), keys)
         for namespace in namespaces:
-            gone |= self.node.removal.remove(namespace, keys)
-            gone |= self.ssd.remove(namespace, packed)
-            if self.device is not None:
-                gone |= self.device.remove(namespace, packed)
+            gone |= self.tiers.node.removal.remove(namespace, keys)
+            gone |= self.tiers.ssd.remove(namespace, packed)
+            if self.tiers.device is not None:
+                gone |= self.tiers.device.remove(namespace, packed)
         return gone
 
     async def _here(self, namespaces: Sequence[NamespaceState], packed: bytes) -> set[bytes]:
@@ -107,7 +101,7 @@ class Removals:
             with asking_others():
                 if self.has_objects:
                     for namespace in namespaces:
-                        gone |= await self.objects.remove(namespace, packed)
+                        gone |= await self.tiers.objects.remove(namespace, packed)
                 if others_s > 0:
                     gone |= await self._from_others(namespaces, packed, others_s, token)
         finally:

@@ -301,14 +301,7 @@ class Daemon(Generic[T]):
         config, node, cluster, clock = self.config, self.node, self.cluster, self._clock
         self.presences = Presences(node, self.fetcher, clock)
         self.removals = Removals(
-            node,
-            self.ssd,
-            self.device,
-            self.objects,
-            self.fetcher.transfers,
-            cluster,
-            self.transport,
-            clock,
+            *(self.tiers, self.fetcher.transfers, cluster, self.transport, clock),
             has_objects=bool(config.object_store),
         )
         self.sessions = SessionTurns(config.node, node, self.ssd, cluster, self.transport, clock)

@@ -18,6 +18,7 @@ from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import NOT_NODES, LivingNode
 from kvpool.daemon.fetch.tombstones import BLOCKS_MAX, Tombstones
 from kvpool.daemon.ops.removals import Removals
+from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.errors import ClusterUnavailable, LimitExceeded, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import Peers
@@ -78,7 +79,7 @@ class Member:
         ssd: Any = SimpleNamespace(remove=lambda *_: set())
         shared: Any = objects
         self.removals = Removals(
-            *(self.node, ssd, None, shared, self.fetcher.transfers, view, view, clock),
+            *(Tiers(self.node, ssd, None, shared), self.fetcher.transfers, view, view, clock),
             has_objects=False,
         )
         self.service = PeerService(
