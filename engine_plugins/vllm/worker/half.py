@@ -61,7 +61,6 @@ class RunningSaves:
     """Set when blocks of theirs are overwritten: what is not committed by then is not committed at all."""
 
 
-
 LOOKUPS_MAX = 8
 """Lookups of a rank at a time: others wait their turn, and count it as waiting for blocks."""
 
