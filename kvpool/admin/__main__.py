@@ -15,8 +15,7 @@ import sys
 import msgspec
 import uvloop
 
-from kvpool.errors import ConfigError, KvpoolError, ProtocolError
-from kvpool.extras import install
+from kvpool.errors import KvpoolError, ProtocolError
 from kvpool.net import raise_descriptor_limit
 from kvpool.security.failed_logins import Failures
 from kvpool.signals import ignore_ending
@@ -62,13 +61,11 @@ def _first(channel: socket.socket) -> tuple[int, worker_wire.GatewayStart]:
 
 
 async def _serve(channel: socket.socket, request: int, start: worker_wire.GatewayStart) -> None:
+    from kvpool.admin.gateway import Gateway
+
     loop = asyncio.get_running_loop()
     channel.setblocking(False)
     try:
-        try:
-            from kvpool.admin.gateway import Gateway
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"http: the gateway needs {error.name}: {install('admin')}") from None
         gateway = Gateway(start, lambda failures: _tell(channel, failures))
         urls = await gateway.start()
     except KvpoolError as error:

@@ -36,7 +36,7 @@ def certs_init(
 
     Example: kvpool certs init ./certs --cluster prod
     """
-    with base.needs("admin", "creating certificates"):
+    with base.needs("cluster", "creating certificates"):
         from kvpool.cli.render.certs import made_authority
         from kvpool.security.certs import make_authority
     print(made_authority(make_authority(folder, cluster, _now())))
@@ -76,7 +76,7 @@ def certs_revoke(
 
     Example: kvpool certs revoke ./certs host-7
     """
-    with base.needs("admin", "creating certificates"):
+    with base.needs("cluster", "creating certificates"):
         from kvpool.cli.render.certs import revoked
         from kvpool.security.certs import open_authority, revoke
     print(revoked(folder, which, revoke(open_authority(folder), which, _now())))
@@ -91,7 +91,7 @@ def certs_show(
 
     Example: kvpool certs show ./certs/node-host-7.pem
     """
-    with base.needs("admin", "creating certificates"):
+    with base.needs("cluster", "creating certificates"):
         from kvpool.cli.render.certs import certificate_view
         from kvpool.security.certs import look_at
     shown = look_at(file)
@@ -99,7 +99,7 @@ def certs_show(
 
 
 def _issue(folder: Path, role: str, name: str, hosts: list[str] | None, days: int) -> None:
-    with base.needs("admin", "creating certificates"):
+    with base.needs("cluster", "creating certificates"):
         from kvpool.cli.render.certs import made_certificate
         from kvpool.security.certs import issue, open_authority
     made = issue(open_authority(folder), role, name, _now(), hosts=hosts or (), days=days)

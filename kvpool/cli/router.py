@@ -20,14 +20,13 @@ def router(
     config: Annotated[str | None, option("TOML file with settings.", metavar="FILE")] = None,
     verbose: Annotated[bool, option("Log more: --log-level info.", "--verbose", "-v")] = False,
 ) -> None:
-    """Run an OpenAI-compatible router in front of engines, until SIGTERM. Needs the extra router.
+    """Run an OpenAI-compatible router in front of engines, until SIGTERM.
 
     SIGINT and SIGHUP end it in the same way. Started by nohup, it goes on after its terminal is closed.
 
     Example: kvpool router --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
     """
-    with base.needs("router", "the router"):
-        from kvpool.router.command import run
+    from kvpool.router.command import run
     from kvpool.router.config import load
     from kvpool.telemetry import logs
 

@@ -1027,7 +1027,7 @@ class Client:
         replay: where the engine repeats missed events, or empty. topic: of the events.
         groups: the cache group, in the events' numbers, of each part of the namespace, in their order.
         False when the daemon does not follow them: it is unreachable (it is told later, when the namespace
-        is used), it is configured not to (`events`), or it has no pyzmq.
+        is used), or it is configured not to (`events`).
         Raises `InvalidRequest` for addresses that cannot be followed, and `LimitExceeded`.
         """
         listed = list(groups)

@@ -465,8 +465,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         kind(parse=parse.http_addresses, metavar="ADDRESS"),
         setting(
-            "Where the [HTTP gateway](admin.md) listens: `127.0.0.1:7071`, `unix:/run/kvpool/http.sock`. Needs the "
-            "package's extra `admin`. Off loopback it requires `http_tokens`, and TLS (`tls_cert`) or `plaintext`.",
+            "Where the [HTTP gateway](admin.md) listens: `127.0.0.1:7071`, `unix:/run/kvpool/http.sock`. Off "
+            "loopback it requires `http_tokens`, and TLS (`tls_cert`) or `plaintext`.",
             panel=GATEWAY,
         ),
     ] = ()
@@ -516,7 +516,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         kind(parse=parse.otlp_endpoint, metavar="URL"),
         setting(
             "The collector of [traces](tracing.md) by OTLP over HTTP: `http://127.0.0.1:4318`. Needs the package's "
-            "extras `admin` and `tracing`. None: nothing is recorded.",
+            "extra `tracing`. None: nothing is recorded.",
             panel=GATEWAY,
         ),
     ] = ""

@@ -1,4 +1,4 @@
-"""A small certificate authority in a folder, for `kvpool certs`. Needs the extra kvpool[admin].
+"""A small certificate authority in a folder, for `kvpool certs`. Needs the extra kvpool[cluster].
 
     ca.pem, ca.key            the authority; anyone who has its key can be any node
     crl.pem                   which certificates are revoked

@@ -309,7 +309,6 @@ def _by_connection(engines: list[EngineStats]) -> dict[str, int]:
 class EnginesStats(msgspec.Struct):
     """The engines of a tenant that announce KV events. known_blocks: those whose key is known."""
 
-    error: str = ""
     seen_keys: int = 0
     known_blocks: int = 0
     dropped_keys: int = 0

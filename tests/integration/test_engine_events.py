@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-from kvpool.daemon.tiers.engine_caches import NO_PYZMQ
-
 FOLLOW = """
 import zmq
 client = Client(SOCKET, timeout_s=60)
@@ -52,17 +50,3 @@ def test_a_client_that_is_idle_is_followed_on(start, folder, until):
     assert len(daemon.stats().tenants["default"].engines.followed) == 1
     engine.kill()
     until(lambda: not daemon.stats().tenants["default"].engines.followed)
-
-
-def test_a_daemon_without_pyzmq_serves_all_the_same(start, folder):
-    (folder / "zmq.py").write_text("raise ModuleNotFoundError('no zmq', name='zmq')")
-    daemon = start(PYTHONPATH=str(folder))
-    for _ in range(2):
-        engine = daemon.script(FOLLOW)
-        engine.say(str(folder / "e"))
-        assert engine.hear() == "False"
-        assert engine.hear() == "0"
-    assert daemon.stats().tenants["default"].engines.error == NO_PYZMQ
-    assert NO_PYZMQ in " ".join(status(daemon).split())
-    assert daemon.stop() == 0
-    assert daemon.stderr.count(NO_PYZMQ) == 1

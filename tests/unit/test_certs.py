@@ -297,7 +297,7 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert "pip install '.[admin]'" in done.stderr
+    assert "pip install '.[cluster]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

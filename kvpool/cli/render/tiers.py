@@ -133,8 +133,6 @@ def _warning(text: str) -> Text:
 
 
 def _engine_remarks(engines: EnginesStats) -> Iterator[Text]:
-    if engines.error:
-        yield _warning(engines.error)
     for engine in engines.followed:
         where = engine.endpoint
         if engine.error:

@@ -8,8 +8,7 @@ missed, by the first number: it gets the batches from there on, or, if the oldes
 here, under the number of the last batch. A stream begins with `AllBlocksCleared`, and has an empty batch each second in which
 nothing happens, so that what was missed is noticed.
 
-Sockets never block, and nobody authenticates: they are bound on this machine only (`kvpool.config`). Event loop only. Needs
-pyzmq: `kvpool[events]`.
+Sockets never block, and nobody authenticates: they are bound on this machine only (`kvpool.config`). Event loop only.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from kvpool.daemon.ops.published_blocks import (
 from kvpool.daemon.tasks import Tasks
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
-from kvpool.extras import install
 from kvpool.retry import Backoff
 from kvpool.telemetry.node_stats import EventStreamStats
 from kvpool.telemetry.receipts import facts_of
@@ -58,7 +56,6 @@ REPLAY_QUESTIONS_MAX = (
 REPLAY_QUEUED_MAX = 64  # batches on their way to such a reader
 REPLAY_STALLED_S, REPLAY_S = 1.0, 30.0  # how long it may read nothing, and take in all
 END = (-1).to_bytes(8, "big", signed=True)
-NO_PYZMQ = f"publish_events needs pyzmq: {install('events')}"
 _TIERS = ("dram", "ssd")
 
 
@@ -133,7 +130,8 @@ class Stream:
         wall: Callable[[], float],
     ) -> None:
         """mode: permissions of `ipc://` sockets. Raises `ConfigError` if an address cannot be bound."""
-        zmq = _zmq()
+        import zmq
+
         self.name = config.name
         self.config = config
         self.blocks = PublishedBlocks()
@@ -164,7 +162,8 @@ class Stream:
             raise ConfigError(f"publish_events.{self.name}: {error}") from None
 
     def _bind(self, kind: Any, endpoint: str, queued: int, mode: int) -> Any:
-        zmq = _zmq()
+        import zmq
+
         one = self._context.socket(kind)
         self._sockets.append(one)
         one.setsockopt(zmq.SNDHWM, queued)
@@ -444,13 +443,3 @@ def parent_of(namespace: NamespaceState, key: bytes) -> bytes | None:
         if block is not None:
             return block.parent if block.parent_known and any(block.parent) else None
     return None
-
-
-def _zmq() -> Any:
-    try:
-        import zmq
-    except ModuleNotFoundError as error:
-        if error.name != "zmq":
-            raise
-        raise ConfigError(NO_PYZMQ) from None
-    return zmq

@@ -29,7 +29,6 @@ from kvpool.daemon.core.requests import check_events
 from kvpool.daemon.shares import Shares
 from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.errors import ConfigError
-from kvpool.extras import install
 from kvpool.placement.directory.announcement_queue import Held
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, SeenKeys, short_hash
@@ -46,20 +45,14 @@ SLICE_BLOCKS = 256  # handled before other tasks have their turn
 LINGER_S = 0.002  # keys that are seen together are handled together
 FORMER_MAX = 8  # epochs that have ended and whose entries are being withdrawn
 WALK_ROWS = 1 << 40  # cursors of one namespace
-NO_PYZMQ = f"engines' KV events are not followed: pyzmq is not installed ({install('events')})"
 
 Subscribe = Callable[[str, str, str, Callable[[], None]], "EventSubscriber"]
 """(endpoint, replay endpoint or empty, topic, callback for news) → the subscriber."""
 
 
-def zmq_subscribe(clock: Callable[[], float]) -> Subscribe | None:
-    """How engines' events are followed; None if pyzmq is not installed."""
-    try:
-        from kvpool.placement.kv_events.subscriber import EngineSource, EventSubscriber
-    except ModuleNotFoundError as error:
-        if error.name != "zmq":
-            raise
-        return None
+def zmq_subscribe(clock: Callable[[], float]) -> Subscribe:
+    """Return how engines' events are followed."""
+    from kvpool.placement.kv_events.subscriber import EngineSource, EventSubscriber
 
     def subscribe(
         endpoint: str, replay: str, topic: str, changed: Callable[[], None]
@@ -194,7 +187,7 @@ class Engines:
     """See the module. `Holdings` of tier gpu for `Cluster`.
 
     begin: called when the first engine is followed. tiers: the pool's, walked for keys when a
-    namespace gets its first engine. subscribe: None if pyzmq is not installed.
+    namespace gets its first engine. subscribe: None if engines' events are not followed.
     """
 
     NOTED_BYTES_MAX = 4 << 20
@@ -228,7 +221,6 @@ class Engines:
         self._tasks = Tasks()
         self._ending: set[asyncio.Task[None]] = set()
         self._begun = False
-        self._warned = False
         self._following = False
         self._notify: Callable[[], object] = lambda: None
         self._changes: list[tuple[NamespaceState, Sequence[bytes]]] = []
@@ -247,12 +239,7 @@ class Engines:
             self.forget(holder)
             return False
         check_events(told, len(namespace.parts))
-        if not self._config.events:
-            return False
         if self._subscribe is None:
-            if not self._warned:
-                self._warned = True
-                log.warning("%s", NO_PYZMQ)
             return False
         engine = _Engine(holder, told, namespace)
         known = self._engines.get(id(holder))
@@ -522,7 +509,6 @@ class Engines:
         """The engines of one tenant."""
         spaces = [one for one in self._spaces.values() if one.namespace.tenant.name == tenant]
         return EnginesStats(
-            error=NO_PYZMQ if self._config.events and self._subscribe is None else "",
             seen_keys=sum(len(space.seen) for space in spaces),
             known_blocks=sum(len(space.held) for space in spaces),
             dropped_keys=self.dropped_keys,

@@ -13,7 +13,7 @@ fills its own queue, loses batches there, and is asked for a replay.
 ZeroMQ reconnects by itself, with growing pauses. Events are not authenticated: subscribe to engines of this
 machine or of a trusted network. They are never more than a hint.
 
-Event loop only. Needs pyzmq: `kvpool[events]`.
+Event loop only.
 """
 
 from __future__ import annotations
