@@ -15,7 +15,7 @@ from kvpool.signals import unwind_on_ending
 
 # In the order of `kvpool --help`.
 COMMANDS = (
-    *("serve", "router", "status", "nodes", "namespaces", "blocks"),
+    *("demo", "serve", "router", "status", "nodes", "namespaces", "blocks"),
     *("sessions", "receipts", "put", "get", "ls", "rm"),
     *("top", "events", "drain", "clear", "configure", "pin", "unpin", "intend"),
     *("job", "explain", "sim", "plan"),

@@ -1,0 +1,1 @@
+"""`kvpool demo`: a real daemon, a real router, and two engines that only simulate computing."""

@@ -1,0 +1,166 @@
+"""Runs the demo: starts a daemon, a router and two simulated engines, asks questions, and measures first tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import msgspec
+
+from kvpool.demo.engine import MODEL, Answer, SimulatedEngine
+from kvpool.errors import Unavailable
+
+ENGINES = 2
+DOCUMENTS = 3
+DOCUMENT_TOKENS, QUESTION_TOKENS = 2048, 33
+MEMORY = "512MiB"
+START_S = 60.0
+END_S = 10.0
+ANSWER_S = 60.0
+LOOK_S = 0.05
+VOCABULARY = 32_000
+SEED = 7
+
+Say = Callable[[str], None]
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One question about each document. first_token_s: of each question. The counts are tokens, summed."""
+
+    name: str
+    first_token_s: list[float]
+    computed: int
+    from_own_cache: int
+    from_pool: int
+
+    @property
+    def mean_s(self) -> float:
+        """The mean time to the first token, in seconds."""
+        return sum(self.first_token_s) / len(self.first_token_s)
+
+
+class _Choice(msgspec.Struct):
+    kvpool_demo: Answer
+
+
+async def play(say: Say) -> list[Round]:
+    """Ask about the same documents in four rounds. say: called with each step before it begins.
+
+    Raises `Unavailable` if a process does not start or a question is not answered.
+    """
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-demo-")))
+        socket = str(folder / "daemon.sock")
+        say(f"starting a daemon with {MEMORY} of memory, a router, and {ENGINES} simulated engines")
+        await stack.enter_async_context(
+            _process(folder / "daemon.log", "serve", "--socket", socket, "--memory", MEMORY)
+        )
+        first, second = [
+            await stack.enter_async_context(SimulatedEngine(socket).serve()) for _ in range(ENGINES)
+        ]
+        ready = await stack.enter_async_context(
+            _process(folder / "router.log", "router", "--socket", socket, "--listen", "127.0.0.1:0")
+        )
+        router = ready.partition("router at ")[2].partition(",")[0]
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ANSWER_S))
+        )
+        await _until_routed(http, router)
+        random = Random(SEED)
+        documents = [_tokens(random, DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
+        rounds = []
+        for url, name, why in (
+            (first, "computed", "engine 1 has seen none of them and computes them"),
+            (second, "from the pool", "engine 2 reads what engine 1 has computed"),
+            (second, "engine's own cache", "engine 2 once more"),
+            (router, "by the router", "the router chooses an engine for each"),
+        ):
+            say(f"asking about {DOCUMENTS} documents of {DOCUMENT_TOKENS:,} tokens: {why}")
+            questions = [each + _tokens(random, QUESTION_TOKENS) for each in documents]
+            rounds.append(await _ask_each(http, url, name, questions))
+        return rounds
+
+
+def _tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _last_line(log: Path) -> str:
+    return log.read_text(errors="replace").strip().rpartition("\n")[2] or "nothing"
+
+
+async def _ask_each(
+    http: aiohttp.ClientSession, url: str, name: str, questions: Sequence[Sequence[int]]
+) -> Round:
+    times, answers = [], []
+    for each in questions:
+        begun = time.perf_counter()
+        body = {"model": MODEL, "prompt": each, "max_tokens": 1, "stream": True}
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise Unavailable(f"{url} answers {response.status}: {await response.text()}")
+            line = await response.content.readline()
+            times.append(time.perf_counter() - begun)
+        answers.append(msgspec.json.decode(line.removeprefix(b"data: "), type=_Choice).kvpool_demo)
+    return Round(
+        name,
+        times,
+        *(
+            sum(getattr(each, field) for each in answers)
+            for field in ("computed", "from_own_cache", "from_pool")
+        ),
+    )
+
+
+async def _until_routed(http: aiohttp.ClientSession, router: str) -> None:
+    """Wait until the router sends requests to all engines. Raises `Unavailable`."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        async with http.get(f"{router}/engines") as response:
+            found = (await response.json())["engines"]
+        if sum(each["state"] == "serving" for each in found) == ENGINES:
+            return
+        await asyncio.sleep(LOOK_S)
+    raise Unavailable(f"the router does not reach the engines: {found}")
+
+
+@asynccontextmanager
+async def _process(log: Path, *command: str) -> AsyncIterator[str]:
+    """Run a command of kvpool. Yields the line that says that it is ready; ends the process afterwards.
+
+    log: the file of its standard error. Raises `Unavailable` with the last line of that, if it does not get ready.
+    """
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvpool.cli", *command),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=mine,
+        )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise Unavailable(f"kvpool {command[0]} does not start, and says: {_last_line(log)}")
+        yield line.decode()
+    except TimeoutError:
+        raise Unavailable(f"kvpool {command[0]} is not ready after {START_S:.0f} s") from None
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(END_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
