@@ -50,7 +50,6 @@ LEFT_OUT = {
     "pip install": "takes packages from a network: all of it is installed",
     "/opt/kvpool/bin/pip install": "takes packages from a network: all of it is installed",
     "make demo": "needs vLLM: the bench of engines, bench/engine.py, runs the same",
-    "make test": "runs this test",
     "vllm serve": VLLM,
     "CUDA_VISIBLE_DEVICES=": VLLM,
     "KVPOOL_MOONCAKE=1 ": "needs vLLM: tests/integration/vllm/test_mooncake_facade.py runs that connector",
@@ -108,13 +107,6 @@ class Says:
 
 NODES_OF_CLUSTER = (r"^\* a +serving", "^  b +serving", "^  c +serving", "^directory ")
 SAYS = {
-    (README, "Looking after it"): (
-        Says(
-            "kvpool serve --http 127.0.0.1:7071",
-            "the daemon says where the token for it is",
-            (r"token in \S+/http\.token$",),
-        ),
-    ),
     (QUICKSTART, "One node, with vLLM"): (
         Says(
             "kvpool status", "`put` says how many blocks were stored", (r"^put +\d+ blocks stored",)
@@ -228,44 +220,6 @@ Making = AbstractContextManager[Scene]
 
 def local(port: int = 0) -> str:
     return f"127.0.0.1:{port or free_port()}"
-
-
-def a_member_of_a_cluster(folder: Path, servers: Servers) -> Making:
-    etcd, redis = servers
-    swaps = {
-        "tcp://10.0.0.7:7070": f"tcp://{local()}",
-        "etcd://10.0.0.2:2379": etcd.url,
-        "redis://10.0.0.4:6379": redis.url,
-    }
-    secret = "a secret that is the same on all nodes"
-    return nullcontext(Scene(swaps, environ={"KVPOOL_CLUSTER_SECRET": secret}))
-
-
-@contextmanager
-def two_engines(folder: Path, servers: Servers) -> Iterator[Scene]:
-    with ExitStack() as stack:
-        begun = [
-            stack.enter_context(program("tests.support.stub_engine", "--port", "0"))
-            for _ in range(2)
-        ]
-        first, second = (json.loads(line)["url"] for line in begun)
-        router = local()
-        swaps = {
-            "kvpool router": f"kvpool router --listen {router}",
-            "http://127.0.0.1:8000": first,
-            "http://127.0.0.1:8001": second,
-        }
-        is_well = answers(f"http://{router}/health")
-        yield Scene(swaps, afterwards=lambda _: until(is_well, "both engines are well"))
-
-
-def a_gateway(folder: Path, servers: Servers) -> Making:
-    place = local()
-
-    def is_dashboard(_: object) -> None:
-        assert answers(f"http://{place}/ui")()
-
-    return nullcontext(Scene({"127.0.0.1:7071": place}, afterwards=is_dashboard))
 
 
 def a_request(folder: Path, servers: Servers) -> Making:
@@ -443,9 +397,6 @@ def nothing_special(folder: Path, servers: Servers) -> Making:
 
 
 SCENES: dict[tuple[Path, str], Callable[[Path, Servers], Making]] = {
-    (README, "Several nodes"): a_member_of_a_cluster,
-    (README, "Router"): two_engines,
-    (README, "Looking after it"): a_gateway,
     (QUICKSTART, "One node, with vLLM"): a_request,
     (QUICKSTART, "Two nodes"): two_hosts,
     (QUICKSTART, "Prefill and decode apart"): a_router_of_its_own,
