@@ -73,7 +73,7 @@ class DaemonState:
             if (
                 whole is None
             ):  # of mappings that two threads make at the same time, the first one stays
-                mapping = self.segment.map(populate=True, writable=self._writable)
+                mapping = self.segment.map(fault_in=True, writable=self._writable)
                 whole = np.frombuffer(mapping, dtype=np.uint8).reshape(-1, 1)
                 whole = self._tables.setdefault(1, whole)
             n = self.segment.size // stride

@@ -4,18 +4,21 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import resource
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvpool.errors import SegmentError
-from kvpool.memory.segment import F_ADD_SEALS, F_GET_SEALS, SEALS, Segment
+from kvpool.memory.segment import F_ADD_SEALS, F_GET_SEALS, FAULT_CHUNK_BYTES, SEALS, Segment
 from kvpool.storage import dram
 from kvpool.storage.dram import KEEP_FREE_BYTES, PAGE, DramSegment, free_memory_bytes
+from tests.support.waiting import until
 
 MIB = 1 << 20
 
@@ -130,11 +133,26 @@ print("goes on")
 
 
 def test_mappings_share_and_outlive_the_descriptor(segment):
-    one, two = segment.map(), Segment.attach(os.dup(segment.fd), MIB).map(populate=True)
+    one, two = segment.map(), Segment.attach(os.dup(segment.fd), MIB).map(fault_in=True)
     one[5:8] = b"abc"
     segment.close()
     segment.close()
     assert two[5:8] == b"abc"
+
+
+def entered_kib() -> int:
+    """How much of its segments this process has in its page table."""
+    parts = Path("/proc/self/smaps").read_text().split("kvpool-segment")[1:]
+    return sum(int(re.search(r"^Rss: +(\d+) kB", part, re.MULTILINE)[1]) for part in parts)
+
+
+def test_pages_are_faulted_in_while_a_mapping_is_used():
+    with closing(DramSegment.create(FAULT_CHUNK_BYTES + MIB)) as segment:
+        before = entered_kib()
+        mapping = segment.map(fault_in=True)
+        until(lambda: entered_kib() == before + segment.size // 1024, "all pages are entered")
+        del mapping
+        until(lambda: entered_kib() == before, "the mapping ends with its last user")
 
 
 def test_a_forked_child_does_not_have_the_mapping(segment):

@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvpool.cli.render.starting import waiting
@@ -14,7 +13,6 @@ from kvpool.cli.render.taking import FIRST_S, LINE_S, SCREEN_S, Taking
 from kvpool.config import load
 from kvpool.daemon.server.memory_wait import MemoryWait, write_wait
 from kvpool.daemon.server.server import serve
-from kvpool.daemon.workers.worker_main import FAULT_CHUNK_BYTES, _fault_in
 from kvpool.memory.segment import Segment
 from kvpool.storage.dram import PREFAULT_CHUNK_BYTES, DramSegment
 from kvpool.telemetry import logs
@@ -130,26 +128,3 @@ def test_a_signal_is_obeyed_between_two_steps(tmp_path, monkeypatch, number, int
     assert not socket.exists()
     assert not Path(f"{socket}.waits").exists()
     assert not Path(f"{socket}.memory").exists(), "what the next one may expect is what was taken"
-
-
-def resident(start: int, end: int) -> int:
-    """Bytes between two addresses that are mapped to pages. The counts of /proc/self/status are some pages late."""
-    found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            low, high = (int(each, 16) for each in first.split("-"))
-            counts = low < end and start < high
-        elif counts and first == "Rss:":
-            found += int(rest[0]) << 10
-    return found
-
-
-def test_a_worker_faults_its_mapping_in_without_being_waited_for():
-    segment = DramSegment.create(FAULT_CHUNK_BYTES + (1 << 20))
-    mapping = segment.map()
-    start = np.frombuffer(mapping, np.uint8).ctypes.data
-    assert resident(start, start + segment.size) == 0
-    _fault_in(mapping)
-    assert resident(start, start + segment.size) == segment.size
-    segment.close()

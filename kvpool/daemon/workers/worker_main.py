@@ -41,8 +41,6 @@ FDS_MAX = 8  # descriptors per read
 STACK_BYTES = 512 << 10
 SWITCH_S = 0.0005  # many short turns between the threads: each mostly waits for the kernel
 NICE = 10
-FAULT_CHUNK_BYTES = 64 << 20
-MADV_POPULATE_WRITE = 23  # not in the mmap module; Linux 5.14
 
 _PR_SET_PDEATHSIG = 1
 
@@ -281,29 +279,14 @@ class WorkerProcess:
             raise ProtocolError("an AttachSegment arrived without its descriptor")
         fd = self._fds.popleft()
         try:
-            mapping = Segment.attach(fd, order.size).map()
+            # Not waited for: for 100 GiB it takes a minute on a busy machine, and the daemon does not serve before its
+            # workers do.
+            mapping = Segment.attach(fd, order.size).map(fault_in=True)
         finally:
             os.close(fd)  # the mapping stays
         self.memory.attach(order.segment, mapping)
         self._mappings.append(mapping)
-        # For the sake of the first copies' speed. Not now: for 100 GiB it takes a minute on a busy machine, and the
-        # daemon does not serve before its workers do.
-        threading.Thread(target=_fault_in, args=(mapping,), daemon=True).start()
         return frame.Done()
-
-
-def _fault_in(mapping: mmap.mmap) -> None:
-    """Enter all pages of a mapping in the page table, so that later copies need not fault. Others may write to it
-    meanwhile. By `ctypes`, since `mmap.madvise` keeps the GIL. Where the kernel cannot, copies fault.
-    """
-    libc = ctypes.CDLL(None)
-    first = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    for at in range(0, len(mapping), FAULT_CHUNK_BYTES):
-        nbytes = min(FAULT_CHUNK_BYTES, len(mapping) - at)
-        if libc.madvise(
-            ctypes.c_void_p(first + at), ctypes.c_size_t(nbytes), ctypes.c_int(MADV_POPULATE_WRITE)
-        ):
-            return
 
 
 def leave() -> NoReturn:
