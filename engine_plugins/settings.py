@@ -1,31 +1,71 @@
-"""The settings that users give a plugin, checked against the fields of a dataclass."""
+"""The settings that users give a plugin, checked against the fields of a dataclass; and those that plugins share."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from kvpool.errors import ConfigError
+from kvpool.types import DEFAULT_TENANT
 
 
-def typed_settings(
-    cls: Any, given: Mapping[str, Any], what: str, *, without: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return given values in the types of the defaults of `cls`, a dataclass; None only where None is the default.
+@dataclass(frozen=True)
+class PoolSettings:
+    """What a plugin is told of the pool.
 
-    what: they are given in. without: fields that are no settings. Raises `ConfigError` naming what is wrong.
+    socket: the daemon's unix socket, in which `{rank}` stands for the rank's number, where ranks of one machine have
+        daemons of their own; None means `KVPOOL_SOCKET`, else the default path.
+    tenant, token: who the engine is to the pool.
+    epoch: part of the namespace. Give engines a new one when weights change under the same name.
     """
-    defaults = {each.name: each.default for each in fields(cls) if each.name not in without}
-    unknown = sorted(set(given) - set(defaults))
-    if unknown:
-        raise ConfigError(
-            f"{what} has no setting {', '.join(map(repr, unknown))}; known settings are {', '.join(sorted(defaults))}"
-        )
-    return {
-        name: _typed(f"{what}[{name!r}]", value, defaults[name]) for name, value in given.items()
-    }
+
+    WHERE: ClassVar[str]
+    """What the settings are given in."""
+
+    socket: str | None = None
+    tenant: str = DEFAULT_TENANT
+    token: str | None = None
+    epoch: str = "0"
+
+    @classmethod
+    def from_given(cls, given: Mapping[str, Any] | None) -> Self:
+        """Return the settings with given values, in the types of the defaults; None only where None is the default.
+
+        Raises `ConfigError` naming what is wrong.
+        """
+        given = given or {}
+        defaults = {each.name: each.default for each in fields(cls)}
+        unknown = sorted(set(given) - set(defaults))
+        if unknown:
+            raise ConfigError(
+                f"{cls.WHERE} has no setting {', '.join(map(repr, unknown))}; known settings are "
+                f"{', '.join(sorted(defaults))}"
+            )
+        typed: dict[str, Any] = {
+            name: _typed(f"{cls.WHERE}[{name!r}]", value, defaults[name])
+            for name, value in given.items()
+        }
+        return cls(**typed)
+
+    def require(self, name: str, good: bool, wanted: str) -> None:
+        """Raises `ConfigError` for a setting that is not as wanted."""
+        if not good:
+            raise ConfigError(f"{self.WHERE}[{name!r}] must be {wanted}")
+
+
+@dataclass(frozen=True)
+class ModelSettings(PoolSettings):
+    """What a plugin of an engine that holds a model is told in addition.
+
+    model: name of the model in the namespace, for engines that hold the same weights under
+        different paths; None means what the engine was given.
+    any_version: share KV with engines of all versions, else with those of the same release.
+    """
+
+    model: str | None = None
+    any_version: bool = False
 
 
 def _typed(where: str, value: object, default: object) -> object:

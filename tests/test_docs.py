@@ -346,7 +346,7 @@ def check_transfer(text: str) -> None:
     assert given["kv_role"] in {"kv_producer", "kv_consumer", "kv_both"}
     assert given["kv_load_failure_policy"] == "recompute"  # what docs/vllm.md asks for
     if given["kv_connector"] == NAME:
-        PluginConfig.from_extra(given.get("kv_connector_extra_config"))
+        PluginConfig.from_given(given.get("kv_connector_extra_config"))
 
 
 @each_present
@@ -376,7 +376,7 @@ def test_sglang_is_given_what_the_backend_takes(document: Path) -> None:
         assert given["class_name"] == sglang.CLASS and given["module_path"] == sglang.__name__, (
             where
         )
-        assert BackendConfig.from_extra(given).pages, where
+        assert BackendConfig.from_given(given).interface_v1, where
 
 
 def test_the_check_of_engines_sees_what_is_wrong() -> None:

@@ -35,6 +35,7 @@ from kvpool.engine_plugins.lmcache.objects import (
 from kvpool.engine_plugins.lmcache.settings import Settings
 from kvpool.engine_plugins.lmcache.tasks import Tasks
 from kvpool.engine_plugins.lmcache.troubles import Troubles
+from kvpool.engine_plugins.settings import PoolSettings
 from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, PoolFull, Unavailable
 from kvpool.types import Namespace
 
@@ -63,14 +64,14 @@ class KvpoolL2AdapterConfig(L2AdapterConfigBase):
     def from_dict(cls, d: dict[str, Any]) -> KvpoolL2AdapterConfig:
         """Raises `ValueError`, as LMCache expects."""
         try:
-            return cls(Settings.from_params(d))
+            return cls(Settings.from_given(d))
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
     @classmethod
     def help(cls) -> str:
         """What the parameters are."""
-        return str(Settings.__doc__)
+        return f"{PoolSettings.__doc__}\n{Settings.__doc__}"
 
 
 class KvpoolL2Adapter(L2AdapterInterface):

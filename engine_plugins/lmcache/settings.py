@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from kvpool.engine_plugins.settings import typed_settings
-from kvpool.errors import ConfigError
-from kvpool.types import DEFAULT_TENANT
+from kvpool.engine_plugins.settings import PoolSettings
 
 WORKERS_MAX = 16
 TASKS_MAX = 65_536
-WHERE = "adapter_params"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+@dataclass(frozen=True)
+class Settings(PoolSettings):
     """Of one adapter. Times are in seconds.
 
-    socket: the daemon's unix socket; None means `KVPOOL_SOCKET`, else the default path.
-    tenant, token: who the server is to the pool.
-    epoch: part of the namespaces. Give servers a new one when weights change under the same model name.
     lease_s: how long a looked-up object is kept for its load; later it is looked for anew.
     wait_s: the longest that a lookup waits for objects on disks or other nodes; 0: it does not.
     request_timeout_s: deadline of each request to the daemon, on top of such waits.
@@ -31,10 +24,8 @@ class Settings:
     replicas: how many are wanted of each object, on as many nodes; 0: the namespace's setting.
     """
 
-    socket: str | None = None
-    tenant: str = DEFAULT_TENANT
-    token: str | None = None
-    epoch: str = "0"
+    WHERE: ClassVar = "adapter_params"
+
     lease_s: float = 10.0
     wait_s: float = 1.0
     request_timeout_s: float = 1.0
@@ -44,21 +35,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "request_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{_where(name)} must be more than 0 seconds, and finite")
-        if not 0 <= self.wait_s < math.inf:
-            raise ConfigError(f"{_where('wait_s')} must be at least 0 seconds, and finite")
+            self.require(
+                name, 0 < getattr(self, name) < math.inf, "more than 0 seconds, and finite"
+            )
+        self.require("wait_s", 0 <= self.wait_s < math.inf, "at least 0 seconds, and finite")
         for name, most in (("workers", WORKERS_MAX), ("tasks_max", TASKS_MAX)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{_where(name)} must be at least 1 and at most {most}")
-        if self.replicas < 0:
-            raise ConfigError(f"{_where('replicas')} must be at least 0")
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Settings:
-        """Those that LMCache was given. Raises `ConfigError` naming what is wrong."""
-        return cls(**typed_settings(cls, params, WHERE))
-
-
-def _where(name: str) -> str:
-    return f"{WHERE}[{name!r}]"
+            self.require(name, 1 <= getattr(self, name) <= most, f"at least 1 and at most {most}")
+        self.require("replicas", self.replicas >= 0, "at least 0")

@@ -46,7 +46,7 @@ class KvpoolHiCache(HiCacheStorage):
     def __init__(self, storage_config: Any, _: Any = None) -> None:
         """Raises `ConfigError` for settings that are wrong. Does not wait for the daemon."""
         self._storage = storage_config
-        self._config = BackendConfig.from_extra(getattr(storage_config, "extra_config", None))
+        self._config = BackendConfig.from_given(getattr(storage_config, "extra_config", None))
         self._arguments, model_config = _server_arguments()
         socket = self._config.socket
         # Half of a call's time is for its request, the other half for pages of disks and other nodes.
@@ -68,7 +68,7 @@ class KvpoolHiCache(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Raises `ConfigError` for a pool whose pages cannot be stored, with the reason."""
         super().register_mem_pool_host(mem_pool_host)
-        self._held[facts.KV] = self._hold(mem_pool_host, facts.KV, pages=self._config.pages)
+        self._held[facts.KV] = self._hold(mem_pool_host, facts.KV, pages=self._config.interface_v1)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Raises as `register_mem_pool_host`."""
@@ -261,7 +261,7 @@ class KvpoolHiCache(HiCacheStorage):
 
     def _tensors(self) -> PageStore:
         store = self._held[facts.KV].store
-        if store is None or self._config.pages:
+        if store is None or self._config.interface_v1:
             raise ConfigError(
                 "tensors are exchanged without interface_v1 only, and by models with one KV pool"
             )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import ClassVar
 
-from kvpool.engine_plugins.settings import typed_settings
-from kvpool.errors import ConfigError
-from kvpool.types import DEFAULT_TENANT, api_path_of
+from kvpool.engine_plugins.settings import ModelSettings
+from kvpool.types import api_path_of
 
 PIN_SHARE_MAX = 0.1
 PULLS_MAX = 16
@@ -47,17 +45,10 @@ class Codec(StrEnum):
     INT8 = "int8"
 
 
-@dataclass(frozen=True, slots=True)
-class PluginConfig:
-    """Settings of one engine. Times are in seconds, sizes in bytes.
+@dataclass(frozen=True)
+class PluginConfig(ModelSettings):
+    """Settings of one engine. Times are in seconds, sizes in bytes. Weights that change in place need a new `epoch`.
 
-    socket: the daemon's unix socket, in which `{rank}` stands for the rank's number, where ranks of one machine have
-        daemons of their own; None means `KVPOOL_SOCKET`, else the default path.
-    tenant, token: who the engine is to the pool.
-    model: name of the model in the namespace, for engines that hold the same weights under
-        different paths; None means the path or id that vLLM was given.
-    epoch: part of the namespace. Give engines a new one when their weights change in place.
-    any_version: share blocks with engines of all versions of vLLM, else with those of the same release.
     codec: what is lost of blocks to make them smaller; engines share blocks with those of the same.
     layer_pieces: into how many pieces the layers of blocks are cut; 0: as many as there are pipeline stages.
     lease_s: how long slots stay readable after a lookup; a load that ends later is a failed load.
@@ -83,12 +74,8 @@ class PluginConfig:
         own device; else they are brought into memory first.
     """
 
-    socket: str | None = None
-    tenant: str = DEFAULT_TENANT
-    token: str | None = None
-    model: str | None = None
-    epoch: str = "0"
-    any_version: bool = False
+    WHERE: ClassVar = "kv_connector_extra_config"
+
     codec: Codec = Codec.NONE
     layer_pieces: int = 0
     lease_s: float = 10.0
@@ -111,43 +98,27 @@ class PluginConfig:
     verify_loads: bool = False
 
     def __post_init__(self) -> None:
-        if self.url is not None and not _URL.fullmatch(self.url):
-            raise ConfigError(
-                f"{_where('url')} must be http://HOST:PORT as routers reach this engine's server, not {self.url!r}"
-            )
-        if path := api_path_of(self.url or ""):
-            raise ConfigError(f"{_where('url')} is {self.url}: leave out {path}")
+        self.require(
+            "url",
+            self.url is None or _URL.fullmatch(self.url) is not None,
+            f"http://HOST:PORT as routers reach this engine's server, not {self.url!r}",
+        )
+        path = api_path_of(self.url or "")
+        self.require("url", not path, f"an address only: leave out {path}")
         for name in ("lease_s", "lookup_timeout_s", "request_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{_where(name)} must be more than 0 seconds")
+            self.require(name, getattr(self, name) > 0, "more than 0 seconds")
         for name in ("pull_wait_s", "resave_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{_where(name)} must be at least 0 seconds")
-        if not 0 <= self.prefill_tokens_per_s < math.inf:
-            raise ConfigError(f"{_where('prefill_tokens_per_s')} must be at least 0, and finite")
+            self.require(name, getattr(self, name) >= 0, "at least 0 seconds")
+        speed = self.prefill_tokens_per_s
+        self.require("prefill_tokens_per_s", 0 <= speed < math.inf, "at least 0, and finite")
         for name in ("pulls_max", "follows_max"):
-            if not 1 <= getattr(self, name) <= PULLS_MAX:
-                raise ConfigError(f"{_where(name)} must be at least 1 and at most {PULLS_MAX}")
-        if self.sync_load_bytes < 0:
-            raise ConfigError(f"{_where('sync_load_bytes')} must be at least 0")
-        if self.layer_pieces < 0:
-            raise ConfigError(f"{_where('layer_pieces')} must be at least 0")
-        if self.min_load_blocks < 1:
-            raise ConfigError(f"{_where('min_load_blocks')} must be at least 1")
-        if not 0 < self.pin_share <= PIN_SHARE_MAX:
-            raise ConfigError(
-                f"{_where('pin_share')} is {self.pin_share}; it must be more than 0 and at most {PIN_SHARE_MAX}, "
-                "because the engine's own cache cannot use pinned blocks"
-            )
-
-    @classmethod
-    def from_extra(cls, extra: Mapping[str, Any] | None) -> PluginConfig:
-        """The configuration that an engine was given. Raises `ConfigError` naming what is wrong."""
-        return cls(**typed_settings(cls, extra or {}, EXTRA))
-
-
-EXTRA = "kv_connector_extra_config"
-
-
-def _where(name: str) -> str:
-    return f"{EXTRA}[{name!r}]"
+            good = 1 <= getattr(self, name) <= PULLS_MAX
+            self.require(name, good, f"at least 1 and at most {PULLS_MAX}")
+        for name in ("sync_load_bytes", "layer_pieces"):
+            self.require(name, getattr(self, name) >= 0, "at least 0")
+        self.require("min_load_blocks", self.min_load_blocks >= 1, "at least 1")
+        self.require(
+            "pin_share",
+            0 < self.pin_share <= PIN_SHARE_MAX,
+            f"more than 0 and at most {PIN_SHARE_MAX}, because the engine's own cache cannot use pinned blocks",
+        )

@@ -152,7 +152,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._config = PluginConfig.from_extra(transfer.kv_connector_extra_config)
+        self._config = PluginConfig.from_given(transfer.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
         rules = namespace.group_rules(
             kv_cache_config, _hash_tokens(kv_cache_config), parallel.decode_context_parallel_size

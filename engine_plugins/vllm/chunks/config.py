@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kvpool.engine_plugins.settings import typed_settings
-from kvpool.errors import ConfigError
-from kvpool.types import DEFAULT_TENANT
+from kvpool.engine_plugins.settings import ModelSettings
 
-WHERE = "secondary_tiers"
 THREADS_MAX = 64
 JOBS_MAX = 4096
 LOCALITIES = (None, "LOCAL", "REMOTE")
 
 
-@dataclass(frozen=True, slots=True)
-class TierConfig:
+@dataclass(frozen=True)
+class TierConfig(ModelSettings):
     """Settings of one engine's tier. Times are in seconds.
 
-    socket, tenant, token, model, epoch, any_version: as in `PluginConfig`.
     lookup_timeout_s: the longest that a lookup's thread waits for the daemon; its requests wait as long.
     request_timeout_s: the same for stores and loads, without the time for their bytes.
     load_wait_s: how long a load waits for chunks that are on disks or other nodes.
@@ -33,14 +28,9 @@ class TierConfig:
     locality: of the pool, for vLLM's filters of tiers: `LOCAL` or `REMOTE`.
     """
 
+    WHERE: ClassVar = "secondary_tiers"
     DEFAULT_THREADS: ClassVar[int] = 4
 
-    socket: str | None = None
-    tenant: str = DEFAULT_TENANT
-    token: str | None = None
-    model: str | None = None
-    epoch: str = "0"
-    any_version: bool = False
     lookup_timeout_s: float = 0.25
     request_timeout_s: float = 1.0
     load_wait_s: float = 1.0
@@ -55,27 +45,10 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         for name in ("lookup_timeout_s", "request_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{_where(name)} must be more than 0 seconds")
-        if not self.load_wait_s >= 0:
-            raise ConfigError(f"{_where('load_wait_s')} must be at least 0 seconds")
-        for name, most in (
-            ("load_threads", THREADS_MAX),
-            ("store_threads", THREADS_MAX),
-            ("jobs_max", JOBS_MAX),
-        ):
-            if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{_where(name)} must be at least 1 and at most {most}")
-        if self.locality not in LOCALITIES:
-            raise ConfigError(
-                f"{_where('locality')} must be LOCAL or REMOTE, not {self.locality!r}"
-            )
-
-    @classmethod
-    def from_given(cls, given: Mapping[str, Any]) -> TierConfig:
-        """The settings of a tier's entry, without `type` and `module_path`. Raises `ConfigError`."""
-        return cls(**typed_settings(cls, given, WHERE))
-
-
-def _where(name: str) -> str:
-    return f"{WHERE}[{name!r}]"
+            self.require(name, getattr(self, name) > 0, "more than 0 seconds")
+        self.require("load_wait_s", self.load_wait_s >= 0, "at least 0 seconds")
+        for name in ("load_threads", "store_threads", "jobs_max"):
+            most = JOBS_MAX if name == "jobs_max" else THREADS_MAX
+            self.require(name, 1 <= getattr(self, name) <= most, f"at least 1 and at most {most}")
+        good = self.locality in LOCALITIES
+        self.require("locality", good, f"LOCAL or REMOTE, not {self.locality!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvpool.engine_plugins.vllm.config import CHANGED_TTL_S
 from kvpool.engine_plugins.vllm.events import Publisher
@@ -25,44 +25,38 @@ from kvpool.types import Namespace, NamespaceRecord, PartKind
 log = logging.getLogger("kvpool.vllm")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EngineNamespace:
     """Opens the namespace of an engine's weights, here and on all ranks, and announces the engine. Scheduling thread only.
 
     new_weights: names weights that cannot be seen, as nobody else does.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        *,
-        new_weights: Callable[[], str],
-        pulls: Pulls | None,
-        ahead: Ahead | None,
-    ) -> None:
-        self._shared = shared
-        self._new_weights = new_weights
-        self._pulls = pulls
-        self._ahead = ahead
-        self._make_record: Callable[[str], NamespaceRecord] | None = None
-        self._first_weights = ""
-        self._part_groups: list[int] = []
-        self._block_bytes = 0
-        self._weights = -1
-        self._opening: Opening | None = None
-        self._unsure = False  # which weights there are since the last reset
-        self._asks = False
-        self._shut = False
-        self._presence: Presence | None = None
-        self.namespace: Namespace | None = None
-        """The open namespace, or None before `begin`."""
-        self.whole_parts: list[int] = []
-        """Parts that have each block of a prefix."""
-        self.generation = 0
-        """Number of openings on the ranks."""
-        self.last_reset = 0
-        """Number of the last reset, failed ones counted too; 0 before the first."""
-        self.pinned = True
-        """Whether all ranks may copy from and to the pool's memory."""
+    _shared: Shared
+    _new_weights: Callable[[], str]
+    _pulls: Pulls | None
+    _ahead: Ahead | None
+    _make_record: Callable[[str], NamespaceRecord] | None = field(default=None, init=False)
+    _first_weights: str = field(default="", init=False)
+    _part_groups: list[int] = field(default_factory=list, init=False)
+    _block_bytes: int = field(default=0, init=False)
+    _weights: int = field(default=-1, init=False)
+    _opening: Opening | None = field(default=None, init=False)
+    _unsure: bool = field(default=False, init=False)
+    """Which weights there are since the last reset."""
+    _asks: bool = field(default=False, init=False)
+    _shut: bool = field(default=False, init=False)
+    _presence: Presence | None = field(default=None, init=False)
+    namespace: Namespace | None = field(default=None, init=False)
+    """The open namespace, or None before `begin`."""
+    whole_parts: list[int] = field(default_factory=list, init=False)
+    """Parts that have each block of a prefix."""
+    generation: int = field(default=0, init=False)
+    """Number of openings on the ranks."""
+    last_reset: int = field(default=0, init=False)
+    """Number of the last reset, failed ones counted too; 0 before the first."""
+    pinned: bool = field(default=True, init=False)
+    """Whether all ranks may copy from and to the pool's memory."""
 
     @property
     def open(self) -> Namespace:

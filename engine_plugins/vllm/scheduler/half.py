@@ -26,7 +26,7 @@ from kvpool.engine_plugins.vllm.scheduler.saves import Saves
 from kvpool.engine_plugins.vllm.scheduler.session_turns import SessionTurn, session_turn
 from kvpool.engine_plugins.vllm.scheduler.speeds import SpeedModel
 from kvpool.errors import InvalidRequest
-from kvpool.types import Namespace, NamespaceRecord, PartKind
+from kvpool.types import Namespace, NamespaceRecord
 
 if TYPE_CHECKING:
     from kvpool.client import Client
@@ -63,9 +63,9 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
-        self._entered = EngineNamespace(shared, new_weights=new_weights, pulls=pulls, ahead=ahead)
+        self._entered = EngineNamespace(shared, new_weights, pulls, ahead)
         self._speeds = SpeedModel(shared)
-        self._lookups = Lookups(shared, self._entered, self._speeds, pulls=pulls, ahead=ahead)
+        self._lookups = Lookups(shared, self._entered, self._speeds, pulls, ahead)
         self._saves = Saves(shared, self._entered)
         self._loads = Loads(shared, self._lookups, self._saves, self._speeds)
         self.counters = shared.counters
@@ -103,15 +103,7 @@ class SchedulerHalf:
         rank has of a block. several_nodes: not all ranks reach this one's daemon.
         """
         if several_nodes:
-            self._lookups.by_rank = RankLookups(
-                self._shared.engine.ranks,
-                windows=any(rule.kind is not PartKind.FULL for rule in self._shared.engine.rules),
-                lease_s=self._shared.config.lease_s,
-                wait_s=self._shared.config.pull_wait_s,
-                answer_s=self._shared.config.request_timeout_s,
-                jobs=self._shared.jobs,
-                clock=self._shared.clock,
-            )
+            self._lookups.by_rank = RankLookups(self._shared)
         self._rank_bytes = rank_bytes
         self._entered.begin(make_record, weights, groups)
 

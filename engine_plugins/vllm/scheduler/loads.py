@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.engine_plugins.vllm.plan import LoadJob, StepDone, block_key, plan_load
 from kvpool.engine_plugins.vllm.scheduler.lookups import Lookups
-from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLease
-from kvpool.engine_plugins.vllm.scheduler.request_state import RequestState, Shared
+from kvpool.engine_plugins.vllm.scheduler.request_state import RankLease, RequestState, Shared
 from kvpool.engine_plugins.vllm.scheduler.saves import Saves
 from kvpool.engine_plugins.vllm.scheduler.speeds import SpeedModel
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kvpool.engine_plugins.vllm.plan import QUIET_S, LookupJob, pack
 from kvpool.engine_plugins.vllm.scheduler.ahead import Ahead
 from kvpool.engine_plugins.vllm.scheduler.engine_namespace import EngineNamespace
 from kvpool.engine_plugins.vllm.scheduler.pulls import Pull, Pulls
-from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLease, RankLookups
+from kvpool.engine_plugins.vllm.scheduler.rank_lookups import RankLookups
 from kvpool.engine_plugins.vllm.scheduler.request_state import (
     LargeLookup,
     Lookup,
+    RankLease,
     RequestState,
     Shared,
 )
@@ -32,6 +34,7 @@ AHEAD_TIMES = 2
 """How many times the workers' deadline a lookup of very many blocks may take, with those before it in its thread."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Lookups:
     """Asks the pool once a request, with a short deadline, and once more after other nodes were asked for the rest.
 
@@ -39,26 +42,20 @@ class Lookups:
     as others are. Scheduling thread only, where every wait stalls all requests.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        entered: EngineNamespace,
-        speeds: SpeedModel,
-        *,
-        pulls: Pulls | None,
-        ahead: Ahead | None,
-    ) -> None:
-        self._shared = shared
-        self._entered = entered
-        self._speeds = speeds
-        self._pulls = pulls
-        self._ahead = ahead
-        self._has_states = any(rule.state for rule in shared.engine.rules)
-        self._quiet = Backoff(*QUIET_S)
-        self.life = 0
-        """Life of the daemon's device memory that all ranks read by themselves; 0: not all do, or there is none."""
-        self.by_rank: RankLookups | None = None
-        """Lookups of ranks that lease by themselves, since not all reach the daemon of this node."""
+    _shared: Shared
+    _entered: EngineNamespace
+    _speeds: SpeedModel
+    _pulls: Pulls | None
+    _ahead: Ahead | None
+    _has_states: bool = field(init=False)
+    _quiet: Backoff = field(default_factory=lambda: Backoff(*QUIET_S), init=False)
+    life: int = field(default=0, init=False)
+    """Life of the daemon's device memory that all ranks read by themselves; 0: not all do, or there is none."""
+    by_rank: RankLookups | None = field(default=None, init=False)
+    """Lookups of ranks that lease by themselves, since not all reach the daemon of this node."""
+
+    def __post_init__(self) -> None:
+        self._has_states = any(rule.state for rule in self._shared.engine.rules)
 
     @property
     def answered(self) -> bool:

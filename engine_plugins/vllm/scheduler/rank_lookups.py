@@ -6,74 +6,35 @@ each rank's answer comes back with its report. Usable is what all of them have. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.plan import LookupJob
-from kvpool.types import KEY_BYTES, Recompute
+from kvpool.engine_plugins.vllm.scheduler.request_state import Question, RankLease, Shared
+from kvpool.types import KEY_BYTES, PartKind, Recompute
 
 ROUNDS_MAX = 4
 """How often ranks are asked again for the prefix that all of them have, until they agree on one."""
 
 
-@dataclass
-class RankLease:
-    """What the scheduler has of the ranks' leases. deadline: of the first one that ends."""
-
-    job: int
-    blocks: int
-    deadline: float
-    life: int = 0
-    token: str = ""
-
-
-@dataclass
-class Question:
-    """A prefix that the ranks are asked for. start: chain index of the first of the packed keys. rounds: how often.
-
-    since: when the ranks' leases begin at the earliest. until: when it is given up.
-    """
-
-    start: int
-    keys: bytes
-    until: float
-    recompute: Recompute | None
-    following: Following | None
-    trace: str
-    since: float = 0.0
-    job: int = 0
-    rounds: int = 0
-    answers: list[int] = field(default_factory=list)
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class RankLookups:
     """Asks all ranks.
 
-    ranks: how many they are. windows: whether a prefix may be usable though a shorter one is not.
-    wait_s: how long ranks wait for blocks of other nodes; answer_s: how much longer their answers may take.
-    jobs: gives numbers.
+    Ranks wait for blocks of other nodes as long as requests do, and their answers may take a request's time-out longer.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        *,
-        windows: bool,
-        lease_s: float,
-        wait_s: float,
-        answer_s: float,
-        jobs: Iterator[int],
-        clock: Callable[[], float],
-    ) -> None:
-        self._ranks = ranks
-        self._windows = windows
-        self._lease_s, self._wait_s, self._answer_s = lease_s, wait_s, answer_s
-        self._jobs = jobs
-        self._clock = clock
-        self._open: dict[int, Question] = {}
-        self._lookups: list[LookupJob] = []
-        self._released: list[int] = []
+    _shared: Shared
+    _windows: bool = field(init=False)
+    """Whether a prefix may be usable though a shorter one is not."""
+    _open: dict[int, Question] = field(default_factory=dict, init=False)
+    _lookups: list[LookupJob] = field(default_factory=list, init=False)
+    _released: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        rules = self._shared.engine.rules
+        self._windows = any(rule.kind is not PartKind.FULL for rule in rules)
 
     def ask(
         self,
@@ -83,24 +44,24 @@ class RankLookups:
         following: Following | None,
         trace: str,
     ) -> Question:
-        wait_s = self._wait_s if following is None else following.follow_s
-        until = self._clock() + wait_s + self._answer_s
+        wait_s = self._shared.config.pull_wait_s if following is None else following.follow_s
+        until = self._shared.clock() + wait_s + self._shared.config.request_timeout_s
         question = Question(start, keys, until, recompute, following, trace)
         self._ask(question)
         return question
 
     def _ask(self, question: Question) -> None:
-        question.job = next(self._jobs)
+        question.job = next(self._shared.jobs)
         question.rounds += 1
-        question.since, question.answers = self._clock(), []
+        question.since, question.answers = self._shared.clock(), []
         self._open[question.job] = question
-        wait_s = self._wait_s if question.rounds == 1 else 0.0
+        wait_s = self._shared.config.pull_wait_s if question.rounds == 1 else 0.0
         following = question.following if question.rounds == 1 else None
         self._lookups.append(
             LookupJob(
                 question.job,
                 question.keys,
-                self._lease_s,
+                self._shared.config.lease_s,
                 wait_s,
                 question.recompute,
                 following,
@@ -116,14 +77,14 @@ class RankLookups:
 
     def ended(self, question: Question) -> bool:
         """Whether the answer is there, or its time is over. Asks again where the ranks have different prefixes."""
-        if self._clock() >= question.until:
+        if self._shared.clock() >= question.until:
             return True
-        if len(question.answers) < self._ranks:
+        if len(question.answers) < self._shared.engine.ranks:
             return False
         blocks = min(question.answers)
         agreed = not self._windows or blocks == max(question.answers)
         # Ranks that waited for blocks may have leased them long after they were asked, or long before now.
-        fresh = self._clock() - question.since < self._lease_s / 4
+        fresh = self._shared.clock() - question.since < self._shared.config.lease_s / 4
         if (agreed and fresh) or not blocks or question.rounds == ROUNDS_MAX:
             return True
         self.drop(question)
@@ -134,12 +95,12 @@ class RankLookups:
     def lease(self, question: Question) -> RankLease | None:
         """Of an ended question; None: a miss, of which the ranks hold nothing any more."""
         answers = question.answers
-        blocks = min(answers) if len(answers) == self._ranks else 0
+        blocks = min(answers) if len(answers) == self._shared.engine.ranks else 0
         if not blocks or (self._windows and blocks != max(answers)):
             self.drop(question)
             return None
         del self._open[question.job]
-        return RankLease(question.job, blocks, question.since + self._lease_s)
+        return RankLease(question.job, blocks, question.since + self._shared.config.lease_s)
 
     def drop(self, question: Question) -> None:
         """Nobody waits for it any more."""

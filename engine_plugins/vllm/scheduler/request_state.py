@@ -15,9 +15,8 @@ from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.metrics import Counters
 from kvpool.engine_plugins.vllm.plan import GroupRule, label_of
 from kvpool.engine_plugins.vllm.scheduler.pulls import Pull
-from kvpool.engine_plugins.vllm.scheduler.rank_lookups import Question, RankLease
 from kvpool.engine_plugins.vllm.scheduler.session_turns import SessionTurn
-from kvpool.types import KEY_BYTES, EngineRecord
+from kvpool.types import KEY_BYTES, EngineRecord, Recompute
 
 if TYPE_CHECKING:
     from kvpool.client import Client, Lease
@@ -65,6 +64,36 @@ class Shared:
     counters: Counters = field(default_factory=Counters)
     jobs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Numbers of loads, saves and lookups."""
+
+
+@dataclass
+class RankLease:
+    """What the scheduler has of the ranks' leases. deadline: of the first one that ends."""
+
+    job: int
+    blocks: int
+    deadline: float
+    life: int = 0
+    token: str = ""
+
+
+@dataclass
+class Question:
+    """A prefix that the ranks are asked for. start: chain index of the first of the packed keys. rounds: how often.
+
+    since: when the ranks' leases begin at the earliest. until: when it is given up.
+    """
+
+    start: int
+    keys: bytes
+    until: float
+    recompute: Recompute | None
+    following: Following | None
+    trace: str
+    since: float = 0.0
+    job: int = 0
+    rounds: int = 0
+    answers: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -228,7 +228,7 @@ def test_a_state_is_one_part_of_each_rank_without_the_padding() -> None:
     (group,) = stored_groups(
         engine,
         config,
-        PluginConfig.from_extra({}),
+        PluginConfig.from_given({}),
         rules,
         tensors,
         lambda _: "MAMBA2_ATTN",

@@ -125,9 +125,9 @@ def test_without_a_codec_the_record_names_none() -> None:
 
 def test_the_setting() -> None:
     assert PluginConfig().codec is Codec.NONE
-    assert PluginConfig.from_extra({"codec": "int8"}).codec is Codec.INT8
+    assert PluginConfig.from_given({"codec": "int8"}).codec is Codec.INT8
     with pytest.raises(ConfigError, match=r"'codec'.*'zstd'.*none, fp8, int8"):
-        PluginConfig.from_extra({"codec": "zstd"})
+        PluginConfig.from_given({"codec": "zstd"})
 
 
 # --- counters

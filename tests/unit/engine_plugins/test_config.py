@@ -12,11 +12,11 @@ from kvpool.errors import ConfigError
 
 
 def test_nothing_given_is_the_default() -> None:
-    assert PluginConfig.from_extra(None) == PluginConfig() == PluginConfig.from_extra({})
+    assert PluginConfig.from_given(None) == PluginConfig() == PluginConfig.from_given({})
 
 
 def test_values_take_the_settings_types() -> None:
-    config = PluginConfig.from_extra(
+    config = PluginConfig.from_given(
         {"lease_s": 3, "load_mode": "sync", "sync_load_bytes": 4096.0, "epoch": 7, "socket": "/s"}
     )
     assert config.lease_s == 3.0
@@ -29,7 +29,7 @@ def test_values_take_the_settings_types() -> None:
 
 def test_what_is_on_can_be_switched_off() -> None:
     assert PluginConfig().attach_device
-    assert not PluginConfig.from_extra({"attach_device": False}).attach_device
+    assert not PluginConfig.from_given({"attach_device": False}).attach_device
 
 
 def test_it_is_frozen() -> None:
@@ -64,4 +64,4 @@ def test_it_is_frozen() -> None:
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        PluginConfig.from_extra(extra)
+        PluginConfig.from_given(extra)

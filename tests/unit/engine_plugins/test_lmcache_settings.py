@@ -11,12 +11,12 @@ from kvpool.errors import ConfigError
 
 
 def test_nothing_has_to_be_given():
-    assert Settings.from_params({}) == Settings()
+    assert Settings.from_given({}) == Settings()
 
 
 def test_what_is_given_counts():
     given = {"socket": "/run/kvpool.sock", "lease_s": 20, "workers": 4, "epoch": "7", "token": None}
-    settings = Settings.from_params(json.loads(json.dumps(given)))
+    settings = Settings.from_given(json.loads(json.dumps(given)))
     assert {name: getattr(settings, name) for name in given} == given
     assert isinstance(settings.lease_s, float)
 
@@ -40,7 +40,7 @@ def test_what_is_given_counts():
 )
 def test_what_is_wrong_is_named(params, said):
     with pytest.raises(ConfigError, match=said):
-        Settings.from_params(params)
+        Settings.from_given(params)
 
 
 def test_importing_the_package_imports_no_engine():

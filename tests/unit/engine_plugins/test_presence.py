@@ -133,7 +133,7 @@ def test_addresses_that_are_none(url):
     with pytest.raises(ConfigError, match="url"):
         PluginConfig(url=url)
     with pytest.raises(ConfigError, match="engine_role"):
-        PluginConfig.from_extra({"engine_role": "chief"})
+        PluginConfig.from_given({"engine_role": "chief"})
 
 
 def test_it_is_told_again_until_the_end(caplog):

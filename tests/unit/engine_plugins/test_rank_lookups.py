@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.layout.pages import GroupPages, HostPages, PartPages
 from kvpool.engine_plugins.vllm.plan import (
     GroupLoad,
+    GroupRule,
     GroupSave,
     LoadJob,
     LookupJob,
@@ -24,9 +25,10 @@ from kvpool.engine_plugins.vllm.plan import (
     several_nodes,
 )
 from kvpool.engine_plugins.vllm.scheduler.rank_lookups import ROUNDS_MAX, RankLookups
+from kvpool.engine_plugins.vllm.scheduler.request_state import Engine, Shared
 from kvpool.engine_plugins.vllm.worker.half import WorkerHalf
 from kvpool.errors import ProtocolError
-from kvpool.types import KEY_BYTES, NamespaceRecord, PartSpec
+from kvpool.types import KEY_BYTES, NamespaceRecord, PartKind, PartSpec
 from tests.support.waiting import PATIENCE_S
 
 LEASE_S, WAIT_S, ANSWER_S = 8.0, 1.0, 0.5
@@ -42,16 +44,11 @@ class Clock:
 
 def made(ranks: int = 2, *, windows: bool = False) -> tuple[RankLookups, Clock]:
     clock = Clock()
-    lookups = RankLookups(
-        ranks,
-        windows=windows,
-        lease_s=LEASE_S,
-        wait_s=WAIT_S,
-        answer_s=ANSWER_S,
-        jobs=count(1),
-        clock=clock,
-    )
-    return lookups, clock
+    rule = GroupRule(0, 1, PartKind.WINDOW if windows else PartKind.FULL)
+    config = PluginConfig(lease_s=LEASE_S, pull_wait_s=WAIT_S, request_timeout_s=ANSWER_S)
+    client: Any = None  # ranks ask
+    shared = Shared(client, config, Engine([rule], 1, 1, ranks, sync_loads=False), clock)
+    return RankLookups(shared), clock
 
 
 def test_usable_is_what_all_ranks_have() -> None:

@@ -80,7 +80,7 @@ def record(
     **more: Any,
 ) -> NamespaceRecord:
     given: dict[str, Any] = {"pages": True, "pieces": [64, 64], **more}
-    settings = BackendConfig.from_extra(config or {})
+    settings = BackendConfig.from_given(config or {})
     of_storage = SimpleNamespace(**(STORAGE | (storage or {})))
     of_server = SimpleNamespace(**(ARGUMENTS | (arguments or {})))
     of_model = SimpleNamespace(**(MODEL | (model or {})))
@@ -263,10 +263,10 @@ def test_keys_are_the_last_half_of_page_hashes() -> None:
 
 def test_settings_are_read_and_wrong_ones_refused() -> None:
     extra = {"backend_name": "kvpool", "interface_v1": 1, "tp_lcm_size": 8, "timeout_s": 2}
-    config = BackendConfig.from_extra(extra)
-    assert config.pages and config.timeout_s == 2.0
+    config = BackendConfig.from_given(extra)
+    assert config.interface_v1 and config.timeout_s == 2.0
     assert config.limit_s(2048) == 2.5
-    assert not BackendConfig.from_extra(None).pages
+    assert not BackendConfig.from_given(None).interface_v1
     for wrong in (
         {"sockt": "x"},
         {"socket": 1},
@@ -279,7 +279,7 @@ def test_settings_are_read_and_wrong_ones_refused() -> None:
         {"pages": True},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            BackendConfig.from_extra(wrong)
+            BackendConfig.from_given(wrong)
 
 
 def test_the_package_has_no_other_names() -> None:

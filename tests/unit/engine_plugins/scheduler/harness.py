@@ -67,7 +67,7 @@ class Harness:
             for rule in rules
         )
         unseen = iter(range(1, 99))
-        config = PluginConfig.from_extra(extra)
+        config = PluginConfig.from_given(extra)
         pulls = None
         if threads is not None:
             pulls = Pulls(
