@@ -55,7 +55,8 @@ from kvpool.scheduler.values import Engine, Request, Role
 from kvpool.simulator.bound import scale_for
 from kvpool.simulator.plot import draw
 from kvpool.simulator.report import spread, summary
-from kvpool.simulator.simulated_cluster import Shape, Simulation
+from kvpool.simulator.shape import Shape
+from kvpool.simulator.simulated_cluster import Simulation
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import STEP_S, Entry, arrivals, ideal_hits, read_trace
 from tests.support.central_queue import central_queue

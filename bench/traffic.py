@@ -50,7 +50,7 @@ from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES, make_policy
 from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Engine, Order, Request, Role
-from kvpool.simulator.simulated_cluster import Shape
+from kvpool.simulator.shape import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import BLOCK_TOKENS, Entry, generate
 

@@ -94,7 +94,7 @@ def plan(
     from kvpool.planner.trials import Targets
     from kvpool.planner.workload import Workload, at_rate
     from kvpool.router.client import RouterHttp
-    from kvpool.simulator.simulated_cluster import Shape
+    from kvpool.simulator.shape import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
     found = trace_of(trace, Workload(rate or 4.0, prompt, output, shared), limit, seed)

@@ -67,7 +67,7 @@ def sim(
     from kvpool.scheduler.scheduler import Settings
     from kvpool.simulator.command import requests_of, run, trace_of, write_rows
     from kvpool.simulator.plot import draw, require
-    from kvpool.simulator.simulated_cluster import Shape
+    from kvpool.simulator.shape import Shape
     from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 
     if plot is not None:

@@ -20,7 +20,7 @@ from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import services_s
 from kvpool.simulator.recordings import Trace, first_of
 from kvpool.simulator.report import quantile
-from kvpool.simulator.simulated_cluster import Shape
+from kvpool.simulator.shape import Shape
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvpool.errors import InvalidRequest
-from kvpool.simulator.simulated_cluster import Shape
+from kvpool.simulator.shape import Shape
 
 MEASURED_MIN = 64
 """Fewer steps than that say little."""

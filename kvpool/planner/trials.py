@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvpool.errors import ConfigError
 from kvpool.scheduler.values import Request
 from kvpool.simulator.report import mean, quantile
-from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation
+from kvpool.simulator.shape import Shape
+from kvpool.simulator.simulated_cluster import Outcome, Simulation
 
 STABLE = 0.95
 """Engines that are busier than this share of the time are too few, whatever a short run says."""
@@ -72,22 +73,17 @@ class Trial:
         return 1 - max(self.ttft_s / targets.ttft_s, self.tpot_s / targets.tpot_s)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Trials:
     """Runs plans on one workload, each once: the same plan, the same trial."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        base: Shape,
-        targets: Targets,
-        told: Callable[[Plan], None],
-    ) -> None:
-        """base: whatever a plan does not say. told: of each plan before it is run."""
-        self._requests = requests
-        self._base = base
-        self._targets = targets
-        self._told = told
-        self._done: dict[Plan, Trial] = {}
+    _requests: Sequence[Request]
+    _base: Shape
+    """What is simulated, but for what a plan says."""
+    _targets: Targets
+    _told: Callable[[Plan], None]
+    """Called with each plan before it is run."""
+    _done: dict[Plan, Trial] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._done)

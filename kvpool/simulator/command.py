@@ -23,7 +23,8 @@ from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import scale_for
 from kvpool.simulator.recordings import Trace, first_of
 from kvpool.simulator.report import show, summary
-from kvpool.simulator.simulated_cluster import Shape, Simulation
+from kvpool.simulator.shape import Shape
+from kvpool.simulator.simulated_cluster import Simulation
 from kvpool.simulator.traces import generate
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation
+from kvpool.simulator.shape import Shape
+from kvpool.simulator.simulated_cluster import Outcome, Simulation
 
 if TYPE_CHECKING:
     from rich.console import Console

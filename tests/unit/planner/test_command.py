@@ -15,7 +15,7 @@ from kvpool.planner.command import trace_of
 from kvpool.planner.measured import as_measured
 from kvpool.planner.workload import Workload, at_rate
 from kvpool.simulator.recordings import Trace
-from kvpool.simulator.simulated_cluster import Shape
+from kvpool.simulator.shape import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import generate, ideal_hits
 from tests.support.traces import write_trace

@@ -1,23 +1,22 @@
 """Whole runs: the same by seed, nothing lost, what is told is what is there."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from kvpool.errors import ConfigError
-from kvpool.scheduler.index import PrefixIndex
 from kvpool.scheduler.policies import POLICIES
 from kvpool.scheduler.scheduler import Settings
 from kvpool.scheduler.values import Request
 from kvpool.simulator.bound import scale_for
-from kvpool.simulator.node import Tier
+from kvpool.simulator.node import Node, Tier
 from kvpool.simulator.report import summary
-from kvpool.simulator.simulated_cluster import Outcome, Shape, Simulation, _Node
+from kvpool.simulator.shape import Shape
+from kvpool.simulator.simulated_cluster import Outcome, Simulation
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import arrivals, generate, ideal_hits
 from tests.support.central_queue import central_queue
@@ -37,31 +36,8 @@ def requests(
 REQUESTS = requests()
 
 
-class Opened(Simulation):
-    """One whose insides can be looked at, and put into."""
-
-    @property
-    def index(self) -> PrefixIndex:
-        """What the scheduler is told."""
-        return self._index
-
-    @property
-    def nodes(self) -> Mapping[str, Any]:
-        """The machines, by name."""
-        return self._nodes
-
-    @property
-    def held(self) -> Mapping[Hashable, int]:
-        """Which nodes have a block, as bits."""
-        return self._held
-
-    def put(self, node: Any, keys: Sequence[Hashable], depth: int, *, copy: bool) -> None:
-        """Put blocks into a node's memory."""
-        self._put(node, keys, depth, copy=copy)
-
-
-def run(shape: Shape, asked: Sequence[Request] = REQUESTS) -> tuple[Opened, list[Outcome]]:
-    simulation = Opened(shape, asked)
+def run(shape: Shape, asked: Sequence[Request] = REQUESTS) -> tuple[Simulation, list[Outcome]]:
+    simulation = Simulation(shape, asked)
     return simulation, simulation.run()
 
 
@@ -107,32 +83,32 @@ def test_in_the_end_the_index_says_what_is_there(policy: str, ssd_tokens: int) -
     now = simulation.timeline.now + 1e6
     for request in REQUESTS:
         lengths = simulation.index.match(request.keys, now).lengths
-        for name, node in simulation.nodes.items():
+        for name, node in simulation.pool.nodes.items():
             tiers = {"gpu": node.gpu, "dram": node.dram, "ssd": node.ssd}
             for tier, held in tiers.items():
                 expected = held.prefix(request.keys) if held.capacity else 0
                 assert lengths.get(f"{tier}:{name}", 0) == expected
-    stored = {name: {*n.dram.held, *n.ssd.held} for name, n in simulation.nodes.items()}
+    stored = {name: {*n.dram.held, *n.ssd.held} for name, n in simulation.pool.nodes.items()}
     for key in {key for request in REQUESTS for key in request.keys}:
-        bits = sum(n.bit for name, n in simulation.nodes.items() if key in stored[name])
-        assert simulation.held.get(key, 0) == bits
+        bits = sum(n.bit for name, n in simulation.pool.nodes.items() if key in stored[name])
+        assert simulation.pool.held.get(key, 0) == bits
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4), st.booleans()), max_size=20))
 def test_a_node_has_what_is_in_memory_or_on_disk(puts: list[tuple[int, int, bool]]) -> None:
     shape = replace(SMALL, prefill=1, eviction="lru", pool_tokens=4 * 512, ssd_tokens=4 * 512)
-    simulation = Opened(shape, [])
-    (node,) = simulation.nodes.values()
+    simulation = Simulation(shape, [])
+    (node,) = simulation.pool.nodes.values()
     for first, count, copy in puts:
         # Some of them may be on disk, and are in both then.
-        simulation.put(node, range(first, first + count), 0, copy=copy)
+        simulation.pool.put(node, range(first, first + count), 0, copy=copy)
         there = {*node.dram.held, *node.ssd.held}
-        assert simulation.held == dict.fromkeys(there, node.bit)
+        assert simulation.pool.held == dict.fromkeys(there, node.bit)
 
 
 def test_what_is_read_from_disk_stays_longer_there() -> None:
-    node = _Node("a", 0, replace(SMALL, eviction="lru"), 1, 2)
+    node = Node("a", 0, replace(SMALL, eviction="lru"), 1, 2)
     node.ssd.put(["x", "y"], 0)
     node.dram.put(["y"], 1)
     node.read(["x", "y"])  # y from memory

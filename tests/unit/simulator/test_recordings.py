@@ -26,7 +26,7 @@ from kvpool.simulator.recordings import (
     parse_line,
     read_recording,
 )
-from kvpool.simulator.simulated_cluster import Shape
+from kvpool.simulator.shape import Shape
 from kvpool.simulator.speeds import Speeds, load_hardware, load_model
 from kvpool.simulator.traces import Entry, generate, ideal_hits, read_trace
 from tests.support.traces import write_trace
