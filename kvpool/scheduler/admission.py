@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.decode import context_tokens, pick_decode
+from kvpool.scheduler.decodes import Answer
 from kvpool.scheduler.queue import RequestQueue
-from kvpool.scheduler.values import Engine, Rejection, Request
+from kvpool.scheduler.state import State
+from kvpool.scheduler.values import Among, Engine, Rejection, Request, Role
 
 NO_ENGINE_S = 5.0
 """Retry-After if no engine is in service."""
@@ -28,6 +30,70 @@ class Limits:
     tpot_s: float
 
 
+@dataclass(eq=False, slots=True)
+class Admission:
+    """Decides which requests are refused, and which ones no engine can hold."""
+
+    _state: State
+    _limits: Limits = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self._state.settings
+        self._limits = Limits(settings.queue_max, settings.ttft_slo_s, settings.tpot_slo_s)
+
+    def outright(self, request: Request, engines: Sequence[Engine]) -> Rejection | None:
+        """Return the rejection of a request for lack of engines. engines: those that may compute it."""
+        if not engines:
+            return _no_engine(request)
+        if not self._state.settings.decodes:
+            return None
+        decoders = self._state.decoding(request)
+        if not decoders:
+            return _no_engine(request)
+        return refused_by_size(request, decoders)
+
+    def refused(self, context: DecisionContext, size_s: float) -> Rejection | None:
+        """Return the rejection of a request for the load of the engines. size_s: of its prompt."""
+        state, limits, request = self._state, self._limits, context.request
+        refused = refused_by_queue(request, state.queue, limits, len(context.engines))
+        if refused is not None:
+            return refused
+        refused = refused_by_decode(request, state.decoding(request), context, limits)
+        if refused is not None or min(limits.ttft_s, request.deadline_s) == math.inf:
+            return refused
+        backlog_s, count = 0.0, len(context.engines)
+        if not state.policy.sends_at_once:
+            if in_time(context, state.queue.waiting_s(request) / count, limits):
+                return None  # as nearly always, and much cheaper to see
+            backlog_s = state.queue.ahead_s(size_s, request) / count
+        return refused_by_time(context, backlog_s, limits)
+
+    def too_long(self, answer: Answer) -> bool:
+        """Return whether no remaining engine can hold it. If no engine remains at all, it waits for one."""
+        decoders = self._state.fleet.decoding(answer.request)
+        if answer.sent or not decoders or not self._state.settings.decodes:
+            return False
+        return refused_by_size(answer.request, decoders) is not None
+
+    def too_long_without(self, engine: Engine) -> list[Request]:
+        """Return requests not yet sent for decoding that this engine could have held, and no remaining one can."""
+        state = self._state
+        if not state.settings.decodes or Role.DECODE not in engine.role:
+            return []
+        unsent = [answer.request for answer in state.answers if not answer.sent]
+        unsent += [i.request for i in state.queue if state.answers.get(i.request.ident) is None]
+        largest: dict[Among, float] = {}
+        found = []
+        for request in unsent:
+            most = largest.get(request.among)
+            if most is None:
+                capacities = (e.capacity_tokens for e in state.fleet.decoding(request))
+                most = largest[request.among] = max(capacities, default=math.inf)
+            if most < context_tokens(request) <= engine.capacity_tokens:
+                found.append(request)
+        return found
+
+
 def refused_by_size(request: Request, decoders: Sequence[Engine]) -> Rejection | None:
     """decoders: all engines that could decode it."""
     largest = max(engine.capacity_tokens for engine in decoders)
@@ -36,7 +102,7 @@ def refused_by_size(request: Request, decoders: Sequence[Engine]) -> Rejection |
     return Rejection(request, "no decode engine is large enough for it", math.inf, "too_long")
 
 
-def no_engine(request: Request) -> Rejection:
+def _no_engine(request: Request) -> Rejection:
     """The rejection of a request that no engine in service can serve."""
     return Rejection(request, "no engine is in service for it", NO_ENGINE_S, "no_engine")
 

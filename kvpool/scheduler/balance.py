@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpool.scheduler.decay import Decaying
+from kvpool.scheduler.dispatch import Dispatch
 from kvpool.scheduler.roles import Loads, RoleChange, Smoothed, role_change
 from kvpool.scheduler.state import State
 from kvpool.scheduler.values import Among, Engine, Request, Role
@@ -26,8 +27,9 @@ class _Kind:
 class Balance:
     """Not thread-safe."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, dispatch: Dispatch) -> None:
         self._state = state
+        self._dispatch = dispatch
         self._rule = state.settings.roles
         self._kinds: dict[str, _Kind] = {}
 
@@ -42,10 +44,10 @@ class Balance:
         for name in names:
             yield name, size_s / len(names)
 
-    def required(self, now: float, lacking: Mapping[str, int]) -> dict[str, Loads]:
+    def required(self, now: float) -> dict[str, Loads]:
         """By kind: how many engines the present load would keep fully busy, in each role.
 
-        Prompts that wait count as if they were to be computed within the averaging time. lacking: as in `change`.
+        Prompts that wait count as if they were to be computed within the averaging time.
         """
         state, found = self._state, dict[str, Loads]()
         waiting: defaultdict[str, float] = defaultdict(float)
@@ -54,16 +56,14 @@ class Balance:
                 waiting[name] += share_s
         for name in {engine.kind for engine in state.fleet.engines.values()}:
             decoding = state.fleet.of(Role.DECODE, Among(frozenset((name,))))
-            filled = self._filled(decoding, lacking.get(name, 0)) if decoding else 0.0
+            filled = self._filled(decoding, name) if decoding else 0.0
             late_s = waiting[name] / self._rule.smooth_s
             prefill = self._kind(name).asked.rate(now) + late_s
             found[name] = Loads(prefill, filled * len(decoding))
         return found
 
-    def change(self, now: float, lacking: Mapping[str, int]) -> RoleChange | None:
-        """The engine that should change its role, if any; counted as changed from now on. lacking: tokens without
-        memory.
-        """
+    def change(self, now: float) -> RoleChange | None:
+        """The engine that should change its role, if any; counted as changed from now on."""
         fleet = self._state.fleet
         names = {engine.kind for engine in fleet.engines.values() if engine.flexible}
         for name in sorted(names):
@@ -74,7 +74,7 @@ class Balance:
             kind = self._kind(name)
             if kind.began_at is None:
                 kind.began_at = now
-            filled = self._filled(decoding, lacking.get(name, 0))
+            filled = self._filled(decoding, name)
             loads = Loads(kind.asked.rate(now) / len(computing), kind.decode.sample(filled, now))
             # The first window is too short a sample.
             if now - max(kind.changed_at, kind.began_at) < self._rule.dwell_s:
@@ -86,10 +86,10 @@ class Balance:
                 return found
         return None
 
-    def _filled(self, decoding: Sequence[Engine], lacking: int) -> float:
+    def _filled(self, decoding: Sequence[Engine], kind: str) -> float:
         capacity = sum(engine.capacity_tokens for engine in decoding)
         held = sum(engine.context_tokens + engine.others_tokens for engine in decoding)
-        filled = (held + lacking) / capacity
+        filled = (held + self._dispatch.lacking.get(kind, 0)) / capacity
         slo_s = self._state.settings.tpot_slo_s
         if slo_s == math.inf:
             return filled

@@ -95,6 +95,17 @@ class Answers:
         engine.decodes -= 1
         engine.context_tokens -= answer.needed
 
+    def unreserve(self, engine: Engine) -> list[Hashable]:
+        """Release requests that were to decode there and were not sent yet; return those that were sent."""
+        sent = []
+        for answer in self:
+            if answer.decode is engine:
+                if answer.sent:
+                    sent.append(answer.request.ident)
+                else:
+                    self.release(answer)
+        return sent
+
     def send(self, answer: Answer, engine: Engine, *, follows: bool) -> None:
         """It is sent to the engine with its reservation."""
         assert answer.decode is engine, "its memory is elsewhere"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
@@ -30,6 +31,7 @@ EXPIRE_BATCH = 1024
 """Expired keys that each match forgets; a few more at most."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class _Expected:
     """Blocks that an engine is computing. Each set is one object, however long a prompt is.
 
@@ -39,28 +41,18 @@ class _Expected:
     will be in the pool, too. marks: bits of the holders that they count for.
     """
 
-    __slots__ = ("bit", "keys", "later", "marks", "namespace", "ready", "shared", "tier", "until")
+    bit: int
+    namespace: str
+    keys: Sequence[Hashable]
+    ready: Sequence[float]
+    until: float
+    later: bool
+    shared: bool
+    tier: int = field(default=0, init=False)
+    marks: int = field(init=False)
 
-    def __init__(
-        self,
-        bit: int,
-        namespace: str,
-        keys: Sequence[Hashable],
-        ready: Sequence[float],
-        until: float,
-        *,
-        later: bool,
-        shared: bool,
-    ) -> None:
-        self.bit = bit
-        self.namespace = namespace
-        self.keys = keys
-        self.ready = ready
-        self.until = until
-        self.later = later
-        self.shared = shared
-        self.tier = 0
-        self.marks = 0 if later else bit
+    def __post_init__(self) -> None:
+        self.marks = 0 if self.later else self.bit
 
     def arrived(self, tier: int) -> None:
         self.tier = tier

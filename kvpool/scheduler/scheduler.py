@@ -36,33 +36,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
-from kvpool.scheduler.admission import (
-    Limits,
-    in_time,
-    no_engine,
-    refused_by_decode,
-    refused_by_queue,
-    refused_by_size,
-    refused_by_time,
-)
+from kvpool.scheduler.admission import Admission
 from kvpool.scheduler.balance import Balance
 from kvpool.scheduler.cluster import Cluster
 from kvpool.scheduler.deadlines import Deadlines
-from kvpool.scheduler.decision_context import DecisionContext
-from kvpool.scheduler.decode import context_tokens
 from kvpool.scheduler.decodes import Answer, Answers
 from kvpool.scheduler.dispatch import Dispatch
 from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.index import PrefixIndex
-from kvpool.scheduler.orders import Orders, Sent
+from kvpool.scheduler.orders import Orders
 from kvpool.scheduler.policies import Choice, Policy
 from kvpool.scheduler.queue import RequestQueue, Waiting
-from kvpool.scheduler.roles import Loads, RoleChange
+from kvpool.scheduler.roles import RoleChange
 from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.spreading import Spreading
 from kvpool.scheduler.state import State
 from kvpool.scheduler.values import (
-    Among,
     Begun,
     DecodeOrder,
     Engine,
@@ -102,13 +91,13 @@ class Scheduler:
             Spreading(settings.spread),
         )
         self._settings = settings
-        self._limits = Limits(settings.queue_max, settings.ttft_slo_s, settings.tpot_slo_s)
+        self._admission = Admission(state)
         self._dispatch = Dispatch(state)
-        self._balance = Balance(state)
+        self.balance = Balance(state, self._dispatch)
         self._deadlines = Deadlines()
         self._news = False  # something arrived since the last poll
         self._looks_at = math.inf
-        self._see_places()
+        self._state.see_places()
 
     @property
     def engines(self) -> Mapping[str, Engine]:
@@ -129,16 +118,16 @@ class Scheduler:
         """Take a request, or refuse it at once."""
         state = self._state
         engines = state.computing(request)
-        refused = self._refused_outright(request, engines)
+        refused = self._admission.outright(request, engines)
         if refused is not None:
             return refused
         context = state.decision_context(request, now, engines)
         reach = context.match.of(context.match.widest).reach
         size_s = context.prefill_s(engines[0], context.match.most)
-        self._balance.asked(request, size_s, now)
+        self.balance.asked(request, size_s, now)
         if reach:
             state.spreading.asked(request.keys[reach - 1], now)
-        refused = self._refused(context, size_s)
+        refused = self._admission.refused(context, size_s)
         if refused is None:
             match = context.match
             last = state.queue.add(Waiting(request, size_s, match=match, matched_at=now))
@@ -236,7 +225,7 @@ class Scheduler:
             return answer is not None or ident in state.queue
         if mine[-1].order.whole:
             state.answers.release(answer)
-        self._void(mine, now)
+        state.void(mine, now)
         others = state.decoding if mine[-1].order.whole else state.computing
         if not self._again(answer, engine, now, others if elsewhere else None):
             return False
@@ -278,9 +267,10 @@ class Scheduler:
 
     def abandoned(self, ident: Hashable, now: float) -> None:
         """The request has ended: its orders failed, or its client left. Unknown requests are ignored."""
-        if self._state.queue.remove(ident) is not None:
+        orders = self._state.orders.of(ident)
+        if self._state.queue.remove(ident) is not None or orders:
             self._news = True  # an engine may have been promised to it
-        self._void(self._state.orders.of(ident), now)
+        self._state.void(orders, now)
         self.finished(ident)
 
     def expired(self, now: float) -> list[Hashable]:
@@ -299,7 +289,7 @@ class Scheduler:
         """It may get orders from now on. Raises `InvalidRequest` if the name exists."""
         engine.free_at = max(engine.free_at, now)
         self._state.fleet.join(engine)
-        self._see_places()
+        self._state.see_places()
         self._news = True
 
     def leave(self, name: str, now: float) -> Left:
@@ -308,25 +298,21 @@ class Scheduler:
         engine = self._state.fleet.leave(name)
         if engine is None:
             return left
-        self._see_places()
+        self._state.see_places()
         self._news = True
         for ident in dict.fromkeys(s.order.request.ident for s in self._state.orders.on(engine)):
             again = self.failed(engine, ident, now)
             (left.queued if again else left.given_up).append(ident)
-        left.decoding.extend(self._unreserve(engine))
-        for request in self._too_long_without(engine):
+        left.decoding.extend(self._state.answers.unreserve(engine))
+        for request in self._admission.too_long_without(engine):
             self.abandoned(request.ident, now)
             left.given_up.append(request.ident)
         return left
 
-    def _see_places(self) -> None:
-        engines = sorted(self.engines.values(), key=lambda engine: bool(engine.labels))
-        self._state.cluster.links.lie({e.node: e.labels for e in engines if e.node})
-
     def drain(self, name: str, now: float) -> None:
         """It gets nothing new; active requests may finish. Raises `KeyError` if it is unknown."""
         self._state.fleet.rest(name, resting=True)
-        self._unreserve(self.engines[name])
+        self._state.answers.unreserve(self.engines[name])
         self._news = True
 
     def undrain(self, name: str, now: float) -> None:
@@ -348,39 +334,30 @@ class Scheduler:
         self._news = self._news or tokens < engine.others_tokens
         engine.others_tokens = tokens
 
-    def drained(self, name: str) -> bool:
-        """Whether it has no requests left. Raises `KeyError` if it is unknown."""
-        engine = self.engines[name]
-        return not engine.prefills and not engine.decodes
-
     def set_role(self, name: str, role: Role, now: float) -> None:
         """Its role for new orders; active requests may finish. Raises `KeyError` if it is unknown."""
         self._state.fleet.set_role(name, role)
         if Role.DECODE not in role:
-            self._unreserve(self.engines[name])
+            self._state.answers.unreserve(self.engines[name])
         self._news = True
 
     def rebalance(self, now: float) -> RoleChange | None:
         """Change an engine's role, if the load requires it. Call about every second."""
-        change = self._balance.change(now, self._dispatch.lacking)
+        change = self.balance.change(now)
         if change is not None:
             self.set_role(change.engine.name, change.role, now)
         return change
-
-    def required(self, now: float) -> Mapping[str, Loads]:
-        """By kind: how many engines the present load would keep fully busy, in each role."""
-        return self._balance.required(now, self._dispatch.lacking)
 
     def explain(self, request: Request, now: float) -> Choice | Rejection:
         """What would be chosen for a request, and from what; changes nothing."""
         state = self._state
         engines, decoders = state.computing(request), state.decoding(request)
-        refused = self._refused_outright(request, engines)
+        refused = self._admission.outright(request, engines)
         if refused is not None:
             return refused
         context = state.decision_context(request, now, engines)
         size_s = context.prefill_s(engines[0], context.match.most)
-        refused = self._refused(context, size_s)
+        refused = self._admission.refused(context, size_s)
         if refused is not None:
             return refused
         state.with_answer(context, decoders)
@@ -390,32 +367,6 @@ class Scheduler:
         handover = state.handover(context, decoders)
         best = choice.best
         return replace(choice, decoders=handover.estimates(best.engine, best.prefill_s, state.rng))
-
-    def _refused_outright(self, request: Request, engines: Sequence[Engine]) -> Rejection | None:
-        """Rejection for lack of engines."""
-        if not engines:
-            return no_engine(request)
-        if not self._settings.decodes:
-            return None
-        decoders = self._state.decoding(request)
-        if not decoders:
-            return no_engine(request)
-        return refused_by_size(request, decoders)
-
-    def _refused(self, context: DecisionContext, size_s: float) -> Rejection | None:
-        state, limits, request = self._state, self._limits, context.request
-        refused = refused_by_queue(request, state.queue, limits, len(context.engines))
-        if refused is not None:
-            return refused
-        refused = refused_by_decode(request, state.decoding(request), context, limits)
-        if refused is not None or min(limits.ttft_s, request.deadline_s) == math.inf:
-            return refused
-        backlog_s, count = 0.0, len(context.engines)
-        if not state.policy.sends_at_once:
-            if in_time(context, state.queue.waiting_s(request) / count, limits):
-                return None  # as nearly always, and much cheaper to see
-            backlog_s = state.queue.ahead_s(size_s, request) / count
-        return refused_by_time(context, backlog_s, limits)
 
     def _prompt_is_done(self, order: Order, engine: Engine, saves: Saves | None) -> None:
         answers = self._state.answers
@@ -428,16 +379,6 @@ class Scheduler:
         if self._settings.decodes and not answer.sent:
             answers.park(answer)
             self._deadlines.add(order.request)
-
-    def _void(self, orders: Sequence[Sent], now: float) -> None:
-        """Remove them: no more reports come."""
-        if not orders:
-            return
-        for sent in orders:
-            self._state.orders.take_back(sent, now, computed=False)
-            gpu = sent.order.estimate.engine.gpu
-            self._state.index.unexpect(gpu, sent.order.request.keys)
-        self._news = True
 
     def _again(
         self,
@@ -453,7 +394,7 @@ class Scheduler:
         answer.failures += 1
         answer.avoid.add(engine.name)
         self._news = True
-        over = answer.failures > self._settings.retries_max or self._too_long(answer)
+        over = answer.failures > self._settings.retries_max or self._admission.too_long(answer)
         if among is not None and not over:
             over = all(each.name in answer.avoid for each in among(answer.request))
         if over:
@@ -461,39 +402,3 @@ class Scheduler:
             return False
         self._deadlines.add(answer.request)
         return True
-
-    def _too_long(self, answer: Answer) -> bool:
-        """Whether no remaining engine can hold it. If no engine remains at all, it waits for one."""
-        decoders = self._state.fleet.decoding(answer.request)
-        if answer.sent or not decoders or not self._settings.decodes:
-            return False
-        return refused_by_size(answer.request, decoders) is not None
-
-    def _too_long_without(self, engine: Engine) -> list[Request]:
-        """Requests not yet sent for decoding that this engine could have held, and no remaining one can."""
-        state = self._state
-        if not self._settings.decodes or Role.DECODE not in engine.role:
-            return []
-        unsent = [answer.request for answer in state.answers if not answer.sent]
-        unsent += [i.request for i in state.queue if state.answers.get(i.request.ident) is None]
-        largest: dict[Among, float] = {}
-        found = []
-        for request in unsent:
-            most = largest.get(request.among)
-            if most is None:
-                capacities = (e.capacity_tokens for e in state.fleet.decoding(request))
-                most = largest[request.among] = max(capacities, default=math.inf)
-            if most < context_tokens(request) <= engine.capacity_tokens:
-                found.append(request)
-        return found
-
-    def _unreserve(self, engine: Engine) -> list[Hashable]:
-        """Move requests that were to decode there and were not sent yet; returns those that were sent."""
-        sent = []
-        for answer in self._state.answers:
-            if answer.decode is engine:
-                if answer.sent:
-                    sent.append(answer.request.ident)
-                else:
-                    self._state.answers.release(answer)
-        return sent

@@ -12,7 +12,7 @@ from kvpool.scheduler.decode import Handover
 from kvpool.scheduler.decodes import Answers
 from kvpool.scheduler.fleet import Fleet
 from kvpool.scheduler.index import Match, PrefixIndex
-from kvpool.scheduler.orders import Orders
+from kvpool.scheduler.orders import Orders, Sent
 from kvpool.scheduler.policies import Policy
 from kvpool.scheduler.queue import RequestQueue
 from kvpool.scheduler.settings import Settings
@@ -86,6 +86,17 @@ class State:
     def stored(self, engine: Engine, saves: Saves) -> int:
         """How many of a prompt's blocks are in the pool, or on their way there, by what this engine says."""
         return saves.stored // self.cluster.kinds[engine.kind].block_tokens
+
+    def void(self, orders: Sequence[Sent], now: float) -> None:
+        """Remove orders: no more reports of them come."""
+        for sent in orders:
+            self.orders.take_back(sent, now, computed=False)
+            self.index.unexpect(sent.order.estimate.engine.gpu, sent.order.request.keys)
+
+    def see_places(self) -> None:
+        """Take note of where the engines are, after one has come or gone."""
+        engines = sorted(self.fleet.engines.values(), key=lambda engine: bool(engine.labels))
+        self.cluster.links.lie({e.node: e.labels for e in engines if e.node})
 
     def blocks_done(self, order: Order) -> int:
         """How many blocks of its prompt exist when it is computed.

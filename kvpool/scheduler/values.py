@@ -128,6 +128,11 @@ class Engine:
     follows: int = 0
     computing: Decaying = field(default_factory=lambda: Decaying(COMPUTING_S))
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has no requests."""
+        return not self.prefills and not self.decodes
+
     def has_room(self, needed: int, held: int, most: float, *, waits: bool = False) -> bool:
         """Whether so much more fits into `most` tokens, beside `held`, a sum of what is counted here, and others'.
 

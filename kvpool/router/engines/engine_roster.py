@@ -223,7 +223,7 @@ class EngineRoster:
         if engine is None or not self._passes(name):
             return "away"
         if name in self._drains:
-            return "drained" if self._scheduler.drained(name) else "draining"
+            return "drained" if engine.idle else "draining"
         return "serving"
 
     @property

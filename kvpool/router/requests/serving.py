@@ -519,7 +519,7 @@ class Serving:
             self._recorded = now
         self._roster.refresh_metrics()
         metrics.engines_required.clear()  # of kinds that have left
-        for kind, loads in self._scheduler.required(self._clock()).items():
+        for kind, loads in self._scheduler.balance.required(self._clock()).items():
             for role, load in loads._asdict().items():
                 metrics.engines_required.labels(kind, role).set(load)
         for kind, errors in self._observer.errors().items():

@@ -179,7 +179,7 @@ def test_what_must_be_whole_goes_to_who_decodes_with_room(make: Make) -> None:
     assert rules.poll(7.0) == []
     assert rules.engines["d"].held_tokens == 610
     rules.scheduler.finished(whole)
-    assert rules.scheduler.drained("d")
+    assert rules.scheduler.engines["d"].idle
 
 
 def test_what_has_no_segments_is_computed_in_one(make: Make) -> None:
@@ -199,7 +199,7 @@ def test_a_failed_order_is_given_elsewhere_and_then_given_up(make: Make) -> None
     ((_, third, _),) = rules.poll(0.2)  # all are to be avoided, so none is
     assert not rules.scheduler.failed(rules.engines[third], ident, 0.3)
     assert rules.poll(0.3) == []
-    assert rules.scheduler.drained("d")
+    assert rules.scheduler.engines["d"].idle
     assert not rules.scheduler.failed(rules.engines[third], ident, 0.4)
 
 
@@ -212,7 +212,7 @@ def test_what_is_to_be_done_elsewhere_is_given_to_another_engine_or_to_none(
     ((_, first, _),) = rules.poll()
     assert rules.scheduler.failed(rules.engines[first], ident, 0.1, elsewhere=True) is again
     assert [name for _, name, _ in rules.poll(0.1)] == [n for n in engines if n != first]
-    assert rules.scheduler.drained(first)
+    assert rules.scheduler.engines[first].idle
 
 
 @pytest.mark.parametrize(("engines", "again"), [("de", True), ("d", False)])
@@ -301,8 +301,8 @@ def test_a_lost_decode_engine_is_replaced_before_the_first_token(make: Make) -> 
     ((_, second, how),) = rules.poll(1.1)
     assert (how, {first, second}) == ("decode", {"d", "e"})
     assert not rules.scheduler.decode_failed(ident, 1.2)
-    assert rules.scheduler.drained("d")
-    assert rules.scheduler.drained("e")
+    assert rules.scheduler.engines["d"].idle
+    assert rules.scheduler.engines["e"].idle
     assert not rules.scheduler.decode_failed(ident, 1.3)
 
 
@@ -313,13 +313,13 @@ def test_a_draining_engine_ends_what_it_has_and_gets_nothing_new(make: Make) -> 
     reserved = next(n for n in "de" if rules.engines[n].decodes)
     rules.scheduler.drain(name, 0.1)
     rules.scheduler.drain(reserved, 0.1)
-    assert not rules.scheduler.drained(name)
-    assert rules.scheduler.drained(reserved)  # nothing was sent there yet
+    assert not rules.scheduler.engines[name].idle
+    assert rules.scheduler.engines[reserved].idle  # nothing was sent there yet
     other, spare = "pq".replace(name, ""), "de".replace(reserved, "")
     second = rules.submit()
     assert rules.poll(0.1) == [(second, other, "")]
     rules.computed(name, first, 1.0)
-    assert rules.scheduler.drained(name)
+    assert rules.scheduler.engines[name].idle
     assert rules.poll(1.0) == [(first, spare, "decode")]
     rules.scheduler.undrain(name, 1.0)
     third = rules.submit(now=1.0)

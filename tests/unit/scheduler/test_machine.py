@@ -376,7 +376,7 @@ class Machine(RuleBasedStateMachine):
             assert engine.follows == sum(k.follows for k in here)
             assert engine.follows <= engine.follows_max
             drained = not out and not here
-            assert self.scheduler.drained(engine.name) == drained
+            assert self.scheduler.engines[engine.name].idle == drained
         assert self.scheduler.waiting == sum(k.rest for k in known)
         assert self.scheduler.parked == sum(k.parked for k in known)
 

@@ -165,7 +165,7 @@ def test_how_many_engines_a_load_requires(make: Make) -> None:
         rules = make(engines, settings, capacity=8000)
         # 0.5 s to compute, and 20 s to decode with 1,050 tokens, 0.4 a second.
         drive(rules, 200, 50, 1000, 2.5)
-        (found,) = rules.scheduler.required(rules.now).values()
+        (found,) = rules.scheduler.balance.required(rules.now).values()
         assert found.prefill == pytest.approx(0.2, rel=0.1)
         assert 8 * 1050 / 8000 <= found.decode <= 9 * 1050 / 8000
 
@@ -176,8 +176,8 @@ def test_what_waits_requires_engines_too(make: Make) -> None:
     for _ in range(40):
         rules.submit(100, 0.0)
     rules.scheduler.poll(0.0)
-    (before,) = rules.scheduler.required(0.0).values()
-    (later,) = rules.scheduler.required(1000.0).values()
+    (before,) = rules.scheduler.balance.required(0.0).values()
+    (later,) = rules.scheduler.balance.required(1000.0).values()
     # 40 s of work that arrived within 20 s, of which most waits; in the end only what waits counts.
     assert before.prefill == pytest.approx(4.0, rel=0.1)
     assert later.prefill == pytest.approx(2.0, rel=0.1)
