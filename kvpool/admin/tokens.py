@@ -203,15 +203,15 @@ def add_token(path: Path, name: str, role: str, tenants: list[str]) -> str:
     return token
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Rates:
     """Buckets by name, of bounded number: the longest unused are dropped."""
 
-    def __init__(self, rate: float, most: float, clock: Callable[[], float], names: int) -> None:
-        self._rate = rate
-        self._most = most
-        self._clock = clock
-        self._names = names
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+    _rate: float
+    _most: float
+    _clock: Callable[[], float]
+    _names: int
+    _buckets: OrderedDict[str, TokenBucket] = field(default_factory=OrderedDict, init=False)
 
     def take(self, name: str) -> float:
         """0, or the seconds to wait."""

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, NoReturn
 
@@ -179,37 +179,24 @@ class Guard:
         return tenant
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Api:
     """Builds the application."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        secrets: Secrets,
-        serving: Serving,
-        roster: EngineRoster,
-        group: Group,
-        metrics: Metrics,
-        *,
-        knowledge: Callable[[], Mapping[str, Any]],
-        started_at: int,
-        trust: Callable[[web.BaseRequest], None],
-        random: Callable[[int], bytes] = os.urandom,
-    ) -> None:
-        """knowledge: the catalogs of engines and prompts, as plain values. started_at: seconds since 1970.
-        trust: is told of each request that was authenticated.
-        """
-        self._config = config
-        self._guard = Guard(secrets)
-        self._trust = trust
-        self._serving = serving
-        self._roster = roster
-        self._group = group
-        self._knowledge = knowledge
-        self._metrics = metrics
-        self._started_at = started_at
-        self._random = random
-        self._turnstile = Turnstile(TURN_REQUESTS)
+    _config: RouterConfig
+    _guard: Guard
+    _serving: Serving
+    _roster: EngineRoster
+    _group: Group
+    _metrics: Metrics
+    _knowledge: Callable[[], Mapping[str, Any]]
+    """The catalogs of engines and prompts, as plain values."""
+    _started_at: int
+    """Seconds since 1970."""
+    _trust: Callable[[web.BaseRequest], None]
+    """Is told of each request that was authenticated."""
+    _random: Callable[[int], bytes] = os.urandom
+    _turnstile: Turnstile = field(default_factory=lambda: Turnstile(TURN_REQUESTS), init=False)
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._wrap])
@@ -263,7 +250,7 @@ class Api:
             response = web.Response(status=499)
         if not response.prepared:
             response.headers[REQUEST_ID] = request[IDENT]
-            if self._serving.draining:
+            if self._serving.in_flight.draining:
                 # So that its client connects to another router.
                 response.force_close()
             await self._send(request, response)
@@ -283,7 +270,7 @@ class Api:
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         await self._turnstile.enter()
         incoming = await self._incoming(request, kind)
-        reply = HttpReply(request, incoming.ident, lambda: self._serving.draining)
+        reply = HttpReply(request, incoming.ident, lambda: self._serving.in_flight.draining)
         await self._serving.serve(incoming, reply)
         if reply.response is None or not reply.ended:
             _hang_up(request)
@@ -317,7 +304,7 @@ class Api:
         if (request.content_length or 0) > most:
             raise _too_large(most)
         try:
-            with self._serving.reading():
+            with self._serving.in_flight.reading():
                 if content.is_eof():  # it came with its head
                     if len(whole := content.read_nowait()) > most:
                         raise _too_large(most)
@@ -332,7 +319,7 @@ class Api:
                         body += piece
                     return bytes(body)
         except NoRoom as error:
-            raise self._serving.no_room(error) from None
+            raise self._serving.in_flight.no_room(error) from None
         except TimeoutError:
             raise BadRequest(408, "the body did not arrive in time") from None
         except web.RequestPayloadError as error:

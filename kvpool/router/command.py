@@ -28,7 +28,7 @@ from kvpool.errors import ConfigError
 from kvpool.http_listeners import HttpLimits, Listeners
 from kvpool.net import raise_descriptor_limit
 from kvpool.retry import BreakerRule
-from kvpool.router.api import HEADER_BYTES_MAX, Api
+from kvpool.router.api import HEADER_BYTES_MAX, Api, Guard
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.descriptors import connections_max, fitted
@@ -37,7 +37,7 @@ from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.engines.engine_usage import EngineUsage
 from kvpool.router.engines.health import Health
 from kvpool.router.engines.pool_view import PoolViews
-from kvpool.router.group.group import Group
+from kvpool.router.group.group import Group, Operators
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books
 from kvpool.router.group.messages import PROTOCOL, Hello
@@ -134,12 +134,12 @@ class Router:
 
         self._prompts = Prompts(
             self._catalog,
-            told=pool_told,
             daemon=self._daemon,
             session=session,
             pools=pools,
             clock=clock,
             api_key=api_key,
+            told=pool_told,
             tokenizers=_tokenizers(config, metrics),
         )
         self.health = self._make_health(upstream)
@@ -154,19 +154,14 @@ class Router:
 
         orders = GroupOrders(self._orders, engine_of, clock)
         self._roster = EngineRoster(
-            scheduler=scheduler,
-            orders=self._orders,
-            catalog=self._catalog,
-            health=self.health,
-            metrics=metrics,
-            clock=clock,
+            scheduler, self._orders, self._catalog, self.health, metrics, clock
         )
         self._usage = EngineUsage(
             upstream,
             self._roster.engine,
             self._roster.used_by_others,
-            within_s=config.probe_timeout_s,
-            clock=clock,
+            config.probe_timeout_s,
+            clock,
         )
         self._sessions = Sessions(self._daemon, metrics)
         self._intents_link = (
@@ -229,13 +224,13 @@ class Router:
         return Health(
             upstream,
             BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
-            probe_s=config.probe_s,
-            probe_timeout_s=config.probe_timeout_s,
-            clock=time.monotonic,
-            up=self._up,
-            down=self._down,
-            turned=self._turned,
-            look=self._look,
+            config.probe_s,
+            config.probe_timeout_s,
+            time.monotonic,
+            self._up,
+            self._down,
+            self._turned,
+            self._look,
         )
 
     def _make_group(
@@ -260,20 +255,16 @@ class Router:
         group = Group(
             Hello(PROTOCOL, os.urandom(8).hex(), time.time()),
             self._config.routers,
-            orders=orders,
-            books=books,
-            questions=RouterQuestions(
-                scheduler=self._scheduler,
-                cluster=cluster,
-                roster=self._roster,
-                accounts=self.serving.accounts,
-                clock=time.monotonic,
+            orders,
+            books,
+            RouterQuestions(
+                self._scheduler, cluster, self._roster, self.serving.accounts, time.monotonic
             ),
-            session=session,
-            token=secrets.token,
-            tls=_routers_tls(self._config),
-            metrics=self._metrics,
-            wall=time.time,
+            session,
+            secrets.token,
+            _routers_tls(self._config),
+            self._metrics,
+            Operators(time.time),
         )
         self._roster.operated = group.operated
         self._roster.served = group.served
@@ -284,19 +275,19 @@ class Router:
     def _make_api(self, secrets: Secrets, cluster: Cluster) -> Api:
         return Api(
             self._config,
-            secrets,
+            Guard(secrets),
             self.serving,
             self._roster,
             self._group,
             self._metrics,
-            knowledge=lambda: {
+            lambda: {
                 **self._catalog.stats(),
                 **self._prompts.stats(),
                 "kinds": learned(cluster),
             },
-            started_at=int(time.time()),
-            trust=self._listeners.trust,
-            random=os.urandom,
+            int(time.time()),
+            self._listeners.trust,
+            os.urandom,
         )
 
     # The engine catalog determines the probed engines, and their health the scheduler's.
@@ -512,7 +503,7 @@ async def _run(config: RouterConfig, secrets: Secrets, ready: Callable[[str, int
 async def _drain(router: Router, within_s: float, hurry: asyncio.Event) -> None:
     """Until the last request has ended, the time is over, or a second signal."""
     router.retire()
-    drained = asyncio.create_task(router.serving.drained(within_s))
+    drained = asyncio.create_task(router.serving.in_flight.drained(within_s))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
     if not (drained.done() and drained.result()):

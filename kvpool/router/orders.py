@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpool.router.records.metrics import Metrics
@@ -84,24 +84,18 @@ class Ordering(Protocol):
         """No orders for it any more."""
 
 
+@dataclass(eq=False, repr=False)
 class Orders:
     """See the module, and `Ordering`. clock: the scheduler's."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        observer: Observer,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._scheduler = scheduler
-        self._observer = observer
-        self._metrics = metrics
-        self._clock = clock
-        self._recipients: dict[Hashable, Recipient] = {}
-        self._polls = False
-        self._alarm: asyncio.TimerHandle | None = None
-        self._alarm_at = math.inf
+    _scheduler: Scheduler
+    _observer: Observer
+    _metrics: Metrics
+    _clock: Callable[[], float]
+    _recipients: dict[Hashable, Recipient] = field(default_factory=dict, init=False)
+    _polls: bool = field(default=False, init=False)
+    _alarm: asyncio.TimerHandle | None = field(default=None, init=False)
+    _alarm_at: float = field(default=math.inf, init=False)
 
     @property
     def engines(self) -> Mapping[str, Engine]:

@@ -21,13 +21,14 @@ from tests.support.waiting import PATIENCE_S
 CONSTANTS = "ROUTER_CONSTANTS"
 LIMITS = {
     "kvpool.router.requests.active_request": (
-        "USAGE_S",
         "ActiveRequest.LOST_SAVE_S",
         "FOLLOW_MORE_S",
     ),
+    "kvpool.router.requests.request_notes": ("USAGE_S",),
     "kvpool.router.command": ("CLIENT_TIMEOUT_S",),
     "kvpool.router.engines.engine_catalog": ("START_S",),
     "kvpool.router.engines.engine_server": ("ASK_S",),
+    "kvpool.router.group.addresses": ("CONNECT_S",),
     "kvpool.router.group.group": ("ASK_S", "CONNECT_S", "HEARTBEAT_S"),
     "kvpool.router.group.links": ("HEARTBEAT_S", "HELLO_S"),
     # Not EVENTS_S: an event that is lost at the beginning is made up for by a second try.

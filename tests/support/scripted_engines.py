@@ -21,7 +21,7 @@ from kvpool.retry import BreakerRule
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.engines.health import Health
-from kvpool.router.group.group import Group
+from kvpool.router.group.group import Group, Operators
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books
 from kvpool.router.group.messages import PROTOCOL, Hello
@@ -397,21 +397,16 @@ class Bench:
         self.health = Health(
             self.upstream,  # type: ignore[arg-type]
             BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
-            probe_s=config.probe_s,
-            probe_timeout_s=config.probe_timeout_s,
-            clock=clock,
-            up=self._up,
-            down=self._down,
-            turned=self._turned,
+            config.probe_s,
+            config.probe_timeout_s,
+            clock,
+            self._up,
+            self._down,
+            self._turned,
         )
         self.orders = Orders(self.scheduler, self.recorder, self.metrics, clock)
         self.roster = EngineRoster(
-            scheduler=self.scheduler,
-            orders=self.orders,
-            catalog=self.known,
-            health=self.health,
-            metrics=self.metrics,
-            clock=clock,
+            self.scheduler, self.orders, self.known, self.health, self.metrics, clock
         )
 
         def engine_of(name: str) -> Engine:
@@ -445,20 +440,14 @@ class Bench:
         self.group = Group(
             Hello(PROTOCOL, self.random.randbytes(8).hex(), clock()),
             (),
-            orders=self.shared,
-            books=self.books,
-            questions=RouterQuestions(
-                scheduler=self.scheduler,
-                cluster=cluster,
-                roster=self.roster,
-                accounts=self.serving.accounts,
-                clock=clock,
-            ),
-            session=None,  # type: ignore[arg-type]
-            token="",
-            tls=None,
-            metrics=self.metrics,
-            wall=clock,
+            self.shared,
+            self.books,
+            RouterQuestions(self.scheduler, cluster, self.roster, self.serving.accounts, clock),
+            None,  # type: ignore[arg-type]
+            "",
+            None,
+            self.metrics,
+            Operators(clock),
         )
         for spec in self.specs:
             self.health.add(spec)

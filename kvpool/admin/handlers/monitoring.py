@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -48,16 +49,14 @@ class Dropped:
         self.count += 1
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Watching:
     """Handlers."""
 
-    def __init__(
-        self, cluster: Cluster, events: Events, sampler: Sampler, dropped: Dropped
-    ) -> None:
-        self._dropped = dropped
-        self._cluster = cluster
-        self._events = events
-        self._sampler = sampler
+    _cluster: Cluster
+    _events: Events
+    _sampler: Sampler
+    _dropped: Dropped
 
     @route("GET", "/metrics", "viewer", whole=True, media=CONTENT_TYPE)
     async def get_metrics(self, _call: Call, _: Nothing) -> web.Response:

@@ -332,10 +332,7 @@ class EngineCatalog:
     def _serve(self, spec: EngineSpec) -> EngineServer:
         url = spec.url
         server = self._servers[url] = EngineServer(
-            url,
-            self._session,
-            headers=lambda: bearer(self._api_key(spec)),
-            told=lambda: self._told(url),
+            url, self._session, lambda: bearer(self._api_key(spec)), lambda: self._told(url)
         )
         server.begin()
         return server

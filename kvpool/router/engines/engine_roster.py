@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpool.router.engines.breaker import EngineBreaker
@@ -40,37 +41,34 @@ class EngineHealth(Protocol):
     def failed(self, name: str, request: Hashable) -> None: ...
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EngineRoster:
     """See the module. Event loop only. Engines are added and removed by `engine_up` and `engine_down`."""
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        orders: Orders,
-        catalog: Catalog,
-        health: EngineHealth,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._scheduler = scheduler
-        self._orders = orders
-        self._catalog = catalog
-        self._health = health
-        self._metrics = metrics
-        self._clock = clock
-        self._engines: dict[str, Engine] = {}  # in the scheduler
-        self.operated: Callable[[str, bool, float], None] = lambda *_: None
-        """Called when an operator has changed what an engine gets: its name, whether it drains, and its weight."""
-        self.served: Callable[[str], None] = lambda _: None
-        """Called with the name of an engine that has served a request."""
-        self.blamed: Callable[[str, int], None] = lambda *_: None
-        """Called with the name of an engine by whose fault a request has failed, and the request's digest."""
-        self.reached: Callable[[], None] = lambda: None
-        """Called when an engine gets requests, or no more."""
-        self._drains: set[str] = set()
-        self._weights: dict[str, float] = {}
-        self._verification = HashVerification(catalog, metrics, clock)
+    _scheduler: Scheduler
+    _orders: Orders
+    _catalog: Catalog
+    _health: EngineHealth
+    _metrics: Metrics
+    _clock: Callable[[], float]
+    _engines: dict[str, Engine] = field(default_factory=dict, init=False)
+    """In the scheduler."""
+    operated: Callable[[str, bool, float], None] = field(default=lambda *_: None, init=False)
+    """Called when an operator has changed what an engine gets: its name, whether it drains, and its weight."""
+    served: Callable[[str], None] = field(default=lambda _: None, init=False)
+    """Called with the name of an engine that has served a request."""
+    blamed: Callable[[str, int], None] = field(default=lambda *_: None, init=False)
+    """Called with the name of an engine by whose fault a request has failed, and the request's digest."""
+    reached: Callable[[], None] = field(default=lambda: None, init=False)
+    """Called when an engine gets requests, or no more."""
+    _drains: set[str] = field(default_factory=set, init=False)
+    _weights: dict[str, float] = field(default_factory=dict, init=False)
+    _verification: HashVerification = field(init=False)
+    models: ServedModels = field(init=False)
+
+    def __post_init__(self) -> None:
+        catalog = self._catalog
+        self._verification = HashVerification(catalog, self._metrics, self._clock)
         self.models = ServedModels(lambda: catalog.engines)
 
     def engine(self, name: str) -> Engine | None:

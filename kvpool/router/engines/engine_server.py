@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -33,6 +34,7 @@ class _Models(msgspec.Struct):
 _decode_models = JsonDecoder[_Models](_Models, "a list of models")
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EngineServer:
     """See the module. Asks from `begin` to `close`.
 
@@ -40,24 +42,16 @@ class EngineServer:
     failures to answer. met: set once it was asked. doubted: whether it may have ended, and is asked more often.
     """
 
-    def __init__(
-        self,
-        url: str,
-        session: aiohttp.ClientSession,
-        *,
-        headers: Callable[[], Mapping[str, str]],
-        told: Callable[[], None],
-    ) -> None:
-        self.url = url
-        self.cards: Cards = ()
-        self.missed = 0
-        self.met = asyncio.Event()
-        self.doubted = False
-        self._session = session
-        self._headers = headers
-        self._told = told
-        self._now = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+    url: str
+    _session: aiohttp.ClientSession
+    _headers: Callable[[], Mapping[str, str]]
+    _told: Callable[[], None]
+    cards: Cards = field(default=(), init=False)
+    missed: int = field(default=0, init=False)
+    met: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    doubted: bool = field(default=False, init=False)
+    _now: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
 
     def begin(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -68,28 +69,22 @@ class OthersTokens:
         return 0
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EngineUsage:
     """Looks at servers' reports, one look at a time for each server. Event loop only.
 
     engine: the scheduler's, by name; None: it gets no requests. others: told what others use of an engine's memory.
     """
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        engine: Callable[[str], Engine | None],
-        others: Callable[[str, int], None],
-        *,
-        within_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._upstream = upstream
-        self._engine = engine
-        self._others = others
-        self._within_s = within_s
-        self._clock = clock
-        self._due: dict[str, float] = {}  # by name of a server's first engine
-        self._rules: dict[str, OthersTokens] = {}  # by name
+    _upstream: Upstream
+    _engine: Callable[[str], Engine | None]
+    _others: Callable[[str, int], None]
+    _within_s: float
+    _clock: Callable[[], float]
+    _due: dict[str, float] = field(default_factory=dict, init=False)
+    """By name of a server's first engine."""
+    _rules: dict[str, OthersTokens] = field(default_factory=dict, init=False)
+    """By name."""
 
     async def look(self, ranks: Sequence[EngineSpec]) -> None:
         """At the server of these engines, if it is time."""

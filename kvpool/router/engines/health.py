@@ -46,6 +46,7 @@ class _Server:
         return min(patient.breaker.probe_at for patient in self.patients)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Health:
     """Watches engines from `add` to `remove`, each server in a task. up, down: called when an engine is found alive, and
     when it is found dead. turned: called when an engine that is alive gets requests again, or none for a while. look:
@@ -54,30 +55,18 @@ class Health:
     For one event loop; callbacks are called in it.
     """
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        rule: BreakerRule,
-        *,
-        probe_s: float,
-        probe_timeout_s: float,
-        clock: Callable[[], float],
-        up: Callable[[EngineSpec], None],
-        down: Callable[[EngineSpec], None],
-        turned: Callable[[EngineSpec], None],
-        look: Callable[[Sequence[EngineSpec]], Awaitable[None]] | None = None,
-    ) -> None:
-        self._look = look
-        self._upstream = upstream
-        self._rule = rule
-        self._probe_s = probe_s
-        self._probe_timeout_s = probe_timeout_s
-        self._clock = clock
-        self._up = up
-        self._down = down
-        self._turned = turned
-        self._patients: dict[str, Patient] = {}
-        self._servers: dict[str, _Server] = {}  # by URL
+    _upstream: Upstream
+    _rule: BreakerRule
+    _probe_s: float
+    _probe_timeout_s: float
+    _clock: Callable[[], float]
+    _up: Callable[[EngineSpec], None]
+    _down: Callable[[EngineSpec], None]
+    _turned: Callable[[EngineSpec], None]
+    _look: Callable[[Sequence[EngineSpec]], Awaitable[None]] | None = None
+    _patients: dict[str, Patient] = field(default_factory=dict, init=False)
+    _servers: dict[str, _Server] = field(default_factory=dict, init=False)
+    """By URL."""
 
     @property
     def breakers(self) -> Mapping[str, EngineBreaker]:

@@ -10,6 +10,7 @@ No I/O, no clock of its own. Not thread-safe.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kvpool.router.upstream.specs import EngineSpec, pool_holders
@@ -28,29 +29,26 @@ _Entry = tuple[Holders, int]
 """The holders of a key, and the time of its place in the order. Keys of one answer share it."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class PoolView:
     """For one namespace. See the module.
 
     namespace: its digest. nodes, namespaces: of each holder, kept up to date for the scheduler.
     """
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        namespace: bytes,
-        nodes: dict[str, str],
-        namespaces: dict[str, str],
-        keys_max: int = KEYS_MAX,
-    ) -> None:
-        self._index = index
-        self._namespace = namespace
-        self._nodes = nodes
-        self._namespaces = namespaces
-        self._keys_max = keys_max
-        self._keys: dict[int, _Entry] = {}  # roughly in the order of their lookups
-        self._turn = 0  # how many keys were put at the end
-        self._counts: dict[str, int] = {}  # keys of each holder that the index has
-        self._kept: set[str] = set()  # nodes
+    _index: PrefixIndex
+    _namespace: bytes
+    _nodes: dict[str, str]
+    _namespaces: dict[str, str]
+    _keys_max: int = KEYS_MAX
+    _keys: dict[int, _Entry] = field(default_factory=dict, init=False)
+    """Roughly in the order of their lookups."""
+    _turn: int = field(default=0, init=False)
+    """How many keys were put at the end."""
+    _counts: dict[str, int] = field(default_factory=dict, init=False)
+    """Keys of each holder that the index has."""
+    _kept: set[str] = field(default_factory=set, init=False)
+    """Nodes."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -149,16 +147,14 @@ class PoolView:
                 self._end(holder)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class PoolViews:
     """One `PoolView` for each namespace that engines use. nodes, namespaces: of each holder; kept up to date."""
 
-    def __init__(
-        self, index: PrefixIndex, nodes: dict[str, str], namespaces: dict[str, str]
-    ) -> None:
-        self._index = index
-        self._nodes = nodes
-        self._namespaces = namespaces
-        self._views: dict[bytes, PoolView] = {}
+    _index: PrefixIndex
+    _nodes: dict[str, str]
+    _namespaces: dict[str, str]
+    _views: dict[bytes, PoolView] = field(default_factory=dict, init=False)
 
     def get(self, namespace: bytes) -> PoolView | None:
         """None: no engine uses it, or no longer."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
 from kvpool.errors import ProtocolError
+from kvpool.router.group.addresses import CONNECT_S, ROUTERS_MAX, Addresses, Target
 from kvpool.router.group.group_orders import GroupOrders
 from kvpool.router.group.leader import Books, LedRouter
 from kvpool.router.group.links import HEARTBEAT_S, Link
@@ -49,24 +49,12 @@ from kvpool.scheduler.values import Request
 log = logging.getLogger("kvpool.router")
 
 PATH = "/group"
-CONNECT_S = 1.0
-RETRY_S = 0.25
-FAILURES_SAID = 20
-RESOLVE_S = 2.0
 KNOWN_S = 30.0
 """Until an address is tried again at which this router is itself, or one that is known by another address."""
 SHARE_S = 1.0
 ASK_S = 1.0
-ROUTERS_MAX = 64
 OPERATED_MAX = 4096
 LATER_S = 1e-3
-
-
-class Target(NamedTuple):
-    """One address of a configured router. url: with the address; host: the name for TLS and `Host`."""
-
-    url: str
-    host: str
 
 
 class Questions(Protocol):
@@ -84,7 +72,64 @@ class _Router:
 
     link: Link
     retires: bool = False
-    asked: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+    _number: int = 0
+    _asked: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+
+    async def ask(self, what: str, **more: Any) -> bytes:
+        """Its answer; empty: it has none, or there is none in time."""
+        self._number = number = self._number + 1
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked
+        self.link.send(Question(number, what, **more))
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await asked
+        except TimeoutError:
+            return b""
+        finally:
+            self._asked.pop(number, None)
+
+    def answered(self, answer: Answer) -> None:
+        asked = self._asked.pop(answer.number, None)
+        if asked is not None and not asked.done():
+            asked.set_result(answer.body)
+
+    def gone(self) -> None:
+        """Its connection has ended: it answers nothing more."""
+        self.link.alive = False
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_result(b"")
+
+
+@dataclass(slots=True, eq=False)
+class Operators:
+    """What operators have said of engines, to any router. wall: seconds since 1970. The latest word on each engine counts."""
+
+    _wall: Callable[[], float]
+    _said: dict[str, Operated] = field(default_factory=dict, init=False)
+
+    def say(self, engine: str, drains: bool, weight: float) -> Operated:
+        """Note what an operator has told this router."""
+        known = self._said.get(engine)
+        # Clocks differ: what is said later counts, if the earlier word is known here.
+        at = self._wall() if known is None else max(self._wall(), known.at + LATER_S)
+        said = Operated(engine, drains, weight, at)
+        if len(self._said) < OPERATED_MAX or engine in self._said:
+            self._said[engine] = said
+        return said
+
+    def hear(self, said: Operated) -> bool:
+        """Note what another router was told. Returns whether that is new."""
+        known = self._said.get(said.engine)
+        new = len(self._said) < OPERATED_MAX if known is None else known.at < said.at
+        if new:
+            self._said[said.engine] = said
+        return new
+
+    def send_all(self, link: Link) -> None:
+        for said in self._said.values():
+            link.send(said)
 
 
 def senior(hello: Hello) -> tuple[float, str]:
@@ -92,56 +137,36 @@ def senior(hello: Hello) -> tuple[float, str]:
     return hello.since, hello.ident
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Group:
     """See the module. me: this router. urls: of the others, and maybe of this one. token: the operator's."""
 
-    def __init__(
-        self,
-        me: Hello,
-        urls: Sequence[str],
-        *,
-        orders: GroupOrders,
-        books: Books,
-        questions: Questions,
-        session: aiohttp.ClientSession,
-        token: str,
-        tls: ssl.SSLContext | None,
-        metrics: Metrics,
-        wall: Callable[[], float],
-    ) -> None:
-        self._me = me
-        self._urls = urls
-        self._orders = orders
-        self._books = books
-        self._questions = questions
-        self._session = session
-        self._token = token
-        self._tls = tls
-        self._metrics = metrics
-        self._wall = wall
-        self._others: dict[str, _Router] = {}
-        self._followers: dict[Link, LedRouter] = {}
-        self._operated: dict[str, Operated] = {}
-        self._retires = False
-        self._number = 0
-        self._found: dict[str, list[Target]] = {}  # as last looked up
-        self._tasks: dict[Target, asyncio.Task[None]] = {}
-        self._tried: dict[Target, asyncio.Event] = {}
-        self._running: list[asyncio.Task[None]] = []
+    _me: Hello
+    _urls: Sequence[str]
+    _orders: GroupOrders
+    _books: Books
+    _questions: Questions
+    _session: aiohttp.ClientSession
+    _token: str
+    _tls: ssl.SSLContext | None
+    _metrics: Metrics
+    _operated: Operators
+    _others: dict[str, _Router] = field(default_factory=dict, init=False)
+    _followers: dict[Link, LedRouter] = field(default_factory=dict, init=False)
+    _retires: bool = field(default=False, init=False)
+    _addresses: Addresses = field(init=False)
+    _sharing: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._addresses = Addresses(self._urls, self._connect)
         self._count()
 
     # ---- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Returns once each router that can be reached at once is known."""
-        self._running.append(asyncio.create_task(self._share(), name="share what was learned"))
-        await self._resolve()
-        self._running.append(asyncio.create_task(self._keep_resolving(), name="find routers"))
-        waits = [asyncio.ensure_future(tried.wait()) for tried in self._tried.values()]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=CONNECT_S)
-            for wait in late:
-                wait.cancel()
+        self._sharing = asyncio.create_task(self._share(), name="share what was learned")
+        await self._addresses.start()
 
     def retire(self) -> None:
         """It schedules no new requests of others, and goes on with its own."""
@@ -149,53 +174,12 @@ class Group:
         self._send_all(Retires())
 
     async def close(self) -> None:
-        tasks = [*self._running, *self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._sharing is not None:
+            self._sharing.cancel()
+        await self._addresses.close()
         await asyncio.gather(*(link.close() for link in list(self._followers)))
 
     # ---- the others --------------------------------------------------------------------------------
-
-    async def _keep_resolving(self) -> None:
-        while True:
-            await asyncio.sleep(RESOLVE_S)
-            await self._resolve()
-
-    async def _resolve(self) -> None:
-        """Connect to every address of every configured name, and to no others."""
-        await asyncio.gather(*map(self._look_up, self._urls))
-        found = [target for url in self._urls for target in self._found.get(url, [])]
-        wanted = dict.fromkeys(found[:ROUTERS_MAX])
-        for target in self._tasks.keys() - wanted.keys():
-            self._tasks.pop(target).cancel()
-            self._tried.pop(target)
-        for target in wanted.keys() - self._tasks.keys():
-            self._tried[target] = asyncio.Event()
-            self._tasks[target] = asyncio.create_task(self._keep(target), name=f"to {target.url}")
-
-    async def _look_up(self, url: str) -> None:
-        """Without an answer it stays where it was."""
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                self._found[url] = await targets_of(url)
-        except (OSError, TimeoutError) as error:
-            log.warning("the router %s is not found: %s", url, str(error) or "no answer")
-
-    async def _keep(self, target: Target) -> None:
-        """Connected, until it is cancelled."""
-        tried, failures = self._tried[target], 0
-        while True:
-            try:
-                await self._connect(target, tried)
-                failures = 0
-            except (aiohttp.ClientError, OSError, TimeoutError, ProtocolError) as error:
-                failures += 1
-                if failures == FAILURES_SAID:  # routers are started one after the other
-                    said = str(error) or type(error).__name__
-                    log.warning("the router at %s cannot be reached: %s", target.url, said)
-            tried.set()
-            await asyncio.sleep(RETRY_S)
 
     async def _connect(self, target: Target, tried: asyncio.Event) -> None:
         async with asyncio.timeout(CONNECT_S):
@@ -219,18 +203,15 @@ class Group:
                 return
             self._others[hello.ident] = other = _Router(link)
             log.info("router %s at %s is connected", hello.ident, target.url)
-            self._greet(link)
+            self._operated.send_all(link)
             link.send(self._reaches())
             self._changed()
             tried.set()
             try:
                 await link.run(lambda message: self._heard(other, message))
             finally:
-                link.alive = False
+                other.gone()
                 del self._others[hello.ident]
-                for asked in other.asked.values():
-                    if not asked.done():
-                        asked.set_result(b"")
                 log.info("router %s is disconnected", hello.ident)
                 self._changed()
         finally:
@@ -247,9 +228,7 @@ class Group:
                 if other.link is self._orders.leader:
                     self._questions.learn(message)
             case Answer():
-                asked = other.asked.pop(message.number, None)
-                if asked is not None and not asked.done():
-                    asked.set_result(message.body)
+                other.answered(message)
             case _:
                 self._orders.heard(other.link, message)
 
@@ -288,7 +267,7 @@ class Group:
             hello = await link.greet(self._me)
             self._forget(hello.ident)
             self._followers[link] = leading = LedRouter(hello.ident, self._books, link.send)
-            self._greet(link)
+            self._operated.send_all(link)
             if self._retires:
                 link.send(Retires())
             try:
@@ -336,23 +315,11 @@ class Group:
 
     def operated(self, engine: str, drains: bool, weight: float) -> None:
         """An operator has told this router."""
-        known = self._operated.get(engine)
-        # Clocks differ: what is said later counts, if the earlier word is known here.
-        at = self._wall() if known is None else max(self._wall(), known.at + LATER_S)
-        said = Operated(engine, drains, weight, at)
-        if len(self._operated) < OPERATED_MAX or engine in self._operated:
-            self._operated[engine] = said
-        self._send_all(said)
+        self._send_all(self._operated.say(engine, drains, weight))
 
     def _operate(self, said: Operated) -> None:
-        known = self._operated.get(said.engine)
-        if len(self._operated) < OPERATED_MAX if known is None else known.at < said.at:
-            self._operated[said.engine] = said
+        if self._operated.hear(said):
             self._questions.operate(said)
-
-    def _greet(self, link: Link) -> None:
-        for said in self._operated.values():
-            link.send(said)
 
     def _send_all(self, message: Message) -> None:
         for link in (*(other.link for other in self._others.values()), *self._followers):
@@ -402,31 +369,16 @@ class Group:
         """Its answer; empty: it has none, or there is no other leader."""
         leader = self._orders.leader
         other = None if leader is None else self._others.get(leader.ident)
-        return b"" if other is None else await self._ask(other, what, request=request)
+        return b"" if other is None else await other.ask(what, request=request)
 
     async def ask_all(self, what: str, name: str, tenant: str | None) -> bytes:
         """The first answer that any other router has."""
         if len(name) > NAME_CHARACTERS_MAX:
             return b""  # nothing has such a name
         others = list(self._others.values())
-        found = await asyncio.gather(
-            *(self._ask(other, what, name=name, tenant=tenant) for other in others)
-        )
+        asked = (other.ask(what, name=name, tenant=tenant) for other in others)
+        found = await asyncio.gather(*asked)
         return next(filter(None, found), b"")
-
-    async def _ask(self, other: _Router, what: str, **more: Any) -> bytes:
-        self._number += 1
-        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        other.asked[self._number] = asked
-        number = self._number
-        other.link.send(Question(number, what, **more))
-        try:
-            async with asyncio.timeout(ASK_S):
-                return await asked
-        except TimeoutError:
-            return b""
-        finally:
-            other.asked.pop(number, None)
 
     def plain(self) -> dict[str, Any]:
         """For operators."""
@@ -437,17 +389,3 @@ class Group:
             "leader": self._me.ident if leader is None else leader.ident,
             "routers": [hello.ident for hello in sorted(routers, key=senior)],
         }
-
-
-async def targets_of(url: str) -> list[Target]:
-    """All addresses of a router's URL. Raises `OSError`."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    targets = []
-    for *_, place in found:
-        address = str(place[0])
-        host = f"[{address}]" if ":" in address else address
-        targets.append(Target(f"{parts.scheme}://{host}:{port}", parts.netloc))
-    return targets

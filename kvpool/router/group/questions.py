@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,23 +19,15 @@ from kvpool.scheduler.scheduler import Scheduler
 from kvpool.scheduler.values import Role
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class RouterQuestions:
     """See `group.Questions`."""
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        cluster: Cluster,
-        roster: EngineRoster,
-        accounts: Accounts,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._scheduler = scheduler
-        self._cluster = cluster
-        self._roster = roster
-        self._accounts = accounts
-        self._clock = clock
+    _scheduler: Scheduler
+    _cluster: Cluster
+    _roster: EngineRoster
+    _accounts: Accounts
+    _clock: Callable[[], float] = time.monotonic
 
     def answer(self, question: Question) -> bytes:
         """JSON; empty if it has none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -140,6 +140,7 @@ class _Call:
     api_key: str
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Tokenizer:
     """Asks engines, and caches recent answers.
 
@@ -147,19 +148,16 @@ class Tokenizer:
     the others; own_count: of these, without a call to an engine.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        cache_tokens_max: int = CACHE_TOKENS_MAX,
-        own: OwnTokenizers | None = None,
-    ) -> None:
-        self._session = session
-        self._most = cache_tokens_max
-        self._own = own
-        self._known: dict[bytes, list[int]] = {}  # the most recent is at the end
-        self._size = 0
-        self._comparison: asyncio.Task[None] | None = None
-        self.hits = self.misses = self.own_count = 0
+    _session: aiohttp.ClientSession
+    _most: int = CACHE_TOKENS_MAX
+    _own: OwnTokenizers | None = None
+    _known: dict[bytes, list[int]] = field(default_factory=dict, init=False)
+    """The most recent is at the end."""
+    _size: int = field(default=0, init=False)
+    _comparison: asyncio.Task[None] | None = field(default=None, init=False)
+    hits: int = field(default=0, init=False)
+    misses: int = field(default=0, init=False)
+    own_count: int = field(default=0, init=False)
 
     async def tokenize(
         self,

@@ -27,9 +27,13 @@ class MissNotes:
         self._clock = clock
         self._asking: set[asyncio.Task[None]] = set()
 
-    def ended(self, account: Account, prompt: Prompt, engine: str, cached_tokens: int) -> None:
-        """Have it noted why this engine did not find more of the prompt. Nobody waits for it."""
-        if prompt.spec is None:
+    def ended(
+        self, account: Account, prompt: Prompt, engine: str, cached_tokens: int | None
+    ) -> None:
+        """Have it noted why this engine did not find more of the prompt, if it has said how much it found. Nobody waits
+        for it.
+        """
+        if prompt.spec is None or cached_tokens is None:
             return
         size = prompt.spec.block_tokens
         if cached_tokens >= (len(prompt.tokens) - 1) // size * size:  # the last token is computed

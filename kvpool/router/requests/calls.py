@@ -144,6 +144,7 @@ class AnswerListener(Protocol):
         """How many tokens of the prompt were not computed for this request, if others have computed some of it."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Caller:
     """Calls engines for one request. Raises `EngineFailed`, `EngineRefused`, `ClientGone`, `NoRoom`, `Exhausted`.
 
@@ -152,32 +153,17 @@ class Caller:
     engines with the plugin.
     """
 
-    def __init__(
-        self,
-        body: Body,
-        prompt: Prompt | None,
-        *,
-        upstream: Upstream,
-        limits: Limits,
-        trace: Trace,
-        headers: Mapping[str, str],
-        random: Callable[[int], bytes],
-        deadline: float,
-        alive: Callable[[str], bool],
-        memory: Memory,
-        hint: SessionHint = NO_HINT,
-    ) -> None:
-        self.limits = limits
-        self.deadline = deadline
-        self._body = body
-        self._prompt = prompt
-        self._upstream = upstream
-        self._trace = trace
-        self._headers = headers
-        self._random = random
-        self._alive = alive
-        self._memory = memory
-        self._hint = hint
+    _body: Body
+    _prompt: Prompt | None
+    _upstream: Upstream
+    limits: Limits
+    _trace: Trace
+    _headers: Mapping[str, str]
+    _random: Callable[[int], bytes]
+    deadline: float
+    _alive: Callable[[str], bool]
+    _memory: Memory
+    _hint: SessionHint = NO_HINT
 
     async def compute(self, call: Call, order: Order) -> None:
         """Compute the prompt up to a token; only the end of the answer matters."""

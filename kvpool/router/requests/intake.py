@@ -70,23 +70,16 @@ class Prompts(Protocol):
     async def why(self, prompt: Prompt, engine: str) -> dict[str, Any] | None: ...
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Intake:
     """Reads requests. Event loop only; keeps none."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        roster: EngineRoster,
-        prompts: Prompts,
-        clock: Callable[[], float],
-        isolation: Isolation | None = None,
-    ) -> None:
-        self._isolation = isolation
-        self._config = config
-        self._roster = roster
-        self._prompts = prompts
-        self._clock = clock
-        self._idents = count()
+    _config: RouterConfig
+    _roster: EngineRoster
+    _prompts: Prompts
+    _clock: Callable[[], float]
+    _isolation: Isolation | None = None
+    _idents: count[int] = field(default_factory=count, init=False)
 
     async def read(
         self, incoming: Incoming, account: Account, limit_s: float

@@ -85,17 +85,16 @@ class _Place:
     keys: bytes
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Intents:
     """See the module. link: to the daemon, of its own, since answers may take long; None: this host has none."""
 
-    def __init__(
-        self, catalog: Catalog, prompts: Prompts, link: DaemonLink | None, metrics: Metrics
-    ) -> None:
-        self._catalog = catalog
-        self._prompts = prompts
-        self._link = link
-        self._metrics = metrics
-        self._asking: Counter[str] = Counter()  # by tenant
+    _catalog: Catalog
+    _prompts: Prompts
+    _link: DaemonLink | None
+    _metrics: Metrics
+    _asking: Counter[str] = field(default_factory=Counter, init=False)
+    """By tenant."""
 
     def node_of(self, engine: str) -> str:
         """The node of an engine; empty: it is not known."""

@@ -58,7 +58,7 @@ class Prompts:
         self._clock = clock
         self._api_key = api_key
         self._told = told
-        self._tokenizer = Tokenizer(session, own=tokenizers)
+        self._tokenizer = Tokenizer(session, _own=tokenizers)
         self._renderer = Renderer(session, clock)
         self._hasher = Hasher()
         self._long_hasher = Hasher()

@@ -11,8 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,10 +33,13 @@ from kvpool.router.records.metrics import Metrics
 from kvpool.router.records.miss_notes import MissNotes
 from kvpool.router.records.observations import Observer
 from kvpool.router.records.recorder import EndedRequest, Recorder
-from kvpool.router.requests.active_request import ActiveRequest, DeadlinePassed, GivenUp
+from kvpool.router.requests.active_request import ActiveRequest
 from kvpool.router.requests.calls import Caller, ClientGone, Limits, Reply, while_alive
+from kvpool.router.requests.failures import DeadlinePassed, GivenUp
+from kvpool.router.requests.in_flight import InFlight
 from kvpool.router.requests.intake import Incoming, Intake, Prompts, Rejected
 from kvpool.router.requests.intents import Intents, Wanted
+from kvpool.router.requests.request_notes import RequestNotes
 from kvpool.router.requests.sessions import Sessions
 from kvpool.router.upstream.evidence import Evidence, another_may_differ, for_client
 from kvpool.router.upstream.specs import EngineSpec
@@ -57,9 +59,6 @@ from kvpool.types import Intent
 log = logging.getLogger("kvpool.router")
 
 RETRY_AFTER_S_MAX = 600
-DRAINING = "draining"
-QUIET_S = 0.5
-"""So long without a request, and none is under way: then a router that drains has ended."""
 
 
 Elsewhere = Callable[[Request, str], Awaitable[bytes]]
@@ -116,10 +115,7 @@ class Serving:
         self.memory = Memory(config.memory_bytes_max)
         self.accounts = Accounts(config.decisions_max)
         self._miss_notes = MissNotes(self._intake.why, clock)
-        self._in_flight = self._admitted = 0
-        self._reading = 0
-        self._empty = asyncio.Event()
-        self.draining = False
+        self.in_flight = InFlight(config.requests_max, metrics, listens_on=config.reuse_port)
 
     # Requests
 
@@ -128,42 +124,41 @@ class Serving:
 
         Raises `BadRequest` until something was sent; after that an error ends the stream.
         """
-        self._admit()
-        self._in_flight += 1
-        arrived_s = self._clock()
-        account = Account(incoming.ident, "", incoming.tenant, arrived_s)
-        self.accounts.add(account)
-        span = self._span_of(incoming)
-        outcome = "failed"
-        read = _Read()
-        try:
-            outcome = await self._serve(incoming, reply, account, span, read)
-        except asyncio.CancelledError:
-            outcome = "client_left" if account.outcome == IN_FLIGHT else account.outcome
-            raise
-        except BadRequest as error:
-            outcome = _outcome_of(error)
-            raise
-        finally:
-            self._in_flight -= 1
-            self._left()
-            account.outcome = outcome
-            account.note(self._clock(), outcome)
-            if span is not None:
-                span.end(outcome if outcome in _ERRORS else "", outcome=outcome)
-            self._metrics.requests.labels(outcome).inc()
-            if self._recorder is not None:
-                self._recorder.add(self._ended(account, read, outcome))
-            active, prompt = read.active, read.prompt
-            if active is not None and prompt is not None and active.cached_tokens is not None:
-                self._miss_notes.ended(account, prompt, active.cached_at, active.cached_tokens)
-            log.info(
-                "request %s: %s after %.3f s",
-                incoming.ident,
-                outcome,
-                self._clock() - arrived_s,
-                extra={"request": incoming.ident},
-            )
+        with self.in_flight.one():
+            arrived_s = self._clock()
+            account = Account(incoming.ident, "", incoming.tenant, arrived_s)
+            self.accounts.add(account)
+            span = self._span_of(incoming)
+            outcome = "failed"
+            read = _Read()
+            try:
+                outcome = await self._serve(incoming, reply, account, span, read)
+            except asyncio.CancelledError:
+                outcome = "client_left" if account.outcome == IN_FLIGHT else account.outcome
+                raise
+            except BadRequest as error:
+                outcome = _outcome_of(error)
+                raise
+            finally:
+                account.outcome = outcome
+                account.note(self._clock(), outcome)
+                if span is not None:
+                    span.end(outcome if outcome in _ERRORS else "", outcome=outcome)
+                self._metrics.requests.labels(outcome).inc()
+                if self._recorder is not None:
+                    self._recorder.add(self._ended(account, read, outcome))
+                if read.active is not None and read.prompt is not None:
+                    notes = read.active.notes
+                    self._miss_notes.ended(
+                        account, read.prompt, notes.cached_at, notes.cached_tokens
+                    )
+                log.info(
+                    "request %s: %s after %.3f s",
+                    incoming.ident,
+                    outcome,
+                    self._clock() - arrived_s,
+                    extra={"request": incoming.ident},
+                )
 
     def _ended(self, account: Account, read: _Read, outcome: str) -> EndedRequest:
         """What is recorded of a request: nothing that it says, and names only to be hashed."""
@@ -173,7 +168,8 @@ class Serving:
         active, prompt = read.active, read.prompt
         if active is None:
             return ended
-        request, answering = active.request, active.answering
+        request, notes = active.request, active.notes
+        answering = notes.answering
         tokens = request.tokens
         if prompt is None and answering is not None:
             said = answering.usage.get("prompt_tokens", answering.usage.get("input_tokens"))
@@ -185,11 +181,11 @@ class Serving:
             output_tokens=0 if answering is None else answering.answer_tokens,
             keys=() if prompt is None else prompt.keys,
             block_tokens=0 if hashing is None else hashing.block_tokens,
-            ttft_s=active.ttft_s,
-            cached=active.cached_tokens,
+            ttft_s=notes.ttft_s,
+            cached=notes.cached_tokens,
             priority=request.priority,
             session="" if request.session is None else str(request.session),
-            agent=active.agent,
+            agent=read.agent,
         )
 
     def _span_of(self, incoming: Incoming) -> Span | None:
@@ -201,46 +197,16 @@ class Serving:
         span.set(request=incoming.ident, tenant=incoming.tenant)
         return span
 
-    def _admit(self) -> None:
-        """Before anything is parsed."""
-        if self.draining and not self._config.reuse_port:
-            raise Rejected(503, "this router is shutting down", DRAINING, 1.0)
-        if self._in_flight >= self._config.requests_max:
-            raise self._too_many()
-        self._admitted += 1
-
-    def _too_many(self) -> Rejected:
-        self._metrics.rejections.labels("requests_max").inc()
-        return Rejected(429, "too many requests are in flight", "requests_max", 1.0)
-
-    def no_room(self, error: NoRoom) -> Rejected:
-        """For a request that needs more memory than is free."""
-        self._metrics.rejections.labels("memory").inc()
-        return Rejected(429, str(error), "memory", 1.0)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """While a body arrives. Limited like requests in flight. Raises `BadRequest`."""
-        if self._reading >= self._config.requests_max:
-            raise self._too_many()
-        self._reading += 1
-        try:
-            yield
-        finally:
-            self._reading -= 1
-
     async def _serve(
         self, incoming: Incoming, reply: Reply, account: Account, span: Span | None, read: _Read
     ) -> str:
-        config = self._config
-        loop = asyncio.get_running_loop()
-        limit_s = min(incoming.deadline_s or config.deadline_s, config.deadline_s_max)
-        deadline = loop.time() + limit_s
+        limit_s = self._limit_s(incoming)
+        deadline = asyncio.get_running_loop().time() + limit_s
         prepare = None if span is None else span.child(PREPARE)
         try:
             body, prompt, request, hint = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
-            raise self.no_room(error) from None
+            raise self.in_flight.no_room(error) from None
         finally:
             if prepare is not None:
                 prepare.end()
@@ -257,26 +223,28 @@ class Serving:
             caller=Caller(
                 body,
                 prompt,
-                upstream=self._upstream,
-                limits=self._limits,
-                trace=incoming.trace,
-                headers={"X-Request-Id": incoming.ident},
-                random=self._random,
-                deadline=deadline,
-                alive=self._alive,
-                memory=self.memory,
-                hint=hint,
+                self._upstream,
+                self._limits,
+                incoming.trace,
+                {"X-Request-Id": incoming.ident},
+                self._random,
+                deadline,
+                self._alive,
+                self.memory,
+                hint,
             ),
             orders=self._orders,
             roster=self._roster,
-            metrics=self._metrics,
-            account=account,
-            clock=self._clock,
-            span=span,
-            hint=hint,
-            turn_answered=partial(self.sessions.answered, incoming.tenant, hint),
+            notes=RequestNotes(
+                account,
+                span,
+                body.streams,
+                self._clock,
+                self._metrics,
+                partial(self.sessions.answered, incoming.tenant, hint),
+            ),
         )
-        read.active, read.prompt = active, prompt
+        read.active, read.prompt, read.agent = active, prompt, hint.agent
         try:
             try:
                 rejection = None if direct is not None else await self._submit(active)
@@ -296,6 +264,10 @@ class Serving:
         except ClientGone:
             return "client_left"
 
+    def _limit_s(self, incoming: Incoming) -> float:
+        config = self._config
+        return min(incoming.deadline_s or config.deadline_s, config.deadline_s_max)
+
     def _alive(self, engine: str) -> bool:
         return self._roster.spec(engine) is not None
 
@@ -313,24 +285,22 @@ class Serving:
 
         Without a body it is a GET, for any engine. held: the memory of the body and of its answer.
         """
-        self._admit()
-        models = self._roster.models.names()
-        if not models:
-            raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
-        try:
-            held.add(parsed_bytes(raw))
-        except NoRoom as full:
-            raise self.no_room(full) from None
-        model = parse(Kind.COMPLETIONS, raw, models).model if raw else models[0]
-        found = self._roster.passing(model)
-        said = f"no engine is available for {model}"
-        ended: KvpoolError | None = None
-        self._in_flight += 1
-        evidence = Evidence()
-        refusal: EngineRefused | None = None
-        digest = xxhash.xxh3_64_intdigest(raw)
-        deadline = asyncio.get_running_loop().time() + self._config.deadline_s
-        try:
+        with self.in_flight.one():
+            models = self._roster.models.names()
+            if not models:
+                raise Rejected(503, "no engine is available", "no_engine", self._config.probe_s)
+            try:
+                held.add(parsed_bytes(raw))
+            except NoRoom as full:
+                raise self.in_flight.no_room(full) from None
+            model = parse(Kind.COMPLETIONS, raw, models).model if raw else models[0]
+            found = self._roster.passing(model)
+            said = f"no engine is available for {model}"
+            ended: KvpoolError | None = None
+            evidence = Evidence()
+            refusal: EngineRefused | None = None
+            digest = xxhash.xxh3_64_intdigest(raw)
+            deadline = asyncio.get_running_loop().time() + self._config.deadline_s
             for spec in found[: self._config.retries_max + 1]:
                 try:
                     answer = await self._forwarded(spec, path, raw, ident, held, deadline)
@@ -354,14 +324,11 @@ class Serving:
                         break
                     self._roster.failed(error)
                     self._roster.blame(evidence.failed(error, begun=False), digest)
-        finally:
-            self._in_flight -= 1
-            self._left()
-        if refusal is not None and for_client(refusal.status):
-            return refusal.status, refusal.body, refusal.headers
-        if ended is not None:
-            raise self._failure_of(ended)
-        raise Rejected(502 if found else 503, said, "no_engine", self._config.probe_s)
+            if refusal is not None and for_client(refusal.status):
+                return refusal.status, refusal.body, refusal.headers
+            if ended is not None:
+                raise self._failure_of(ended)
+            raise Rejected(502 if found else 503, said, "no_engine", self._config.probe_s)
 
     async def _forwarded(
         self, spec: EngineSpec, path: str, raw: bytes, ident: str, held: Held, deadline: float
@@ -413,7 +380,7 @@ class Serving:
     def _failure_of(self, error: KvpoolError) -> Rejected:
         """Return the router's own answer to a request that ended with this error."""
         if isinstance(error, NoRoom):
-            return self.no_room(error)
+            return self.in_flight.no_room(error)
         if isinstance(error, Exhausted):
             self._metrics.rejections.labels("exhausted").inc()
             return Rejected(503, str(error), "exhausted", 1.0)
@@ -433,21 +400,16 @@ class Serving:
         """How a request would be routed now. elsewhere: what another router says to that, in JSON; empty: this one
         schedules. Raises `BadRequest`.
         """
-        self._admit()
-        self._in_flight += 1
-        try:
+        with self.in_flight.one():
             return await self._explain(incoming, elsewhere)
-        finally:
-            self._in_flight -= 1
-            self._left()
 
     async def _explain(self, incoming: Incoming, elsewhere: Elsewhere) -> dict[str, Any]:
         account = Account(incoming.ident, "", incoming.tenant, self._clock())
-        limit_s = min(incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max)
+        limit_s = self._limit_s(incoming)
         try:
             _, prompt, request, _ = await self._intake.read(incoming, account, limit_s)
         except NoRoom as error:
-            raise self.no_room(error) from None
+            raise self.in_flight.no_room(error) from None
         said = await elsewhere(request, account.model)
         if said:
             shown = decode_json(said, dict[str, Any], "an explanation")
@@ -467,22 +429,15 @@ class Serving:
         """
         if self._intents is None:
             raise BadRequest(400, "this router passes no intents on")
-        self._admit()
-        self._in_flight += 1
-        try:
-            limit_s = min(
-                incoming.deadline_s or self._config.deadline_s, self._config.deadline_s_max
-            )
+        with self.in_flight.one():
             if wanted.intent is Intent.PREFETCH and not wanted.nodes:
                 wanted = replace(wanted, nodes=(await self._node_for(incoming, elsewhere),))
             try:
                 body = await self._intake.body(incoming)
             except NoRoom as error:
-                raise self.no_room(error) from None
+                raise self.in_flight.no_room(error) from None
+            limit_s = self._limit_s(incoming)
             return await self._intents.answer(incoming.tenant, body, wanted, limit_s)
-        finally:
-            self._in_flight -= 1
-            self._left()
 
     async def _node_for(self, incoming: Incoming, elsewhere: Elsewhere) -> str:
         """Raises `BadRequest`."""
@@ -503,14 +458,14 @@ class Serving:
     @property
     def well(self) -> str:
         """Empty, or why requests cannot be served."""
-        return "shutting down" if self.draining else self._roster.lacking
+        return "shutting down" if self.in_flight.draining else self._roster.lacking
 
     def refresh_metrics(self) -> None:
         """Numbers that are read on demand."""
         metrics = self._metrics
-        metrics.active_requests.set(self._in_flight)
+        metrics.active_requests.set(self.in_flight.count)
         metrics.requests_waiting.set(self._scheduler.waiting)
-        metrics.draining.set(self.draining)
+        metrics.draining.set(self.in_flight.draining)
         metrics.held_bytes.set(self.memory.held)
         if self._recorder is not None:
             now, before = self._recorder.counts(), self._recorded
@@ -533,30 +488,6 @@ class Serving:
         """End what runs for requests that have ended."""
         await self._miss_notes.close()
 
-    async def drained(self, within_s: float) -> bool:
-        """Stop accepting requests, and wait for those in flight. Returns whether all have ended.
-
-        With `reuse_port` those on open connections are still accepted. Answers say that their connection ends, so
-        clients have a moment to ask once more on one that they kept, and be told so.
-        """
-        self.draining = True
-        try:
-            async with asyncio.timeout(within_s):
-                before = -1
-                while self._admitted != before:
-                    before = self._admitted
-                    self._empty.clear()
-                    self._left()
-                    await self._empty.wait()
-                    await asyncio.sleep(QUIET_S)
-        except TimeoutError:
-            return not self._in_flight
-        return True
-
-    def _left(self) -> None:
-        if not self._in_flight and self.draining:
-            self._empty.set()
-
 
 @dataclass(slots=True)
 class _Read:
@@ -564,6 +495,7 @@ class _Read:
 
     active: ActiveRequest | None = None
     prompt: Prompt | None = None
+    agent: str = ""
 
 
 _ERRORS = frozenset(("failed", "deadline", "broken_off"))

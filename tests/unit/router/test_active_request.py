@@ -20,13 +20,10 @@ from kvpool.router.orders import Forgotten, News
 from kvpool.router.records.explain import Account
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.records.observations import Measured
-from kvpool.router.requests.active_request import (
-    FOLLOW_MORE_S,
-    ActiveRequest,
-    DeadlinePassed,
-    GivenUp,
-)
+from kvpool.router.requests.active_request import FOLLOW_MORE_S, ActiveRequest
 from kvpool.router.requests.calls import REPORT, Caller, Limits
+from kvpool.router.requests.failures import DeadlinePassed, GivenUp
+from kvpool.router.requests.request_notes import RequestNotes
 from kvpool.router.upstream.specs import EngineSpec
 from kvpool.router.upstream.upstream import EngineFailed, EngineRefused
 from kvpool.scheduler.values import (
@@ -164,14 +161,14 @@ def active_of(
     caller = Caller(
         body,
         None,
-        upstream=upstream,
-        limits=Limits(0.01, 30.0, 30.0, 1 << 20),
-        trace=trace_of("", "", random.Random(0).randbytes),
-        headers={},
-        random=random.Random(0).randbytes,
-        deadline=loop.time() + within_s,
-        alive=lambda _: True,
-        memory=Memory(1 << 20),
+        upstream,
+        Limits(0.01, 30.0, 30.0, 1 << 20),
+        trace_of("", "", random.Random(0).randbytes),
+        {},
+        random.Random(0).randbytes,
+        loop.time() + within_s,
+        lambda _: True,
+        Memory(1 << 20),
     )
     active = ActiveRequest(
         REQUEST,
@@ -179,9 +176,7 @@ def active_of(
         caller=caller,
         orders=orders,
         roster=Roster(namespace),
-        metrics=Metrics(),
-        account=Account("me", MODEL, "", 0.0),
-        clock=loop.time,
+        notes=RequestNotes(Account("me", MODEL, "", 0.0), None, body.streams, loop.time, Metrics()),
     )
     orders.active = weakref.ref(active)
     return active

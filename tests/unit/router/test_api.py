@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvpool.router.api import REQUEST_ID, Api
+from kvpool.router.api import REQUEST_ID, Api, Guard
 from kvpool.router.config import RouterConfig, Secrets, TenantTable
 from kvpool.router.http.bodies import Kind, parse
 from kvpool.router.http.isolation import Isolation
@@ -67,14 +67,14 @@ def run(
         async with Bench(specs, settings, intents=intents, isolation=isolation) as bench:
             api = Api(
                 settings,
-                secrets,
+                Guard(secrets),
                 bench.serving,
                 bench.roster,
                 bench.group,
                 bench.metrics,
-                knowledge=dict,
-                started_at=7,
-                trust=lambda _: None,
+                dict,
+                7,
+                lambda _: None,
             )
             runner = web.AppRunner(api.application(), handler_cancellation=True, access_log=None)
             await runner.setup()

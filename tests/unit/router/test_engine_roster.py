@@ -18,14 +18,7 @@ def engine(name: str, **more: Any) -> EngineSpec:
 
 def roster_of(catalog: Catalog) -> EngineRoster:
     nothing: Any = None
-    return EngineRoster(
-        scheduler=nothing,
-        orders=nothing,
-        catalog=catalog,
-        health=nothing,
-        metrics=nothing,
-        clock=nothing,
-    )
+    return EngineRoster(nothing, nothing, catalog, nothing, nothing, nothing)
 
 
 def test_engines_by_model():

@@ -87,7 +87,7 @@ def test_reports_are_compared_with_what_is_reserved() -> None:
     server: Any = Server(engines)
     told: dict[str, int] = {}
     now = 0.0
-    usage = EngineUsage(server, engines.get, told.__setitem__, within_s=2.0, clock=lambda: now)
+    usage = EngineUsage(server, engines.get, told.__setitem__, 2.0, lambda: now)
 
     async def look(after_s: float) -> dict[str, int]:
         nonlocal now

@@ -44,12 +44,12 @@ def run(check: Callable[[Server, Health, list[str]], Awaitable[None]]) -> None:
         health = Health(
             server,  # type: ignore[arg-type]
             RULE,
-            probe_s=0.0,
-            probe_timeout_s=PATIENCE_S,
-            clock=asyncio.get_running_loop().time,
-            up=lambda spec: said.append(f"up {spec.name}"),
-            down=lambda spec: said.append(f"down {spec.name}"),
-            turned=lambda spec: said.append(f"turned {spec.name}"),
+            0.0,
+            PATIENCE_S,
+            asyncio.get_running_loop().time,
+            lambda spec: said.append(f"up {spec.name}"),
+            lambda spec: said.append(f"down {spec.name}"),
+            lambda spec: said.append(f"turned {spec.name}"),
         )
         try:
             await check(server, health, said)
