@@ -11,7 +11,7 @@ import msgspec
 from kvpool.client.operator import OperatorRequests
 from kvpool.errors import ClusterUnavailable, InvalidRequest, KvpoolError, Unavailable
 from kvpool.telemetry.hit_curve import Memory, MemoryPlan, curve, misses_of
-from kvpool.telemetry.memory_stats import NamespaceStats, PlaceUsage
+from kvpool.telemetry.memory_stats import NamespaceStats, TenantStats
 from kvpool.telemetry.node_stats import NodeStats
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
@@ -183,26 +183,21 @@ def namespace_rows(
     for row in rows:
         row.update(dict.fromkeys(("blocks", "bytes", "ssd_bytes", "asked", "hits")))
         if row["tenant"] == tenant:
-            digest, disks = row["digest"], stats.tenants[tenant].usage.ssd
-            row.update(_held(digest, here.get(digest), disks))
+            row.update(_held(row["digest"], stats.tenants[tenant]))
     return rows
 
 
-def _held(
-    digest: str, one: NamespaceStats | None, disks: Sequence[PlaceUsage]
-) -> dict[str, int | None]:
+def _held(digest: str, tenant: TenantStats) -> dict[str, int | None]:
+    disks = tenant.usage.ssd
     on = [disk.namespaces[digest].held_bytes for disk in disks if digest in disk.namespaces]
-    ssd_bytes = sum(on) if disks else None
-    if one is None:
-        return {"blocks": 0, "bytes": 0, "ssd_bytes": ssd_bytes, "asked": 0, "hits": 0}
-    pairs = zip(one.blocks, one.part_bytes, strict=True)
+    one = tenant.namespaces.get(digest, NamespaceStats())
     hits = one.reads.local + one.reads.fetched
     return {
         "asked": hits + one.reads.missed,
         "hits": hits,
         "blocks": max(one.blocks, default=0),
-        "bytes": sum(n * nbytes for n, nbytes in pairs),
-        "ssd_bytes": ssd_bytes,
+        "bytes": one.bytes_in_blocks(),
+        "ssd_bytes": sum(on) if disks else None,
     }
 
 
@@ -212,7 +207,7 @@ def holdings(
     """What each node holds of a namespace: as `namespace_rows` has it; and the nodes that do not answer."""
     answers, silent = each_of(nodes, client.inspect)
     rows = [
-        {"node": node, **_held(digest, mine.namespaces.get(digest), mine.usage.ssd)}
+        {"node": node, **_held(digest, mine)}
         for node, found in answers.items()
         if (mine := found.tenants.get(tenant)) is not None
     ]

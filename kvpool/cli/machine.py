@@ -100,12 +100,9 @@ def _memory(machine: Machine) -> Said:
         yield OK, text
         return
     # A share that was silently of too little is found out by its misses only.
-    shared = size_text(info.get("Shmem:", 0))
-    yield (
-        NOTE,
-        f"{text}, and {shared} are shared memory: a daemon that starts now gets its share (`memory = 25%`) of what is free",
-        "free memory first (an engine may still map an ended daemon's segment), or give the size in bytes",
-    )
+    text += f", and {size_text(info.get('Shmem:', 0))} are shared memory: a daemon that starts now gets its share (`memory = 25%`) of what is free"
+    remedy = "free memory first (an engine may still map an ended daemon's segment), or give the size in bytes"
+    yield NOTE, text, remedy
 
 
 def _huge_pages(machine: Machine) -> Said:
@@ -113,9 +110,8 @@ def _huge_pages(machine: Machine) -> Said:
     if chosen in {"always", "advise", "within_size", "force"}:
         yield OK, f"shared memory may have them (shmem_enabled: {chosen})"
         return
-    text = f"shared memory has none (shmem_enabled: {chosen or 'not known'})"
-    remedy = f"echo advise > /{HUGE_PAGES}"
-    yield NOTE, f"{text}: mapping a segment and direct I/O from it take longer", remedy
+    text = f"shared memory has none (shmem_enabled: {chosen or 'not known'}): mapping a segment and direct I/O from it take longer"
+    yield NOTE, text, f"echo advise > /{HUGE_PAGES}"
 
 
 def _shm(machine: Machine) -> Said:
@@ -224,26 +220,23 @@ CHECKS: dict[str, Callable[[Machine], Said]] = {
 
 def _direct(path: str) -> tuple[State, str] | tuple[State, str, str]:
     """Whether a file there can be written and read without the page cache."""
+    text, remedy = "cannot be written to", "create it, and let the daemon's user write"
     try:
         free = shutil.disk_usage(path).free
         with tempfile.NamedTemporaryFile(dir=path, prefix=".kvpool-doctor-") as file:
-            try:
-                _write_page(file.name)
-            except OSError as error:
-                text = f"O_DIRECT does not work ({error.strerror})"
-                return BAD, text, "use a file system on a disk of this machine, such as xfs or ext4"
+            text = "O_DIRECT does not work"
+            remedy = "use a file system on a disk of this machine, such as xfs or ext4"
+            _write_page(file.name)
     except OSError as error:
-        text = f"cannot be written to: {error.strerror}"
-        return BAD, text, "create it, and let the daemon's user write"
+        return BAD, f"{text} ({error.strerror})", remedy
     return OK, f"O_DIRECT works, {size_text(free)} are free"
 
 
 def _write_page(path: str) -> None:
     """Write and read a page without the page cache. Raises `OSError`."""
+    page = mmap.mmap(-1, SECTOR)
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     try:
-        page = mmap.mmap(-1, SECTOR)
-        page[:] = b"k" * SECTOR
         if os.pwrite(fd, page, 0) != SECTOR or os.preadv(fd, [page], 0) != SECTOR:
             raise OSError(0, "a page was cut short")
     finally:

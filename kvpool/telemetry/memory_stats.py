@@ -261,6 +261,10 @@ class NamespaceStats(msgspec.Struct):
     reads: Asked = msgspec.field(default_factory=Asked)
     misses: Annotated[dict[str, Missed], each("reason")] = {}
 
+    def bytes_in_blocks(self) -> int:
+        """Return the bytes of all parts that are in memory."""
+        return sum(n * nbytes for n, nbytes in zip(self.blocks, self.part_bytes, strict=True))
+
 
 class NamespaceUsage(msgspec.Struct):
     """What a namespace has of a place. quota_bytes: 0 for none."""

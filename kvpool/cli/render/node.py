@@ -187,10 +187,7 @@ def _slots(classes: list[SlabClass]) -> Part | None:
 def _namespaces(namespaces: Mapping[str, NamespaceStats]) -> Part | None:
     if not namespaces:
         return None
-    nbytes = {
-        digest: sum(n * size for n, size in zip(one.blocks, one.part_bytes, strict=True))
-        for digest, one in namespaces.items()
-    }
+    nbytes = {digest: one.bytes_in_blocks() for digest, one in namespaces.items()}
     columns: dict[str, Column] = {
         "digest": lambda row: row[0][:DIGEST_SHOWN],
         "fields": lambda row: ", ".join(facts(row[1].fields)),
