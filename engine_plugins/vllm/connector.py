@@ -145,7 +145,10 @@ def check_interface() -> None:
 
 
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV blocks of this engine in the node's pool. Best effort: without a pool it only computes."""
+    """KV blocks of this engine in the node's pool. Best effort: without a pool it only computes.
+
+    The public methods are vLLM's interface, which names and counts them.
+    """
 
     _cache_hit_source = CacheHitSource.HOST
 
