@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvpool.scheduler.decision_context import DecisionContext
 from kvpool.scheduler.decode import context_tokens, pick_decode
 from kvpool.scheduler.decodes import Answer
 from kvpool.scheduler.queue import RequestQueue
+from kvpool.scheduler.settings import Settings
 from kvpool.scheduler.state import State
 from kvpool.scheduler.values import Among, Engine, Rejection, Request, Role
 
@@ -19,27 +20,11 @@ FULL_MAX = 2
 """Tenants below their share of a full queue are still accepted, up to this multiple of `queue_max`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """queue_max: the most waiting requests. ttft_s, tpot_s: objectives; requests that would miss them are
-    refused.
-    """
-
-    queue_max: int
-    ttft_s: float
-    tpot_s: float
-
-
 @dataclass(eq=False, slots=True)
 class Admission:
     """Decides which requests are refused, and which ones no engine can hold."""
 
     _state: State
-    _limits: Limits = field(init=False)
-
-    def __post_init__(self) -> None:
-        settings = self._state.settings
-        self._limits = Limits(settings.queue_max, settings.ttft_slo_s, settings.tpot_slo_s)
 
     def outright(self, request: Request, engines: Sequence[Engine]) -> Rejection | None:
         """Return the rejection of a request for lack of engines. engines: those that may compute it."""
@@ -54,19 +39,19 @@ class Admission:
 
     def refused(self, context: DecisionContext, size_s: float) -> Rejection | None:
         """Return the rejection of a request for the load of the engines. size_s: of its prompt."""
-        state, limits, request = self._state, self._limits, context.request
-        refused = refused_by_queue(request, state.queue, limits, len(context.engines))
+        state, settings, request = self._state, self._state.settings, context.request
+        refused = refused_by_queue(request, state.queue, settings, len(context.engines))
         if refused is not None:
             return refused
-        refused = refused_by_decode(request, state.decoding(request), context, limits)
-        if refused is not None or min(limits.ttft_s, request.deadline_s) == math.inf:
+        refused = refused_by_decode(request, state.decoding(request), context, settings)
+        if refused is not None or min(settings.ttft_slo_s, request.deadline_s) == math.inf:
             return refused
         backlog_s, count = 0.0, len(context.engines)
         if not state.policy.sends_at_once:
-            if in_time(context, state.queue.waiting_s(request) / count, limits):
+            if in_time(context, state.queue.waiting_s(request) / count, settings):
                 return None  # as nearly always, and much cheaper to see
             backlog_s = state.queue.ahead_s(size_s, request) / count
-        return refused_by_time(context, backlog_s, limits)
+        return refused_by_time(context, backlog_s, settings)
 
     def too_long(self, answer: Answer) -> bool:
         """Return whether no remaining engine can hold it. If no engine remains at all, it waits for one."""
@@ -108,45 +93,47 @@ def _no_engine(request: Request) -> Rejection:
 
 
 def refused_by_queue(
-    request: Request, queue: RequestQueue, limits: Limits, engines: int
+    request: Request, queue: RequestQueue, settings: Settings, engines: int
 ) -> Rejection | None:
     """Rejection for a full queue. One tenant cannot fill it for the others."""
     waiting = len(queue)
-    if waiting < limits.queue_max:
+    if waiting < settings.queue_max:
         return None
     wait_s = queue.waiting_s(request) / engines
     if not set(queue.tenants) <= {request.tenant}:
-        if queue.count(request.tenant) >= queue.share(request.tenant) * limits.queue_max:
+        if queue.count(request.tenant) >= queue.share(request.tenant) * settings.queue_max:
             why = "the queue is full, and this tenant has its share of it"
             return Rejection(request, why, wait_s, "tenant_share")
-        if waiting < FULL_MAX * limits.queue_max:
+        if waiting < FULL_MAX * settings.queue_max:
             return None
     return Rejection(request, "the queue is full", wait_s, "queue_full")
 
 
 def refused_by_decode(
-    request: Request, decoders: Sequence[Engine], context: DecisionContext, limits: Limits
+    request: Request, decoders: Sequence[Engine], context: DecisionContext, settings: Settings
 ) -> Rejection | None:
     """With an objective for the time per token: no memory, or too many decoding requests."""
-    if limits.tpot_s == math.inf:
+    if settings.tpot_slo_s == math.inf:
         return None
     best = pick_decode(request, decoders, context.cluster.kinds, context.now)
-    if best is None or (best.fits and best.tpot_s <= limits.tpot_s):
+    if best is None or (best.fits and best.tpot_s <= settings.tpot_slo_s):
         return None
     if best.fits:
         return Rejection(request, "tokens would come too slowly", best.cost, "tpot")
     return Rejection(request, "decode engines are full", best.cost, "decode_full")
 
 
-def in_time(context: DecisionContext, backlog_s: float, limits: Limits) -> bool:
+def in_time(context: DecisionContext, backlog_s: float, settings: Settings) -> bool:
     """Whether its first token comes in time even if nothing of its prompt is cached. backlog_s: as below, or more."""
     request, now = context.request, context.now
     first = min(context.engines, key=lambda engine: engine.free_at)
     latest_s = backlog_s + max(0.0, first.free_at - now) + context.prefill_s(first, 0)
-    return latest_s <= min(limits.ttft_s, request.deadline_s - now)
+    return latest_s <= min(settings.ttft_slo_s, request.deadline_s - now)
 
 
-def refused_by_time(context: DecisionContext, backlog_s: float, limits: Limits) -> Rejection | None:
+def refused_by_time(
+    context: DecisionContext, backlog_s: float, settings: Settings
+) -> Rejection | None:
     """backlog_s: how long the requests before it keep the engines busy."""
     request = context.request
     soonest_s = backlog_s + min(context.estimate(e).ttft_s for e in context.distinct())
@@ -154,7 +141,7 @@ def refused_by_time(context: DecisionContext, backlog_s: float, limits: Limits) 
     if over_s > 0:
         why = "the first token would come after the request's deadline"
         return Rejection(request, why, over_s, "deadline")
-    over_s = soonest_s - limits.ttft_s
+    over_s = soonest_s - settings.ttft_slo_s
     if over_s > 0:
         return Rejection(request, "the first token would come too late", over_s, "ttft")
     return None

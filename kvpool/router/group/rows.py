@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvpool.decoding import finite
@@ -99,57 +100,30 @@ def request_of(row: RequestRow, ident: Any, among: Among, now: float) -> Request
 
 def estimate_row(estimate: Estimate) -> EstimateRow:
     """As a message carries it."""
-    return EstimateRow(
-        estimate.engine.name,
-        estimate.cached,
-        estimate.loaded,
-        estimate.pulled,
-        estimate.source,
-        finite(estimate.load_s, "load_s"),
-        finite(estimate.starts_s, "starts_s"),
-        finite(estimate.prefill_s, "prefill_s"),
-        finite(estimate.cost, "cost"),
-        estimate.pending,
-        estimate.link,
-    )
+    return EstimateRow(estimate.engine.name, *_values(estimate))
 
 
 def estimate_of(row: EstimateRow, engine_of: EngineOf) -> Estimate:
     """Of another router."""
-    return Estimate(
-        engine_of(row.engine),
-        row.cached,
-        row.loaded,
-        row.pulled,
-        row.source,
-        row.load_s,
-        row.starts_s,
-        row.prefill_s,
-        row.cost,
-        row.pending,
-        link_of(row.link),
-    )
+    _, *values, link = msgspec.structs.astuple(row)
+    return Estimate._make([engine_of(row.engine), *values, link_of(link)])
 
 
 def decode_row(estimate: DecodeEstimate) -> DecodeRow:
     """As a message carries it."""
-    return DecodeRow(
-        estimate.engine.name,
-        finite(estimate.tpot_s, "tpot_s"),
-        estimate.lacks,
-        finite(estimate.handover_s, "handover_s"),
-        estimate.fits,
-        finite(estimate.cost, "cost"),
-        estimate.link,
-    )
+    return DecodeRow(estimate.engine.name, *_values(estimate))
 
 
 def decode_estimate_of(row: DecodeRow, engine_of: EngineOf) -> DecodeEstimate:
     """Of another router."""
-    return DecodeEstimate(
-        *(engine_of(row.engine), row.tpot_s, row.lacks, row.handover_s, row.fits, row.cost),
-        link_of(row.link),
-    )
+    _, *values, link = msgspec.structs.astuple(row)
+    return DecodeEstimate._make([engine_of(row.engine), *values, link_of(link)])
+
+
+def _values(estimate: Estimate | DecodeEstimate) -> Iterator[Any]:
+    """What is estimated, in the order of the fields, which messages have in common with the scheduler."""
+    for name, value in zip(estimate._fields[1:], estimate[1:], strict=True):
+        yield finite(value, name) if isinstance(value, float) else value
 
 
 def link_of(row: LinkRow | None) -> Link | None:

@@ -174,7 +174,7 @@ class ActiveRequest:
         # Its rest takes no longer a token than this order, which is for a part of it.
         all_s = order.estimate.ttft_s * order.request.tokens / order.end
         long_s = SLOWER_MAX * all_s + FOLLOW_MORE_S
-        follow_s = min(self._caller.limits.follow_s, left_s, long_s)
+        follow_s = min(self._caller.config.follow_s, left_s, long_s)
         call = Call(spec, None, True, self.notes.clock(), follow_s + order.estimate.ttft_s)
         call.follows = True
         self._answer(call, _following(order.estimate.engine, follow_s))

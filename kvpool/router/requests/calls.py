@@ -13,6 +13,7 @@ import msgspec
 
 from kvpool.decoding import JsonDecoder
 from kvpool.errors import KvpoolError, ProtocolError
+from kvpool.router.config import RouterConfig
 from kvpool.router.hashing import Prompt
 from kvpool.router.http.bodies import SESSION, Body, Kind, prompt_only, segment, with_params
 from kvpool.router.http.memory import Held, Memory
@@ -67,16 +68,6 @@ class ClientGone(KvpoolError):
     """The client has disconnected, or does not read."""
 
     code = "client_gone"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds and bytes; as `RouterConfig` has them."""
-
-    stall_s: float
-    client_stall_s: float
-    follow_s: float
-    answer_bytes_max: int
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +147,7 @@ class Caller:
     _body: Body
     _prompt: Prompt | None
     _upstream: Upstream
-    limits: Limits
+    config: RouterConfig
     _trace: Trace
     _headers: Mapping[str, str]
     _random: Callable[[int], bytes]
@@ -230,13 +221,13 @@ class Caller:
     async def _send(self, answer: Answer, passing: _Passing, held: Held) -> None:
         """An answer that is not streamed arrives at once; the time of its first token is unknown."""
         call = passing.call
-        data = await answer.whole(self.limits.answer_bytes_max, held)
+        data = await answer.whole(self.config.answer_bytes_max, held)
         if self._body.kind.generates or answer.content_type.startswith(JSON):
             call.usage = _usage(answer, data)
         data = await _mended(data, passing)
         passing.listener.answer_begun(call)
         call.at_client = True
-        passing.limit.move(asyncio.get_running_loop().time() + self.limits.client_stall_s)
+        passing.limit.move(asyncio.get_running_loop().time() + self.config.client_stall_s)
         await passing.reply.send(200, data, answer.headers)
         passing.listener.answer_ended(call)
 
@@ -244,7 +235,7 @@ class Caller:
         call, reply, move = passing.call, passing.reply, passing.limit.move
         events = EventStream()
         time = asyncio.get_running_loop().time
-        stall_s, client_stall_s = self.limits.stall_s, self.limits.client_stall_s
+        stall_s, client_stall_s = self.config.stall_s, self.config.client_stall_s
         last = b""
         while piece := await answer.piece():
             data = events.feed(piece)
@@ -278,7 +269,7 @@ class Caller:
         def alive(engine: str) -> bool:
             return not call.at_client and self._alive(engine)
 
-        return while_alive(alive, call.spec.name, self.limits.stall_s)
+        return while_alive(alive, call.spec.name, self.config.stall_s)
 
     def _headers_for_call(self, call: Call) -> dict[str, str]:
         traced = self._trace.headers(self._random, call.span)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvpool.router.config import RouterConfig
 from kvpool.router.http.memory import NoRoom
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.requests.intake import Rejected
@@ -16,16 +17,11 @@ QUIET_S = 0.5
 
 
 class InFlight:
-    """Requests under way.
+    """Requests under way. draining: whether no more are accepted, but for those on open connections with `reuse_port`."""
 
-    most: at a time. listens_on: whether a router that drains still gets requests, on open connections. draining:
-    whether none are accepted otherwise.
-    """
-
-    def __init__(self, most: int, metrics: Metrics, *, listens_on: bool) -> None:
-        self._most = most
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        self._config = config
         self._metrics = metrics
-        self._listens_on = listens_on
         self.count = self._admitted = self._reading = 0
         self._empty = asyncio.Event()
         self.draining = False
@@ -33,9 +29,9 @@ class InFlight:
     @contextmanager
     def one(self) -> Iterator[None]:
         """Around a request, before anything of it is parsed. Raises `Rejected`."""
-        if self.draining and not self._listens_on:
+        if self.draining and not self._config.reuse_port:
             raise Rejected(503, "this router is shutting down", DRAINING, 1.0)
-        if self.count >= self._most:
+        if self.count >= self._config.requests_max:
             raise self._too_many()
         self._admitted += 1
         self.count += 1
@@ -49,7 +45,7 @@ class InFlight:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """While a body arrives. Limited like requests in flight. Raises `Rejected`."""
-        if self._reading >= self._most:
+        if self._reading >= self._config.requests_max:
             raise self._too_many()
         self._reading += 1
         try:

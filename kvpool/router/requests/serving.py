@@ -34,7 +34,7 @@ from kvpool.router.records.miss_notes import MissNotes
 from kvpool.router.records.observations import Observer
 from kvpool.router.records.recorder import EndedRequest, Recorder
 from kvpool.router.requests.active_request import ActiveRequest
-from kvpool.router.requests.calls import Caller, ClientGone, Limits, Reply, while_alive
+from kvpool.router.requests.calls import Caller, ClientGone, Reply, while_alive
 from kvpool.router.requests.failures import DeadlinePassed, GivenUp
 from kvpool.router.requests.in_flight import InFlight
 from kvpool.router.requests.intake import Incoming, Intake, Prompts, Rejected
@@ -106,16 +106,10 @@ class Serving:
         self._clock = clock
         self._random = random
         self._spans = spans
-        self._limits = Limits(
-            stall_s=config.stall_s,
-            client_stall_s=config.client_stall_s,
-            follow_s=config.follow_s,
-            answer_bytes_max=config.answer_bytes_max,
-        )
         self.memory = Memory(config.memory_bytes_max)
         self.accounts = Accounts(config.decisions_max)
         self._miss_notes = MissNotes(self._intake.why, clock)
-        self.in_flight = InFlight(config.requests_max, metrics, listens_on=config.reuse_port)
+        self.in_flight = InFlight(config, metrics)
 
     # Requests
 
@@ -224,7 +218,7 @@ class Serving:
                 body,
                 prompt,
                 self._upstream,
-                self._limits,
+                self._config,
                 incoming.trace,
                 {"X-Request-Id": incoming.ident},
                 self._random,

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvpool.errors import KvpoolError
+from kvpool.router.config import RouterConfig
 from kvpool.router.http.bodies import Body, Kind, parse
 from kvpool.router.http.memory import Memory
 from kvpool.router.http.tracing import trace_of
@@ -21,7 +22,7 @@ from kvpool.router.records.explain import Account
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.records.observations import Measured
 from kvpool.router.requests.active_request import FOLLOW_MORE_S, ActiveRequest
-from kvpool.router.requests.calls import REPORT, Caller, Limits
+from kvpool.router.requests.calls import REPORT, Caller
 from kvpool.router.requests.failures import DeadlinePassed, GivenUp
 from kvpool.router.requests.request_notes import RequestNotes
 from kvpool.router.upstream.specs import EngineSpec
@@ -162,7 +163,7 @@ def active_of(
         body,
         None,
         upstream,
-        Limits(0.01, 30.0, 30.0, 1 << 20),
+        RouterConfig(stall_s=0.01, client_stall_s=30.0, follow_s=30.0, answer_bytes_max=1 << 20),
         trace_of("", "", random.Random(0).randbytes),
         {},
         random.Random(0).randbytes,
