@@ -275,10 +275,7 @@ class KvpoolL2Adapter(L2AdapterInterface):
         return found
 
     def _load_locked(
-        self,
-        keys: Sequence[ObjectKey],
-        objects: Sequence[MemoryObj],
-        layouts: Sequence[Layout],
+        self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], layouts: Sequence[Layout]
     ) -> list[int]:
         """Which of the objects were copied from their locks in time."""
         held = []

@@ -182,10 +182,7 @@ class KvpoolHiCache(HiCacheStorage):
         before = getattr(extra_info, "prefix_keys", None)
         return {
             each.name: self._set_pages(
-                _text(each.name),
-                each.keys or [],
-                each.host_indices,
-                before[-1] if before else None,
+                _text(each.name), each.keys or [], each.host_indices, before[-1] if before else None
             )
             for each in transfers
         }

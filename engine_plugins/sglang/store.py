@@ -166,12 +166,7 @@ class PageStore:
         return here
 
     def _copy(
-        self,
-        namespace: Namespace,
-        keys: bytes,
-        pages: HostPages,
-        numbers: Numbers,
-        wait_s: float,
+        self, namespace: Namespace, keys: bytes, pages: HostPages, numbers: Numbers, wait_s: float
     ) -> Present:
         nothing: Present = np.zeros(len(numbers), np.bool_)
         lease = self._client.acquire_each(namespace, keys, wait_s=wait_s)

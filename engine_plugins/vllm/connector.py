@@ -133,10 +133,7 @@ def check_load_mode(mode: LoadMode, *, block_errors: bool, goes_back: bool) -> N
 
 def check_interface() -> None:
     """Raises `ConfigError` if this version of vLLM lacks what kvpool needs."""
-    for owner, name in (
-        (KVConnectorBase_V1, "bind_gpu_block_pool"),
-        (BlockPool, "unpin_blocks"),
-    ):
+    for owner, name in ((KVConnectorBase_V1, "bind_gpu_block_pool"), (BlockPool, "unpin_blocks")):
         if not hasattr(owner, name):
             raise ConfigError(
                 f"vLLM {vllm_version} has no {owner.__name__}.{name}, by which kvpool pins blocks while it saves them. "
@@ -199,10 +196,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             seed=os.environ.get("PYTHONHASHSEED") or kv_cache_utils.DEFAULT_NONE_HASH_SEED,
             versions=facts.versions(
-                "vllm",
-                vllm_version,
-                pickled=pickled,
-                any_version=self._config.any_version,
+                "vllm", vllm_version, pickled=pickled, any_version=self._config.any_version
             ),
             hash_tokens=_hash_tokens(kv_cache_config),
         )

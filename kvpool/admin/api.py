@@ -72,10 +72,7 @@ class Api:
         self._of_token: Counter[str] = Counter()
 
     def application(self, routes: list[Route]) -> web.Application:
-        app = web.Application(
-            middlewares=[self._wrap],
-            client_max_size=BODY_BYTES_MAX,
-        )
+        app = web.Application(middlewares=[self._wrap], client_max_size=BODY_BYTES_MAX)
         for route in routes:
             app.router.add_route(route.method, route.path, self._handler(route))
         return app
@@ -231,10 +228,7 @@ async def _body(request: web.Request) -> bytes:
         raise _too_large() from None
     except web.RequestPayloadError as error:
         raise Refused(
-            400,
-            "invalid",
-            f"the body does not match its headers: {error}",
-            {"Connection": "close"},
+            400, "invalid", f"the body does not match its headers: {error}", {"Connection": "close"}
         ) from None
 
 
@@ -259,9 +253,7 @@ async def _send(request: web.Request, response: web.StreamResponse) -> None:
 
 def _problem(error: Refused, ident: str) -> web.Response:
     response = web.Response(
-        status=error.status,
-        body=msgspec.json.encode(problem(error, ident)),
-        content_type=PROBLEM,
+        status=error.status, body=msgspec.json.encode(problem(error, ident)), content_type=PROBLEM
     )
     response.headers.update(error.headers)
     return response

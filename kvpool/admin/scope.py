@@ -72,12 +72,7 @@ class Holders(NamedTuple):
 
 
 async def holders(
-    cluster: Cluster,
-    tenant: str,
-    digest: str = "",
-    node: str = "",
-    *,
-    now: bool = False,
+    cluster: Cluster, tenant: str, digest: str = "", node: str = "", *, now: bool = False
 ) -> Holders:
     """Find them; with `node` that one, if it has the tenant. Raises `Refused` for what does not exist.
 

@@ -183,8 +183,7 @@ class EventsWanted(Given, frozen=True):
 
     nodes: Names = ""
     replay: Annotated[
-        int,
-        msgspec.Meta(ge=0, le=1000, description="Begin with so many of the last ones."),
+        int, msgspec.Meta(ge=0, le=1000, description="Begin with so many of the last ones.")
     ] = 0
 
 

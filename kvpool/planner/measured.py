@@ -48,11 +48,7 @@ def as_measured(told: Mapping[str, Any], kind: str, shape: Shape) -> tuple[Shape
         speeds,
         hardware=replace(speeds.hardware, **links),
         model=replace(speeds.model, kv_bytes=found["block_bytes"] // found["block_tokens"]),
-        measured=(
-            tuple(prefill["coefficients"]),
-            tuple(decode["coefficients"]),
-            capacities[kind],
-        ),
+        measured=(tuple(prefill["coefficients"]), tuple(decode["coefficients"]), capacities[kind]),
     )
     said = (
         f"Speeds of {kind} as the router has measured them: {prefill['count']} steps of prompts, estimates "

@@ -80,14 +80,7 @@ def search(run: Run, limits: Limits, targets: Targets, start: int = 1) -> Found:
     speeds = [*slower, limits.network_bytes_s]
     plans = [replace(best.plan, network_bytes_s=speed) for speed in speeds]
     best, bandwidths = _least(run, plans, best)
-    return Found(
-        best,
-        aggregated,
-        disaggregated,
-        tuple(memory),
-        tuple(disks),
-        tuple(bandwidths),
-    )
+    return Found(best, aggregated, disaggregated, tuple(memory), tuple(disks), tuple(bandwidths))
 
 
 def smallest(enough: Callable[[int], bool], start: int, most: int) -> int | None:

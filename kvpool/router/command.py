@@ -280,11 +280,7 @@ class Router:
             self._roster,
             self._group,
             self._metrics,
-            lambda: {
-                **self._catalog.stats(),
-                **self._prompts.stats(),
-                "kinds": learned(cluster),
-            },
+            lambda: {**self._catalog.stats(), **self._prompts.stats(), "kinds": learned(cluster)},
             int(time.time()),
             self._listeners.trust,
             os.urandom,
@@ -410,11 +406,7 @@ def _recorder(config: RouterConfig) -> Recorder | None:
     """Raises `ConfigError`."""
     if not config.record:
         return None
-    file = RecordFile(
-        Path(config.record),
-        config.record_file_bytes,
-        config.record_files,
-    )
+    file = RecordFile(Path(config.record), config.record_file_bytes, config.record_files)
     file.open()
     return Recorder(
         file, block_tokens=config.record_block_tokens, random=os.urandom, clock=time.monotonic

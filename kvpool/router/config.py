@@ -281,8 +281,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     policy: Annotated[
-        str,
-        setting("The [policy](scheduling.md#policies) that chooses the engine for a prompt."),
+        str, setting("The [policy](scheduling.md#policies) that chooses the engine for a prompt.")
     ] = DEFAULT_POLICY
     deadline_s: Annotated[
         Seconds, setting("A request's deadline, unless its header sets another.")
@@ -323,7 +322,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         setting(
             "Share the port with other routers of the same user (SO_REUSEPORT), so that the next one can start before "
-            "this one ends: after SIGTERM this one accepts no connections, and serves those that it has.",
+            "this one ends: after SIGTERM this one accepts no connections, and serves those that it has."
         ),
     ] = False
     ttft_slo_s: Annotated[
@@ -338,17 +337,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         Seconds | None,
         kind("seconds, above 0 and at most 86400", metavar="SECONDS"),
         setting(
-            "A request whose estimated time per token is longer is refused: 429.",
-            file_only=True,
+            "A request whose estimated time per token is longer is refused: 429.", file_only=True
         ),
     ] = None
     priority_max: Annotated[
         int,
         setting(
-            "The highest priority of requests without a tenant.",
-            ge=-100,
-            le=100,
-            file_only=True,
+            "The highest priority of requests without a tenant.", ge=-100, le=100, file_only=True
         ),
     ] = 100
     log_level: Annotated[

@@ -376,10 +376,7 @@ def _compute_s(request: Request, kind: KindEstimates, blocks: int) -> float:
 
 
 def pick_decode(
-    request: Request,
-    engines: Sequence[Engine],
-    kinds: Mapping[str, KindEstimates],
-    now: float,
+    request: Request, engines: Sequence[Engine], kinds: Mapping[str, KindEstimates], now: float
 ) -> DecodeEstimate | None:
     """The engine that decodes fastest with this request, wherever blocks are. None without engines.
 

@@ -279,14 +279,7 @@ class Begun:
 
 
 Code = Literal[
-    "queue_full",
-    "tenant_share",
-    "too_long",
-    "decode_full",
-    "ttft",
-    "tpot",
-    "deadline",
-    "no_engine",
+    "queue_full", "tenant_share", "too_long", "decode_full", "ttft", "tpot", "deadline", "no_engine"
 ]
 """Why a request is refused; `docs/scheduling.md` says when."""
 CODES: frozenset[Code] = frozenset(get_args(Code))

@@ -25,10 +25,7 @@ def service_s(
 
 
 def services_s(
-    requests: Sequence[Request],
-    speeds: Speeds,
-    step_tokens: int,
-    block_tokens: int = BLOCK_TOKENS,
+    requests: Sequence[Request], speeds: Speeds, step_tokens: int, block_tokens: int = BLOCK_TOKENS
 ) -> list[float]:
     """Of each request, over an infinite cache that has everything the moment it is asked for."""
     hits = ideal_hits(requests)

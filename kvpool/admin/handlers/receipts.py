@@ -12,19 +12,9 @@ from kvpool.admin.cluster_view import Cluster
 from kvpool.admin.paging import pack_cursor, unpack_cursor
 from kvpool.admin.routing import Call, route
 from kvpool.admin.scope import check_node, tenant_of
-from kvpool.admin.types import (
-    AccountList,
-    AccountPage,
-    ReceiptList,
-    ReceiptPage,
-)
+from kvpool.admin.types import AccountList, AccountPage, ReceiptList, ReceiptPage
 from kvpool.telemetry.receipts import AccountItem, PeriodRows, Receipts
-from kvpool.telemetry.receipts_export import (
-    MEDIA,
-    Format,
-    to_csv,
-    to_lines,
-)
+from kvpool.telemetry.receipts_export import MEDIA, Format, to_csv, to_lines
 from kvpool.wire import operator as operator_wire
 
 EVER_S = 1e12

@@ -61,11 +61,7 @@ class Caches:
         self._awake = asyncio.Event()
         self._lags: deque[float] = deque(maxlen=LAGS)
         self._subscriber = EventSubscriber(
-            (),
-            clock=clock,
-            changed=self._heard,
-            engines_max=ENGINES_MAX,
-            refused=self._refused,
+            (), clock=clock, changed=self._heard, engines_max=ENGINES_MAX, refused=self._refused
         )
 
     async def run(self) -> None:

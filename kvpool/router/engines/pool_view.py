@@ -161,10 +161,7 @@ class PoolViews:
         return self._views.get(namespace)
 
     def told(
-        self,
-        namespace: bytes,
-        keys: Sequence[int],
-        lengths: Mapping[str, tuple[int, ...]],
+        self, namespace: bytes, keys: Sequence[int], lengths: Mapping[str, tuple[int, ...]]
     ) -> None:
         """As `PoolView.told`. Ignored if no engine uses the namespace, or no longer."""
         if (view := self._views.get(namespace)) is not None:

@@ -32,12 +32,7 @@ from kvpool.router.group.messages import (
     Submit,
 )
 from kvpool.router.group.progress import Progress, go_on
-from kvpool.router.group.rows import (
-    EngineOf,
-    decode_estimate_of,
-    order_of,
-    request_row,
-)
+from kvpool.router.group.rows import EngineOf, decode_estimate_of, order_of, request_row
 from kvpool.router.orders import EngineGone, Expired, Forgotten, Orders, Recipient
 from kvpool.router.records.observations import Measured
 from kvpool.scheduler.values import CODES, DecodeOrder, Order, Rejection, Request

@@ -29,14 +29,7 @@ from kvpool.router.group.messages import (
     Submit,
 )
 from kvpool.router.group.progress import go_on, progress_of
-from kvpool.router.group.rows import (
-    Among,
-    EngineOf,
-    decode_row,
-    order_row,
-    request_of,
-    unpacked,
-)
+from kvpool.router.group.rows import Among, EngineOf, decode_row, order_row, request_of, unpacked
 from kvpool.router.orders import EngineGone, Expired, Forgotten, News, Orders
 from kvpool.router.records.observations import Measured
 from kvpool.scheduler.values import DecodeOrder, Order, Rejection, Request, Saves

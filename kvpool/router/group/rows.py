@@ -21,14 +21,7 @@ from kvpool.router.group.messages import (
 )
 from kvpool.router.records.explain import SHOWN_MAX
 from kvpool.scheduler.links import Link
-from kvpool.scheduler.values import (
-    DecodeEstimate,
-    Engine,
-    Estimate,
-    Order,
-    Request,
-    Role,
-)
+from kvpool.scheduler.values import DecodeEstimate, Engine, Estimate, Order, Request, Role
 
 EngineOf = Callable[[str], Engine]
 Among = Callable[[str], tuple[frozenset[str], frozenset[str] | None]]

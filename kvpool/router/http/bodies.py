@@ -171,13 +171,7 @@ WHOLE_IF_SET = frozenset(
     )
 )
 SEEN_BY_TEMPLATES = frozenset(
-    (
-        "documents",
-        "media_io_kwargs",
-        "mm_processor_kwargs",
-        "reasoning_effort",
-        "response_format",
-    )
+    ("documents", "media_io_kwargs", "mm_processor_kwargs", "reasoning_effort", "response_format")
 )
 """Of chats: inputs of a template that `/tokenize` does not get."""
 

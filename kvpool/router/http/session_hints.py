@@ -26,12 +26,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-SESSION_HEADERS = (
-    "x-session-id",
-    "x-dynamo-session-id",
-    "x-claude-code-session-id",
-    "session-id",
-)
+SESSION_HEADERS = ("x-session-id", "x-dynamo-session-id", "x-claude-code-session-id", "session-id")
 """The second one is NeMo's and Dynamo's, the others are those of OpenCode, Claude Code and Codex."""
 AGENT_HEADER = "x-claude-code-agent-id"
 END_HEADER = "x-dynamo-session-final"

@@ -152,10 +152,7 @@ class Prompts:
             wait_s = max(0.001, (deadline - self._clock()) / left)
             try:
                 return await self._tokenizer.tokenize(
-                    *(spec.url, asked),
-                    deadline_s=wait_s,
-                    api_key=self._api_key(spec),
-                    scope=scope,
+                    *(spec.url, asked), deadline_s=wait_s, api_key=self._api_key(spec), scope=scope
                 )
             except Unavailable as error:
                 failed = error

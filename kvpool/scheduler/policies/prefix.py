@@ -91,8 +91,7 @@ class LMetric(DynamoLinear):
 
     def choose(self, context: DecisionContext) -> Choice:
         return by_cost(
-            context,
-            lambda e: self.adjusted_prefill(context, e) * (active_blocks(context, e) + 1),
+            context, lambda e: self.adjusted_prefill(context, e) * (active_blocks(context, e) + 1)
         )
 
 
