@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvpool.errors import ConfigError
 from kvpool.types import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from kvpool.client import Client
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class PoolSettings:
             for name, value in given.items()
         }
         return cls(**typed)
+
+    def client(self, timeout_s: float, *, rank: int = 0, **more: Any) -> Client:
+        """Return a client of the daemon of this rank. more: as `Client` takes it."""
+        from kvpool.client import Client
+
+        socket = self.socket and self.socket.replace("{rank}", str(rank))
+        return Client(socket, tenant=self.tenant, token=self.token, timeout_s=timeout_s, **more)
 
     def require(self, name: str, good: bool, wanted: str) -> None:
         """Raises `ConfigError` for a setting that is not as wanted."""

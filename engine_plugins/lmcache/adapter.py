@@ -22,7 +22,7 @@ from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInter
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.platform import create_event_notifier
 
-from kvpool.client import NO_ROW, Client, Lease
+from kvpool.client import NO_ROW, Lease
 from kvpool.engine_plugins.lmcache.holds import Holds
 from kvpool.engine_plugins.lmcache.objects import (
     KnownLayouts,
@@ -91,13 +91,8 @@ class KvpoolL2Adapter(L2AdapterInterface):
         super().__init__()
         self._settings = settings = config.settings
         self._troubles = Troubles(log)
-        self._client = Client(
-            settings.socket,
-            tenant=settings.tenant,
-            token=settings.token,
-            timeout_s=settings.request_timeout_s,
-            connections_max=3 * settings.workers + 2,
-        )
+        connections = 3 * settings.workers + 2
+        self._client = settings.client(settings.request_timeout_s, connections_max=connections)
         try:
             reached = self._client.warm()
         except KvpoolError:

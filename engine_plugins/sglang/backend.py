@@ -16,7 +16,6 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.version import __version__ as sglang_version
 
-from kvpool.client import Client
 from kvpool.engine_plugins.sglang import facts, hits
 from kvpool.engine_plugins.sglang.config import BackendConfig
 from kvpool.engine_plugins.sglang.pages import HostPages, Numbers
@@ -48,15 +47,9 @@ class KvpoolHiCache(HiCacheStorage):
         self._storage = storage_config
         self._config = BackendConfig.from_given(getattr(storage_config, "extra_config", None))
         self._arguments, model_config = _server_arguments()
-        socket = self._config.socket
         # Half of a call's time is for its request, the other half for pages of disks and other nodes.
         self._request_s = self._config.timeout_s / 2
-        self._client = Client(
-            socket and socket.replace("{rank}", str(storage_config.tp_rank)),
-            tenant=self._config.tenant,
-            token=self._config.token,
-            timeout_s=self._request_s,
-        )
+        self._client = self._config.client(self._request_s, rank=storage_config.tp_rank)
         self._facts = facts.engine_facts(
             self._config, storage_config, self._arguments, model_config, sglang_version
         )

@@ -244,14 +244,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         rank = (
             0 if self._role == KVConnectorRole.SCHEDULER else self._vllm_config.parallel_config.rank
         )
-        socket = self._config.socket
-        return Client(
-            socket and socket.replace("{rank}", str(rank)),
-            tenant=self._config.tenant,
-            token=self._config.token,
-            instance=str(self._kv_transfer_config.engine_id),
-            timeout_s=timeout_s,
-            connections_max=connections_max,
+        instance = str(self._kv_transfer_config.engine_id)
+        return self._config.client(
+            timeout_s, rank=rank, instance=instance, connections_max=connections_max
         )
 
     def _make_pulls(self) -> Pulls | None:
@@ -259,14 +254,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if not config.pull_wait_s:
             return None
         threads = config.pulls_max + config.follows_max
-        return Pulls(
-            self._make_client(config.request_timeout_s, connections_max=threads),
-            ThreadPoolExecutor(threads, thread_name_prefix="kvpool-pull"),
-            most=config.pulls_max,
-            follows_max=config.follows_max,
-            wait_s=config.pull_wait_s,
-            clock=time.monotonic,
-        )
+        client = self._make_client(config.request_timeout_s, connections_max=threads)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="kvpool-pull")
+        return Pulls(client, pool, config, time.monotonic)
 
     @property
     def requires_kv_delivery(self) -> bool:

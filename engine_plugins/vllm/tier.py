@@ -121,25 +121,16 @@ class KvpoolTier(SecondaryTierManager):
         self._store = TierStore(
             self._client(config.lookup_timeout_s, 1),
             self._client(config.request_timeout_s, config.load_threads + config.store_threads),
-            lookup_wait_s=config.lookup_timeout_s / 2,
-            load_wait_s=config.load_wait_s,
-            chunk_bytes=self.block_size_bytes,
-            verify=config.verify_loads,
+            config,
+            self.block_size_bytes,
         )
         self._record = self._make_record()
         self._enter("")
         self._lookups = _Lookups(self, tier_type)
 
     def _client(self, timeout_s: float, connections_max: int) -> Client:
-        config = self._config
-        return Client(
-            config.socket,
-            tenant=config.tenant,
-            token=config.token,
-            instance=self._offloading_spec.config.engine_id,
-            timeout_s=timeout_s,
-            connections_max=connections_max,
-        )
+        instance = self._offloading_spec.config.engine_id
+        return self._config.client(timeout_s, instance=instance, connections_max=connections_max)
 
     def _make_record(self) -> NamespaceRecord:
         device = current_platform.device_type

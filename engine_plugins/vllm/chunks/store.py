@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.client import Presence
 from kvpool.complaint import Complaint
+from kvpool.engine_plugins.vllm.chunks.config import TierConfig
 from kvpool.errors import KvpoolError
 from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord
 
@@ -73,27 +74,17 @@ class Space:
 class TierStore:
     """See the module. Thread-safe.
 
-    lookups, transfers: clients of their own, with time-outs of their own. load_wait_s: how long a load waits for chunks
-    that are elsewhere. chunk_bytes: of a chunk.
+    lookups, transfers: clients of their own, with time-outs of their own. chunk_bytes: of a chunk.
     """
 
     def __init__(
-        self,
-        lookups: Client,
-        transfers: Client,
-        *,
-        lookup_wait_s: float,
-        load_wait_s: float,
-        chunk_bytes: int,
-        verify: bool,
-        clock: Callable[[], float] = time.monotonic,
+        self, lookups: Client, transfers: Client, config: TierConfig, chunk_bytes: int
     ) -> None:
         complaint = Complaint(log, "vLLM's tier in the pool misses everything for now")
-        self._lookups = Space(lookups, verify, complaint)
-        self._transfers = Space(transfers, verify, complaint)
-        self._lookup_wait_s = lookup_wait_s
-        self._load_wait_s = load_wait_s
-        self._clock = clock
+        self._lookups = Space(lookups, config.verify_loads, complaint)
+        self._transfers = Space(transfers, config.verify_loads, complaint)
+        self._lookup_wait_s = config.lookup_timeout_s / 2
+        self._load_wait_s = config.load_wait_s
         self._slice = max(1, min(SLICE_KEYS, SLICE_BYTES // chunk_bytes))
 
     def enter(self, record: NamespaceRecord, ttl_s: float = 0.0) -> None:
@@ -127,10 +118,10 @@ class TierStore:
 
     def load(self, part: int, keys: Sequence[bytes], chunks: Sequence[Any]) -> list[bool]:
         """Copy chunks into memory; which are whole. The memory of the others holds anything."""
-        ends = self._clock() + self._load_wait_s
+        ends = time.monotonic() + self._load_wait_s
 
         def get(ns: Namespace, begin: int, end: int) -> Any:
-            left = max(0.0, ends - self._clock())
+            left = max(0.0, ends - time.monotonic())
             return self._transfers.client.get_into(
                 ns, keys[begin:end], chunks[begin:end], part=part, wait_s=left
             )

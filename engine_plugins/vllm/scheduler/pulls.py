@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import Following
 from kvpool.engine_plugins.vllm.plan import QUIET_S
 from kvpool.errors import KvpoolError
@@ -71,26 +72,19 @@ class Pulls:
     """Asks for pulls, a bounded number at a time. For the scheduling thread only.
 
     client: for the threads only; it may wait longer than the scheduling thread's.
-    most: pulls at a time, and follows_max as many prompts that are followed; threads: as many as both.
-    wait_s: how long a request waits, for a free thread included, unless it says so itself (`Following`).
+    threads: as many as pulls and followed prompts at a time. A request waits for `pull_wait_s`, for a free thread
+    included, unless it says so itself (`Following`).
     """
 
     def __init__(
-        self,
-        client: Client,
-        threads: Executor,
-        *,
-        most: int,
-        follows_max: int,
-        wait_s: float,
-        clock: Callable[[], float],
+        self, client: Client, threads: Executor, config: PluginConfig, clock: Callable[[], float]
     ) -> None:
         self._client = client
         self._threads = threads
-        self._wait_s = wait_s
+        self._wait_s = config.pull_wait_s
         self._clock = clock
-        self._free = threading.Semaphore(most)
-        self._free_to_follow = threading.Semaphore(follows_max)
+        self._free = threading.Semaphore(config.pulls_max)
+        self._free_to_follow = threading.Semaphore(config.follows_max)
         self._namespace: Future[Namespace] | None = None
         self._alone_until = self._known_until = 0.0
         self._quiet = Backoff(*QUIET_S)

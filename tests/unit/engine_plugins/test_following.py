@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.following import (
     FOLLOW_S_MAX,
     Following,
@@ -209,7 +210,8 @@ def turns(
 
     pool.follow = follow
     with ThreadPoolExecutor(1) as thread:
-        pulls = Pulls(pool, thread, most=1, follows_max=1, wait_s=WAIT_S, clock=lambda: now[0])
+        config = PluginConfig(pulls_max=1, follows_max=1, pull_wait_s=WAIT_S)
+        pulls = Pulls(pool, thread, config, lambda: now[0])
         pulls.enter(RECORD)
         gate = threading.Event()
         thread.submit(gate.wait)

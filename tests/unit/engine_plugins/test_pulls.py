@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.engine_plugins.vllm.config import PluginConfig
 from kvpool.engine_plugins.vllm.scheduler.pulls import OTHERS_S, Pulls
 from kvpool.errors import NamespaceMismatch
 from kvpool.telemetry.node_stats import NodeStats
@@ -36,7 +37,8 @@ def clock() -> Clock:
 
 
 def make(pool: Any, threads: Any, clock: Clock, most: int = 2) -> Pulls:
-    pulls = Pulls(pool, threads, most=most, follows_max=most, wait_s=WAIT_S, clock=clock)
+    config = PluginConfig(pulls_max=most, follows_max=most, pull_wait_s=WAIT_S)
+    pulls = Pulls(pool, threads, config, clock)
     pulls.enter(RECORD)
     return pulls
 

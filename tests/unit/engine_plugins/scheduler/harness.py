@@ -70,14 +70,7 @@ class Harness:
         config = PluginConfig.from_given(extra)
         pulls = None
         if threads is not None:
-            pulls = Pulls(
-                pool,
-                threads,
-                most=config.pulls_max,
-                follows_max=config.follows_max,
-                wait_s=config.pull_wait_s,
-                clock=lambda: self.now,
-            )
+            pulls = Pulls(pool, threads, config, lambda: self.now)
         self.half = SchedulerHalf(
             pool,
             config,
