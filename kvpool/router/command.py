@@ -27,7 +27,6 @@ from kvpool.config import secret_of
 from kvpool.errors import ConfigError
 from kvpool.http_listeners import HttpLimits, Listeners
 from kvpool.net import raise_descriptor_limit
-from kvpool.retry import BreakerRule
 from kvpool.router.api import HEADER_BYTES_MAX, Api, Guard
 from kvpool.router.config import EngineTable, RouterConfig, Secrets
 from kvpool.router.daemon_link import DaemonLink
@@ -125,6 +124,9 @@ class Router:
         self._recorder = _recorder(config)
         self._client = _pool(config)
         self._daemon = None if self._client is None else DaemonLink(self._client)
+        self.health = Health(
+            upstream, config, clock, self._up, self._down, self._turned, self._look
+        )
         self._catalog = self._make_catalog(session, index, pools, cluster, api_key)
 
         def pool_told(
@@ -142,7 +144,6 @@ class Router:
             told=pool_told,
             tokenizers=_tokenizers(config, metrics),
         )
-        self.health = self._make_health(upstream)
         self._scheduler = scheduler = Scheduler(
             (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
         )
@@ -210,27 +211,13 @@ class Router:
             index=index,
             pools=pools,
             cluster=cluster,
-            joined=self._joined,
+            joined=self.health.add,
             left=self._left,
-            changed=self._changed,
+            changed=self.health.change,
             clock=time.monotonic,
             api_key=api_key,
             hosts=EngineHosts(self._config.announced_from),
             on_lag=self._metrics.engine_event_lag_seconds.observe,
-        )
-
-    def _make_health(self, upstream: Upstream) -> Health:
-        config = self._config
-        return Health(
-            upstream,
-            BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
-            config.probe_s,
-            config.probe_timeout_s,
-            time.monotonic,
-            self._up,
-            self._down,
-            self._turned,
-            self._look,
         )
 
     def _make_group(
@@ -288,9 +275,6 @@ class Router:
 
     # The engine catalog determines the probed engines, and their health the scheduler's.
 
-    def _joined(self, spec: EngineSpec) -> None:
-        self.health.add(spec)
-
     def _left(self, name: str) -> None:
         self.health.remove(name)
         self._roster.left(name)
@@ -301,9 +285,6 @@ class Router:
         """A router that is led has no books to compare with."""
         if not self._group.is_led:
             await self._usage.look(ranks)
-
-    def _changed(self, spec: EngineSpec) -> None:
-        self.health.change(spec)
 
     def _up(self, spec: EngineSpec) -> None:
         self._roster.engine_up(spec)

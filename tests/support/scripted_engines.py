@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import msgspec
 
-from kvpool.retry import BreakerRule
 from kvpool.router.config import RouterConfig
 from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.engines.health import Health
@@ -396,9 +395,7 @@ class Bench:
         )
         self.health = Health(
             self.upstream,  # type: ignore[arg-type]
-            BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max),
-            config.probe_s,
-            config.probe_timeout_s,
+            config,
             clock,
             self._up,
             self._down,

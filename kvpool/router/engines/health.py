@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.retry import BreakerRule
+from kvpool.router.config import RouterConfig
 from kvpool.router.engines.breaker import EngineBreaker
 from kvpool.router.upstream.specs import EngineSpec
 from kvpool.router.upstream.upstream import EngineFailed, Exhausted, Upstream
@@ -56,9 +57,7 @@ class Health:
     """
 
     _upstream: Upstream
-    _rule: BreakerRule
-    _probe_s: float
-    _probe_timeout_s: float
+    _config: RouterConfig
     _clock: Callable[[], float]
     _up: Callable[[EngineSpec], None]
     _down: Callable[[EngineSpec], None]
@@ -83,7 +82,9 @@ class Health:
 
     def add(self, spec: EngineSpec) -> None:
         """A new engine. It gets requests after its first successful probe."""
-        patient = Patient(spec, EngineBreaker(self._rule, self._clock()))
+        config = self._config
+        rule = BreakerRule(config.failures_max, config.backoff_s, config.backoff_s_max)
+        patient = Patient(spec, EngineBreaker(rule, self._clock()))
         self._patients[spec.name] = patient
         server = self._servers.setdefault(spec.url, _Server())
         server.patients.append(patient)
@@ -160,7 +161,7 @@ class Health:
             except Exhausted as exhausted:
                 log.warning("probe: %s", exhausted)  # it says nothing about the engine
                 for patient in probed:
-                    patient.breaker.probe_at = self._clock() + self._probe_s
+                    patient.breaker.probe_at = self._clock() + self._config.probe_s
                 continue
             for patient in probed:
                 if patient in server.patients:
@@ -171,7 +172,9 @@ class Health:
 
     async def _probe(self, spec: EngineSpec) -> EngineFailed | None:
         try:
-            await self._upstream.get(spec, HEALTH_PATH, self._probe_timeout_s, HEALTH_BYTES_MAX)
+            await self._upstream.get(
+                spec, HEALTH_PATH, self._config.probe_timeout_s, HEALTH_BYTES_MAX
+            )
         except EngineFailed as error:
             return error
         return None
@@ -179,7 +182,7 @@ class Health:
     def _probed(self, patient: Patient, error: EngineFailed | None) -> None:
         before = patient.standing
         was_alive, _ = before
-        patient.breaker.probed(error is None, self._clock(), self._probe_s)
+        patient.breaker.probed(error is None, self._clock(), self._config.probe_s)
         if error is not None and was_alive:
             log.warning("probe: %s", error)
         elif error is not None and not patient.probed.is_set():

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
-from kvpool.retry import BreakerRule
+from kvpool.router.config import RouterConfig
 from kvpool.router.engines.health import Health
 from kvpool.router.upstream.specs import EngineSpec
 from kvpool.router.upstream.upstream import EngineFailed
 from tests.support.waiting import PATIENCE_S, until_async
 
-RULE = BreakerRule(failures_max=2, backoff_s=1000.0, backoff_s_max=1000.0)
+CONFIG = RouterConfig(
+    failures_max=2,
+    backoff_s=1000.0,
+    backoff_s_max=1000.0,
+    probe_s=0.0,
+    probe_timeout_s=PATIENCE_S,
+)
 RANKS = [EngineSpec("http://h:1", rank, name=f"h-dp{rank}") for rank in range(3)]
 
 
@@ -43,9 +49,7 @@ def run(check: Callable[[Server, Health, list[str]], Awaitable[None]]) -> None:
         server, said = Server(), list[str]()
         health = Health(
             server,  # type: ignore[arg-type]
-            RULE,
-            0.0,
-            PATIENCE_S,
+            CONFIG,
             asyncio.get_running_loop().time,
             lambda spec: said.append(f"up {spec.name}"),
             lambda spec: said.append(f"down {spec.name}"),
