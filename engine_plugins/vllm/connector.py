@@ -401,7 +401,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler.use_device(common_life(self._reports.values()))
         scheduler.use_memory(pinned=all(report.pinned for report in self._reports.values()))
         everyone = self._sorted_reports()
-        if scheduler.namespace is None:
+        if scheduler.entered.namespace is None:
             record = namespace.record(
                 self._vllm_config,
                 self._kv_cache_config,
@@ -417,7 +417,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
                 rank_bytes=namespace.rank_bytes(self._rules, everyone),
                 several_nodes=several_nodes(everyone),
             )
-        scheduler.use_weights(common_weights(everyone, scheduler.last_reset))
+        entered = scheduler.entered
+        entered.use_weights(common_weights(everyone, entered.last_reset))
 
     def _sorted_reports(self) -> list[RankReport]:
         return [self._reports[rank] for rank in sorted(self._reports)]

@@ -26,7 +26,7 @@ from kvpool.engine_plugins.vllm.scheduler.saves import Saves
 from kvpool.engine_plugins.vllm.scheduler.session_turns import SessionTurn, session_turn
 from kvpool.engine_plugins.vllm.scheduler.speeds import SpeedModel
 from kvpool.errors import InvalidRequest
-from kvpool.types import Namespace, NamespaceRecord
+from kvpool.types import NamespaceRecord
 
 if TYPE_CHECKING:
     from kvpool.client import Client
@@ -63,24 +63,15 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
-        self._entered = EngineNamespace(shared, new_weights, pulls, ahead)
+        self.entered = EngineNamespace(shared, new_weights, pulls, ahead)
+        """The namespace in use. Until it is known, everything is a miss and nothing is saved."""
         self._speeds = SpeedModel(shared)
-        self._lookups = Lookups(shared, self._entered, self._speeds, pulls, ahead)
-        self._saves = Saves(shared, self._entered)
+        self._lookups = Lookups(shared, self.entered, self._speeds, pulls, ahead)
+        self._saves = Saves(shared, self.entered)
         self._loads = Loads(shared, self._lookups, self._saves, self._speeds)
         self.counters = shared.counters
 
     # --- start-up -----------------------------------------------------------------------------
-
-    @property
-    def namespace(self) -> Namespace | None:
-        """The namespace in use; None until it is known: then everything is a miss and nothing is saved."""
-        return self._entered.namespace
-
-    @property
-    def last_reset(self) -> int:
-        """Number of the last reset, failed ones counted too; 0 before the first."""
-        return self._entered.last_reset
 
     @property
     def pins(self) -> int:
@@ -105,11 +96,7 @@ class SchedulerHalf:
         if several_nodes:
             self._lookups.by_rank = RankLookups(self._shared)
         self._rank_bytes = rank_bytes
-        self._entered.begin(make_record, weights, groups)
-
-    def use_weights(self, weights: str | None) -> None:
-        """Learn the weights since the last reset, if they were asked for: a digest, or empty if they cannot be seen."""
-        self._entered.use_weights(weights)
+        self.entered.begin(make_record, weights, groups)
 
     def use_device(self, life: int) -> None:
         """Learn that all ranks read the daemon's device memory of this life by themselves from now on; 0: not all, or none."""
@@ -117,7 +104,7 @@ class SchedulerHalf:
 
     def use_memory(self, *, pinned: bool) -> None:
         """Learn whether all ranks may copy from and to the pool's memory from now on."""
-        self._entered.pinned = pinned
+        self.entered.pinned = pinned
 
     def bind_pool(self, block_pool: Any) -> None:
         """Take the engine's own block pool, in which saves pin their blocks."""
@@ -150,11 +137,11 @@ class SchedulerHalf:
         None: blocks may come from other nodes; the engine asks again at its next step. It also does
         so while it cannot allocate; only the first time costs.
         """
-        if self._entered.ask_weights():
+        if self.entered.ask_weights():
             return (None, False) if self._shared.engine.loads else (0, False)
         if (
             not self._shared.engine.loads
-            or not self._entered.usable
+            or not self.entered.usable
             or request.skip_reading_prefix_cache
         ):
             return 0, False
@@ -203,9 +190,9 @@ class SchedulerHalf:
         if state is None:
             return None
         report = self._finish(state, tables, completed=completed)
-        if state.served and self.namespace is not None and self._lookups.answered:
+        if state.served and self.entered.namespace is not None and self._lookups.answered:
             session = "" if state.turn is None else state.turn.id
-            self._shared.client.end_request(self.namespace, state.label, session=session)
+            self._shared.client.end_request(self.entered.namespace, state.label, session=session)
         if not self._requests:
             self._saves.pins.let_go()
         return report
@@ -227,8 +214,8 @@ class SchedulerHalf:
         # Whether the blocks of a synchronous load were there is known after the step. A rank saves nothing then if its
         # own were not, but does not know of the others', whose part it has computed with.
         doubtful = self._shared.engine.ranks > 1 and self._loads.synchronous
-        opening, asked_reset = self._entered.take()
-        saving = self._shared.engine.saves and self._entered.usable and not doubtful
+        opening, asked_reset = self.entered.take()
+        saving = self._shared.engine.saves and self.entered.usable and not doubtful
         for request_id, states in (handed or {}).items() if saving else ():
             # Ahead of other blocks, which are of no use without them and can wait for pins.
             state = self._requests.get(request_id)
@@ -252,7 +239,7 @@ class SchedulerHalf:
             opening=opening,
             reused=reused,
             acknowledged=acknowledged,
-            want_report=self.namespace is None,
+            want_report=self.entered.namespace is None,
             measured=self._speeds.begin_step(scheduled, self._requests),
             reset=asked_reset,
             lookups=lookups,
@@ -263,7 +250,7 @@ class SchedulerHalf:
         """Learn which loads and saves ranks ended: release leases and pins, remember what failed."""
         self._loads.note_failed(done, self._pool)
         self._saves.note(done)
-        self._entered.note_outdated(done.outdated)
+        self.entered.note_outdated(done.outdated)
         if self._lookups.by_rank is not None:
             self._lookups.by_rank.note(done.lookups)
         self._loads.note_ended(done)
@@ -272,7 +259,7 @@ class SchedulerHalf:
 
     def has_work(self) -> bool:
         """Whether steps are needed without requests, so that leases and pins are given back."""
-        parts = self._saves, self._loads, self._entered, self._lookups
+        parts = self._saves, self._loads, self.entered, self._lookups
         return any(part.has_work for part in parts)
 
     # --- ends ---------------------------------------------------------------------------------
@@ -298,12 +285,12 @@ class SchedulerHalf:
             self._adapters.reset()
             for state in self._requests.values():  # which may compute with what was loaded before
                 state.use_adapter(self._adapters.content(state.request.lora_request))
-        self._entered.reset(clean=clean)
+        self.entered.reset(clean=clean)
         return clean
 
     def close(self) -> None:
         """Release every lease. Loads that run fail or end by their deadline."""
-        self._entered.close()
+        self.entered.close()
         self._loads.release_ended()
         for state in self._requests.values():
             self._lookups.drop(state)
@@ -321,7 +308,7 @@ class SchedulerHalf:
     ) -> SaveReport | None:
         self._lookups.drop(state)
         self._lookups.drop_pull(state)
-        shared = self._entered.usable and self._shares(state)
+        shared = self.entered.usable and self._shares(state)
         whole = self._saves.whole(state, state.request.num_computed_tokens)
         if shared and completed and state.turn is not None:
             self._report_turn(state, state.turn, whole)
@@ -336,7 +323,7 @@ class SchedulerHalf:
         if not whole or not self._lookups.answered:
             return
         self._shared.client.session_turn(
-            self._entered.open,
+            self.entered.open,
             turn.id,
             pack(state.hashes(whole)[:whole]),
             agent=turn.strand(state.adapter or b""),

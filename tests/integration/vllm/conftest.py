@@ -197,7 +197,7 @@ class Engine:
     @property
     def namespace(self) -> Any:
         """The namespace that the connector reads and writes."""
-        return self.half.namespace
+        return self.half.entered.namespace
 
     def generate(
         self, asked: list[list[int]], new: int = NEW, params: dict[str, Any] | None = None

@@ -134,7 +134,7 @@ class Harness:
     def reset(self, weights: str = "first") -> None:
         """Reset, and have the ranks say which weights they have."""
         assert self.half.reset()
-        self.half.use_weights(weights)
+        self.half.entered.use_weights(weights)
 
     def step(
         self,

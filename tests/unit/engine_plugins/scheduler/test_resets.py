@@ -48,9 +48,9 @@ def test_a_reset_with_the_same_weights_keeps_everything(idle: Harness) -> None:
     assert idle.half.matched_tokens(request, 0) == (None, False)
     plan = idle.half.plan_step({}, lambda _: [[]])
     assert plan.reset == 1
-    idle.half.use_weights(None)  # not all ranks have said it
+    idle.half.entered.use_weights(None)  # not all ranks have said it
     assert idle.half.matched_tokens(request, 0) == (None, False)
-    idle.half.use_weights("first")
+    idle.half.entered.use_weights("first")
     assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
     assert idle.half.plan_step({}, lambda _: [[]]).opening == Opening(2, idle.make(""), 0)
     counted = idle.half.counters.take()
@@ -118,7 +118,7 @@ def test_an_answer_to_an_earlier_question_is_none(idle: Harness) -> None:
     assert idle.half.reset()
     assert idle.half.reset()
     reports = [RankReport(0, "cpu", "L", "", [], {}, weights="w", reset=at) for at in range(3)]
-    assert idle.half.last_reset == 2
+    assert idle.half.entered.last_reset == 2
     assert [common_weights([one], 2) is None for one in reports] == [True, True, False]
     assert common_weights(reports[1:], 2) is None
 
@@ -131,7 +131,7 @@ def test_an_engine_that_only_saves_asks_too(pool: Any, block_pool: Any) -> None:
     assert harness.half.matched_tokens(request, 0) == (0, False)
     plan = harness.step(request, 2 * TOKENS, tables(4))
     assert (plan.reset, plan.saves) == (1, [])
-    harness.half.use_weights("second")
+    harness.half.entered.use_weights("second")
     (save,) = harness.step(request, 2 * TOKENS, tables(4)).saves[0].saves
     assert save.keys == pack(request.block_hashes)
 
@@ -155,7 +155,7 @@ def test_a_reset_before_the_namespace_is_known_counts(pool: Any, block_pool: Any
     assert harness.half.matched_tokens(request, 0) == (0, False)
     harness.half.set_namespace(harness.make, "first", groups=[0], rank_bytes=PART_BYTES)
     assert harness.half.matched_tokens(request, 0) == (None, False)
-    harness.half.use_weights("second")
+    harness.half.entered.use_weights("second")
     opening = harness.half.plan_step({}, lambda _: [[]]).opening
     assert opening is not None
     assert opening.record == harness.make("second")
@@ -223,21 +223,23 @@ def test_a_reset_gives_up_saves_that_no_rank_has_begun(idle: Harness) -> None:
 
 def test_a_failed_reset_is_not_undone_by_the_answer_to_the_one_before(idle: Harness) -> None:
     assert idle.half.reset()
-    asked = idle.half.last_reset
+    asked = idle.half.entered.last_reset
     request = idle.request("r", 4)
     assert idle.half.matched_tokens(request, 0) == (None, False)
     assert idle.step(request, 2 * TOKENS, tables(4)).reset == asked
     idle.block_pool.touch(idle.block_pool.blocks[1:3])
     assert not idle.half.reset()
     answer = [RankReport(0, "cpu", "L", "", [], {}, weights="first", reset=asked)]
-    idle.half.use_weights(common_weights(answer, idle.half.last_reset))
+    idle.half.entered.use_weights(common_weights(answer, idle.half.entered.last_reset))
     assert idle.half.matched_tokens(request, 0) == (0, False)
     assert idle.step(request, 2 * TOKENS, tables(4)).saves == []
     idle.block_pool.free_blocks(idle.block_pool.blocks[1:3])
     assert idle.half.reset()
     assert idle.half.matched_tokens(idle.request("s", 4), 0) == (None, False)
-    assert idle.half.plan_step({}, lambda _: [[]]).reset == idle.half.last_reset == asked + 2
-    idle.half.use_weights("first")
+    assert (
+        idle.half.plan_step({}, lambda _: [[]]).reset == idle.half.entered.last_reset == asked + 2
+    )
+    idle.half.entered.use_weights("first")
     assert idle.half.matched_tokens(idle.request("t", 4), 0) == (4 * TOKENS, True)
 
 
@@ -258,7 +260,7 @@ def test_who_was_shut_out_before_its_reset_is_not_shut_out_after_it(idle: Harnes
     idle.half.step_done(StepDone(outdated={1}))
     request = idle.request("r", 4)
     assert idle.half.matched_tokens(request, 0) == (None, False)
-    idle.half.use_weights("first")
+    idle.half.entered.use_weights("first")
     assert idle.half.matched_tokens(request, 0) == (4 * TOKENS, True)
 
 
