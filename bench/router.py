@@ -40,6 +40,8 @@ from kvpool.placement.kv_events.engine_blocks import short_hash
 from kvpool.router.engines.engine_catalog import EngineCatalog
 from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.hashing import DEFAULT_SEED, HashSpec, chain, none_hash
+from kvpool.router.prompts.rendering import Renderer
+from kvpool.router.prompts.tokens import Tokenizer
 from kvpool.router.requests.prompts import Prompts
 from kvpool.router.upstream.upstream import open_session
 from kvpool.scheduler.cluster import Cluster, Traffic
@@ -358,7 +360,7 @@ async def listen(folder: str, pipe: Connection) -> tuple[list[float], list[float
             changed=lambda _: None,
             on_lag=lambda lag_s: told.append(1e3 * lag_s),
         )
-        prompts = Prompts(catalog, daemon=None, session=session, pools=pools)
+        prompts = Prompts(catalog, None, Tokenizer(session), Renderer(session), pools)
         await catalog.start()
         try:
             await asyncio.sleep(EVENT_SETTLE_S)

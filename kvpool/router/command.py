@@ -46,10 +46,13 @@ from kvpool.router.http.isolation import Isolation
 from kvpool.router.orders import Orders
 from kvpool.router.prompts.model_tokenizer import ModelTokenizer
 from kvpool.router.prompts.own_tokenizers import OwnTokenizers
+from kvpool.router.prompts.rendering import Renderer
+from kvpool.router.prompts.tokens import Tokenizer
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.records.observations import Observing, learned
 from kvpool.router.records.record_file import RecordFile
 from kvpool.router.records.recorder import Recorder
+from kvpool.router.requests.intake import Intake
 from kvpool.router.requests.intents import THREADS as INTENT_THREADS
 from kvpool.router.requests.intents import Intents
 from kvpool.router.requests.prompts import Prompts
@@ -136,13 +139,13 @@ class Router:
 
         self._prompts = Prompts(
             self._catalog,
-            daemon=self._daemon,
-            session=session,
-            pools=pools,
-            clock=clock,
-            api_key=api_key,
-            told=pool_told,
-            tokenizers=_tokenizers(config, metrics),
+            self._daemon,
+            Tokenizer(session, _tokenizers(config, metrics)),
+            Renderer(session, clock),
+            pools,
+            clock,
+            api_key,
+            pool_told,
         )
         self._scheduler = scheduler = Scheduler(
             (), cluster, index, make_policy(config.policy), random.Random(), _settings(config)
@@ -170,20 +173,19 @@ class Router:
         )
         self.serving = Serving(
             config,
-            scheduler=scheduler,
-            orders=orders,
-            roster=self._roster,
-            prompts=self._prompts,
-            upstream=upstream,
-            observer=observer,
-            metrics=metrics,
-            clock=clock,
-            random=os.urandom,
-            spans=self._spans if config.otlp else None,
-            isolation=_isolation(config, secrets),
-            recorder=self._recorder,
-            sessions=self._sessions,
-            intents=Intents(self._catalog, self._prompts, self._intents_link, metrics),
+            scheduler,
+            orders,
+            self._roster,
+            Intake(config, self._roster, self._prompts, clock, _isolation(config, secrets)),
+            upstream,
+            observer,
+            metrics,
+            self._sessions,
+            clock,
+            os.urandom,
+            self._spans if config.otlp else None,
+            self._recorder,
+            Intents(self._catalog, self._prompts, self._intents_link, metrics),
         )
         self._group = self._make_group(secrets, session, orders, pools, cluster, engine_of)
         self._listeners = Listeners(

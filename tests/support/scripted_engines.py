@@ -35,9 +35,10 @@ from kvpool.router.orders import Orders
 from kvpool.router.records.metrics import Metrics
 from kvpool.router.records.observations import Measured
 from kvpool.router.requests.calls import REPORT
-from kvpool.router.requests.intake import Incoming
+from kvpool.router.requests.intake import Incoming, Intake
 from kvpool.router.requests.intents import Wanted
 from kvpool.router.requests.serving import Serving
+from kvpool.router.requests.sessions import Sessions
 from kvpool.router.upstream.specs import EngineSpec, gpu_holder, pool_holders
 from kvpool.router.upstream.upstream import CUT, UNREACHABLE, EngineFailed, EngineRefused, Exhausted
 from kvpool.scheduler.cluster import Cluster, Traffic
@@ -421,18 +422,19 @@ class Bench:
         )
         self.serving = Serving(
             config,
-            scheduler=self.scheduler,
-            orders=self.shared,
-            roster=self.roster,
-            prompts=self.known,
-            upstream=self.upstream,  # type: ignore[arg-type]
-            observer=self.recorder,
-            metrics=self.metrics,
-            clock=clock,
-            random=self.random.randbytes,
-            recorder=self.recording,
-            intents=self.intents,  # type: ignore[arg-type]
-            isolation=self.isolation,
+            self.scheduler,
+            self.shared,
+            self.roster,
+            Intake(config, self.roster, self.known, clock, self.isolation),
+            self.upstream,  # type: ignore[arg-type]
+            self.recorder,
+            self.metrics,
+            Sessions(None, self.metrics),
+            clock,
+            self.random.randbytes,
+            None,
+            self.recording,
+            self.intents,  # type: ignore[arg-type]
         )
         self.group = Group(
             Hello(PROTOCOL, self.random.randbytes(8).hex(), clock()),

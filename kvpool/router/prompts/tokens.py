@@ -149,8 +149,8 @@ class Tokenizer:
     """
 
     _session: aiohttp.ClientSession
-    _most: int = CACHE_TOKENS_MAX
     _own: OwnTokenizers | None = None
+    _most: int = CACHE_TOKENS_MAX
     _known: dict[bytes, list[int]] = field(default_factory=dict, init=False)
     """The most recent is at the end."""
     _size: int = field(default=0, init=False)

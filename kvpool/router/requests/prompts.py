@@ -10,63 +10,51 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpool.errors import KvpoolError, Unavailable
 from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engines.engine_catalog import EngineCatalog
 from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.hashing import Hasher, HashSpec, Item, Prompt, index_keys, salt_of
-from kvpool.router.prompts.own_tokenizers import OwnTokenizers
 from kvpool.router.prompts.rendering import PATHS, Renderer
 from kvpool.router.prompts.tokens import Tokenizer, UnknownModel, question
 from kvpool.router.upstream.specs import EngineSpec
 from kvpool.types import KEY_BYTES
-
-if TYPE_CHECKING:
-    import aiohttp
 
 Told = Callable[[bytes, Sequence[int], Mapping[str, tuple[int, ...]]], None]
 
 TOKENIZE_TRIES = 2
 LONG_TOKENS = 1 << 16
 """From here on hashing takes longer than others may wait: some 20 ms."""
+COUNTED = ("looks", "late_looks", "failed_looks")
 LOOKS_MAX = 32
 """Concurrent lookups in the pool; further prompts skip it."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Prompts:
-    """See the module. daemon: None: this host has none, and the pool's contents are unknown."""
+    """See the module."""
 
-    def __init__(
-        self,
-        catalog: EngineCatalog,
-        *,
-        daemon: DaemonLink | None,
-        session: aiohttp.ClientSession,
-        pools: PoolViews,
-        clock: Callable[[], float] = time.monotonic,
-        api_key: Callable[[EngineSpec], str] = lambda _: "",
-        told: Told = lambda *_: None,
-        tokenizers: OwnTokenizers | None = None,
-    ) -> None:
-        """told: is told of each of the pool's answers."""
-        self._catalog = catalog
-        self._daemon = daemon
-        self._pools = pools
-        self._clock = clock
-        self._api_key = api_key
-        self._told = told
-        self._tokenizer = Tokenizer(session, _own=tokenizers)
-        self._renderer = Renderer(session, clock)
-        self._hasher = Hasher()
-        self._long_hasher = Hasher()
-        self._long = asyncio.Lock()
-        self._turn = 0
-        self._looking = 0
-        self._looks: set[asyncio.Task[None]] = set()
-        self._counts = {"looks": 0, "late_looks": 0, "failed_looks": 0}
+    _catalog: EngineCatalog
+    _daemon: DaemonLink | None
+    """None: this host has none, and the pool's contents are unknown."""
+    _tokenizer: Tokenizer
+    _renderer: Renderer
+    _pools: PoolViews
+    _clock: Callable[[], float] = time.monotonic
+    _api_key: Callable[[EngineSpec], str] = lambda _: ""
+    _told: Told = lambda *_: None
+    """Is told of each of the pool's answers."""
+    _hasher: Hasher = field(default_factory=Hasher, init=False)
+    _long_hasher: Hasher = field(default_factory=Hasher, init=False)
+    _long: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _turn: int = field(default=0, init=False)
+    _looking: int = field(default=0, init=False)
+    _looks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0), init=False)
 
     async def prompt(
         self,

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +22,6 @@ from kvpool.router.config import RouterConfig
 from kvpool.router.engines.engine_roster import EngineRoster
 from kvpool.router.hashing import Prompt
 from kvpool.router.http.bodies import BadRequest, Kind, error_body, parse, parsed_bytes
-from kvpool.router.http.isolation import Isolation
 from kvpool.router.http.memory import Held, Memory, NoRoom
 from kvpool.router.http.sse import error_event
 from kvpool.router.orders import Ordering
@@ -37,7 +34,7 @@ from kvpool.router.requests.active_request import ActiveRequest
 from kvpool.router.requests.calls import Caller, ClientGone, Reply, while_alive
 from kvpool.router.requests.failures import DeadlinePassed, GivenUp
 from kvpool.router.requests.in_flight import InFlight
-from kvpool.router.requests.intake import Incoming, Intake, Prompts, Rejected
+from kvpool.router.requests.intake import Incoming, Intake, Rejected
 from kvpool.router.requests.intents import Intents, Wanted
 from kvpool.router.requests.request_notes import RequestNotes
 from kvpool.router.requests.sessions import Sessions
@@ -68,48 +65,38 @@ async def _here(_request: Request, _model: str) -> bytes:
     return b""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Serving:
     """See above. Answers requests by `serve`."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        scheduler: Scheduler,
-        orders: Ordering,
-        roster: EngineRoster,
-        prompts: Prompts,
-        upstream: Upstream,
-        observer: Observer,
-        metrics: Metrics,
-        clock: Callable[[], float] = time.monotonic,
-        random: Callable[[int], bytes] = os.urandom,
-        spans: Spans | None = None,
-        isolation: Isolation | None = None,
-        recorder: Recorder | None = None,
-        sessions: Sessions | None = None,
-        intents: Intents | None = None,
-    ) -> None:
-        """recorder: None: nothing is recorded. sessions, intents: None: nobody is told of them."""
-        self.sessions = Sessions(None, metrics) if sessions is None else sessions
-        self._config = config
-        self._intents = intents
-        self._recorder = recorder
-        self._recorded: dict[str, int] = {}  # as the metrics have it
-        self._scheduler = scheduler
-        self._orders = orders
-        self._roster = roster
-        self._intake = Intake(config, roster, prompts, clock, isolation)
-        self._upstream = upstream
-        self._observer = observer
-        self._metrics = metrics
-        self._clock = clock
-        self._random = random
-        self._spans = spans
-        self.memory = Memory(config.memory_bytes_max)
-        self.accounts = Accounts(config.decisions_max)
-        self._miss_notes = MissNotes(self._intake.why, clock)
-        self.in_flight = InFlight(config, metrics)
+    _config: RouterConfig
+    _scheduler: Scheduler
+    _orders: Ordering
+    _roster: EngineRoster
+    _intake: Intake
+    _upstream: Upstream
+    _observer: Observer
+    _metrics: Metrics
+    sessions: Sessions
+    _clock: Callable[[], float]
+    _random: Callable[[int], bytes]
+    _spans: Spans | None = None
+    _recorder: Recorder | None = None
+    """None: nothing is recorded."""
+    _intents: Intents | None = None
+    """None: nobody is told of them."""
+    _recorded: dict[str, int] = field(default_factory=dict, init=False)
+    """As the metrics have it."""
+    memory: Memory = field(init=False)
+    accounts: Accounts = field(init=False)
+    _miss_notes: MissNotes = field(init=False)
+    in_flight: InFlight = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = Memory(self._config.memory_bytes_max)
+        self.accounts = Accounts(self._config.decisions_max)
+        self._miss_notes = MissNotes(self._intake.why, self._clock)
+        self.in_flight = InFlight(self._config, self._metrics)
 
     # Requests
 

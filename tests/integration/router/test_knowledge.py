@@ -15,7 +15,8 @@ from kvpool.router.daemon_link import DaemonLink
 from kvpool.router.engines.engine_catalog import EngineCatalog
 from kvpool.router.engines.pool_view import PoolViews
 from kvpool.router.hashing import chain, none_hash
-from kvpool.router.prompts.tokens import TokenizeRefused, UnknownModel
+from kvpool.router.prompts.rendering import Renderer
+from kvpool.router.prompts.tokens import Tokenizer, TokenizeRefused, UnknownModel
 from kvpool.router.requests.prompts import Prompts
 from kvpool.router.upstream.specs import EngineSpec, scheduled
 from kvpool.scheduler.cluster import Cluster, Traffic
@@ -58,7 +59,7 @@ class Learner:
             clock=lambda: pace * time.monotonic(),
         )
         self.prompts = Prompts(
-            self.knowledge, daemon=self.daemon, session=session, pools=self.pools
+            self.knowledge, self.daemon, Tokenizer(session), Renderer(session), self.pools
         )
 
     def lengths(self, keys: Any) -> dict[str, int]:

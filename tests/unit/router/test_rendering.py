@@ -13,6 +13,7 @@ from kvpool.errors import Unavailable
 from kvpool.router.engines.engine_catalog import Served
 from kvpool.router.hashing import HashSpec, Item, chain, none_hash
 from kvpool.router.prompts.rendering import ASK_AGAIN_S, PATHS, Renderer
+from kvpool.router.prompts.tokens import Tokenizer
 from kvpool.router.requests.prompts import Prompts
 from kvpool.router.upstream.specs import EngineSpec
 
@@ -92,9 +93,8 @@ def test_blocks_with_media_are_hashed_by_their_identifiers() -> None:
         )
         pools: Any = None
         async with aiohttp.ClientSession() as session:
-            prompt = await Prompts(catalog, daemon=None, session=session, pools=pools).prompt(
-                body, "chat"
-            )
+            prompts = Prompts(catalog, None, Tokenizer(session), Renderer(session), pools)
+            prompt = await prompts.prompt(body, "chat")
         items = [Item("a1", 2, 3), Item("i1", 9, 5), Item("i2", 30, 1)]
         assert prompt.hashes == chain(hashing, TOKENS, salt="s", multimodal=items)
         assert len(prompt.keys) == 2 and prompt.hashes != chain(hashing, TOKENS, salt="s")

@@ -118,7 +118,7 @@ def test_what_was_asked_before_is_remembered():
     engine = Engine()
 
     async def test(url, session):
-        tokenizer = Tokenizer(session, 6 + 2 * PROMPT_TOKENS)
+        tokenizer = Tokenizer(session, None, 6 + 2 * PROMPT_TOKENS)
 
         async def tokens(text, **more):
             asked = {"model": "m", "prompt": text, **more}
@@ -144,7 +144,7 @@ def test_prompts_without_tokens_take_room_too():
     engine.answer = {"tokens": []}
 
     async def test(url, session):
-        tokenizer = Tokenizer(session, 2 * PROMPT_TOKENS)
+        tokenizer = Tokenizer(session, None, 2 * PROMPT_TOKENS)
         for text in ("a", "b", "c", "a"):
             assert await tokenizer.tokenize(url, {"prompt": text}, deadline_s=10) == []
         assert (tokenizer.hits, tokenizer.misses) == (0, 4)
@@ -178,7 +178,7 @@ def test_proven_tokenizers_ask_no_engine():
     async def test(url, session):
         texts = [str(number) for number in range(FIRST + 2)]
         own = own_of(dict.fromkeys(texts, (1, 2, 3)))
-        tokenizer = Tokenizer(session, _own=own)
+        tokenizer = Tokenizer(session, own)
         for text in texts:
             assert await tokens_of(tokenizer, url, text) == [1, 2, 3]
         assert [each["prompt"] for each in engine.asked] == texts[:FIRST]
@@ -198,7 +198,7 @@ def test_unproven_tokenizers_are_not_used():
 
     async def test(url, session):
         own = own_of({"a": [1, 2, 4], "b": [1, 2, 3]})
-        tokenizer = Tokenizer(session, _own=own)
+        tokenizer = Tokenizer(session, own)
         assert await tokens_of(tokenizer, url, "a") == [1, 2, 3], "the engine's"
         engine.status, engine.answer = 400, {"error": {"message": "no"}}
         with pytest.raises(TokenizeRefused):
@@ -215,7 +215,7 @@ def test_a_difference_that_is_found_late_takes_back_all_that_is_remembered():
         draws = iter([1.0, 0.0, 0.0])
         texts = [str(number) for number in range(FIRST)]
         own = own_of({**dict.fromkeys(texts, (1, 2, 3)), "a": [7], "b": [8]}, lambda: next(draws))
-        tokenizer = Tokenizer(session, _own=own)
+        tokenizer = Tokenizer(session, own)
         for text in texts:
             await tokens_of(tokenizer, url, text)
         assert await tokens_of(tokenizer, url, "a") == [7], "wrong, and not looked at"
@@ -235,7 +235,7 @@ def test_a_comparison_that_fails_says_nothing():
     async def test(url, session):
         texts = [str(number) for number in range(FIRST + 3)]
         own = own_of(dict.fromkeys(texts, (1, 2, 3)), lambda: 0.0)
-        tokenizer = Tokenizer(session, _own=own)
+        tokenizer = Tokenizer(session, own)
         for text in texts[:FIRST]:
             await tokens_of(tokenizer, url, text)
         for number, status in enumerate((500, 404)):
