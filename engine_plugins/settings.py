@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What a plugin is told of the pool.
+    """Settings of a plugin for the pool.
 
     socket: the daemon's unix socket, in which `{rank}` stands for the rank's number, where ranks of one machine have
         daemons of their own; None means `KVPOOL_SOCKET`, else the default path.
@@ -25,7 +25,7 @@ class PoolSettings:
     """
 
     WHERE: ClassVar[str]
-    """What the settings are given in."""
+    """The option or file that the settings are given in."""
 
     socket: str | None = None
     tenant: str = DEFAULT_TENANT
@@ -67,7 +67,7 @@ class PoolSettings:
 
 @dataclass(frozen=True)
 class ModelSettings(PoolSettings):
-    """What a plugin of an engine that holds a model is told in addition.
+    """Settings of a plugin of an engine that holds a model, in addition.
 
     model: name of the model in the namespace, for engines that hold the same weights under
         different paths; None means what the engine was given.

@@ -1,4 +1,4 @@
-"""What is simulated: a cluster's engines, nodes and links."""
+"""The shape of a simulated cluster: its engines, nodes and links."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class NoisyStep(StepEstimate):
 
 
 def estimates_of(shape: Shape) -> KindEstimates:
-    """What is known of the engines at the start."""
+    """Return what is known of the engines at the start."""
     hardware = shape.speeds.hardware
     # What a newcomer would assume: the profile without attention and overhead. The rest is learnt.
     assumed = (0.0, shape.speeds.coefficients[1], 0.0)

@@ -1,4 +1,4 @@
-"""Where the other routers are: connects to every address of every configured name."""
+"""Connections to the other routers: to every address of every configured name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Addresses:
     _resolving: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
-        """Returns once each address was tried, or after `CONNECT_S`."""
+        """Return once each address was tried, or after `CONNECT_S`."""
         await self._resolve()
         self._resolving = asyncio.create_task(self._keep_resolving(), name="find routers")
         waits = [asyncio.ensure_future(tried.wait()) for tried in self._tried.values()]
@@ -78,7 +78,7 @@ class Addresses:
             self._tasks[target] = asyncio.create_task(self._keep(target), name=f"to {target.url}")
 
     async def _look_up(self, url: str) -> None:
-        """Without an answer it stays where it was."""
+        """Find the addresses of a router. Without an answer the earlier ones stay."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 self._found[url] = await targets_of(url)
@@ -86,7 +86,7 @@ class Addresses:
             log.warning("the router %s is not found: %s", url, str(error) or "no answer")
 
     async def _keep(self, target: Target) -> None:
-        """Connected, until it is cancelled."""
+        """Keep an address connected until the task is cancelled."""
         tried, failures = self._tried[target], 0
         while True:
             try:
@@ -102,7 +102,7 @@ class Addresses:
 
 
 async def targets_of(url: str) -> list[Target]:
-    """All addresses of a router's URL. Raises `OSError`."""
+    """Return all addresses of a router's URL. Raises `OSError`."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     loop = asyncio.get_running_loop()

@@ -76,7 +76,7 @@ class _Router:
     _asked: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
 
     async def ask(self, what: str, **more: Any) -> bytes:
-        """Its answer; empty: it has none, or there is none in time."""
+        """Return the router's answer, or an empty one if it has none, or none in time."""
         self._number = number = self._number + 1
         asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asked[number] = asked
@@ -90,12 +90,13 @@ class _Router:
             self._asked.pop(number, None)
 
     def answered(self, answer: Answer) -> None:
+        """Hand an answer to the question of its number."""
         asked = self._asked.pop(answer.number, None)
         if asked is not None and not asked.done():
             asked.set_result(answer.body)
 
     def gone(self) -> None:
-        """Its connection has ended: it answers nothing more."""
+        """Note that the connection has ended: the router answers nothing more."""
         self.link.alive = False
         for asked in self._asked.values():
             if not asked.done():
@@ -104,9 +105,10 @@ class _Router:
 
 @dataclass(slots=True, eq=False)
 class Operators:
-    """What operators have said of engines, to any router. wall: seconds since 1970. The latest word on each engine counts."""
+    """Words of operators on engines, said to any router. The latest word on each engine counts."""
 
     _wall: Callable[[], float]
+    """Seconds since 1970."""
     _said: dict[str, Operated] = field(default_factory=dict, init=False)
 
     def say(self, engine: str, drains: bool, weight: float) -> Operated:
@@ -128,6 +130,7 @@ class Operators:
         return new
 
     def send_all(self, link: Link) -> None:
+        """Repeat all words to another router."""
         for said in self._said.values():
             link.send(said)
 

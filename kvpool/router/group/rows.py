@@ -114,7 +114,7 @@ def decode_estimate_of(row: DecodeRow, engine_of: EngineOf) -> DecodeEstimate:
 
 
 def _values(estimate: Estimate | DecodeEstimate) -> Iterator[Any]:
-    """What is estimated, in the order of the fields, which messages have in common with the scheduler."""
+    """Yield the estimated values in the order of the fields, which messages have in common with the scheduler."""
     for name, value in zip(estimate._fields[1:], estimate[1:], strict=True):
         yield finite(value, name) if isinstance(value, float) else value
 

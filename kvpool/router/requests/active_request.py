@@ -379,7 +379,7 @@ class ActiveRequest:
 def _following(
     computes: Engine, follow_s: float, *, computed: bool = False
 ) -> Mapping[str, object]:
-    """For an engine that is to wait so long for the prompt's blocks from the one that computes them, or has."""
+    """Return the hint for an engine that is to wait so long for the prompt's blocks from the one that computes them, or has."""
     hint: dict[str, object] = {"follow_s": follow_s, "source": computes.node}
     if computed:
         hint["computed"] = True

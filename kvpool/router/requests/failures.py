@@ -1,4 +1,4 @@
-"""What the failed calls of one request are evidence of, and which error the client gets in the end."""
+"""Failed calls of one request: what they are evidence of, and which error the client gets in the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GivenUp(KvpoolError):
 
 @dataclass(eq=False, repr=False, slots=True)
 class Failures:
-    """The failures of one request, which the roster is told of."""
+    """The failures of one request. The roster is told of them."""
 
     _roster: EngineRoster
     _notes: RequestNotes

@@ -28,7 +28,7 @@ class InFlight:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Around a request, before anything of it is parsed. Raises `Rejected`."""
+        """Count a request, from before anything of it is parsed until it has ended. Raises `Rejected`."""
         if self.draining and not self._config.reuse_port:
             raise Rejected(503, "this router is shutting down", DRAINING, 1.0)
         if self.count >= self._config.requests_max:
@@ -44,7 +44,7 @@ class InFlight:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While a body arrives. Limited like requests in flight. Raises `Rejected`."""
+        """Count a body while it arrives. Limited like requests in flight. Raises `Rejected`."""
         if self._reading >= self._config.requests_max:
             raise self._too_many()
         self._reading += 1
@@ -58,7 +58,7 @@ class InFlight:
         return Rejected(429, "too many requests are in flight", "requests_max", 1.0)
 
     def no_room(self, error: NoRoom) -> Rejected:
-        """For a request that needs more memory than is free."""
+        """Return the rejection of a request that needs more memory than is free."""
         self._metrics.rejections.labels("memory").inc()
         return Rejected(429, str(error), "memory", 1.0)
 

@@ -1,4 +1,4 @@
-"""What is noted of one request: in its account, its trace, the metrics, and for its session's next turn."""
+"""Notes of one request: in its account, its trace, the metrics, and for its session's next turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.scheduler.values import Order
 from kvpool.telemetry.spans import QUEUE, Span
 
 USAGE_S = 1.0
-"""For what an engine says of the prompt that it has computed, once all of the answer is there."""
+"""The wait for an engine's word on the prompt that it has computed, once all of the answer is there."""
 
 
 @dataclass(eq=False, repr=False, slots=True)

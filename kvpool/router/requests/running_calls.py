@@ -75,9 +75,9 @@ class RunningCalls:
 
 
 async def _outcome(work: Work, *args: Any) -> KvpoolError | None:
-    """The error, without its traceback: the frames refer to the task whose result it is.
+    """Return the error, without its traceback: the frames refer to the task whose result it is.
 
-    Not read if it was cancelled.
+    The result of a cancelled task is not read.
     """
     try:
         await work(*args)
