@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvpool.errors import (
     ConfigError,
@@ -68,6 +69,7 @@ def _later(seconds: float, work: Callable[[], None]) -> None:
     timer.start()
 
 
+@dataclass(eq=False)
 class Server:
     """Listens, and serves each peer's connection in a thread of its own.
 
@@ -76,35 +78,28 @@ class Server:
     unauthenticated connections cannot starve peers, and a peer for whom there is no place is told so.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        source: Source,
-        identity: Identity,
-        limits: TransferLimits,
-        precedence: Priority,
-        converse: Converse = Conversation,
-    ) -> None:
-        self._converse = converse
-        self._memory = memory
-        self._source = source
-        self._precedence = precedence
-        self._identity = identity
-        self._limits = limits
-        self._budgets = Budgets.of(limits.inflight_bytes_max)
+    _memory: Memory
+    _source: Source
+    _identity: Identity
+    _limits: TransferLimits
+    _precedence: Priority
+    _converse: Converse = Conversation
+
+    def __post_init__(self) -> None:
+        self._budgets = Budgets.of(self._limits.inflight_bytes_max)
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._left = threading.Condition(self._lock)  # a connection has ended
         self._streams: set[Stream] = set()
         self._strangers: dict[Stream, None] = {}  # those not admitted yet, in the order of arrival
-        self._places: PeerSlots[Stream] = PeerSlots(limits.connections_max)
-        extra = min(STRANGERS_MAX, max(1, limits.connections_max // 4))
-        self._streams_max = limits.connections_max + extra
+        self._places: PeerSlots[Stream] = PeerSlots(self._limits.connections_max)
+        extra = min(STRANGERS_MAX, max(1, self._limits.connections_max // 4))
+        self._streams_max = self._limits.connections_max + extra
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._complaints = Complaints()
-        self._failed = FailedLogins(source.logins_failed, _later)
-        self._faults = Faults(time.monotonic, source.request_failed)
+        self._failed = FailedLogins(self._source.logins_failed, _later)
+        self._faults = Faults(time.monotonic, self._source.request_failed)
 
     def listen(self, url: str) -> str:
         """See `Transport.listen`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -90,24 +91,18 @@ class Budgets(NamedTuple):
         return cls(Budget(limit - limit // 4), Budget(limit // 4))
 
 
+@dataclass(eq=False)
 class Conversation:
     """One peer's requests, one after the other. Belongs to the thread of its connection."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        memory: Memory,
-        source: Source,
-        limits: TransferLimits,
-        budgets: Budgets,
-        precedence: Priority,
-    ) -> None:
-        self._stream = stream
-        self._memory = memory
-        self._source = source
-        self._limits = limits
-        self._budgets = budgets
-        self._precedence = precedence
+    _stream: Stream
+    _memory: Memory
+    _source: Source
+    _limits: TransferLimits
+    _budgets: Budgets
+    _precedence: Priority
+
+    def __post_init__(self) -> None:
         self._fetched: Fetch | None = None  # the last one, whose blocks it may report as corrupt
 
     def hear(self) -> tuple[int, Message]:

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -167,6 +167,7 @@ class _Counts:
     packs_unreadable: int = 0
 
 
+@dataclass(eq=False)
 class ObjectStore:
     """See the module.
 
@@ -176,32 +177,27 @@ class ObjectStore:
     encryption: encrypt the blocks; then no others are read.
     """
 
-    def __init__(
-        self,
-        objects: ObjectClient,
-        *,
-        node: bytes,
-        limits: ObjectLimits,
-        clock: Clock = time.monotonic,
-        wall: Clock = time.time,
-        rng: random.Random | None = None,
-        token: Callable[[int], bytes] = secrets.token_bytes,
-        encryption: EncryptionSecrets | None = None,
+    _objects: ObjectClient
+    _: KW_ONLY
+    node: bytes
+    limits: ObjectLimits
+    clock: Clock = time.monotonic
+    wall: Clock = time.time
+    rng: InitVar[random.Random | None] = None
+    token: Callable[[int], bytes] = secrets.token_bytes
+    encryption: InitVar[EncryptionSecrets | None] = None
+
+    def __post_init__(
+        self, rng: random.Random | None, encryption: EncryptionSecrets | None
     ) -> None:
-        if len(node) != NODE_BYTES:
+        if len(self.node) != NODE_BYTES:
             raise InvalidRequest(f"a node is named by {NODE_BYTES} bytes")
-        self._objects = objects
-        self._node = node
-        self._limits = limits
-        self._clock = clock
-        self._wall = wall
-        self._token = token
         self._sealer = None if encryption is None else ObjectSealer(encryption)
         self._lock = threading.Lock()  # of the books and the counts
         self._making_room = threading.Lock()
-        self._books = ObjectUsage(limits.bytes_max, limits.dead_share_max)
+        self._books = ObjectUsage(self.limits.bytes_max, self.limits.dead_share_max)
         self._counts = _Counts()
-        self._requests = Requests(limits, clock, rng or random.Random())
+        self._requests = Requests(self.limits, self.clock, rng or random.Random())
 
     @classmethod
     def open(
@@ -257,7 +253,7 @@ class ObjectStore:
         """
         listing = _Listing(self._objects, prefix())
         try:
-            self._requests.one(listing.page, self._clock() + timeout_s)
+            self._requests.one(listing.page, self.clock() + timeout_s)
         except StoreFault as fault:
             if fault.fault in (Fault.DENIED, Fault.REFUSED):
                 raise ConfigError(
@@ -276,14 +272,14 @@ class ObjectStore:
 
         stopped: as of `get`. Packs being written then are deleted later, if they exist.
         """
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         n = len(batch.rows)
         result = PutResult(np.full(n, BlockStatus.FAILED, np.uint8), np.zeros(n, LOCATION), [])
         unsettled: dict[bytes, PackName] = {}
         try:
             jobs = self._packs_to_put(batch, result, unsettled, deadline)
             for (which, table), fault in self._requests.run(
-                jobs, deadline, self._limits.uploads, stopped
+                jobs, deadline, self.limits.uploads, stopped
             ):
                 name = unsettled.pop(table.name.pack)
                 if fault is None:
@@ -309,15 +305,15 @@ class ObjectStore:
         stopped: whether the blocks are no longer wanted; then it soon ends, with `BlockStatus.FAILED` for missing
         ones.
         """
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         statuses = np.full(len(batch.rows), BlockStatus.FAILED, np.uint8)
         fits = usable(batch.locations, batch.nbytes, sealed=self._sealer is not None)
         statuses[~fits] = BlockStatus.MISMATCH
         ranges = plan(
             batch.locations,
             np.flatnonzero(fits).tolist(),
-            range_bytes=self._limits.range_bytes,
-            gap_bytes=self._limits.gap_bytes,
+            range_bytes=self.limits.range_bytes,
+            gap_bytes=self.limits.gap_bytes,
         )
         reading = _Reading(batch, statuses, self._sealer)
         jobs = (
@@ -328,7 +324,7 @@ class ObjectStore:
             )
             for one in ranges
         )
-        for one, found in self._requests.run(jobs, deadline, self._limits.reads, stopped):
+        for one, found in self._requests.run(jobs, deadline, self.limits.reads, stopped):
             reading.take(one, found)
         self._count_get(batch, statuses)
         return statuses
@@ -352,7 +348,7 @@ class ObjectStore:
 
         For a namespace that is no longer used. Raises `Unavailable` if some could not be deleted.
         """
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         with self._lock:
             self._books.clear(digest)
         n = 0
@@ -376,7 +372,7 @@ class ObjectStore:
             names = self._books.doomed()
         if names:
             jobs = ((name, partial(self._objects.delete, name.path), 0) for name in names)
-            self._delete(jobs, self._clock() + timeout_s)
+            self._delete(jobs, self.clock() + timeout_s)
         with self._lock:
             return not self._books.doomed()
 
@@ -397,14 +393,14 @@ class ObjectStore:
         """
         if digest is not None:
             ObjectTable(digest, part or 0)
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         for page in self._pages(prefix(digest, part), deadline):
             jobs = (
                 ((name, listed), partial(self._read_tail, name, listed.size), TAIL_GUESS_BYTES)
                 for name, listed in page
-                if not own or name.node == self._node
+                if not own or name.node == self.node
             )
-            for (name, listed), tail in self._requests.run(jobs, deadline, self._limits.reads):
+            for (name, listed), tail in self._requests.run(jobs, deadline, self.limits.reads):
                 if isinstance(tail, StoreFault):
                     if tail.fault is Fault.MISSING:
                         continue
@@ -453,14 +449,14 @@ class ObjectStore:
         entries["parent"] = columns(batch.parents)
         entries["checksum"] = columns(batch.checksums)
         entries["depth"] = batch.depths
-        step = min(max(1, self._limits.pack_bytes // nbytes), PACK_BLOCKS_MAX)
+        step = min(max(1, self.limits.pack_bytes // nbytes), PACK_BLOCKS_MAX)
         sealed = self._sealer is not None
         for first in range(0, len(entries), step):
             if self._requests.suspended_s:
                 return  # nothing is deleted to make room for packs that will not be sent
             which = slice(first, first + step)
             mine = entries[which]
-            pack = self._node + self._token(PACK_ID_BYTES - NODE_BYTES)
+            pack = self.node + self.token(PACK_ID_BYTES - NODE_BYTES)
             size = pack_size(nbytes, len(mine), table.record, sealed=sealed)
             if not self._make_room(pack, size, result.dropped, deadline):
                 result.statuses[which] = BlockStatus.NO_SPACE
@@ -479,7 +475,7 @@ class ObjectStore:
         """Reserves, and deletes packs to make room. One at a time, so that nobody counts on space that
         is still being freed for another.
         """
-        if not self._making_room.acquire(timeout=max(0.0, deadline - self._clock())):
+        if not self._making_room.acquire(timeout=max(0.0, deadline - self.clock())):
             return False
         try:
             with self._lock:
@@ -489,7 +485,7 @@ class ObjectStore:
                 dropped += going
                 fits = self._books.fits
             if not fits:
-                self.sweep(timeout_s=deadline - self._clock())
+                self.sweep(timeout_s=deadline - self.clock())
                 with self._lock:
                     fits = self._books.fits
                     if not fits:
@@ -500,7 +496,7 @@ class ObjectStore:
 
     def _put_done(self, table: PackTable, nbytes: int) -> None:
         with self._lock:
-            self._books.written(table, self._wall())
+            self._books.written(table, self.wall())
             self._counts.blocks_put += len(table.entries)
             self._counts.bytes_put += len(table.entries) * nbytes
 
@@ -518,7 +514,7 @@ class ObjectStore:
             self._counts.blocks_got += got
             self._counts.bytes_got += got * batch.nbytes
             self._counts.mismatches += int((statuses == BlockStatus.MISMATCH).sum())
-            self._books.touch(_distinct(packs[statuses == BlockStatus.PRESENT]), self._wall())
+            self._books.touch(_distinct(packs[statuses == BlockStatus.PRESENT]), self.wall())
             for pack in _distinct(packs[statuses == BlockStatus.ABSENT]):
                 self._books.lost(pack)
 
@@ -532,7 +528,7 @@ class ObjectStore:
         """The deleted packs. Raises the error if there are fewer than expected."""
         gone: list[PackName] = []
         wrong: StoreFault | None = None
-        for name, fault in self._requests.run(jobs, deadline, self._limits.reads):
+        for name, fault in self._requests.run(jobs, deadline, self.limits.reads):
             if fault is not None:
                 wrong = fault
                 continue
@@ -575,7 +571,7 @@ class ObjectStore:
 
     def _enter(self, name: PackName, listed: Listed, tail: bytes | None) -> PackTable | None:
         """A scanned pack, unless it is unreadable or about to be deleted."""
-        own = name.node == self._node
+        own = name.node == self.node
         try:
             if tail is None:
                 raise ProtocolError(f"{name.path} is not a pack")
@@ -583,7 +579,7 @@ class ObjectStore:
                 raise OtherKindError(f"{name.path} is of the other kind")
             table = parse_tail(name, tail, listed.size, self._sealer)
         except ProtocolError as error:
-            young = self._wall() - listed.modified < OTHER_KIND_S
+            young = self.wall() - listed.modified < OTHER_KIND_S
             with self._lock:
                 self._counts.packs_unreadable += 1
                 # The secret may be wrong by mistake.

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -80,14 +81,14 @@ class LinuxDisk:
         os.posix_fadvise(fd, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+@dataclass(eq=False)
 class SegmentFile:
     """One preallocated file of `nbytes`, read and written in whole pages. Thread-safe."""
 
-    def __init__(self, disk: Disk, fd: int, nbytes: int, direct: bool) -> None:
-        self.nbytes = nbytes
-        self.direct = direct
-        self._disk = disk
-        self._fd = fd
+    _disk: Disk
+    _fd: int
+    nbytes: int
+    direct: bool
 
     @classmethod
     def open(cls, disk: Disk, path: Path, nbytes: int, direct: Direct) -> SegmentFile:

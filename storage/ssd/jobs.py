@@ -85,20 +85,14 @@ class ReadBatch:
     place: bytes = b""
 
 
+@dataclass(eq=False)
 class Writer:
     """The work of `write`: rows → staging, encrypted on the way if they are to be → segment."""
 
-    def __init__(
-        self,
-        segment: SegmentFile,
-        batch: WriteBatch,
-        statuses: Statuses,
-        sealer: BlockSealer | None,
-    ) -> None:
-        self._segment = segment
-        self._batch = batch
-        self._statuses = statuses
-        self._sealer = sealer
+    _segment: SegmentFile
+    _batch: WriteBatch
+    _statuses: Statuses
+    _sealer: BlockSealer | None
 
     def __call__(self, job: Job, memory: Bytes1D) -> None:
         slot, blocks = job
@@ -171,21 +165,17 @@ class Writer:
                 return
 
 
+@dataclass(eq=False)
 class Reader:
     """The work of `read`: segment → staging, verified there → rows; or decrypted and decoded to rows, verified there."""
 
-    def __init__(
-        self,
-        segment: SegmentFile,
-        batch: ReadBatch,
-        statuses: Statuses,
-        sealer: BlockSealer | None,
-    ) -> None:
-        self._segment = segment
-        self._batch = batch
-        self._statuses = statuses
-        self._sealer = sealer
-        self._slot = slot_bytes(batch.nbytes + (0 if sealer is None else SEAL_BYTES))
+    _segment: SegmentFile
+    _batch: ReadBatch
+    _statuses: Statuses
+    _sealer: BlockSealer | None
+
+    def __post_init__(self) -> None:
+        self._slot = slot_bytes(self._batch.nbytes + (0 if self._sealer is None else SEAL_BYTES))
 
     def __call__(self, job: Job, memory: Bytes1D) -> None:
         slot, blocks = job

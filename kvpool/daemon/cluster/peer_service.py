@@ -6,8 +6,10 @@ Event loop only. Bytes go from segment to segment through the transfer workers; 
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -58,51 +60,37 @@ class Below(Protocol):
     def on_node(self, table: PartTable, keys: Sequence[bytes]) -> bytes: ...
 
 
+Remove = Callable[[Sequence[NamespaceState], peer_wire.Discard], Awaitable[set[bytes]]]
+
+
+@dataclass(eq=False)
 class PeerService:
     """Answers peers: the `Rules` of the transfer workers.
 
     may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
     that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. remove: removes
-    blocks from all tiers of this node. session_ended: handles ends of sessions. stores: whether new blocks are accepted. operate: handles requests of operators
+    blocks from all tiers of this node. end_session: handles ends of sessions. stores: whether new blocks are accepted. operate: handles requests of operators
     of other nodes. spans: collects those of traced loans. faults: takes
     unexpected errors. name: this node's; what is meant for another one is declined.
     logins_failed: is told of peers that could not prove who they are.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        below: Below,
-        clock: Callable[[], float],
-        *,
-        may_serve: Callable[[], bool] = lambda: True,
-        stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None,
-        take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None,
-        remove: Callable[[Sequence[NamespaceState], peer_wire.Discard], Awaitable[set[bytes]]]
-        | None = None,
-        session_ended: Callable[[peer_wire.SessionEnded], bool] | None = None,
-        stores: Callable[[], bool] = lambda: True,
-        operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None,
-        spans: Spans | None = None,
-        faults: Faults | None = None,
-        name: str = "",
-        logins_failed: Callable[[Failures], None] = lambda _: None,
-    ) -> None:
-        self.node = node
-        self._logins_failed = logins_failed
-        self._name = name
-        self._below = below
-        self._remove = remove
-        self._clock = clock
-        self._may_serve = may_serve
-        self._stale = stale
-        self._take = take
-        self._session_ended = session_ended
-        self._stores = stores
-        self._operate = operate
-        self._spans = spans
-        self.faults = faults or Faults(clock)
-        self._traced: dict[str, Span] = {}  # of loans, by token
+    node: Node
+    below: Below
+    clock: Callable[[], float]
+    _: KW_ONLY
+    may_serve: Callable[[], bool] = lambda: True
+    stale: Callable[[NamespaceState, list[bytes]], None] = lambda *_: None
+    take: Callable[[peer_wire.Offer], Awaitable[frame.Bytes]] | None = None
+    remove: Remove | None = None
+    end_session: Callable[[peer_wire.SessionEnded], bool] | None = None
+    stores: Callable[[], bool] = lambda: True
+    operate: Callable[[peer_wire.Operate], Awaitable[frame.Bytes]] | None = None
+    spans: Spans | None = None
+    faults: Faults = field(default_factory=lambda: Faults(time.monotonic))
+    name: str = ""
+    logins_failed: Callable[[Failures], None] = lambda _: None
+    _traced: dict[str, Span] = field(default_factory=dict, init=False)  # of loans, by token
 
     def asked(self, question: peer_wire.Ask) -> frame.Done:
         """How many blocks of the prefix a peer could pull from here."""
@@ -115,7 +103,7 @@ class PeerService:
                 f"parts {question.parts[:8]} do not match the parts of this node's namespace"
             )
         return frame.Done(
-            self._below.usable_on_node(namespace, question.parts, split_keys(question.keys))
+            self.below.usable_on_node(namespace, question.parts, split_keys(question.keys))
         )
 
     def holds(self, question: peer_wire.Holds) -> frame.Bytes:
@@ -127,47 +115,47 @@ class PeerService:
             return frame.Bytes(bytes(len(keys)))
         if not 0 <= question.part < len(namespace.tables):
             raise InvalidRequest(f"part {question.part} does not exist in this node's namespace")
-        return frame.Bytes(self._below.on_node(namespace.tables[question.part], keys))
+        return frame.Bytes(self.below.on_node(namespace.tables[question.part], keys))
 
     async def discarded(self, order: peer_wire.Discard) -> frame.Bytes:
         """Remove blocks from all tiers here: a client of another node wants it. One byte a key, 1 where there was one."""
         self._check_standing()
         self._check_meant(order.to)
-        if self._remove is None:
+        if self.remove is None:
             raise Unavailable("this node removes nothing for others: it is not in a cluster")
         check_counts(len(order.digests), order.keys)
         known = [self._known(order.tenant, digest) for digest in order.digests]
         found = [namespace for namespace in known if namespace is not None]
-        gone = await self._remove(found, order)
+        gone = await self.remove(found, order)
         return frame.Bytes(bytes([key in gone for key in split_keys(order.keys)]))
 
     def session_ended(self, news: peer_wire.SessionEnded) -> frame.Done:
         """End a session, as a client of another node reports."""
         self._check_standing()
         self._check_meant(news.to)
-        if self._session_ended is None:
+        if self.end_session is None:
             raise Unavailable("this node is told nothing of sessions: it is not in a cluster")
-        return frame.Done(int(self._session_ended(news)))
+        return frame.Done(int(self.end_session(news)))
 
     async def offered(self, offer: peer_wire.Offer) -> frame.Bytes:
         """A peer asks this node to keep replicas of its blocks."""
         self._check_standing()
         self._check_meant(offer.to)
-        if self._take is None:
+        if self.take is None:
             raise Unavailable("this node accepts no offers: it is not in a cluster")
-        return await self._take(offer)
+        return await self.take(offer)
 
     async def operated(self, order: peer_wire.Operate) -> frame.Bytes:
         """A request of another node's operator."""
         self._check_meant(order.to)
-        if self._operate is None:
+        if self.operate is None:
             raise Unavailable("this node accepts no orders: it is not in a cluster")
-        return await self._operate(order)
+        return await self.operate(order)
 
     def _check_meant(self, node: str) -> None:
         """Raises `Declined` for what was meant for another node: addresses are given to others, or were confused."""
-        if node not in {"", self._name}:
-            raise Declined(f"this is node {self._name}, not {node:.63}")
+        if node not in {"", self.name}:
+            raise Declined(f"this is node {self.name}, not {node:.63}")
 
     async def answer_later(self, question: peer_wire.Await) -> frame.Bytes:
         """Which of these blocks are in memory, once there are more than the peer knows, or its time is over.
@@ -189,21 +177,21 @@ class PeerService:
             return every, [mask & every for mask in masks] or [0] * len(keys)
 
         def dropped(every: int, masks: Sequence[int]) -> int:
-            for at in self.node.commit_waiters.dropped(name, keys, self._clock()):
+            for at in self.node.commit_waiters.dropped(name, keys, self.clock()):
                 if every & ~(masks[at] | known[at]):
                     return at
             return len(keys)
 
         def ended() -> bool:
             namespace = self.node.namespaces.by_directory(name)
-            return not self._stores() or (namespace is not None and namespace.retired)
+            return not self.stores() or (namespace is not None and namespace.retired)
 
         wait_s = min(question.wait_s, AWAIT_S_MAX) if question.wait_s > 0 else 0.0
-        deadline = self._clock() + wait_s
+        deadline = self.clock() + wait_s
         while True:
             every, masks = here()
             first = dropped(every, masks)
-            late = self._clock() >= deadline
+            late = self.clock() >= deadline
             if _news(masks, known) or first < len(keys) or late or ended():
                 break
             await self._one_more(question.node, name, keys, deadline)
@@ -217,7 +205,7 @@ class PeerService:
         came = asyncio.Event()
         waiter = self.node.commit_waiters.add(peer, name, keys, came.set)
         try:
-            async with asyncio.timeout(deadline - self._clock()):
+            async with asyncio.timeout(deadline - self.clock()):
                 await came.wait()
         except TimeoutError:
             pass
@@ -231,8 +219,8 @@ class PeerService:
 
         A coroutine if some of them must be brought into memory first.
         """
-        if request.trace and self._spans is not None:
-            span = self._spans.begin(request.trace, LEND)
+        if request.trace and self.spans is not None:
+            span = self.spans.begin(request.trace, LEND)
             if span is not None:
                 return self._lend_traced(request, span)
         return self._lend(request)
@@ -273,7 +261,7 @@ class PeerService:
     ) -> worker_wire.Loan | Coroutine[Any, Any, worker_wire.Loan]:
         self._check_standing()
         wanted = self._wanted(request)
-        below = [each for each in wanted.items() if self._below.lies_below(*each)]
+        below = [each for each in wanted.items() if self.below.lies_below(*each)]
         return self._bring_and_lend(request, below) if below else self._lend_now(request, wanted)
 
     async def _bring_and_lend(
@@ -282,7 +270,7 @@ class PeerService:
         below: Sequence[tuple[PartTable, Sequence[bytes]]],
     ) -> worker_wire.Loan:
         wait_s = request.deadline_s * LEND_WAIT_SHARE
-        await asyncio.gather(*[self._below.promote(table, keys, wait_s) for table, keys in below])
+        await asyncio.gather(*[self.below.promote(table, keys, wait_s) for table, keys in below])
         self._check_standing()
         return self._lend_now(request, self._wanted(request))
 
@@ -316,9 +304,9 @@ class PeerService:
             return nothing
         namespace = next(iter(wanted)).namespace
         holder = self._holder(namespace.tenant.name)
-        lease = self.node.leases.acquire_each(holder, wanted, self._clock())
+        lease = self.node.leases.acquire_each(holder, wanted, self.clock())
         if lease is None:
-            self._stale(namespace, list(dict.fromkeys(chain.from_iterable(wanted.values()))))
+            self.stale(namespace, list(dict.fromkeys(chain.from_iterable(wanted.values()))))
             return nothing
         try:
             return self._loan(lease, namespace, wanted, rows)
@@ -355,7 +343,7 @@ class PeerService:
             self.node.counters.lent_blocks += len(blocks)
             self.node.counters.lent_bytes += len(blocks) * table.spec.nbytes
         if missing:
-            self._stale(namespace, list(dict.fromkeys(missing)))
+            self.stale(namespace, list(dict.fromkeys(missing)))
         return worker_wire.Loan(
             lease.token,
             namespace.tenant.segment,
@@ -373,10 +361,6 @@ class PeerService:
                 self.node.leases.release(holder, token)
                 return
 
-    def logins_failed(self, failures: Failures) -> None:
-        """See `Rules`."""
-        self._logins_failed(failures)
-
     def corrupt(self, report: peer_wire.Corrupt) -> None:
         """A peer found that bytes from here do not match their checksum: drop that replica."""
         namespace = self._known(report.tenant, report.digest)
@@ -385,7 +369,7 @@ class PeerService:
                 self.node.removal.drop_corrupt(namespace, report.part, key)
 
     def _check_standing(self) -> None:
-        if not self._may_serve():
+        if not self.may_serve():
             raise Unavailable(
                 "this node does not know whether it is still a member of its cluster: ask another node"
             )

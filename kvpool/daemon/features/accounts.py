@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -42,33 +43,31 @@ class NamespaceFacts(NamedTuple):
     part: int
 
 
+@dataclass(eq=False)
 class Accounts:
-    """See the module. Not thread-safe. clock, wall: seconds, monotonic and since 1970."""
+    """See the module. Not thread-safe.
 
-    def __init__(
-        self,
-        name: str,
-        node: Node,
-        traffic: TrafficCounts,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-    ) -> None:
-        """name: the node's. traffic: of its tenants, whose accounts are kept here."""
-        self._name = name
-        self._node = node
-        self._traffic = traffic
-        self._clock = clock
-        self._wall = wall
+    name: the node's. traffic: of its tenants, whose accounts are kept here. clock, wall: seconds, monotonic and since
+    1970.
+    """
+
+    _name: str
+    _node: Node
+    _traffic: TrafficCounts
+    _clock: Callable[[], float]
+    _wall: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._rows: dict[tuple[str, str], Row] = {}
         self._rows_of: dict[str, int] = {}
         self._receipts: dict[str, OrderedDict[tuple[str, str], Receipt]] = {}
         self._number = 1
-        self._begin_s = wall()
-        self._begun = clock()
+        self._begin_s = self._wall()
+        self._begun = self._clock()
         self._facts: dict[int, NamespaceFacts] = {}
         # Blocks that came from another tier or node for somebody who waits, and from which, until they are read.
         self._arrivals: defaultdict[str, dict[Block, str]] = defaultdict(dict)
-        self._byte_seconds = ByteSeconds(clock)
+        self._byte_seconds = ByteSeconds(self._clock)
         self.handlers: Handlers = {Came: self._came, Gone: self._gone, Put: self._put}
         self.handlers |= {Read: self._read, Joined: self._joined, Refused: self._refused}
         self.handlers[Ended] = self._byte_seconds.ended

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -37,23 +37,18 @@ class Place(NamedTuple):
     called: asyncio.Event
 
 
+@dataclass(eq=False)
 class Delivery:
     """Brings requested blocks here by transfers. Blocks from a peer are secondary: evicted first."""
 
-    def __init__(
-        self,
-        node: Node,
-        locator: Locator,
-        transfers: Transfers,
-        peers: Peers,
-        clock: Callable[[], float],
-    ) -> None:
-        self._node = node
-        self._locator = locator
-        self._transfers = transfers
-        self._peers = peers
-        self._clock = clock
-        self._stats = transfers.stats
+    _node: Node
+    _locator: Locator
+    _transfers: Transfers
+    _peers: Peers
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._stats = self._transfers.stats
         self.rooms = RoomQueues()
 
     async def bring(

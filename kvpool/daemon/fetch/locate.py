@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress, repeat
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
@@ -40,34 +41,27 @@ REMEMBERED_MAX = 1 << 18
 LOST_MAX = 1024
 
 
+@dataclass(eq=False)
 class Locator:
     """Finds the replicas of blocks, and remembers answers and wrong ones among them.
 
     local: the tiers below memory on this node, by the name of each as a source.
     """
 
-    def __init__(
-        self,
-        transport: PeerTransport,
-        cluster: ClusterView,
-        local: Mapping[bytes, LocalSource],
-        objects: SharedTier,
-        peers: Peers,
-        clock: Callable[[], float],
-        stats: FetchStats,
-    ) -> None:
-        self._transport = transport
-        self._cluster = cluster
-        self._local = local
-        self._objects = objects
-        self._peers = peers
-        self._clock = clock
+    _transport: PeerTransport
+    _cluster: ClusterView
+    _local: Mapping[bytes, LocalSource]
+    _objects: SharedTier
+    _peers: Peers
+    _clock: Callable[[], float]
+    _stats: FetchStats
+
+    def __post_init__(self) -> None:
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
         self._lost: OrderedDict[bytes, bytes] = (
             OrderedDict()
         )  # incarnations by directory digest and key
-        self._stats = stats
 
     @property
     def elsewhere(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
@@ -58,27 +59,21 @@ class Told(NamedTuple):
     dropped: bytes | None
 
 
+@dataclass(eq=False)
 class PrefixStreams:
     """All prefix streams of this node's clients.
 
     name: of this node.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        fetcher: BlockFetcher,
-        transport: PeerTransport,
-        cluster: ClusterView,
-        clock: Callable[[], float],
-        name: str,
-    ) -> None:
-        self.node = node
-        self.fetcher = fetcher
-        self.cluster = cluster
-        self.clock = clock
-        self._transport = transport
-        self.name = name
+    node: Node
+    fetcher: BlockFetcher
+    _transport: PeerTransport
+    cluster: ClusterView
+    clock: Callable[[], float]
+    name: str
+
+    def __post_init__(self) -> None:
         self._running: dict[_PrefixStream, None] = {}
         self._of_tenant: Counter[str] = Counter()  # of those that run
         self._held: Counter[str] = Counter()  # bytes, by tenant
@@ -286,26 +281,19 @@ class PrefixStreams:
         return located
 
 
+@dataclass(eq=False)
 class _PrefixStream:
     """One prefix stream, from its beginning to its end. `end` must follow `run`."""
 
-    def __init__(
-        self,
-        all_of: PrefixStreams,
-        namespace: NamespaceState,
-        chain: Chain,
-        source: str,
-        deadline: float,
-        *,
-        holds: bool,
-    ) -> None:
-        self._all = all_of
-        self._namespace = namespace
-        self._chain = chain
-        self._source = source
-        self._deadline = deadline
-        self._holds = holds
-        self._course = Course(all_of.clock())
+    _all: PrefixStreams
+    _namespace: NamespaceState
+    _chain: Chain
+    _source: str
+    _deadline: float
+    holds: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._course = Course(self._all.clock())
         self._located: Mapping[bytes, Sequence[Entry]] = {}
         self._kept: list[str] = []
         self._question: asyncio.Task[Told] | None = None
@@ -347,7 +335,7 @@ class _PrefixStream:
         node, chain, fetcher = self._all.node, self._chain, self._all.fetcher
         node.settle()
         arrived = chain.arrived()
-        if self._holds:
+        if self.holds:
             fetcher.hold(dict(arrived), self._kept)
             if len(self._kept) > KEPT_MAX:
                 self._regroup()

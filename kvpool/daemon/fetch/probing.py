@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.daemon.fetch.ports import LivingNode, PeerTransport
@@ -43,16 +44,14 @@ class Others(Protocol):
     def living(self) -> Mapping[bytes, LivingNode]: ...
 
 
+@dataclass(eq=False)
 class Prober:
     """See the module. clock: seconds, as the event loop's."""
 
-    def __init__(
-        self, carrier: Asking, others: Others, peers: Peers, clock: Callable[[], float]
-    ) -> None:
-        self._carrier = carrier
-        self._others = others
-        self._peers = peers
-        self._clock = clock
+    _carrier: Asking
+    _others: Others
+    _peers: Peers
+    _clock: Callable[[], float]
 
     async def run(self, every_s: float) -> None:
         """Until cancelled. every_s: between rounds, on average, and since a node was heard of; 0: not at all.

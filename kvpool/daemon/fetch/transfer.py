@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import compress
 
 from kvpool.daemon.core.blocks import (
@@ -105,41 +105,31 @@ class Line:
     count: int = 0
 
 
+@dataclass(eq=False)
 class Transfers:
-    """All transfers of a node."""
+    """All transfers of a node. pulls: whose turn it is at peers."""
 
-    def __init__(
-        self,
-        node: Node,
-        transport: PeerTransport,
-        cluster: ClusterView,
-        local: Mapping[bytes, LocalSource],
-        objects: SharedTier,
-        locator: Locator,
-        peers: Peers,
-        clock: Callable[[], float],
-        stats: FetchStats,
-        pulls: Turns,
-    ) -> None:
-        """pulls: whose turn it is at peers."""
-        self._node = node
-        self._transport = transport
-        self._cluster = cluster
-        self._local = local
-        self._objects = objects
-        self._locator = locator
-        self._peers = peers
-        self._clock = clock
+    _node: Node
+    _transport: PeerTransport
+    _cluster: ClusterView
+    _local: Mapping[bytes, LocalSource]
+    _objects: SharedTier
+    _locator: Locator
+    _peers: Peers
+    _clock: Callable[[], float]
+    stats: FetchStats
+    pulls: InitVar[Turns]
+
+    def __post_init__(self, pulls: Turns) -> None:
         self._of_keys: dict[PartTable, dict[bytes, tuple[Transfer, ...]]] = {}
         self._under_way: dict[Transfer, None] = {}
         self._tickets = 0
         self._pulls, self._copies = pulls, Turns(COPIES)
         self._loads = {
-            source: Turns(TurnLimits(4 * LOADS_MAX, LOADS_MAX)) for source in (*local, OBJECT)
+            source: Turns(TurnLimits(4 * LOADS_MAX, LOADS_MAX)) for source in (*self._local, OBJECT)
         }
         self._lines: dict[tuple[bytes, bool], Line] = {}
-        self.stats = stats
-        self._delivered = stats.delivered
+        self._delivered = self.stats.delivered
         self.tombstones = Tombstones()
 
     def __len__(self) -> int:

@@ -386,7 +386,7 @@ class Daemon(Generic[T]):
             stale=cluster.stale,
             take=self.replication.take,
             remove=self.removals.for_other,
-            session_ended=self.sessions.ended_elsewhere,
+            end_session=self.sessions.ended_elsewhere,
             stores=lambda: cluster.state is NodeState.SERVING,
             operate=self.operators.operated,
             spans=self.spans,

@@ -9,6 +9,7 @@ Event loop only.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
 from kvpool.config import DeviceConfig
 from kvpool.daemon.core.block_index import BlockIndex
@@ -37,25 +38,21 @@ gets a part can reach all of its allocation.
 """
 
 
+@dataclass(eq=False)
 class DeviceBooks:
     """See the module. make_rules: rules of an empty tier."""
 
-    def __init__(
-        self,
-        config: DeviceConfig,
-        node: Node,
-        clock: Callable[[], float],
-        make_rules: Callable[[], Node],
-    ) -> None:
-        self.node = node
-        self.config = config
+    config: DeviceConfig
+    node: Node
+    clock: Callable[[], float]
+    _make_rules: Callable[[], Node]
+
+    def __post_init__(self) -> None:
         self.state = TierState.OPENING
         self.error = ""
         self.rules = (
-            make_rules()
+            self._make_rules()
         )  # of this life of the process; those of an earlier one do not apply
-        self._make_rules = make_rules
-        self.clock = clock
         self.sizes: dict[str, int] = {}  # of each tenant's part
         self.process: Device | None = None
         self.holders: dict[str, Holder] = {}  # of the device

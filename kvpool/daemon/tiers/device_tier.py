@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from kvpool.config import DeviceConfig
 from kvpool.daemon.core.blocks import (
     Beside,
     Block,
@@ -30,7 +29,6 @@ from kvpool.daemon.core.blocks import (
     Tenant,
     checksums_of,
 )
-from kvpool.daemon.core.node import Node
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.device_promote import DevicePromotion
@@ -67,14 +65,8 @@ def check_environment() -> None:
 class DeviceTier(DeviceBooks):
     """A `LocalTier`; see the module, and `DeviceBooks`."""
 
-    def __init__(
-        self,
-        config: DeviceConfig,
-        node: Node,
-        clock: Callable[[], float],
-        make_rules: Callable[[], Node],
-    ) -> None:
-        super().__init__(config, node, clock, make_rules)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._supervisor: WorkerSupervisor[DeviceWorkerProxy] | None = None
         self._tasks = Tasks()
         promotion = self._promotion = DevicePromotion(self, self._tasks)

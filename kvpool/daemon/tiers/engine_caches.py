@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpool.config import DaemonConfig
@@ -183,6 +184,7 @@ class _Space:
         self.held[short] = row
 
 
+@dataclass(eq=False)
 class Engines:
     """See the module. `Holdings` of tier gpu for `Cluster`.
 
@@ -195,20 +197,14 @@ class Engines:
     SEEN_KEYS_MAX = 1 << 19
     """Of one namespace; some 200 bytes each."""
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        tiers: Sequence[Held],
-        subscribe: Subscribe | None,
-        announce: Callable[[int, Engines], None],
-    ) -> None:
-        self._config = config
-        self._shares = Shares([tenant.name for tenant in config.all_tenants()])
-        self._node = node
-        self._tiers = tiers
-        self._subscribe = subscribe
-        self._announce = announce
+    _config: DaemonConfig
+    _node: Node
+    _tiers: Sequence[Held]
+    _subscribe: Subscribe | None
+    _announce: Callable[[int, Engines], None]
+
+    def __post_init__(self) -> None:
+        self._shares = Shares([tenant.name for tenant in self._config.all_tenants()])
         self._engines: dict[int, _Engine] = {}  # by id() of their holder
         self._spaces: dict[NamespaceState, _Space] = {}  # by living epoch, in the order of numbers
         self._by_digest: dict[bytes, _Space] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
@@ -40,18 +41,15 @@ class Watch:
         return old if at <= now - ttl_s else None
 
 
+@dataclass(eq=False)
 class Expiry:
     """See the module. nodes: the rules of all tiers. ttl_s: of a namespace, seconds; 0: no expiry."""
 
-    def __init__(
-        self,
-        nodes: Callable[[], Iterable[Node]],
-        ttl_s: Callable[[NamespaceState], float],
-        clock: Callable[[], float],
-    ) -> None:
-        self._nodes = nodes
-        self._ttl_s = ttl_s
-        self._clock = clock
+    _nodes: Callable[[], Iterable[Node]]
+    _ttl_s: Callable[[NamespaceState], float]
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._watches: dict[NamespaceState, Watch] = {}
         self.expired = 0
 

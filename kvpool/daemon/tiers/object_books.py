@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -47,35 +48,30 @@ class PackRecord(msgspec.Struct, array_like=True, frozen=True):
     ttl_s: float
 
 
+@dataclass(eq=False)
 class ObjectBooks:
     """See the module. catalog: owned from now on. secrets: the cluster's, those accepted now. encryption: the secrets of
     the encryption at rest.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        membership: Membership,
-        catalog: Catalog,
-        clock: Callable[[], float],
-        secrets: Callable[[], tuple[bytes, ...]],
-        encryption: Callable[[], list[bytes]],
-    ) -> None:
-        self.node = node
+    config: DaemonConfig
+    node: Node
+    membership: Membership
+    catalog: Catalog
+    clock: Callable[[], float]
+    secrets: Callable[[], tuple[bytes, ...]] = tuple
+    encryption: Callable[[], list[bytes]] = list
+
+    def __post_init__(self) -> None:
         self.state = ObjectTierState.OPENING
         self.error = ""
-        self.catalog = catalog
-        self.config = config
-        self.membership = membership
-        self.clock = clock
         self.storage: ObjectStorage | None = None
         self.tasks = Tasks()
         self.stocked = False  # this node's earlier packs are known, and their size counts
         self.retry = Backoff(*RETRY_S)
-        self._secrets = secrets
-        self._encryption = encryption
-        self.counted = ObjectStats(path=config.object_store, size_bytes=config.object_bytes_max)
+        self.counted = ObjectStats(
+            path=self.config.object_store, size_bytes=self.config.object_bytes_max
+        )
 
     def ended(self, error: str) -> None:
         """The process is dead, or cannot be started."""
@@ -107,7 +103,7 @@ class ObjectBooks:
         blocks that are encrypted where this node writes plain ones, or the other way round: it could not read them.
         Raises `Unavailable`.
         """
-        encrypts = bool(self._encryption())
+        encrypts = bool(self.encryption())
         found: list[bytes | None] = []
         for at in range(0, len(keys), BATCH_MAX):
             some = keys[at : at + BATCH_MAX]
@@ -141,7 +137,7 @@ class ObjectBooks:
         """Of the accepted secrets: new entries get the first one's seal."""
         return [
             hashlib.sha256(b"kvpool catalog\0" + secret).digest()
-            for secret in self._secrets() or (b"",)
+            for secret in self.secrets() or (b"",)
         ]
 
     async def unlist(

@@ -9,10 +9,9 @@ Event loop only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvpool.config import DaemonConfig
-from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.object_books import ObjectBooks
 from kvpool.daemon.tiers.object_read import ObjectReader
 from kvpool.daemon.tiers.object_scan import ObjectScan
@@ -21,8 +20,6 @@ from kvpool.daemon.tiers.tier_state import ObjectTierState
 from kvpool.daemon.workers.object_proxy import ObjectStorage, ObjectWorkerProxy
 from kvpool.daemon.workers.supervisor import WorkerSupervisor
 from kvpool.memory.segment import Segment
-from kvpool.placement.catalog.base import Catalog
-from kvpool.placement.membership.base import Membership
 from kvpool.storage.base import Occupancy
 from kvpool.telemetry.tier_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
@@ -35,17 +32,8 @@ class ObjectTier(ObjectBooks):
     encryption at rest.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        membership: Membership,
-        catalog: Catalog,
-        clock: Callable[[], float],
-        secrets: Callable[[], tuple[bytes, ...]] = tuple,
-        encryption: Callable[[], list[bytes]] = list,
-    ) -> None:
-        super().__init__(config, node, membership, catalog, clock, secrets, encryption)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._supervisor: WorkerSupervisor[ObjectWorkerProxy] | None = None
         self._worker: ObjectWorkerProxy | None = None  # the last life
         reader, writer, scan = ObjectReader(self), ObjectWriter(self), ObjectScan(self)
@@ -75,7 +63,7 @@ class ObjectTier(ObjectBooks):
             self.serve(process)
 
         supervisor = WorkerSupervisor(
-            lambda: ObjectWorkerProxy(order, segments, self._encryption), began, self.ended
+            lambda: ObjectWorkerProxy(order, segments, self.encryption), began, self.ended
         )
         self._supervisor = supervisor
         await supervisor.start()
@@ -116,7 +104,7 @@ class ObjectTier(ObjectBooks):
         """Counters, with how it is now; empty without object storage."""
         stats = self.counted
         stats.state, stats.error, stats.stocked = str(self.state), self.error, self.stocked
-        stats.encrypted = bool(self._encryption())
+        stats.encrypted = bool(self.encryption())
         stats.garbage, stats.writing_blocks = self._scan.garbage, self._writer.under_way
         stats.restarts = 0 if self._supervisor is None else self._supervisor.restarts
         return [stats] if self.config.object_store else []

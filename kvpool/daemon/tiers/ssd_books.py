@@ -20,6 +20,7 @@ import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -133,6 +134,7 @@ class Slots(SlabAllocator):
             super().reclaim_slab(slab)
 
 
+@dataclass(eq=False)
 class SsdBooks:
     """See the module. State shared by restore, writes and reads.
 
@@ -141,25 +143,17 @@ class SsdBooks:
     make_node: rules for its slots, without tenants.
     """
 
-    def __init__(
-        self,
-        path: str,
-        size: int,
-        shares: Mapping[str, float],
-        make_node: Callable[[], Node],
-        clock: Callable[[], float],
-        *,
-        weight: float = 1.0,
-    ) -> None:
-        self.path = path
-        self.size = size
+    path: str
+    size: int
+    shares: Mapping[str, float]
+    make_node: Callable[[], Node]
+    clock: Callable[[], float]
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
         self.state = TierState.OPENING
         self.error = ""
-        self.node = make_node()
-        self.make_node = make_node
-        self.shares = dict(sorted(shares.items()))
-        self.clock = clock
-        self._weight = weight
+        self.node = self.make_node()
         self.disk: Disk | None = None
         self.given_up: array[int] = array("Q")
         self.refused = False  # an index may postpone deletions until it is asked again
@@ -175,8 +169,8 @@ class SsdBooks:
         self.shorter: dict[PartTable, dict[int, PartTable]] = {}  # by length, beside a part's own
         self.codecs: Sequence[str] = ()  # that the process can use
         self.codec_error = ""  # why blocks are not packed although a namespace has a codec
-        self.counted = SsdStats(path=path, size_bytes=size)
-        self.bad = BadPlaces(size, self.counted)
+        self.counted = SsdStats(path=self.path, size_bytes=self.size)
+        self.bad = BadPlaces(self.size, self.counted)
 
     def forget_all(self) -> None:
         self.disk = None
@@ -313,7 +307,7 @@ class SsdBooks:
         if state is not None:
             size = state.tenant.allocator.size
             quota = namespace.settings.ssd_quota
-            self.node.quotas.set(state, quota_bytes(quota, size, self._weight))
+            self.node.quotas.set(state, quota_bytes(quota, size, self.weight))
 
     def measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
         """Register the block length of a namespace: its slots are whole pages."""

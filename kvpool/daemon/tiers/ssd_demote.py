@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 from kvpool.config import DaemonConfig
@@ -46,32 +47,28 @@ STUCK_S = 1.0  # a disk that ends none of its orders for so long is passed over
 CLOSED_S = 1.0  # between checks whether a disk accepts writes
 
 
+@dataclass(eq=False)
 class SsdDemotion:
     """Writes blocks to this node's disks."""
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        clock: Callable[[], float],
-        devices: Sequence[SsdDevice],
-        tasks: Tasks,
-    ) -> None:
-        self.node = node
-        self.devices = devices
-        self._config = config
-        self._clock = clock
+    _config: DaemonConfig
+    node: Node
+    _clock: Callable[[], float]
+    devices: Sequence[SsdDevice]
+    tasks: InitVar[Tasks]
+
+    def __post_init__(self, tasks: Tasks) -> None:
         self._queue: OrderedDict[tuple[PartTable, bytes], None] = OrderedDict()
         self._awake = asyncio.Event()
         self._put = asyncio.Event()
         limits = WriteLimits(
-            WRITES_MAX, BATCH_BLOCKS, BATCH_BYTES, HELD_SHARE, places=max(1, len(devices))
+            WRITES_MAX, BATCH_BLOCKS, BATCH_BYTES, HELD_SHARE, places=max(1, len(self.devices))
         )
-        self._orders = WriteOrders(node, tasks, "writes", limits, self._may_begin)
+        self._orders = WriteOrders(self.node, tasks, "writes", limits, self._may_begin)
         self._moved_at: dict[SsdDevice, float] = {}  # when an order to it began or ended, last
         self._pressed = False
         self._watermarks: dict[tuple[str, Place], Watermarks] = {}
-        self.budget = Budget(config.ssd_bytes_per_day, clock())
+        self.budget = Budget(self._config.ssd_bytes_per_day, self._clock())
         self.counted = TiersStats()
 
     @property

@@ -5,10 +5,9 @@ Event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from kvpool.daemon.core.blocks import PartTable
-from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.ssd_books import SsdBooks
 from kvpool.daemon.tiers.ssd_read import SsdReader
 from kvpool.daemon.tiers.ssd_restore import SsdRestorer
@@ -20,17 +19,8 @@ from kvpool.telemetry.tier_stats import SsdStats
 class SsdDevice(SsdBooks):
     """The books of a disk, and its operations; see `SsdBooks`. `ssd_tier.py` decides which blocks are put here."""
 
-    def __init__(
-        self,
-        path: str,
-        size: int,
-        shares: Mapping[str, float],
-        make_node: Callable[[], Node],
-        clock: Callable[[], float],
-        *,
-        weight: float = 1.0,
-    ) -> None:
-        super().__init__(path, size, shares, make_node, clock, weight=weight)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.lost_at: float | None = None  # when its process ended last
         restorer, writer, reader = SsdRestorer(self), SsdWriter(self), SsdReader(self)
         self.restore = restorer.restore

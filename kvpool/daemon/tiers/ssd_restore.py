@@ -57,7 +57,7 @@ class SsdRestorer:
         self._books.codecs, self._books.codec_error = disk.ready.codecs, ""
         self._books.state, self._books.error = TierState.OPENING, ""
         base = 0
-        for tenant, share in self._books.shares.items():
+        for tenant, share in sorted(self._books.shares.items()):
             size = int(disk.ready.segment_bytes * share) // PAGE * PAGE
             if not size:
                 log.warning(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
@@ -44,42 +45,38 @@ START_WAIT_S = 5.0  # for disks, before the node reports that it is ready
 WALK_CURSORS = 1 << 56  # for one device
 
 
+@dataclass(eq=False)
 class SsdTier:
     """A `LocalTier`; see the module.
 
     adopt: registers a namespace found in an index; see `SsdDevice.restore`.
     """
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        node: Node,
-        clock: Callable[[], float],
-        make_rules: Callable[[], Node],
-        adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]],
-        encryption: Callable[[], list[bytes]] = list,
-    ) -> None:
-        self.node = node
-        self._config = config
-        self._clock = clock
-        self._adopt = adopt
-        self._encryption = encryption
+    _config: DaemonConfig
+    node: Node
+    _clock: Callable[[], float]
+    _make_rules: Callable[[], Node]
+    _adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]]
+    _encryption: Callable[[], list[bytes]] = list
+
+    def __post_init__(self) -> None:
         self._workers: dict[SsdDevice, DiskWorkerProxy] = {}  # the last life of each
-        self._make_rules = make_rules
         self._supervisors: dict[SsdDevice, WorkerSupervisor[DiskWorkerProxy]] = {}
         self._tasks = Tasks()
         self._opened = asyncio.Event()
         self._notify: Callable[[], object] = lambda: None
         self._following = False
-        shares, total = config.ssd_shares(), sum(disk.size for disk in config.ssd)
+        shares, total = self._config.ssd_shares(), sum(disk.size for disk in self._config.ssd)
         self.devices = [
             SsdDevice(
-                *(disk.path, disk.size, shares, self._make_device_rules, clock),
+                *(disk.path, disk.size, shares, self._make_device_rules, self._clock),
                 weight=disk.size / total,
             )
-            for disk in config.ssd
+            for disk in self._config.ssd
         ]
-        demotion = self._demotion = SsdDemotion(config, node, clock, self.devices, self._tasks)
+        demotion = self._demotion = SsdDemotion(
+            self._config, self.node, self._clock, self.devices, self._tasks
+        )
         self.mode, self.stored, self.store = demotion.mode, demotion.stored, demotion.store
         self.flush, self.budget, self.counted = demotion.flush, demotion.budget, demotion.counted
         self.clean_share = demotion.clean_share

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Order(NamedTuple):
     place: Hashable = None
 
 
+@dataclass(eq=False)
 class WriteOrders:
     """The orders to write that one tier has under way. Each place has its own limit: one that hangs keeps no order
     from another.
@@ -56,19 +58,14 @@ class WriteOrders:
     None: there is one place, and it does below its limit.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        tasks: Tasks,
-        holder: str,
-        limits: WriteLimits,
-        may_begin: Callable[[], bool] | None = None,
-    ) -> None:
-        self.limits = limits
+    _node: Node
+    _tasks: Tasks
+    _holder: str
+    limits: WriteLimits
+    may_begin: InitVar[Callable[[], bool] | None] = None
+
+    def __post_init__(self, may_begin: Callable[[], bool] | None) -> None:
         self._may_begin = may_begin or partial(self.has_room, None)
-        self._node = node
-        self._tasks = tasks
-        self._holder = holder
         self._orders: Counter[Hashable] = Counter()
         self._under_way: set[tuple[PartTable, bytes]] = set()
         self._finished = asyncio.Event()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -391,6 +391,7 @@ class EngineFeed:
             await asyncio.sleep(LINGER_S)
 
 
+@dataclass(eq=False)
 class EventSubscriber:
     """Follows the events of several engines. See the module.
 
@@ -402,24 +403,17 @@ class EventSubscriber:
     Raises `ConfigError`.
     """
 
+    sources: InitVar[Iterable[EngineSource]]
+    _: KW_ONLY
+    clock: Callable[[], float]
+    changed: Callable[[str], None]
+    blocks_max: int = BLOCKS_MAX
+    engines_max: int = ENGINES_MAX
+    refused: Callable[[str, ConfigError], None] | None = None
     feed: type[EngineFeed] = EngineFeed
 
-    def __init__(
-        self,
-        sources: Iterable[EngineSource],
-        *,
-        clock: Callable[[], float],
-        changed: Callable[[str], None],
-        blocks_max: int = BLOCKS_MAX,
-        engines_max: int = ENGINES_MAX,
-        refused: Callable[[str, ConfigError], None] | None = None,
-    ) -> None:
+    def __post_init__(self, sources: Iterable[EngineSource]) -> None:
         self._sources: dict[str, EngineSource] = {}
-        self._clock = clock
-        self._changed = changed
-        self._blocks_max = blocks_max
-        self._engines_max = engines_max
-        self._refused = refused
         self._feeds: dict[str, EngineFeed] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # while `run` runs
@@ -436,9 +430,9 @@ class EventSubscriber:
         """Follow one more engine, from now on. Raises `ConfigError`."""
         if source.name in self._sources:
             raise ConfigError("two engines with KV events have the same name")
-        if len(self._sources) >= self._engines_max:
+        if len(self._sources) >= self.engines_max:
             raise ConfigError(
-                f"events of {len(self._sources) + 1} engines: one process follows at most {self._engines_max}"
+                f"events of {len(self._sources) + 1} engines: one process follows at most {self.engines_max}"
             )
         if self._context is not None:
             self._begin(self._open(source, self._context))
@@ -457,14 +451,14 @@ class EventSubscriber:
             try:
                 feeds.append(self._open(source, context))
             except ConfigError as error:
-                if self._refused is None:
+                if self.refused is None:
                     raise
                 del self._sources[source.name]
-                self._refused(source.name, error)
+                self.refused(source.name, error)
         return feeds
 
     def _open(self, source: EngineSource, context: zmq.Context[zmq.Socket[bytes]]) -> EngineFeed:
-        return self.feed(source, context, self._clock, self._changed, self._blocks_max)
+        return self.feed(source, context, self.clock, self.changed, self.blocks_max)
 
     def _begin(self, feed: EngineFeed) -> None:
         """In the task group of `run`."""
@@ -478,19 +472,19 @@ class EventSubscriber:
         try:
             await feed.run()
         except ConfigError as error:
-            if self._refused is None:
+            if self.refused is None:
                 raise
             log.warning("%s", error, extra={"engine": feed.source.name})
             for table in (self._sources, self._feeds, self._running):
                 table.pop(feed.source.name)
-            self._refused(feed.source.name, error)
+            self.refused(feed.source.name, error)
 
     async def run(self) -> None:
         """Follow all of them until cancelled; raises `ConfigError` for one that cannot be followed, without
         `refused`.
         """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        context.set(zmq.MAX_SOCKETS, SOCKETS * self._engines_max)
+        context.set(zmq.MAX_SOCKETS, SOCKETS * self.engines_max)
         try:
             feeds = self._open_all(context)
             async with asyncio.TaskGroup() as self._group:

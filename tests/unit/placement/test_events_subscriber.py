@@ -145,8 +145,7 @@ async def following(
     *sources: EngineSource, feed: type[EngineFeed] = EngineFeed, **more: Any
 ) -> AsyncIterator[EventSubscriber]:
     more = {"clock": time.monotonic, "changed": lambda _: None, **more}
-    subscriber = EventSubscriber(sources, **more)
-    subscriber.feed = feed
+    subscriber = EventSubscriber(sources, feed=feed, **more)
     task = asyncio.create_task(subscriber.run())
     try:
         await until_async(lambda: task.done() or len(subscriber.engines) == len(sources), "it runs")
