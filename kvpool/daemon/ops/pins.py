@@ -59,7 +59,7 @@ class _Request:
         """Returns which are here. A quota that refuses some of them changes nothing of these."""
         changed = self._node.pins.check(namespace, split_keys(keys), kind)
         before = [
-            (device, device.node, device.check_pin(namespace, keys, kind))
+            (device, device.rules, device.check_pin(namespace, keys, kind))
             for device in self._ssd.devices
         ]
         self._in_memory.append(levels(changed))

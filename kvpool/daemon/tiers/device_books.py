@@ -15,11 +15,11 @@ from kvpool.config import DeviceConfig
 from kvpool.daemon.core.block_index import BlockIndex
 from kvpool.daemon.core.blocks import (
     Block,
-    Holder,
     NamespaceState,
     PartTable,
 )
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.slot_books import SlotBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.device_proxy import Device
 from kvpool.errors import (
@@ -29,7 +29,7 @@ from kvpool.errors import (
 )
 from kvpool.storage.base import Occupancy
 from kvpool.telemetry.tier_stats import DeviceStats
-from kvpool.types import PartSpec, split_keys
+from kvpool.types import PartSpec
 
 GRAIN = 2 << 20  # parts of tenants are whole numbers of it
 PART_MIN = 20 << 20
@@ -39,25 +39,18 @@ gets a part can reach all of its allocation.
 
 
 @dataclass(eq=False)
-class DeviceBooks:
+class DeviceBooks(SlotBooks):
     """See the module. make_rules: rules of an empty tier."""
 
     config: DeviceConfig
     node: Node
     clock: Callable[[], float]
-    _make_rules: Callable[[], Node]
+    make_rules: Callable[[], Node]
 
     def __post_init__(self) -> None:
-        self.state = TierState.OPENING
-        self.error = ""
-        self.rules = (
-            self._make_rules()
-        )  # of this life of the process; those of an earlier one do not apply
+        super().__post_init__()
         self.sizes: dict[str, int] = {}  # of each tenant's part
         self.process: Device | None = None
-        self.holders: dict[str, Holder] = {}  # of the device
-        self._notify: Callable[[], object] = lambda: None
-        self._following = False
         self.counted = DeviceStats()
 
     def divide(self) -> None:
@@ -78,7 +71,7 @@ class DeviceBooks:
 
     def began(self, process: Device) -> None:
         """A new life of the process serves; its memory is empty."""
-        self._renew()
+        self._end_life()
         for name, size in self.sizes.items():
             if size:
                 self.rules.add_tenant(name, self.node.tenants[name].segment, size)
@@ -88,49 +81,21 @@ class DeviceBooks:
 
     def ended(self, error: str) -> None:
         """The process is dead, or cannot be started: the tier is empty."""
-        self._renew()
+        self._end_life()
         self.state, self.error = TierState.FAILED, error
 
-    def _renew(self) -> None:
+    def _end_life(self) -> None:
         self.process = None
-        self.holders = {}
-        former, self.rules = self.rules, self._make_rules()
-        former.end()
-        if self._following:
-            self.rules.inventory.follow_changes(self._notify)
-        self.rules.inventory.tell_of_end(former.inventory)
+        self.renew()
 
     def open(self, namespace: NamespaceState) -> NamespaceState | None:
         """The rules' own state of a namespace; None if its blocks cannot be here."""
-        known = self.rules.namespaces.by_directory(namespace.directory_digest)
-        if known is not None:
-            return None if known.retired else known
-        tenant = self.rules.tenants.get(namespace.tenant.name)
-        if tenant is None or namespace.retired:
-            return None
-        specs = [PartSpec(table.stride) for table in namespace.tables]
         try:
-            state = self.rules.namespaces.open(
-                *(tenant, namespace.base, namespace.fields, specs),
-                # What memory has freed.
-                may_free=lambda old: old.base not in namespace.tenant.epochs,
+            return self.open_state(
+                namespace, [PartSpec(table.stride) for table in namespace.tables]
             )
         except (InvalidRequest, LimitExceeded):
             return None
-        state = self.rules.namespaces.set_epoch(state, namespace.epoch, 0, namespace.generation)
-        return state if state.epoch == namespace.epoch else None
-
-    def table(self, table: PartTable) -> PartTable | None:
-        """The state here of a table in memory."""
-        state = self.rules.namespaces.by_directory(table.namespace.directory_digest)
-        return None if state is None or state.retired else state.tables[table.part]
-
-    def enter(self, namespace: NamespaceState) -> None:
-        """A namespace is in a new epoch: its older blocks here are misses."""
-        tenant = self.rules.tenants.get(namespace.tenant.name)
-        epochs = None if tenant is None else tenant.epochs.get(namespace.base)
-        if epochs is not None:
-            self.rules.namespaces.set_epoch(epochs[-1], namespace.epoch, 0, namespace.generation)
 
     def promoted(self, table: PartTable) -> BlockIndex[Block]:
         """The keys here of a table in memory, after `settle`."""
@@ -147,11 +112,6 @@ class DeviceBooks:
         own = self.table(table)
         return [own.blocks] if own is not None and own.blocks else []
 
-    def follow_changes(self, changed: Callable[[], object]) -> None:
-        """See `Inventory.follow_changes`."""
-        self._notify, self._following = changed, True
-        self.rules.inventory.follow_changes(changed)
-
     def take_changes(self) -> list[tuple[NamespaceState, Sequence[bytes]]]:
         """See `Inventory.take_changes`; the namespaces are this tier's own."""
         return self.rules.inventory.take_changes()
@@ -163,16 +123,6 @@ class DeviceBooks:
     def walk(self, cursor: int, count: int) -> tuple[list[tuple[bytes, list[bytes]]], int | None]:
         """See `Inventory.walk`."""
         return self.rules.inventory.walk(cursor, count)
-
-    def remove(self, namespace: NamespaceState, packed: bytes) -> set[bytes]:
-        """See `LocalTier`."""
-        state = self.rules.namespaces.by_directory(namespace.directory_digest)
-        return set() if state is None else self.rules.removal.remove(state, split_keys(packed))
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the slots that are in use."""
-        return sum(tenant.allocator.bytes_used for tenant in self.rules.tenants.values())
 
     def occupancy(self) -> Occupancy:
         """See `Tier`."""

@@ -32,8 +32,8 @@ from kvpool.daemon.core.blocks import (
 from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.device_promote import DevicePromotion
+from kvpool.daemon.tiers.slot_books import leased, pulled_none, pulled_some
 from kvpool.daemon.tiers.write_orders import (
-    EMPTY_KEY,
     give_garbage_back,
 )
 from kvpool.daemon.workers.device_proxy import DeviceWorkerProxy
@@ -47,7 +47,7 @@ from kvpool.hit_rule import AnyOf, first_needed, needed, usable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
 from kvpool.telemetry.tier_stats import DeviceStats
-from kvpool.types import BlockStatus, split_keys
+from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire
 
@@ -182,19 +182,11 @@ class DeviceTier(DeviceBooks):
         self, table: PartTable, keys: Sequence[bytes], rows: Sequence[int], seconds: float
     ) -> worker_wire.Pulled:
         """See `Tier`."""
-        status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
         rules, process, own = self.rules, self.process, self.table(table)
-        lease = None
-        if own is not None and process is not None:
-            holder = self.holders[own.namespace.tenant.name]
-            lease = rules.leases.acquire(
-                holder, own.namespace, [own.part], keys, None, self.clock(), scattered=True
-            )
+        lease = None if own is None or process is None else self.lease(own, keys)
         if own is None or process is None or lease is None:
-            return worker_wire.Pulled(bytes(status), b"".join(checksums), 0.0)
-        found = {block.key: block for block in lease.parts[own.part][1]}
-        at = [index for index, key in enumerate(keys) if key in found]
-        blocks = [found[keys[index]] for index in at]
+            return pulled_none(len(keys))
+        at, blocks = leased([lease], keys)
         packed = checksums_of(blocks)
         try:
             pulled = await process.demote(
@@ -212,19 +204,15 @@ class DeviceTier(DeviceBooks):
             self.counted.read_errors += 1
             raise
         finally:
-            rules.leases.release(holder, lease.token)
-        sums = split_keys(packed)
-        for index, block, checksum, one in zip(at, blocks, sums, pulled.status, strict=True):
-            status[index] = one
-            if one == BlockStatus.PRESENT:
-                checksums[index] = checksum
-            elif one == BlockStatus.MISMATCH:
+            self.release(rules, own, lease)
+        for block, one in zip(blocks, pulled.status, strict=True):
+            if one == BlockStatus.MISMATCH:
                 rules.removal.drop_corrupt(own.namespace, own.part, block.key)
         came = pulled.status.count(BlockStatus.PRESENT)
         self.counted.read_blocks += came
         self.counted.read_bytes += came * table.spec.nbytes
         self.counted.mismatches += pulled.status.count(BlockStatus.MISMATCH)
-        return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+        return pulled_some(len(keys), at, packed, pulled.status, pulled)
 
     def record(self) -> TierRecord:
         """The tier as announced to others."""

@@ -15,7 +15,6 @@ Event loop only.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from array import array
 from collections import OrderedDict
@@ -24,14 +23,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvpool.daemon.core.blocks import PIN_KINDS, Block, Holder, Lease, NamespaceState, PartTable
+from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.core.pins import PinsBefore, levels
+from kvpool.daemon.tiers.slot_books import SlotBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.disk_proxy import Disk
 from kvpool.errors import (
     InvalidRequest,
-    KvpoolError,
     LimitExceeded,
     Unavailable,
 )
@@ -39,12 +37,10 @@ from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_
 from kvpool.storage.at_rest import place_name
 from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator
 from kvpool.telemetry.tier_stats import SsdStats
-from kvpool.types import BlockStatus, PartSpec, plain_parts, split_keys
-from kvpool.wire import storage as storage_wire
+from kvpool.types import BlockStatus, PartSpec
 
 log = logging.getLogger("kvpool.daemon")
 
-FORGET_S = 30.0  # for the index to take deletions
 FAILURES_MAX = 2  # of one place, after which it is not used any more
 FAILURES_KEPT = 4096  # places whose failures are remembered
 RETIRED_SHARE = 32  # at most one of so many bytes is retired
@@ -135,33 +131,30 @@ class Slots(SlabAllocator):
 
 
 @dataclass(eq=False)
-class SsdBooks:
+class SsdBooks(SlotBooks):
     """See the module. State shared by restore, writes and reads.
 
     shares: of the segment for each tenant; laid out in the order of their names.
     weight: the part of all disks' bytes that this one has, and so of a namespace's quota.
-    make_node: rules for its slots, without tenants.
+    make_rules: rules for its slots, without tenants.
     """
 
     path: str
     size: int
     shares: Mapping[str, float]
-    make_node: Callable[[], Node]
+    make_rules: Callable[[], Node]
     clock: Callable[[], float]
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        self.state = TierState.OPENING
-        self.error = ""
-        self.node = self.make_node()
+        super().__post_init__()
+        self.log = logging.LoggerAdapter(log, {"disk": self.path})
         self.disk: Disk | None = None
         self.given_up: array[int] = array("Q")
         self.refused = False  # an index may postpone deletions until it is asked again
         self.bases: dict[str, int] = {}
-        self.holders: dict[str, Holder] = {}
         # As the index knows them.
         self.numbers: dict[PartTable, tuple[int, NamespaceSettings]] = {}
-        self._numbering = asyncio.Lock()
         self._too_large: set[bytes] = set()  # namespaces that cannot be here, already logged
         self.seal_bytes = 0  # by how much a block in a slot is longer, if it is encrypted
         self.nbytes: dict[PartTable, int] = {}  # of a block; its slot is whole pages
@@ -174,86 +167,13 @@ class SsdBooks:
 
     def forget_all(self) -> None:
         self.disk = None
-        former, self.node = self.node, self.make_node()
-        former.end()
-        self.node.inventory.tell_of_end(former.inventory)
+        self.renew()
         self.given_up = array("Q")
         self.refused = False
         self.counted.retired_bytes = 0  # the next life begins with all slots
-        self.bases, self.holders, self.numbers = {}, {}, {}
+        self.bases, self.numbers = {}, {}
         self.nbytes, self.parts = {}, {}
         self.shorter = {}
-
-    async def tidy(self) -> None:
-        """Have the index forget slots freed since the last write, and the tables of ended epochs whose blocks are all
-        gone. Raises `Unavailable`.
-        """
-        ended = (
-            self._ended_tables()
-        )  # whose slots are among those to be forgotten now, or were before
-        # Some deletions may have gone with writes that are still under way.
-        if self.given_up or self.refused or ended:
-            await self._forget_given_up()
-        if ended and self.state is not TierState.OPENING:
-            await self._drop_tables(ended)
-
-    def _ended_tables(self) -> list[PartTable]:
-        """Tables in the index that nothing refers to any more.
-
-        One of a namespace's last recorded epoch stays, unless that is the first: a node without a membership service
-        learns from it which epoch it was in.
-        """
-        last: dict[tuple[str, bytes], tuple[int, int]] = {}
-        for table in self.numbers:
-            of = table.namespace
-            epoch = of.epoch, -table.part
-            last[of.tenant.name, of.base] = max(epoch, last.get((of.tenant.name, of.base), epoch))
-        return [
-            table
-            for table in self.numbers
-            if table.namespace.retired
-            and not any(
-                t.blocks or t.garbage or t.reserved or t.going for t in self.all_tables(table)
-            )
-            and (
-                not table.namespace.epoch
-                or last[table.namespace.tenant.name, table.namespace.base]
-                != (table.namespace.epoch, -table.part)
-            )
-        ]
-
-    async def _drop_tables(self, tables: Sequence[PartTable]) -> None:
-        """The index has room for few: one that is reset every minute would fill it within hours."""
-        node = self.node
-        async with self._numbering:
-            # A namespace that was freed and opened again has the same record, and so the same number.
-            used = {
-                number for table, (number, _) in self.numbers.items() if not table.namespace.retired
-            }
-            numbers = {self.numbers[table][0] for table in tables if table in self.numbers} - used
-            if numbers:
-                await self.living_disk().drop_tables(sorted(numbers))
-            if self.node is node:
-                for table in tables:
-                    self.numbers.pop(table, None)
-                    self.shorter.pop(table, None)
-
-    async def _forget_given_up(self) -> None:
-        node, slots = self.node, self.take_given_up()
-        try:
-            await self.living_disk().forget(storage_wire.ForgetSlots(slots, FORGET_S))
-        except LimitExceeded:
-            # It was not sent. Orders that were sent stay with the process, and an index that fails is retried:
-            # sending them again could delete entries of blocks written into such a slot meanwhile.
-            if self.node is node:
-                self.given_up.frombytes(slots)
-            raise
-        except KvpoolError:
-            if self.node is node:
-                self.refused = True
-            raise
-        if self.node is node:
-            self.refused = False
 
     def take_given_up(self) -> bytes:
         slots = self.given_up.tobytes()
@@ -267,22 +187,12 @@ class SsdBooks:
 
     def open(self, namespace: NamespaceState) -> NamespaceState | None:
         """The rules' own state of a namespace; None if a part of it is too large for its segment."""
-        known = self.node.namespaces.by_directory(namespace.directory_digest)
-        if known is not None:
-            return None if known.retired else known
-        tenant = self.node.tenants.get(namespace.tenant.name)
-        if tenant is None or namespace.retired:
-            return None
         try:
             specs = [
                 PartSpec(-(-(spec.nbytes + self.seal_bytes) // PAGE) * PAGE)
                 for spec in namespace.parts
             ]
-            state = self.node.namespaces.open(
-                *(tenant, namespace.base, namespace.fields, specs),
-                # What memory has freed.
-                may_free=lambda old: old.base not in namespace.tenant.epochs,
-            )
+            state = self.open_state(namespace, specs)
         except (InvalidRequest, LimitExceeded) as error:
             if namespace.base not in self._too_large:
                 self._too_large.add(namespace.base)
@@ -294,11 +204,9 @@ class SsdBooks:
                     extra={"namespace": namespace.base.hex(), "disk": self.path},
                 )
             return None
-        state = self.node.namespaces.set_epoch(state, namespace.epoch, 0, namespace.generation)
-        if state.epoch != namespace.epoch:
-            return None
-        self.measure(state, namespace)
-        self.limit(namespace)
+        if state is not None and state.tables[0] not in self.nbytes:
+            self.measure(state, namespace)
+            self.limit(namespace)
         return state
 
     def limit(self, namespace: NamespaceState) -> None:
@@ -307,22 +215,12 @@ class SsdBooks:
         if state is not None:
             size = state.tenant.allocator.size
             quota = namespace.settings.ssd_quota
-            self.node.quotas.set(state, quota_bytes(quota, size, self.weight))
+            self.rules.quotas.set(state, quota_bytes(quota, size, self.weight))
 
     def measure(self, state: NamespaceState, namespace: NamespaceState) -> None:
         """Register the block length of a namespace: its slots are whole pages."""
         for table, spec in zip(state.tables, namespace.parts, strict=True):
             self.nbytes[table], self.parts[table] = spec.nbytes, table.part
-
-    def state_of(self, namespace: NamespaceState) -> NamespaceState | None:
-        """The state here of a namespace in memory; None: nothing is here."""
-        state = self.node.namespaces.by_directory(namespace.directory_digest)
-        return None if state is None or state.retired else state
-
-    def table(self, table: PartTable) -> PartTable | None:
-        """The state here of a table in memory."""
-        state = self.state_of(table.namespace)
-        return None if state is None else state.tables[table.part]
 
     def holding(self, table: PartTable) -> list[PartTable]:
         """All tables here that may hold blocks of a table in memory."""
@@ -346,7 +244,7 @@ class SsdBooks:
             if self.state is not TierState.OPENING and classes >= CLASSES_MAX // 2:
                 return None
             try:
-                table = self.node.namespaces.add_table(own.namespace, PartSpec(length))
+                table = self.rules.namespaces.add_table(own.namespace, PartSpec(length))
             except LimitExceeded:
                 return None
             shorter[length] = table
@@ -355,8 +253,8 @@ class SsdBooks:
 
     def masks(self, digest: bytes, keys: Sequence[bytes]) -> tuple[int, list[int]]:
         """See `Inventory.masks`: of the parts as memory has them."""
-        count, masks = self.node.inventory.masks(digest, keys)
-        state = self.node.namespaces.by_directory(digest)
+        count, masks = self.rules.inventory.masks(digest, keys)
+        state = self.rules.namespaces.by_directory(digest)
         if state is None or count == len(state.parts):
             return count, masks
         for own in state.tables[: len(state.parts)]:
@@ -374,65 +272,15 @@ class SsdBooks:
         return n * table.stride
 
     def enter(self, namespace: NamespaceState) -> None:
-        """A namespace is in a new epoch: its older blocks here are misses."""
-        tenant = self.node.tenants.get(namespace.tenant.name)
-        epochs = None if tenant is None else tenant.epochs.get(namespace.base)
-        if epochs is not None:
-            living = self.node.namespaces.set_epoch(
-                epochs[-1], namespace.epoch, 0, namespace.generation
-            )
+        """See `SlotBooks.enter`."""
+        super().enter(namespace)
+        living = self.state_of(namespace)
+        if living is not None:
             self.measure(living, namespace)
-
-    async def record(self, namespace: NamespaceState) -> None:
-        """Record a namespace's epoch in the index: for nodes without a membership service.
-
-        Raises `Unavailable` if that cannot be made durable: a later life of this node might take old
-        blocks for new ones.
-        """
-        state = self.open(namespace)
-        if state is None:
-            if self.state is TierState.FAILED:
-                raise Unavailable(
-                    f"the disk at {self.path} cannot record the change ({self.error}). Remove it from the "
-                    "configuration, or empty its folder"
-                )
-            return  # it is too large for this disk, or its epoch is over already
-        for table in state.tables:
-            if table.part == 0 or table in self.numbers:
-                await self.number(table, namespace)
-
-    async def number(self, table: PartTable, namespace: NamespaceState) -> int:
-        """The index's number of a table; registered first, with its settings, if necessary."""
-        number, recorded = self.numbers.get(table, (0, DEFAULT_SETTINGS))
-        if number and recorded == namespace.settings:
-            return number
-        async with self._numbering:  # or two calls would each register a number
-            number, recorded = self.numbers.get(table, (0, DEFAULT_SETTINGS))
-            if number and recorded == namespace.settings:
-                return number
-            settings = namespace.settings
-            record = TableRecord(
-                namespace.tenant.name,
-                namespace.base,
-                namespace.fields,
-                plain_parts(namespace.parts),
-                table.part,
-                namespace.epoch,
-                namespace.generation,
-                settings,
-            )
-            numbers = self.numbers
-            number = await self.living_disk().add_table(msgspec.msgpack.encode(record), number)
-            numbers[table] = number, settings
-        return number
 
     def is_shorter(self, own: PartTable) -> bool:
         """Whether a table's slots hold packed blocks."""
         return own.part >= len(own.namespace.parts)
-
-    def _place(self, block: Block) -> int:
-        """Where a block lies in the file."""
-        return self.bases[block.table.namespace.tenant.name] + block.row * block.table.stride
 
     def slots(self, blocks: Sequence[Block]) -> bytes:
         """Where blocks of one tenant lie in the file, as orders carry it."""
@@ -456,30 +304,13 @@ class SsdBooks:
             return b"", b""
         return b"".join(keys), place_name(own.namespace.directory_digest, self.parts[own])
 
-    def lease(self, own: PartTable, keys: Sequence[bytes]) -> Lease | None:
-        """Keep those of the blocks that are here in their slots, until `_release`."""
-        return self.node.leases.acquire(
-            self.holders[own.namespace.tenant.name],
-            own.namespace,
-            [own.part],
-            keys,
-            None,
-            self.clock(),
-            scattered=True,
-        )
-
-    def release(self, node: Node, own: PartTable, lease: Lease) -> None:
-        """node: of the lease; nothing to release if its life has ended."""
-        if self.node is node:
-            node.leases.release(self.holders[own.namespace.tenant.name], lease.token)
-
     def drop_bad(self, node: Node, blocks: Sequence[Block], status: bytes) -> int:
         """Drop blocks that do not match their checksum, or cannot be read; returns how many.
 
         Those whose secret has ended are dropped too, and are nobody's fault.
         """
         ended = [b for b, s in zip(blocks, status, strict=True) if s == BlockStatus.ABSENT]
-        if self.node is node:
+        if self.rules is node:
             for block in ended:
                 node.removal.remove(block.table.namespace, [block.key])
         bad = [
@@ -494,9 +325,10 @@ class SsdBooks:
             self.counted.undecoded_blocks += one == BlockStatus.MISMATCH and self.is_shorter(
                 block.table
             )
-        if self.node is node:
+        if self.rules is node:
             for block in bad:
-                self.bad.failed(self._place(block))
+                base = self.bases[block.table.namespace.tenant.name]
+                self.bad.failed(base + block.row * block.table.stride)
                 node.removal.drop_corrupt(block.table.namespace, block.table.part, block.key)
         return len(bad)
 
@@ -508,62 +340,18 @@ class SsdBooks:
 
     def cannot_pack(self, error: str) -> None:
         self.codec_error = f"blocks are written as they are: {error}"
-        log.warning("the disk at %s: %s", self.path, self.codec_error, extra={"disk": self.path})
-
-    async def pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> set[bytes]:
-        """Pin these blocks, across restarts too: see `Pins.pin`; returns the keys."""
-        state = self.state_of(namespace)
-        if state is None:
-            return set()
-        keys = split_keys(packed)
-        changed = self.node.pins.check(state, keys, kind)
-        found = self.node.pins.pin(state, keys, kind)
-        await self._keep_pins(changed, PIN_KINDS[kind])
-        return found
-
-    def check_pin(self, namespace: NamespaceState, packed: bytes, kind: str) -> PinsBefore:
-        """What `pin` would change, as it is pinned now. Raises what `pin` would raise of quotas."""
-        state = self.state_of(namespace)
-        return (
-            {} if state is None else levels(self.node.pins.check(state, split_keys(packed), kind))
-        )
-
-    async def put_back(self, node: Node, before: PinsBefore) -> None:
-        """See `Pins.put_back`; `node`: whose blocks they are. Raises `KvpoolError` if the disk cannot keep it."""
-        if self.node is not node:
-            return  # its next life has begun with what the index says
-        node.pins.put_back(before)
-        for (table, level), keys in before.items():
-            here = [block for block in table.blocks.found(keys) if block is not None]
-            await self._keep_pins(here, level)
-
-    async def _keep_pins(self, blocks: Sequence[Block], level: int) -> None:
-        """Across restarts too."""
-        if not blocks:
-            return
-        node = self.node
-        try:
-            await self.living_disk().pin(storage_wire.PinSlots(self.slots(blocks), level, FORGET_S))
-        except KvpoolError:
-            if self.node is node:
-                self.refused = True
-            raise
+        self.log.warning("the disk at %s: %s", self.path, self.codec_error)
 
     @property
     def segment_bytes(self) -> int:
         """Bytes of slots; 0 while the process does not run."""
         return 0 if self.disk is None else self.disk.ready.segment_bytes
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the slots that are in use."""
-        return sum(tenant.allocator.bytes_used for tenant in self.node.tenants.values())
-
     def sizes(self) -> tuple[int, int]:
         """Bytes of all blocks here as they are read, and of their slots."""
         tables = [
             table
-            for tenant in self.node.tenants.values()
+            for tenant in self.rules.tenants.values()
             for state in tenant.namespaces.values()
             for table in state.tables
         ]

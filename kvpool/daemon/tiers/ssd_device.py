@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvpool.daemon.core.blocks import PartTable
 from kvpool.daemon.tiers.ssd_books import SsdBooks
+from kvpool.daemon.tiers.ssd_index import SsdIndexUpdates
 from kvpool.daemon.tiers.ssd_read import SsdReader
 from kvpool.daemon.tiers.ssd_restore import SsdRestorer
 from kvpool.daemon.tiers.ssd_write import SsdWriter
@@ -22,7 +23,10 @@ class SsdDevice(SsdBooks):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.lost_at: float | None = None  # when its process ended last
-        restorer, writer, reader = SsdRestorer(self), SsdWriter(self), SsdReader(self)
+        index, reader = SsdIndexUpdates(self), SsdReader(self)
+        restorer, writer = SsdRestorer(self, index), SsdWriter(self, index)
+        self.tidy, self.record = index.tidy, index.record
+        self.pin, self.check_pin, self.put_back = index.pin, index.check_pin, index.put_back
         self.restore = restorer.restore
         self.may_write, self.write = writer.may_write, writer.write
         self.read, self.scrub, self.parents = reader.read, reader.scrub, reader.parents
@@ -41,9 +45,9 @@ class SsdDevice(SsdBooks):
         stats.entries_max = 0 if disk is None else disk.ready.entries_max
         stats.direct = disk is not None and disk.ready.direct
         stats.encrypted = self.seal_bytes > 0
-        stats.blocks = self.node.inventory.block_count()
+        stats.blocks = self.rules.inventory.block_count()
         stats.raw_bytes, stats.stored_bytes = self.sizes()
-        stats.gone = self.node.counters.gone()
+        stats.gone = self.rules.counters.gone()
         return stats
 
 

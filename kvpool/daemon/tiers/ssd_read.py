@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpool.daemon.core.blocks import Block, Lease, PartTable, checksums_of
 from kvpool.daemon.core.node import Node
+from kvpool.daemon.tiers.slot_books import leased, pulled_none, pulled_some
 from kvpool.daemon.tiers.ssd_books import SsdBooks
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.errors import (
@@ -43,25 +44,17 @@ class SsdReader:
         When this ends, however it does, nothing writes to the rows any more. Blocks that do not match their
         checksum, or cannot be read, are dropped here.
         """
-        status, checksums = bytearray(len(keys)), [EMPTY_KEY] * len(keys)
-        node, own = self._books.node, self._books.table(table)
+        node, own = self._books.rules, self._books.table(table)
         if own is None:
-            return worker_wire.Pulled(bytes(status), b"".join(checksums), 0.0)
+            return pulled_none(len(keys))
         leases = [
             lease
             for one in self._books.all_tables(own)
             if one.blocks and (lease := self._books.lease(one, keys)) is not None
         ]
         if not leases:
-            return worker_wire.Pulled(bytes(status), b"".join(checksums), 0.0)
-        found = {
-            block.key: block
-            for lease in leases
-            for _, held in lease.parts.values()
-            for block in held
-        }
-        at = [index for index, key in enumerate(keys) if key in found]
-        blocks = [found[keys[index]] for index in at]
+            return pulled_none(len(keys))
+        at, blocks = leased(leases, keys)
         numbers = array("I", rows)
         packed = checksums_of(blocks)
         named, place = self._books.names(own, [block.key for block in blocks])
@@ -91,13 +84,8 @@ class SsdReader:
         finally:  # what was evicted meanwhile loses its slot with the lease
             for lease in leases:
                 self._books.release(node, own, lease)
-        present = int(BlockStatus.PRESENT)
         statuses = pulled.status.translate(_AS_PULLED)
-        for index, checksum, one in zip(at, split_keys(packed), statuses, strict=True):
-            status[index] = one
-            if one == present:
-                checksums[index] = checksum
-        return worker_wire.Pulled(bytes(status), b"".join(checksums), pulled.seconds, pulled.error)
+        return pulled_some(len(keys), at, packed, statuses, pulled)
 
     async def parents(self, blocks: Sequence[Block]) -> list[bytes]:
         """The parents of these blocks of one tenant, from the index; empty where there is none, or no such block.
@@ -128,13 +116,13 @@ class SsdReader:
 
         Bad ones are dropped. Raises `Unavailable` when the process ends meanwhile.
         """
-        node = self._books.node
+        node = self._books.rules
         groups, more = node.inventory.walk(cursor, count)
         seen = bad = 0
         for digest, keys in groups:
             state = node.namespaces.by_directory(digest)
             for own in [] if state is None else state.tables:
-                if self._books.node is not node:
+                if self._books.rules is not node:
                     raise Unavailable(
                         f"the disk at {self._books.path} is {self._books.state}: {self._books.error}"
                     )

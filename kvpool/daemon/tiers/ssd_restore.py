@@ -15,6 +15,7 @@ import numpy as np
 
 from kvpool.daemon.core.blocks import PIN_KINDS, NamespaceState, PartTable
 from kvpool.daemon.tiers.ssd_books import Slots, SsdBooks, TableRecord
+from kvpool.daemon.tiers.ssd_index import SsdIndexUpdates
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.daemon.workers.disk_proxy import Disk
@@ -40,8 +41,9 @@ _decode_table = MsgpackDecoder[TableRecord](TableRecord, "a table of a disk")
 class SsdRestorer:
     """Fills the books of a disk."""
 
-    def __init__(self, books: SsdBooks) -> None:
+    def __init__(self, books: SsdBooks, index: SsdIndexUpdates) -> None:
         self._books = books
+        self._index = index
 
     async def restore(
         self, disk: Disk, adopt: Callable[[TableRecord], Awaitable[NamespaceState | None]]
@@ -68,9 +70,9 @@ class SsdRestorer:
                 )
                 continue
             allocator = Slots(base, size, self._books.given_up, self._books.bad)
-            self._books.node.add_tenant(tenant, 0, size, allocator=allocator)
+            self._books.rules.add_tenant(tenant, 0, size, allocator=allocator)
             self._books.bases[tenant] = base
-            self._books.holders[tenant] = self._books.node.holders.add(tenant, "", "disk")
+            self._books.holders[tenant] = self._books.rules.holders.add(tenant, "", "disk")
             base += size
         tables: dict[int, PartTable] = {}
         dead = []
@@ -79,11 +81,8 @@ class SsdRestorer:
             try:
                 records.append((number, _decode_table(data)))
             except ProtocolError as error:
-                log.warning(
-                    "the disk at %s has a table of another version: %s",
-                    self._books.path,
-                    error,
-                    extra={"disk": self._books.path},
+                self._books.log.warning(
+                    "the disk at %s has a table of another version: %s", self._books.path, error
                 )
                 dead.append(number)
         # So that the last epoch comes first, and of one epoch its last record.
@@ -104,20 +103,17 @@ class SsdRestorer:
                 self._books.no_codec(scanned.codec_error)
             self._restore_some(np.frombuffer(scanned.entries, dtype=ENTRY), tables)
             await asyncio.sleep(0)
-        self._books.node.puts.restored()
+        self._books.rules.puts.restored()
         try:
-            await self._books.tidy()
+            await self._index.tidy()
             if dead:
                 await disk.drop_tables(dead)
         except KvpoolError as error:
             if self._books.disk is not disk:
                 raise
             # Only forgotten slots are overwritten, and dead entries are seen again at the next start.
-            log.warning(
-                "the index of the disk at %s cannot be updated: %s",
-                self._books.path,
-                error,
-                extra={"disk": self._books.path},
+            self._books.log.warning(
+                "the index of the disk at %s cannot be updated: %s", self._books.path, error
             )
         self._books.state = TierState.SERVING
 
@@ -181,7 +177,7 @@ class SsdRestorer:
             for parent in split_keys(part["parent"].tobytes())
         ]
         keys = split_keys(part["key"].tobytes())
-        good[chosen] = self._books.node.puts.restore(
+        good[chosen] = self._books.rules.puts.restore(
             table.namespace,
             table.part,
             keys,
@@ -198,11 +194,8 @@ class SsdRestorer:
     def _pin_again(self, table: PartTable, keys: Sequence[bytes], kind: str) -> None:
         """Of this part alone: the block's others may have been dropped and written again, without the pin."""
         try:
-            self._books.node.pins.pin(table.namespace, keys, kind, [table])
+            self._books.rules.pins.pin(table.namespace, keys, kind, [table])
         except LimitExceeded as error:
-            log.warning(
-                "some pins on the disk at %s were lost: %s",
-                self._books.path,
-                error,
-                extra={"disk": self._books.path},
+            self._books.log.warning(
+                "some pins on the disk at %s were lost: %s", self._books.path, error
             )

@@ -21,6 +21,7 @@ from kvpool.daemon.core.blocks import (
 )
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.ssd_books import SsdBooks
+from kvpool.daemon.tiers.ssd_index import SsdIndexUpdates
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.daemon.workers.disk_proxy import Disk
@@ -69,8 +70,9 @@ class _Write(NamedTuple):
 class SsdWriter:
     """Writes to a disk, and updates its books."""
 
-    def __init__(self, books: SsdBooks) -> None:
+    def __init__(self, books: SsdBooks, index: SsdIndexUpdates) -> None:
         self._books = books
+        self._index = index
         self._packs = 0
         self._tickets = 0
         self._retry = Backoff(*RETRY_S)
@@ -88,17 +90,17 @@ class SsdWriter:
         Room is made by evicting this disk's victims. Returns when they are safe; never raises except
         when cancelled.
         """
-        node = self._books.node
+        node = self._books.rules
         state = self._books.open(table.namespace)
         if state is None or not self.may_write():
             return 0
         own = state.tables[table.part]
         try:
-            number = await self._books.number(own, table.namespace)
+            number = await self._index.number(own, table.namespace)
         except KvpoolError as error:
             self._failed(str(error))
             return 0
-        if self._books.node is not node or state.retired:
+        if self._books.rules is not node or state.retired:
             return 0
         packs = self._packs_for(table)
         missing = blocks
@@ -132,7 +134,7 @@ class SsdWriter:
         segment: int,
     ) -> int:
         """As `write`: compressed blocks go to shorter slots, and the others uncompressed."""
-        node, disk = self._books.node, self._books.living_disk()
+        node, disk = self._books.rules, self._books.living_disk()
         self._packs += 1
         pack = self._packs
         done = 0
@@ -141,7 +143,7 @@ class SsdWriter:
             if shorter:
                 done = await self._store(node, table, number, shorter, segment, pack)
         except KvpoolError as error:
-            if self._books.node is node:
+            if self._books.rules is node:
                 self._failed(str(error))
             return 0
         finally:
@@ -214,7 +216,7 @@ class SsdWriter:
         node: whose slots they are for; if it has ended, nothing is written.
         """
         state = parts[0].own.namespace
-        if self._books.node is not node or state.retired:
+        if self._books.rules is not node or state.retired:
             return 0
         holder = self._books.holders[state.tenant.name]
         self._make_entries(sum(len(part.blocks) for part in parts))
@@ -247,7 +249,7 @@ class SsdWriter:
             )
             done = self._wrote(node, holder, writes, written)
         except KvpoolError as error:
-            if self._books.node is node:
+            if self._books.rules is node:
                 if isinstance(error, LimitExceeded):
                     self._books.given_up.frombytes(
                         forget
@@ -257,13 +259,13 @@ class SsdWriter:
         finally:
             self._books.counted.writing_bytes -= nbytes
             self._writing_blocks -= len(chosen)
-            if self._books.node is node:
+            if self._books.rules is node:
                 for write in writes:
                     node.puts.abort(holder, write.ticket)
         for kind in ("soft", "hard"):
             kept = table.namespace.kept  # for a time, and in memory only
             pinned = [b.key for b in chosen if b.pin == PIN_KINDS[kind] and b.key not in kept]
-            if pinned and self._books.node is node:
+            if pinned and self._books.rules is node:
                 await self._pin_too(table.namespace, pinned, kind)
         return here + done
 
@@ -293,20 +295,17 @@ class SsdWriter:
     async def _pin_too(self, namespace: NamespaceState, keys: Sequence[bytes], kind: str) -> None:
         """Pin here the blocks that are pinned in memory, as far as the quota of this disk allows."""
         try:
-            await self._books.pin(namespace, b"".join(keys), kind)
+            await self._index.pin(namespace, b"".join(keys), kind)
         except KvpoolError as error:
-            log.warning(
-                "some pins were not stored on the disk at %s: %s",
-                self._books.path,
-                error,
-                extra={"disk": self._books.path},
+            self._books.log.warning(
+                "some pins were not stored on the disk at %s: %s", self._books.path, error
             )
 
     def _wrote(
         self, node: Node, holder: Holder, writes: Sequence[_Write], written: storage_wire.Written
     ) -> int:
         """Commit written blocks; returns how many."""
-        if self._books.node is not node:
+        if self._books.rules is not node:
             return 0
         total = failed = at = 0
         for write in writes:
@@ -344,11 +343,7 @@ class SsdWriter:
         elif self._books.state is TierState.READ_ONLY:
             self._books.state, self._books.error = TierState.SERVING, ""
             self._retry.succeeded()
-            log.warning(
-                "writes to the disk at %s succeed again",
-                self._books.path,
-                extra={"disk": self._books.path},
-            )
+            self._books.log.warning("writes to the disk at %s succeed again", self._books.path)
         return total
 
     def _failed(self, error: str) -> None:
@@ -357,12 +352,7 @@ class SsdWriter:
         if self._books.state is TierState.READ_ONLY and not self._retry.due(now):
             return  # it began before the first one failed: the wait is as long however many there were
         if self._books.state is TierState.SERVING:
-            log.error(
-                "writes to the disk at %s fail: %s",
-                self._books.path,
-                error,
-                extra={"disk": self._books.path},
-            )
+            self._books.log.error("writes to the disk at %s fail: %s", self._books.path, error)
             self._retry.succeeded()
         if self._books.state in {TierState.SERVING, TierState.READ_ONLY}:
             self._books.state, self._books.error = TierState.READ_ONLY, error
@@ -370,7 +360,7 @@ class SsdWriter:
 
     def _make_entries(self, n: int) -> None:
         """Make room in the index for this many more: small blocks can fill it before the segment."""
-        known = self._books.node.inventory.block_count() + self._writing_blocks
+        known = self._books.rules.inventory.block_count() + self._writing_blocks
         surplus = known + n - self._books.living_disk().ready.entries_max
         if surplus > 0:
-            self._books.node.eviction.evict_coldest(surplus)
+            self._books.rules.eviction.evict_coldest(surplus)

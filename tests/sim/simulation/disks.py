@@ -21,7 +21,7 @@ from kvpool.daemon.core.blocks import PIN_NONE, Block
 from kvpool.daemon.tiers.ssd_books import Slots
 from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.tier_state import TierState
-from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
+from kvpool.daemon.workers.disk_proxy import Disk
 from kvpool.daemon.workers.disk_worker import READ_JOBS, WRITE_JOBS
 from kvpool.errors import LimitExceeded, Unavailable
 from kvpool.storage.ssd.index import ENTRY, FORGET
@@ -676,7 +676,7 @@ class Drive:
                 device.ended(str(error))
                 await asyncio.sleep(OPEN_AGAIN_S)
                 continue
-            restore = self.life.server.daemon.ssd._restore(device, cast(DiskWorkerProxy, disk))
+            restore = self.life.server.daemon.ssd.processes.restore(device, cast(Disk, disk))
             self.life.world.spawn(restore, self.life.control)
             await disk.ended.wait()
             # Whoever waits for an order may hear of the end first, or later.
@@ -690,10 +690,10 @@ class Drive:
 
 def offsets(device: SsdDevice) -> dict[int, Block]:
     """Where the blocks of a device lie, as its rules know it."""
-    device.node.settle()
+    device.rules.settle()
     return {
         device.bases[name] + block.row * table.stride: block
-        for name, tenant in device.node.tenants.items()
+        for name, tenant in device.rules.tenants.items()
         for namespace in tenant.namespaces.values()
         for table in namespace.tables
         for block in table.blocks.values()
@@ -702,7 +702,7 @@ def offsets(device: SsdDevice) -> dict[int, Block]:
 
 def unsettled(device: SsdDevice, media: DurableMedia) -> str:
     """What is not as it has to be where nothing is under way: the rules, and the disk, say the same."""
-    node = device.node
+    node = device.rules
     if device.state in {TierState.OPENING, TierState.FAILED}:
         return f"is {device.state}: {device.error}"
     if device.counted.writing_bytes or node.leases.count:

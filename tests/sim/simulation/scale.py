@@ -16,7 +16,7 @@ from kvpool.daemon.fetch import (
     transfer,
 )
 from kvpool.daemon.server import composition
-from kvpool.daemon.tiers import ssd_books, ssd_demote, ssd_read, ssd_restore, ssd_tier, ssd_write
+from kvpool.daemon.tiers import ssd_demote, ssd_index, ssd_read, ssd_restore, ssd_tier, ssd_write
 from kvpool.daemon.workers.turns import COPIES, PULLS, QUESTIONS, WAITS, TurnLimits
 from kvpool.placement.key_groups import TAGS
 from tests.sim.simulation.plan import Plan
@@ -32,7 +32,7 @@ ALWAYS: Constants = (
 # No waits of minutes in a world that lives for one.
 _DISKS: Constants = (
     (ssd_write, "WRITE_S", 1.0),
-    (ssd_books, "FORGET_S", 1.0),
+    (ssd_index, "FORGET_S", 1.0),
     (ssd_read, "SCRUB_S", 1.0),
     (ssd_write, "RETRY_S", (0.1, 1.0)),
     (ssd_tier, "TIDY_EVERY_S", 0.2),
@@ -113,7 +113,7 @@ def constants(plan: Plan) -> Constants:
     constants = [*(_SMALL_BATCHES if plan.small_batches else ()), *_low(plan.limits)]
     if plan.disks is not None:
         page = plan.disks.page
-        constants += [*_DISKS, (ssd_books, "PAGE", page), (ssd_restore, "PAGE", page)]
+        constants += [*_DISKS, (ssd_index, "PAGE", page), (ssd_restore, "PAGE", page)]
     return constants
 
 

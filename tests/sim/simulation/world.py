@@ -658,7 +658,7 @@ class World:
         """The same of its disks."""
         held: dict[bytes, int] = {}
         for one in life.server.daemon.ssd.devices:
-            for name, mask in cls._blocks_of(one.node).items():
+            for name, mask in cls._blocks_of(one.rules).items():
                 held[name] = held.get(name, 0) | mask
         return held
 
@@ -829,7 +829,7 @@ class World:
     @staticmethod
     def _parts_below(namespace: SimulatedNamespace, life: Life) -> list[set[bytes]]:
         """The keys of each part that are on a node's disks."""
-        return namespace.held(one.node for one in life.server.daemon.ssd.devices)
+        return namespace.held(one.rules for one in life.server.daemon.ssd.devices)
 
     async def _get(self, client: Client, chain: Sequence[bytes]) -> int:
         found = 0

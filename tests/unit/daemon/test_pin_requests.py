@@ -92,7 +92,7 @@ class Bench:
     def levels(self) -> list[dict[int, int]]:
         """In memory and on each disk: number of the block → how it is pinned."""
         found = []
-        for node in [self.node, *(device.node for device in self.tiers.devices)]:
+        for node in [self.node, *(device.rules for device in self.tiers.devices)]:
             node.settle()
             (state,) = node.tenants["default"].namespaces.values()
             blocks = state.tables[0].blocks
@@ -113,7 +113,7 @@ class Bench:
         """What quotas are compared with: (soft, hard) of each tier."""
         tables = [self.namespace.tables[0]]
         for device in self.tiers.devices:
-            (state,) = device.node.tenants["default"].namespaces.values()
+            (state,) = device.rules.tenants["default"].namespaces.values()
             tables.append(state.tables[0])
         return [(table.soft_bytes, table.hard_bytes) for table in tables]
 
@@ -274,7 +274,7 @@ def test_what_nobody_is_to_continue_goes_first_on_a_disk_too_once_it_is_written(
         bench = Bench()
         await bench.begin()
         device, table = bench.tiers.devices[0], bench.namespace.tables[0]
-        (tenant,) = device.node.tenants.values()
+        (tenant,) = device.rules.tenants.values()
         odd = [key(number) for number in range(1, 21, 2)]
         candidates = bench.node.candidates
         candidates.expend(bench.namespace, odd[:4], left=True)  # a session has left them
@@ -286,9 +286,9 @@ def test_what_nobody_is_to_continue_goes_first_on_a_disk_too_once_it_is_written(
         assert read is not None
         bench.node.leases.release(bench.holder, read.token)
         await device.write(table, [table.blocks[each] for each in odd], 0)
-        assert device.node.candidates.expendable(tenant) == 4
+        assert device.rules.candidates.expendable(tenant) == 4
         (state,) = tenant.namespaces.values()
-        assert device.node.candidates.ordinary(state, odd) == odd[4:]
+        assert device.rules.candidates.ordinary(state, odd) == odd[4:]
         assert bench.tiers.ordinary(bench.namespace, odd) == odd[4:]
 
     run(main())

@@ -118,7 +118,7 @@ class Bench:
         return await self.device.read(self.namespace.tables[0], keys, 0, rows, 1.0)
 
     def here(self, part: int = 0) -> set[int]:
-        self.device.node.settle()
+        self.device.rules.settle()
         tables = self.device.holding(self.namespace.tables[part])
         found = [int.from_bytes(k, "big") for table in tables for k in table.blocks]
         assert len(found) == len(set(found)), "a block is in two places"
@@ -126,7 +126,7 @@ class Bench:
 
     def pages_of(self) -> dict[int, tuple[int, int]]:
         """By block, where its slot begins and how long it is, in pages, as the rules have it."""
-        self.device.node.settle()
+        self.device.rules.settle()
         return {
             int.from_bytes(block.key, "big"): (
                 block.row * table.stride // PAGE,
@@ -138,7 +138,7 @@ class Bench:
 
     def check(self) -> None:
         """Rules and index say the same, no two slots share a page, and the sums are right."""
-        node = self.device.node
+        node = self.device.rules
         taken: set[int] = set()
         offsets: dict[int, bytes] = {}
         used = 0
@@ -263,7 +263,7 @@ def test_the_directory_hears_of_parts_whatever_their_slots() -> None:
         assert bench.device.masks(digest, keys) == (3, [0b001, 0b011, 0b111, 0b100, 0])
         assert bench.device.masks(b"?" * 16, keys) == (0, [])
         assert (bench.here(0), bench.here(1), bench.here(2)) == ({1, 2, 3}, {2, 3}, {3, 4})
-        groups, more = bench.device.node.inventory.walk(0, 1000)
+        groups, more = bench.device.rules.inventory.walk(0, 1000)
         assert more is None
         assert sorted(k for _, keys in groups for k in keys) == [key(n) for n in (1, 2, 3, 4)]
         found = await bench.device.pin(bench.namespace, key(2) + key(3), "hard")
@@ -272,7 +272,7 @@ def test_the_directory_hears_of_parts_whatever_their_slots() -> None:
         assert bench.device.masks(digest, keys)[1] == [0b001, 0b011, 0b111, 0b100, 0]
         bench.check()
         state = bench.device.state_of(bench.namespace)
-        assert bench.device.node.removal.remove(state, keys) == {key(n) for n in (1, 2, 3, 4)}
+        assert bench.device.rules.removal.remove(state, keys) == {key(n) for n in (1, 2, 3, 4)}
         await bench.device.tidy()
         assert not bench.disk.entries
         bench.check()
@@ -488,7 +488,7 @@ def test_what_ends_meanwhile_is_not_written(kind: str, what: str) -> None:
         assert bench.here() == (set() if what == "reset" else {9})
         assert bench.device.state is TierState.SERVING
         assert not disk.packs
-        bench.device.node.ended_epochs.reclaim(1000)
+        bench.device.rules.ended_epochs.reclaim(1000)
         await bench.device.tidy()
         bench.check()
         bench.namespace.settings = PACKED
@@ -509,7 +509,7 @@ def test_where_all_lengths_are_taken_blocks_are_written_as_they_are(
         def refuse(*_: object) -> None:
             raise LimitExceeded("64 classes")
 
-        monkeypatch.setattr(type(bench.device.node.namespaces), "add_table", refuse)
+        monkeypatch.setattr(type(bench.device.rules.namespaces), "add_table", refuse)
         assert await bench.write({2: PAGE, 3: PAGE}) == 2
         assert {pages for _, pages in bench.pages_of().values()} == {8}
         bench.check()
@@ -551,7 +551,7 @@ def test_whatever_is_written_the_books_are_right(pages: int, steps: list[tuple[s
             elif what == "remove":
                 namespace = bench.device.state_of(bench.namespace)
                 if namespace is not None:
-                    bench.device.node.removal.remove(namespace, list(map(key, value)))
+                    bench.device.rules.removal.remove(namespace, list(map(key, value)))
                     assert bench.here() == before - set(value)
             else:
                 await bench.device.tidy()

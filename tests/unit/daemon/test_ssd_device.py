@@ -120,7 +120,7 @@ class Bench:
         return reading
 
     def here(self, part: int = 0) -> set[int]:
-        self.device.node.settle()
+        self.device.rules.settle()
         table = self.device.table(self.namespace.tables[part])
         return set() if table is None else {int.from_bytes(k, "big") for k in table.blocks}
 
@@ -129,7 +129,7 @@ class Bench:
 
     def agrees(self) -> bool:
         """Whether nothing is in use but the blocks, and the index knows of these and no others."""
-        node = self.device.node
+        node = self.device.rules
         blocks = {
             block.row * table.stride: (block.key, block.pin)
             for namespace in node.tenants["red"].namespaces.values()
@@ -248,7 +248,7 @@ def test_a_part_that_is_too_small_for_a_slot_is_none() -> None:
         await bench.open()
         assert bench.device.state is TierState.SERVING
         assert await bench.write([1]) == 1
-        assert list(bench.device.node.tenants) == ["red"]
+        assert list(bench.device.rules.tenants) == ["red"]
 
     run(main())
 
@@ -294,7 +294,7 @@ def test_what_goes_while_the_index_is_read_gives_its_slot_back_once() -> None:
         def drop() -> None:
             table = bench.device.table(bench.namespace.tables[0])
             assert table is not None
-            bench.device.node.removal.drop_corrupt(table.namespace, 0, key(1))
+            bench.device.rules.removal.drop_corrupt(table.namespace, 0, key(1))
 
         disk.between = drop
         await bench.restart(disk)
@@ -359,10 +359,10 @@ def test_the_end_of_a_process_is_a_change_of_all_its_blocks() -> None:
         bench.device = bench.new_device(following)
         await bench.open()
         await bench.write([1, 2])
-        bench.device.node.inventory.take_changes()
+        bench.device.rules.inventory.take_changes()
         await bench.write([3])  # not told yet
         bench.device.ended("killed")
-        told = {k for _, keys in bench.device.node.inventory.take_changes() for k in keys}
+        told = {k for _, keys in bench.device.rules.inventory.take_changes() for k in keys}
         assert told == {key(1), key(2), key(3)}
 
     run(main())
@@ -382,7 +382,7 @@ def test_the_blocks_of_ended_processes_are_told_a_few_at_a_time(
 
     def take() -> list[bytes]:
         called.clear()
-        return [k for _, keys in bench.device.node.inventory.take_changes() for k in keys]
+        return [k for _, keys in bench.device.rules.inventory.take_changes() for k in keys]
 
     async def main() -> None:
         await bench.open()
@@ -530,7 +530,7 @@ def test_what_is_removed_while_it_is_read_loses_its_slot_afterwards(
         await bench.disk.waits(how)
         own = bench.device.table(bench.namespace.tables[0])
         assert own is not None
-        bench.device.node.removal.remove(own.namespace, split_keys(key(1) + key(3)))
+        bench.device.rules.removal.remove(own.namespace, split_keys(key(1) + key(3)))
         bench.disk.go_on()
         found = await task
         good = status is BlockStatus.PRESENT
@@ -541,7 +541,7 @@ def test_what_is_removed_while_it_is_read_loses_its_slot_afterwards(
             assert found[:2] == (3, 0 if good else 2)
         await bench.device.tidy()
         assert bench.agrees()
-        assert bench.device.node.inventory.block_count() == len(bench.here())
+        assert bench.device.rules.inventory.block_count() == len(bench.here())
 
     run(main())
 
@@ -721,7 +721,7 @@ def test_deletions_of_an_order_that_was_not_sent_go_with_the_next(kind: str) -> 
         bench = Bench(slots=4)
         await bench.open()
         await bench.write([1, 2])
-        bench.device.node.removal.remove(
+        bench.device.rules.removal.remove(
             bench.device.state_of(bench.namespace), split_keys(key(1) + key(2))
         )
         gone = set(bench.disk.entries)
@@ -752,7 +752,9 @@ def test_deletions_that_an_index_refused_are_its_own_and_it_is_asked_once_more()
         bench = Bench(slots=1)
         await bench.open()
         await bench.write([1])
-        bench.device.node.removal.remove(bench.device.state_of(bench.namespace), split_keys(key(1)))
+        bench.device.rules.removal.remove(
+            bench.device.state_of(bench.namespace), split_keys(key(1))
+        )
         bench.disk.held.add("forget")
         bench.disk.failures["forget"] = deque([Unavailable("no deletions today")])
         tidying = asyncio.create_task(bench.device.tidy())
@@ -841,7 +843,7 @@ def test_a_read_that_ends_with_its_process_frees_the_slots_of_its_own_life_only(
         before.held.add("read")
         reading = asyncio.create_task(bench.read([1]))
         await before.waits("read")
-        assert bench.device.node.leases.count == 1
+        assert bench.device.rules.leases.count == 1
         bench.device.ended("killed")
         await bench.open(before.next_life())
         before.statuses["read"] = deque([bytes([BlockStatus.MISMATCH])])
@@ -1003,7 +1005,7 @@ def test_tables_of_ended_epochs_go_when_their_blocks_are_gone() -> None:
             await bench.write([epoch])
             await bench.write([epoch], part=1)
             bench.reset()
-        bench.device.node.ended_epochs.reclaim(1 << 20)
+        bench.device.rules.ended_epochs.reclaim(1 << 20)
         await bench.device.tidy()
         (left,) = bench.disk.tables.values()
         record = msgspec.msgpack.decode(left, type=TableRecord)
@@ -1031,7 +1033,7 @@ def test_a_table_stays_while_it_is_written_to_and_while_the_index_refuses() -> N
         await bench.device.record(bench.namespace)
         await bench.device.tidy()
         assert len(bench.disk.tables) == 2, "its first block is still there"
-        bench.device.node.ended_epochs.reclaim(1 << 20)
+        bench.device.rules.ended_epochs.reclaim(1 << 20)
         await bench.device.tidy()
         assert len(bench.disk.tables) == 2, "its second one is on its way"
         bench.disk.go_on()
@@ -1056,7 +1058,7 @@ def test_a_table_stays_while_a_removed_block_of_it_is_read() -> None:
         reading = await bench.begin_read([1])
         bench.reset()
         await bench.write([2])
-        bench.device.node.ended_epochs.reclaim(1 << 20)
+        bench.device.rules.ended_epochs.reclaim(1 << 20)
         await bench.device.tidy()
         assert len(bench.disk.tables) == 2
         bench.disk.go_on()
@@ -1172,7 +1174,7 @@ def test_a_freed_namespace_leaves_the_index_and_comes_back() -> None:
         def empty() -> set[bytes]:
             state = bench.device.state_of(bench.namespace)
             assert state is not None
-            return bench.device.node.removal.remove(state, [key(1), key(2)])
+            return bench.device.rules.removal.remove(state, [key(1), key(2)])
 
         assert empty() == {key(1), key(2)}
         assert bench.device.open(other) is None, "memory has the empty one still"

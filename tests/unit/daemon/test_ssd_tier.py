@@ -664,13 +664,13 @@ def test_a_chain_goes_on_where_its_beginning_is_in_memory_only() -> None:
         (device,) = bench.tiers.devices
         table = device.table(bench.namespace.tables[0])
         assert table is not None
-        device.node.removal.remove(table.namespace, [key(0), key(1), key(2)])
+        device.rules.removal.remove(table.namespace, [key(0), key(1), key(2)])
         blocks = [table.blocks[key(number)] for number in (3, 4, 20)]
         assert [block.parent_known for block in blocks] == [False, True, True]
         assert await bench.tiers.parents(blocks) == [key(2), key(3), b""]
         memory = [bench.namespace.tables[0].blocks[key(number)] for number in (3, 0)]
         assert await bench.tiers.parents(memory) == [key(2), b""]
-        nodes = [bench.node, device.node]
+        nodes = [bench.node, device.rules]
         chains = _Chains([key(1)], nodes, {bench.namespace.directory_digest}, bench.tiers.parents)
         found = await chains.those_of(list(table.blocks.values()))
         assert {block.key for block in found} == {key(3), key(4), key(5)}
@@ -692,14 +692,14 @@ def test_a_block_that_leaves_while_its_parent_is_asked_for_is_not_mistaken_for_t
         (device,) = bench.tiers.devices
         table = device.table(bench.namespace.tables[0])
         assert table is not None
-        device.node.removal.remove(table.namespace, [key(1)])
+        device.rules.removal.remove(table.namespace, [key(1)])
         bench.disks[0].held.add("entries")
         chains = _Chains(
-            [key(1)], [device.node], {bench.namespace.directory_digest}, bench.tiers.parents
+            [key(1)], [device.rules], {bench.namespace.directory_digest}, bench.tiers.parents
         )
         asked = asyncio.ensure_future(chains.those_of([table.blocks[key(2)], table.blocks[key(3)]]))
         await bench.disks[0].waits("entries")
-        device.node.removal.remove(table.namespace, [key(3)])
+        device.rules.removal.remove(table.namespace, [key(3)])
         bench.disks[0].go_on()
         assert [block.key for block in await asked] == [key(2)]
 
