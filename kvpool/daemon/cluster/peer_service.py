@@ -47,19 +47,18 @@ AWAIT_S_MAX = 10.0  # time for its answer
 
 
 class Below(Protocol):
-    """Looks up a prefix in all tiers here, and brings it into memory: `BlockFetcher`."""
+    """Looks up blocks in all tiers here: `Lookups`."""
 
     def usable_on_node(
         self, namespace: NamespaceState, parts: Sequence[int], keys: Sequence[bytes]
     ) -> int: ...
-
-    async def promote(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> None: ...
 
     def lies_below(self, table: PartTable, keys: Sequence[bytes]) -> bool: ...
 
     def on_node(self, table: PartTable, keys: Sequence[bytes]) -> bytes: ...
 
 
+Promote = Callable[[PartTable, Sequence[bytes], float], Awaitable[None]]
 Remove = Callable[[Sequence[NamespaceState], peer_wire.Discard], Awaitable[set[bytes]]]
 
 
@@ -67,7 +66,7 @@ Remove = Callable[[Sequence[NamespaceState], peer_wire.Discard], Awaitable[set[b
 class PeerService:
     """Answers peers: the `Rules` of the transfer workers.
 
-    may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
+    promote: brings blocks of the tiers below into memory. may_serve: whether this node is known to be a member; otherwise peers are refused. stale: called with blocks
     that a peer wanted and that are not here: the directory may be wrong. take: handles an `Offer`. remove: removes
     blocks from all tiers of this node. end_session: handles ends of sessions. stores: whether new blocks are accepted. operate: handles requests of operators
     of other nodes. spans: collects those of traced loans. faults: takes
@@ -77,6 +76,7 @@ class PeerService:
 
     node: Node
     below: Below
+    promote: Promote
     clock: Callable[[], float]
     _: KW_ONLY
     may_serve: Callable[[], bool] = lambda: True
@@ -270,7 +270,7 @@ class PeerService:
         below: Sequence[tuple[PartTable, Sequence[bytes]]],
     ) -> worker_wire.Loan:
         wait_s = request.deadline_s * LEND_WAIT_SHARE
-        await asyncio.gather(*[self.below.promote(table, keys, wait_s) for table, keys in below])
+        await asyncio.gather(*[self.promote(table, keys, wait_s) for table, keys in below])
         self._check_standing()
         return self._lend_now(request, self._wanted(request))
 

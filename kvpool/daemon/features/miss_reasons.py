@@ -193,7 +193,7 @@ class MissReasons:
         self.node.settle()
         tables = namespace.tables_of(parts)
         in_memory = usable([each.spec for each in tables], [each.blocks for each in tables], keys)
-        on_node = self.fetcher.usable_on_node(namespace, parts, keys)
+        on_node = self.fetcher.lookups.usable_on_node(namespace, parts, keys)
         missing = last = None
         if on_node < len(keys):
             table, at = self._first_missing_on_node(tables, keys, on_node)

@@ -20,7 +20,8 @@ from kvpool.daemon.fetch.locate import Locator
 from kvpool.daemon.fetch.plan import FetchRequest, assign, lacking, orders
 from kvpool.daemon.fetch.ports import NOT_NODES
 from kvpool.daemon.fetch.room_queue import RoomQueues, RoomWaiter
-from kvpool.daemon.fetch.transfer import Transfer, Transfers
+from kvpool.daemon.fetch.transfer import Transfer
+from kvpool.daemon.fetch.transfers import Transfers
 from kvpool.placement.peer_selection import Candidate
 from kvpool.placement.peers import Peers
 

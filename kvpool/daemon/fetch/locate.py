@@ -9,18 +9,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import repeat
 
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.tier import SharedTier
-from kvpool.daemon.fetch.plan import Located, may_be_had
+from kvpool.daemon.fetch.peer_questions import PeerQuestions
+from kvpool.daemon.fetch.plan import Located, entries_of, may_be_had, merge
 from kvpool.daemon.fetch.ports import (
     OBJECT,
     ClusterView,
     LocalSource,
     PeerTransport,
 )
-from kvpool.errors import KvpoolError, LimitExceeded, NamespaceMismatch, Unavailable
+from kvpool.errors import Unavailable
 from kvpool.hit_rule import usable
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.directory_memory import NegativeMemory, Remembered
@@ -29,13 +30,9 @@ from kvpool.placement.peers import Peers
 from kvpool.placement.prefix_lookup import somewhere
 from kvpool.telemetry.cluster_stats import FetchStats
 from kvpool.telemetry.spans import LOOKUP, child, current, working_for
-from kvpool.wire import frame
-from kvpool.wire import peer as peer_wire
-from kvpool.wire import worker as worker_wire
 
 LOOKUP_SHARE = 0.25  # of the available time: the longest wait for an answer
 LOOKUP_KEYS = 2048  # in one request; a prefix that ends within them is not looked up further
-ASKED_MAX = 16  # peers that are asked if there is no directory
 NEGATIVE_S, NEGATIVE_MAX = 2.0, 1 << 16
 REMEMBERED_MAX = 1 << 18
 LOST_MAX = 1024
@@ -57,6 +54,7 @@ class Locator:
     _stats: FetchStats
 
     def __post_init__(self) -> None:
+        self._questions = PeerQuestions(self._transport, self._cluster, self._peers, self._clock)
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
         self._lost: OrderedDict[bytes, bytes] = (
@@ -121,7 +119,9 @@ class Locator:
                         chunk = missing[at : at + LOOKUP_KEYS]
                         if self._cluster.directory is None:
                             wait_s = (deadline - self._clock()) * LOOKUP_SHARE
-                            located.update(await self._ask_each(namespace, tables, chunk, wait_s))
+                            located.update(
+                                await self._questions.each(namespace, tables, chunk, wait_s)
+                            )
                             continue
                         found = await self.replicas(namespace, chunk)
                         located.update(zip(chunk, found, strict=True))
@@ -157,7 +157,7 @@ class Locator:
                 for held in tier.held(table):
                     for key in filter(held.__contains__, keys):
                         masks[key] = masks.get(key, 0) | bit
-            merge(located, _entries(masks, source, TIERS["dram"]))
+            merge(located, entries_of(masks, source, TIERS["dram"]))
         return located
 
     async def in_objects(
@@ -179,7 +179,7 @@ class Locator:
         except (Unavailable, TimeoutError):
             self._stats.lookups_failed += 1
             return {}
-        return _entries(masks, OBJECT, TIERS["object"])
+        return entries_of(masks, OBJECT, TIERS["object"])
 
     async def replicas(
         self, namespace: NamespaceState, keys: Sequence[bytes], *, engines: bool = False
@@ -235,7 +235,7 @@ class Locator:
         if self._cluster.directory is None:
             # A peer may have the rest of a prefix without its beginning.
             first -= first % math.lcm(*(table.spec.stride for table in tables))
-            return await self._ask_peers(namespace, tables, keys[first:], wait_s)
+            return await self._questions.prefix(namespace, tables, keys[first:], wait_s)
         located: Located = {}
         try:
             async with asyncio.timeout(wait_s):
@@ -320,140 +320,6 @@ class Locator:
                 return None
         return None if lost in self._cluster.living else lost
 
-    async def _ask_peers(
-        self,
-        namespace: NamespaceState,
-        tables: Sequence[PartTable],
-        keys: Sequence[bytes],
-        wait_s: float,
-    ) -> Located:
-        """Without a directory: each peer reports how many of these adjacent blocks it could provide, from the first on.
-
-        One that takes longer than expected is not waited for when another one has all of it.
-        """
-        now = self._clock()
-        question = peer_wire.Ask(
-            namespace.tenant.name,
-            namespace.digest,
-            [table.part for table in tables],
-            b"".join(keys),
-        )
-        asked = self._to_ask(now)
-        answers = await self._answers(asked, question, len(keys), wait_s)
-        mask = sum(1 << table.part for table in tables)
-        located: Located = {}
-        reach = sorted(zip(answers, [incarnation for incarnation, _ in asked], strict=True))
-        first = 0
-        for at, (end, _) in enumerate(reach):
-            if end > first:  # all keys up to this one share the same entries object
-                having = [Entry(incarnation, TIERS["dram"], mask) for _, incarnation in reach[at:]]
-                located.update(dict.fromkeys(keys[first:end], having))
-                first = end
-        return located
-
-    def _to_ask(self, now: float) -> list[tuple[bytes, str]]:
-        """Return the peers to ask where there is no directory: incarnations and URLs."""
-        return [
-            (incarnation, node.url)
-            for incarnation, node in self._cluster.living.items()
-            if (peer := self._peers.get(incarnation)) is None or not peer.suspended(now)
-        ][:ASKED_MAX]
-
-    async def _ask_each(
-        self,
-        namespace: NamespaceState,
-        tables: Sequence[PartTable],
-        keys: Sequence[bytes],
-        wait_s: float,
-    ) -> Located:
-        """Without a directory: each peer reports which of these blocks it could provide, part by part."""
-        asked = self._to_ask(self._clock())
-        tenant, packed = namespace.tenant.name, b"".join(keys)
-        questions = [
-            (incarnation, url, table.part) for incarnation, url in asked for table in tables
-        ]
-        answers = await asyncio.gather(
-            *(
-                self._ask(
-                    incarnation,
-                    url,
-                    peer_wire.Holds(tenant, namespace.digest, part, packed),
-                    wait_s,
-                )
-                for incarnation, url, part in questions
-            )
-        )
-        located: Located = {}
-        masks: dict[bytes, dict[bytes, int]] = {}
-        for (incarnation, _, part), answer in zip(questions, answers, strict=True):
-            if isinstance(answer, frame.Bytes) and len(answer.data) == len(keys):
-                of_peer = masks.setdefault(incarnation, {})
-                for key in compress(keys, answer.data):
-                    of_peer[key] = of_peer.get(key, 0) | 1 << part
-        for incarnation, of_peer in masks.items():
-            merge(located, _entries(of_peer, incarnation, TIERS["dram"]))
-        return located
-
-    async def _answers(
-        self, asked: Sequence[tuple[bytes, str]], question: peer_wire.Ask, count: int, wait_s: float
-    ) -> list[int]:
-        """How many of so many blocks each of these has; 0 for those that nobody waited for."""
-        tasks = {
-            asyncio.ensure_future(self._ask_length(incarnation, url, question, wait_s)): incarnation
-            for incarnation, url in asked
-        }
-        trusted = [
-            task
-            for task, incarnation in tasks.items()
-            if (peer := self._peers.get(incarnation)) is None or not peer.on_probation
-        ]
-        try:
-            if trusted:
-                patience_s = max(self._peers.hedge_after_s(tasks[task], 0) for task in trusted)
-                await asyncio.wait(trusted, timeout=min(patience_s, wait_s))
-            if not any(task.done() and task.result() >= count for task in tasks):
-                await asyncio.gather(*tasks)
-            now = self._clock()
-            for task in trusted:
-                if not task.done():
-                    self._peers.slow(tasks[task], now)
-            return [task.result() if task.done() else 0 for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _ask_length(
-        self, incarnation: bytes, url: str, question: peer_wire.Ask, wait_s: float
-    ) -> int:
-        answer = await self._ask(incarnation, url, question, wait_s)
-        return answer.value if isinstance(answer, frame.Done) else 0
-
-    async def _ask(
-        self,
-        incarnation: bytes,
-        url: str,
-        question: peer_wire.Ask | peer_wire.Holds,
-        wait_s: float,
-    ) -> frame.Done | frame.Bytes | None:
-        """A peer's answer; None if there is none. What it took counts for the peer."""
-        started = self._clock()
-        self._peers.started(incarnation, 0, started)
-        try:
-            answer = await self._transport.ask(worker_wire.AskPeer(url, question, wait_s))
-        except (NamespaceMismatch, asyncio.CancelledError):
-            self._peers.stopped(incarnation, 0)
-            raise
-        except LimitExceeded:  # it was not asked
-            self._peers.stopped(incarnation, 0)
-            return None
-        except KvpoolError as error:
-            self._peers.failed(incarnation, self._clock(), error=error, asked=0)
-            return None
-        now = self._clock()
-        self._peers.finished(incarnation, 0, now - started, now)
-        return answer
-
     # ---- what follows from it ------------------------------------------------------------------------
 
     def usable(
@@ -495,22 +361,6 @@ class Locator:
         if not self._negative:
             return repeat(candidates, len(keys))
         return [self.not_missing_from(table, key, candidates, now) for key in keys]
-
-
-def merge(located: Located, more: Mapping[bytes, Sequence[Entry]]) -> None:
-    """Add known entries of further sources. Entries that keys share are not changed."""
-    if not located:
-        located.update(more)
-        return
-    for key, entries in more.items():
-        known = located.get(key)
-        located[key] = [*known, *entries] if known else entries
-
-
-def _entries(masks: Mapping[bytes, int], source: bytes, tier: int) -> Located:
-    """A source's blocks in the form of directory entries. Keys with the same mask share their entries."""
-    by_mask = {mask: [Entry(source, tier, mask)] for mask in set(masks.values())}
-    return {key: by_mask[mask] for key, mask in masks.items()}
 
 
 def _in_memory(tables: Sequence[PartTable], key: bytes) -> bool:

@@ -71,6 +71,22 @@ def may_be_had(entry: Entry) -> bool:
     return entry.tier != TIERS["gpu"]
 
 
+def merge(located: Located, more: Mapping[bytes, Sequence[Entry]]) -> None:
+    """Add known entries of further sources. Entries that keys share are not changed."""
+    if not located:
+        located.update(more)
+        return
+    for key, entries in more.items():
+        known = located.get(key)
+        located[key] = [*known, *entries] if known else entries
+
+
+def entries_of(masks: Mapping[bytes, int], source: bytes, tier: int) -> Located:
+    """A source's blocks in the form of directory entries. Keys with the same mask share their entries."""
+    by_mask = {mask: [Entry(source, tier, mask)] for mask in set(masks.values())}
+    return {key: by_mask[mask] for key, mask in masks.items()}
+
+
 def lacking(held: Container[bytes], keys: Iterable[bytes]) -> list[bytes]:
     """The keys that are not in `held`."""
     return list(filterfalse(held.__contains__, keys))
@@ -94,6 +110,18 @@ def requests_for(
                 requests.append(FetchRequest(table, [], found))
         requests[-1].keys.append(key)
     return requests
+
+
+def requests_for_each(
+    wanted: Mapping[PartTable, Mapping[bytes, Sequence[Entry]]],
+) -> list[FetchRequest]:
+    """Requests for these blocks of several tables, given their replicas."""
+    candidates = Candidates()
+    return [
+        request
+        for table, located in wanted.items()
+        for request in requests_for(table, located, located, candidates)
+    ]
 
 
 def missing(

@@ -17,8 +17,8 @@ from kvpool.daemon.core.commit_waiters import CommitWaiter
 from kvpool.daemon.core.masks import pack_masks, unpack_masks, width_for
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
-from kvpool.daemon.fetch.locate import ASKED_MAX
-from kvpool.daemon.fetch.plan import FetchRequest
+from kvpool.daemon.fetch.peer_questions import ASKED_MAX
+from kvpool.daemon.fetch.plan import FetchRequest, requests_for_each
 from kvpool.daemon.fetch.ports import NOT_NODES, ClusterView, PeerTransport
 from kvpool.daemon.fetch.prefix_stream_rules import Chain, Course, Lacking
 from kvpool.daemon.tasks import crash_if_failed
@@ -262,7 +262,7 @@ class PrefixStreams:
     ) -> Mapping[bytes, Sequence[Entry]]:
         """Other nodes' blocks of a window: from the directory, or without one, from peers."""
         self._stats.lookups += 1
-        located = dict(await self.fetcher.locate(namespace, chain.tables, window, LOOK_S))
+        located = dict(await self.fetcher.lookups.locate(namespace, chain.tables, window, LOOK_S))
         if self.cluster.directory is None:
             known = chain.known(window, len(namespace.tables))
             asked = [*filter(self.may_ask, self.cluster.living)][:ASKED_MAX]
@@ -326,7 +326,7 @@ class _PrefixStream:
                 self._all.call_off(task)
         if self._waiter is not None:
             self._all.node.commit_waiters.remove(self._waiter)
-        self._all.fetcher.let_go(self._namespace.tenant.name, self._kept)
+        self._all.fetcher.leases.let_go(self._namespace.tenant.name, self._kept)
 
     # ---- what has come -----------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class _PrefixStream:
         node.settle()
         arrived = chain.arrived()
         if self.holds:
-            fetcher.hold(dict(arrived), self._kept)
+            fetcher.leases.hold(dict(arrived), self._kept)
             if len(self._kept) > KEPT_MAX:
                 self._regroup()
         if arrived and self._looked:
@@ -354,9 +354,11 @@ class _PrefixStream:
     def _regroup(self) -> None:
         """One lease for all."""
         fetcher, fresh = self._all.fetcher, list[str]()
-        if not fetcher.hold(dict(zip(self._chain.tables, self._chain.needed, strict=True)), fresh):
+        if not fetcher.leases.hold(
+            dict(zip(self._chain.tables, self._chain.needed, strict=True)), fresh
+        ):
             fresh, self._kept = self._kept, fresh  # the old ones hold more
-        fetcher.let_go(self._namespace.tenant.name, self._kept)
+        fetcher.leases.let_go(self._namespace.tenant.name, self._kept)
         self._kept = fresh
 
     # ---- what is to be done ------------------------------------------------------------------------------
@@ -411,15 +413,15 @@ class _PrefixStream:
     def _fetch(self) -> None:
         """Start fetching all reported blocks that are not on their way."""
         queue, self._queue = self._queue, {}
-        wants = self._all.fetcher.plan(queue)
+        wants = requests_for_each(queue)
         now = self._all.clock()
-        seconds = FETCH_S + self._all.fetcher.expected_s(wants)
+        seconds = FETCH_S + self._all.fetcher.choices.expected_s(wants)
         work = self._bring(wants, now, min(self._deadline, now + seconds))
         self._fetches[asyncio.get_running_loop().create_task(work)] = None
 
     async def _bring(self, wants: Sequence[FetchRequest], began: float, deadline: float) -> None:
         wanted = {Lacking(want.table, key) for want in wants for key in want.keys}
-        await self._all.fetcher.bring(wants, deadline)
+        await self._all.fetcher.delivery.bring(wants, deadline)
         now = self._all.clock()
         lacking = {one for one in wanted if one.key not in one.table.blocks}
         if len(lacking) < len(wanted):

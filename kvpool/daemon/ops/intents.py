@@ -23,7 +23,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.pins import Fit, Taken
 from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.fetcher import BlockFetcher
-from kvpool.daemon.fetch.plan import Located
+from kvpool.daemon.fetch.plan import Located, missing
 from kvpool.daemon.ops.pins import PINNED_TOGETHER, pin_in_all_tiers
 from kvpool.daemon.ops.prefetcher import LOOKUP_S, QUEUE_MAX, Prefetcher
 from kvpool.daemon.tiers.all_tiers import Tiers
@@ -267,7 +267,7 @@ class Intents:
         wanted: Wanted,
         promised: _Promised,
     ) -> IntentAnswer:
-        there, located = await self.fetcher.locate_prefix(namespace, keys, LOOKUP_S)
+        there, located = await self.fetcher.lookups.locate_prefix(namespace, keys, LOOKUP_S)
         if not there:
             return _answer(keys, 0, 0, 0, "neither this node nor another one has them")
         here = self.tiers.node.leases.match(namespace, [], keys)
@@ -303,7 +303,7 @@ class Intents:
     ) -> tuple[int, int]:
         """How many blocks of a prompt, from the first on, can be brought into so much room, and the bytes that takes."""
         takes: Counter[bytes] = Counter()
-        for request in self.fetcher.lacking(namespace, keys, located):
+        for request in missing(namespace.tables, keys, located):
             for key in request.keys:
                 takes[key] += request.table.stride
         nbytes = 0

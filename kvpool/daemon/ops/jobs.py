@@ -332,14 +332,14 @@ class Work:
             held = {
                 table: [key for key in here if key in table.blocks] for table in namespace.tables
             }
-            if not self.fetcher.hold(held, kept):
+            if not self.fetcher.leases.hold(held, kept):
                 raise LimitExceeded("too many leases are held on this node: try again")
             node.candidates.promote(
                 [b for t in namespace.tables for key in here if (b := t.blocks.get(key))]
             )
             await self.evict_on(spec.source, namespace, here, job.view.by)
         finally:
-            self.fetcher.let_go(namespace.tenant.name, kept)
+            self.fetcher.leases.let_go(namespace.tenant.name, kept)
 
     # ---- scrub -------------------------------------------------------------------------------------
 

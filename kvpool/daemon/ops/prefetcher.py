@@ -18,7 +18,7 @@ from itertools import groupby
 from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
-from kvpool.daemon.fetch.plan import FetchRequest
+from kvpool.daemon.fetch.plan import FetchRequest, missing
 from kvpool.daemon.tasks import Tasks
 from kvpool.types import KEY_BYTES, Outcome, split_keys
 from kvpool.waits import wait_for
@@ -146,11 +146,11 @@ class Prefetcher:
         for at in range(0, len(asked), RECALLED_TOGETHER):
             self.node.candidates.recall(namespace, asked[at : at + RECALLED_TOGETHER])
             await asyncio.sleep(0)
-        there, located = await self.fetcher.locate_prefix(namespace, asked, LOOKUP_S)
+        there, located = await self.fetcher.lookups.locate_prefix(namespace, asked, LOOKUP_S)
         if not there:
             return
         keys = asked[:there]
-        requests = self.fetcher.lacking(namespace, keys, located)
+        requests = missing(namespace.tables, keys, located)
         brought = _Brought(0.0)
         for some in _slices(namespace, keys, requests):
             if not await self._bring_slice(some, brought):

@@ -141,7 +141,9 @@ class Presences:
         found = []
         for at in range(0, len(keys), LOOKUP_KEYS):
             wait_s = max(0.0, deadline - self._clock())
-            found.append(await self._fetcher.presence(table, keys[at : at + LOOKUP_KEYS], wait_s))
+            found.append(
+                await self._fetcher.lookups.presence(table, keys[at : at + LOOKUP_KEYS], wait_s)
+            )
             await asyncio.sleep(0)  # others are served in between
         return b"".join(found)
 

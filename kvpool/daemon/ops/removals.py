@@ -14,7 +14,7 @@ from itertools import compress
 
 from kvpool.daemon.core.blocks import NamespaceState, directory_digest
 from kvpool.daemon.fetch.ports import ClusterView, LivingNode, PeerTransport
-from kvpool.daemon.fetch.transfer import Transfers
+from kvpool.daemon.fetch.transfers import Transfers
 from kvpool.daemon.ops.commands import asking_others
 from kvpool.daemon.tiers.all_tiers import Tiers
 from kvpool.errors import ClusterUnavailable, KvpoolError

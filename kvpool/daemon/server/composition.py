@@ -379,9 +379,7 @@ class Daemon(Generic[T]):
             *(segments, self.counts, self.logins, loop_shares),
         )
         self.peer_service = PeerService(
-            node,
-            self.fetcher,
-            clock,
+            *(node, self.fetcher.lookups, self.fetcher.promote, clock),
             may_serve=cluster.may_serve,
             stale=cluster.stale,
             take=self.replication.take,

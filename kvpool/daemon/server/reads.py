@@ -74,7 +74,7 @@ class Reads:
         if m.scattered:
             return self._node.leases.contains(namespace, m.parts[0], keys).count(1)
         direct = self._direct(m) is not None
-        return self._fetcher.match(namespace, m.parts, keys, direct=direct)
+        return self._fetcher.lookups.match(namespace, m.parts, keys, direct=direct)
 
     def _direct(self, m: client_wire.Acquire | client_wire.Pull) -> DeviceTier | None:
         """The spare device memory, if the client is attached to it."""
@@ -207,12 +207,12 @@ class Reads:
         wait_s = min(m.wait_s, self._node.limits.lease_s_max)
         direct = self._direct(m) is not None
         keys = split_keys(m.keys)
-        here = self._fetcher.match(namespace, [], keys, direct=direct)
+        here = self._fetcher.lookups.match(namespace, [], keys, direct=direct)
         asked_at = self._clock()
         pulled = await self._fetcher.pull(
             namespace, [], keys, here, wait_s, _recompute(m), direct=direct
         )
-        found = self._fetcher.match(namespace, [], keys, direct=direct)
+        found = self._fetcher.lookups.match(namespace, [], keys, direct=direct)
         waited_s = self._clock() - asked_at
         asked = (namespace, (), m.keys, keys)
         self._node.events.emit(Read(*asked, found, here, Stage.PULLED, pulled, waited_s=waited_s))

@@ -8,12 +8,13 @@ from typing import Any
 
 from kvpool.daemon.cluster import replication
 from kvpool.daemon.fetch import (
+    choices,
     fetcher,
     locate,
     plan,
     prefix_stream,
     prefix_stream_rules,
-    transfer,
+    transfers,
 )
 from kvpool.daemon.server import composition
 from kvpool.daemon.tiers import ssd_demote, ssd_index, ssd_read, ssd_restore, ssd_tier, ssd_write
@@ -42,7 +43,7 @@ _DISKS: Constants = (
 _SMALL_BATCHES: Constants = (
     (plan, "SLICE_BYTES", 256),
     (plan, "TOGETHER_BYTES", 1024),
-    (fetcher, "SLICE_BYTES", 256),
+    (choices, "SLICE_BYTES", 256),
     (locate, "LOOKUP_KEYS", 3),
     (prefix_stream_rules, "WINDOW_KEYS", 3),
     (prefix_stream, "FETCHES_MAX", 2),
@@ -57,8 +58,8 @@ _SMALL_BATCHES: Constants = (
 def _low(limits: Mapping[str, int]) -> Constants:
     """See `plan.LIMITS`."""
     of: dict[str, tuple[Any, str]] = {
-        "loads": (transfer, "LOADS_MAX"),
-        "waiting": (transfer, "WAITING_MAX"),
+        "loads": (transfers, "LOADS_MAX"),
+        "waiting": (transfers, "WAITING_MAX"),
         "order_bytes": (plan, "ORDER_BYTES"),
         "stream_leases": (prefix_stream, "KEPT_MAX"),
         "stream_questions": (prefix_stream, "QUESTIONS_PER_PEER_MAX"),
@@ -71,7 +72,7 @@ def _low(limits: Mapping[str, int]) -> Constants:
         (*of[name], most) for name, most in limits.items() if name in of
     ]
     found.append((composition, "PULLS", pull_limits(limits)))
-    found.append((transfer, "COPIES", copy_limits(limits)))
+    found.append((transfers, "COPIES", copy_limits(limits)))
     return found
 
 

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from kvpool.daemon.features.sessions import Session, Sessions
-from kvpool.daemon.fetch.plan import FetchRequest
+from kvpool.daemon.fetch.plan import FetchRequest, Located
 from kvpool.daemon.ops.prefetcher import JUDGE_S, QUEUE_MAX, USED_WITHIN_S, Prefetcher
+from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.types import Outcome, split_keys
 from tests.sim.simulation.loop import run_alone
 from tests.unit.daemon.conftest import Pool
@@ -46,12 +47,10 @@ class Brings:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.lookups = self
 
-    async def locate_prefix(self, _: Any, asked: Sequence[bytes], __: float) -> tuple[int, None]:
-        return len(asked), None
-
-    def lacking(self, _: Any, some: Sequence[bytes], __: None) -> list[FetchRequest]:
-        return [FetchRequest(self.pool.namespace.tables[0], list(some), {})]
+    async def locate_prefix(self, _: Any, asked: Sequence[bytes], __: float) -> tuple[int, Located]:
+        return len(asked), {key: [Entry(b"elsewhere", TIERS["dram"], 1)] for key in asked}
 
     async def bring_ahead(self, requests: Sequence[FetchRequest], _: float) -> bool:
         for request in requests:

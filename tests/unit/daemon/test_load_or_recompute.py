@@ -14,7 +14,8 @@ import pytest
 from kvpool.daemon.core.blocks import OWN, PartTable
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.fetch.fetcher import TRIAL_BYTES, BlockFetcher
+from kvpool.daemon.fetch.choices import TRIAL_BYTES
+from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import DISKS, LivingNode
 from kvpool.placement.directory.base import TIERS, Entry
 from kvpool.placement.peers import TRIAL_S, Peers

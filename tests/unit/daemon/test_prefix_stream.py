@@ -57,6 +57,10 @@ def mask_of(numbers: Iterable[int], question: peer_wire.Await) -> bytes:
     return bytes(key in there for key in wire_keys(question))
 
 
+async def promoted(*_: Any) -> None:
+    """No block is in a tier below memory."""
+
+
 def wire_keys(question: peer_wire.Await) -> list[bytes]:
     return [question.keys[at : at + 16] for at in range(0, len(question.keys), 16)]
 
@@ -109,7 +113,9 @@ class Owner(ObjectUsage):
         self.most_waiting = 0
         nothing: Any = SimpleNamespace(lies_below=lambda *_: False)
         self.serves = True
-        self.lender = PeerService(self.node, nothing, world.clock, stores=lambda: self.serves)
+        self.lender = PeerService(
+            self.node, nothing, promoted, world.clock, stores=lambda: self.serves
+        )
 
     async def ask(self, question: peer_wire.Await) -> frame.Bytes:
         self.asked.append((self.world.clock(), question))
@@ -832,7 +838,7 @@ async def test_a_node_that_is_no_member_any_more_answers_nothing() -> None:
     owner = world.owner("a")
     member = True
     nothing: Any = SimpleNamespace()
-    lender = PeerService(owner.node, nothing, world.clock, may_serve=lambda: member)
+    lender = PeerService(owner.node, nothing, promoted, world.clock, may_serve=lambda: member)
     waiting = asyncio.get_running_loop().create_task(lender.answer_later(question([1])))
     await asyncio.sleep(0.1)
     member = False

@@ -28,6 +28,7 @@ class Below:
         self._pool = pool
         self._where = where
         self.active = active
+        self.lookups = self
         self.asked: list[tuple[int, list[int]]] = []
 
     async def presence(self, table: PartTable, keys: Sequence[bytes], wait_s: float) -> bytes:

@@ -83,7 +83,9 @@ class Member:
             has_objects=False,
         )
         self.service = PeerService(
-            self.node, self.fetcher, clock, remove=self.removals.for_other, name=name
+            *(self.node, self.fetcher.lookups, self.fetcher.promote, clock),
+            remove=self.removals.for_other,
+            name=name,
         )
 
     @property

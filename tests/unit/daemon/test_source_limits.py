@@ -15,7 +15,7 @@ import pytest
 from kvpool.daemon.core.blocks import PartTable
 from kvpool.daemon.core.limits import Limits
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.fetch import transfer
+from kvpool.daemon.fetch import transfers
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import DISKS, NOT_NODES, LivingNode
 from kvpool.daemon.workers import disk_worker, object_worker
@@ -386,7 +386,7 @@ def test_a_hung_disk_costs_only_what_it_alone_has() -> None:
     async def check(world: World) -> None:
         found = await asyncio.gather(*(world.prompt(number, 0.2) for number in range(400)))
         assert {blocks for blocks, _ in found} == {0}
-        assert world.under_way[DISKS[0]] == transfer.LOADS_MAX, "only these never end"
+        assert world.under_way[DISKS[0]] == transfers.LOADS_MAX, "only these never end"
         blocks, took = await world.prompt(10_000)
         assert (blocks, took < 0.5) == (BLOCKS, True), "the other disk"
         world.living = {b"healthy.": LivingNode(node_record("h"), "healthy.")}
@@ -395,7 +395,7 @@ def test_a_hung_disk_costs_only_what_it_alone_has() -> None:
         blocks, took = await world.prompt(7)
         assert (blocks, took < 1.0) == (BLOCKS, True), "what the disk has too"
         await asyncio.sleep(WAIT_S)  # those that waited for their turn have given up
-        assert len(world.fetcher.transfers) == transfer.LOADS_MAX
+        assert len(world.fetcher.transfers) == transfers.LOADS_MAX
         assert world.fetcher.stats().not_begun > 0
 
     async def main() -> None:
@@ -489,7 +489,7 @@ def test_what_a_disk_has_just_evicted_comes_from_a_peer() -> None:
 
 def test_a_source_is_not_tried_while_too_many_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait until there is room: what was not asked has not failed."""
-    monkeypatch.setattr(transfer, "WAITING_MAX", 4)
+    monkeypatch.setattr(transfers, "WAITING_MAX", 4)
 
     async def main() -> None:
         world = World("healthy.")
@@ -512,7 +512,7 @@ def test_an_order_that_is_refused_here_is_not_held_against_the_peer() -> None:
 
 
 def test_no_more_is_loaded_at_a_time_than_there_are_threads_for() -> None:
-    assert transfer.LOADS_MAX == disk_worker.READ_JOBS == object_worker.READ_JOBS
+    assert transfers.LOADS_MAX == disk_worker.READ_JOBS == object_worker.READ_JOBS
 
 
 def test_a_prompt_that_fills_memory_is_got_from_another_peer_than_the_stopped_one() -> None:
