@@ -29,7 +29,6 @@ that was not handed out) is an AssertionError: continuing would give one slot to
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -37,15 +36,13 @@ import numpy.typing as npt
 
 from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.memory.private_pages import private_pages
+from kvpool.storage.extents import Extents, StrideClass
 from kvpool.telemetry.memory_stats import SlabClass, SpaceStats
 
 PAGE = 4096
 SMALL_STEP = 64
 CLASSES_MAX = 64
 SLABS_MAX = 1 << 16
-SPANS_TRIED = 1024
-COARSENESS = 0.25
-"""The acceptable loss of an extent as large as the segment, as a share of the segment."""
 ROUND_UP_MAX = 1.125
 """Beyond CLASSES_MAX a length may use a larger class that is at most this many times its own."""
 
@@ -70,86 +67,6 @@ def _ignore(row: int) -> None:
     pass
 
 
-class _Extent:
-    """The rows of one class in a run of slabs.
-
-    free: a stack of rows that were handed out before. fresh: rows that never were, used when it is empty: so an
-    extent needs no list of all its rows, and adjacent ones are given out together. unlisted: `free` is yet to be
-    found in the flags of the class.
-    """
-
-    __slots__ = (
-        "end",
-        "first",
-        "free",
-        "fresh",
-        "index",
-        "kept",
-        "owner",
-        "slab",
-        "slabs",
-        "unlisted",
-        "used",
-    )
-
-    def __init__(self, owner: _Class, index: int, first: int, end: int, slabs: int) -> None:
-        self.owner = owner
-        self.index = index
-        self.slab = index * owner.span
-        self.slabs = slabs
-        self.first = first
-        self.end = end
-        self.used = 0
-        self.free: list[int] = []
-        self.fresh = range(0)
-        self.unlisted = False
-        self.kept = False
-
-    def take(self, n: int) -> list[int]:
-        """Up to n of its rows; none: it is exhausted."""
-        if self.unlisted:
-            self.unlisted = False
-            busy = np.frombuffer(self.owner.busy, dtype=np.uint8)[self.first : self.end]
-            self.free = (np.flatnonzero(busy == 0)[::-1] + self.first).tolist()
-        if self.free:
-            rows = self.free[: -n - 1 : -1]
-            del self.free[-n:]
-            return rows
-        rows = list(self.fresh[:n])
-        self.fresh = self.fresh[n:]
-        return rows
-
-
-class _Class:
-    """The slots of one stride. open: its extents that may have free rows; those freed last at the end."""
-
-    __slots__ = (
-        "busy",
-        "capacity",
-        "extent_bytes",
-        "extents",
-        "open",
-        "slots",
-        "span",
-        "starved_at",
-        "stride",
-        "used",
-    )
-
-    def __init__(self, stride: int, size: int, span: int, extent_bytes: int, capacity: int) -> None:
-        self.stride = stride
-        self.span = span
-        self.extent_bytes = extent_bytes
-        self.capacity = capacity
-        self.extents: dict[int, _Extent] = {}
-        # A byte a row, 1 if in use.
-        self.busy = private_pages(size // stride)
-        self.open: OrderedDict[_Extent, None] = OrderedDict()
-        self.slots = 0
-        self.used = 0
-        self.starved_at = -1
-
-
 class SlabAllocator:
     """Slots of a segment of `size` bytes. See the module's docstring for the layout."""
 
@@ -162,20 +79,14 @@ class SlabAllocator:
             raise ConfigError(f"slab_bytes must be a power of two from {PAGE} on, not {slab_bytes}")
         self.size = size
         self.slab_bytes = slab_bytes
-        self.slabs = -(-size // slab_bytes)  # the last one may be short
-        if self.slabs > SLABS_MAX:
+        slabs = -(-size // slab_bytes)
+        if slabs > SLABS_MAX:
             raise ConfigError(
-                f"{size} bytes in slabs of {slab_bytes} are {self.slabs} slabs,"
+                f"{size} bytes in slabs of {slab_bytes} are {slabs} slabs,"
                 f" more than {SLABS_MAX}; make slab_bytes larger"
             )
-        self._classes: dict[int, _Class] = {}
-        self._by_slab: list[_Extent | None] = [None] * self.slabs
-        # Popped from the end: low slabs first, so that aligned runs stay free at the other end.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(reversed(range(self.slabs)))
-        self._idle: OrderedDict[_Extent, None] = OrderedDict()  # no row used; longest idle first
-        # Counts events that may make an extent available: a class that found none does
-        # not look again before it changes.
-        self._changes = 0
+        self._classes: dict[int, StrideClass] = {}
+        self._extents = Extents(size, slab_bytes)
 
     # Classes
 
@@ -201,25 +112,11 @@ class SlabAllocator:
                     f" is a little above {nbytes} bytes; use fewer block sizes on one node"
                 )
             return min(larger)
-        span, capacity = self._choose_span(stride)
-        self._classes[stride] = _Class(stride, self.size, span, span * self.slab_bytes, capacity)
+        span, capacity = self._extents.choose_span(stride)
+        busy = private_pages(self.size // stride)
+        extent_bytes = span * self.slab_bytes
+        self._classes[stride] = StrideClass(stride, span, extent_bytes, capacity, busy)
         return stride
-
-    def _choose_span(self, stride: int) -> tuple[int, int]:
-        """Slabs to an extent, and the slots of a class that has all extents. Milliseconds."""
-        best, best_cost, best_capacity = 1, float("inf"), 0
-        for span in (*range(1, min(self.slabs, SPANS_TRIED)), self.slabs):
-            coarse = COARSENESS * span / self.slabs
-            if coarse >= best_cost:
-                break
-            bytes_ = span * self.slab_bytes
-            starts = np.arange(0, self.size, bytes_, dtype=np.int64)
-            ends = np.minimum(starts + bytes_, self.size)
-            slots = int(np.maximum(ends // stride - -(-starts // stride), 0).sum())
-            cost = 1 - slots * stride / self.size + coarse
-            if slots and cost < best_cost:
-                best, best_cost, best_capacity = span, cost, slots
-        return best, best_capacity
 
     def capacity(self, nbytes: int) -> int:
         """Number of slots if the class of `nbytes` had the whole segment."""
@@ -236,7 +133,7 @@ class SlabAllocator:
         busy, candidates = cls.busy, cls.open
         taken: list[int] = []
         while (wanted := n - len(taken)) > 0:
-            if not candidates and not self._take_extent(cls):
+            if not candidates and not self._extents.take(cls):
                 break
             extent = next(reversed(candidates))
             rows = extent.take(wanted)
@@ -244,7 +141,7 @@ class SlabAllocator:
                 del candidates[extent]
                 continue
             if not extent.used:
-                del self._idle[extent]
+                del self._extents.idle[extent]
             extent.used += len(rows)
             for row in rows:
                 busy[row] = 1
@@ -280,14 +177,14 @@ class SlabAllocator:
             push(row)
             extent.used -= 1
             if not extent.used:
-                self._idle[extent] = None
-                self._changes += 1
+                self._extents.idle[extent] = None
+                self._extents.changes += 1
         cls.used -= len(rows)
 
     def retire(self, stride: int, rows: Iterable[int]) -> None:
         """These slots stay in use for good, and their extents with their class: `victims` leaves them out."""
         for row in rows:
-            self._extent(self.slab_of(stride, row)).kept = True
+            self._extents.of_slab(self.slab_of(stride, row)).kept = True
 
     def reuse(self, stride: int, rows: list[int]) -> list[int]:
         """Slots in use get other contents: what `free` and then `alloc` of as many rows returns."""
@@ -315,7 +212,7 @@ class SlabAllocator:
         indices = np.where(good, rows, 0) * stride // per_extent
         for index in np.unique(indices[good]).tolist():
             here = indices == index
-            extent = cls.extents.get(index) or self._claim_extent(cls, index)
+            extent = cls.extents.get(index) or self._extents.claim(cls, index)
             if extent is None:
                 good &= ~here
             else:
@@ -332,17 +229,10 @@ class SlabAllocator:
         for index in np.flatnonzero(counts).tolist():
             extent = cls.extents[index]
             if not extent.used:
-                del self._idle[extent]
+                del self._extents.idle[extent]
             extent.used += int(counts[index])
         cls.used += len(taken)
         return good
-
-    def _claim_extent(self, cls: _Class, index: int) -> _Extent | None:
-        """This extent for the class, without fresh rows; None if another class has some of it."""
-        first, end = self._bounds(cls, index)
-        if first >= end or any(self._by_slab[slab] is not None for slab in self._run(cls, index)):
-            return None
-        return self._give_extent(cls, index, first, end)
 
     def claimed(self) -> None:
         """All is claimed: the rest of the claimed extents is free."""
@@ -351,102 +241,6 @@ class SlabAllocator:
                 extent.free = []  # what was claimed and freed since is met again
                 extent.unlisted = True
                 cls.open[extent] = None
-
-    def offset(self, stride: int, row: int) -> int:
-        """Where the slot begins in the segment."""
-        return row * stride
-
-    # Extents
-
-    def _bounds(self, cls: _Class, index: int) -> tuple[int, int]:
-        """First and end of the rows that lie wholly inside the extent; none if end <= first."""
-        start = index * cls.extent_bytes
-        end = min(start + cls.extent_bytes, self.size)
-        return -(-start // cls.stride), end // cls.stride
-
-    def _run(self, cls: _Class, index: int) -> range:
-        return range(index * cls.span, min((index + 1) * cls.span, self.slabs))
-
-    def _take_extent(self, cls: _Class) -> bool:
-        """Give the class one more extent, all fresh. Only while it has no free row."""
-        if cls.starved_at == self._changes:
-            return False
-        index = self._find_single(cls) if cls.span == 1 else self._find_run(cls)
-        if index is None:
-            cls.starved_at = self._changes
-            return False
-        for slab in self._run(cls, index):
-            held = self._by_slab[slab]
-            if held is not None:
-                self._dissolve(held)
-        first, end = self._bounds(cls, index)
-        extent = self._give_extent(cls, index, first, end)
-        extent.fresh = range(first, end)
-        cls.open[extent] = None
-        return True
-
-    def _give_extent(self, cls: _Class, index: int, first: int, end: int) -> _Extent:
-        """A free run of slabs becomes the class's; none of its rows is handed out."""
-        run = self._run(cls, index)
-        extent = _Extent(cls, index, first, end, len(run))
-        for slab in run:
-            del self._free[slab]
-            self._by_slab[slab] = extent
-        cls.extents[index] = extent
-        cls.slots += end - first
-        self._idle[extent] = None
-        return extent
-
-    def _find_single(self, cls: _Class) -> int | None:
-        """O(1) except for slabs without a whole row of the class, which are few (see `span`)."""
-        for slab in reversed(self._free):
-            first, end = self._bounds(cls, slab)
-            if first < end:
-                return slab
-        for extent in self._idle:
-            for slab in range(extent.slab, extent.slab + extent.slabs):
-                first, end = self._bounds(cls, slab)
-                if first < end:
-                    return slab
-        return None
-
-    def _find_run(self, cls: _Class) -> int | None:
-        """The run that takes the fewest slabs of idle extents, from the far end. At most O(slabs), once an extent."""
-        best, most_free = None, -1
-        for index in reversed(range(-(-self.slabs // cls.span))):
-            first, end = self._bounds(cls, index)
-            if first >= end:
-                continue
-            free = 0
-            for slab in self._run(cls, index):
-                held = self._by_slab[slab]
-                if held is None:
-                    free += 1
-                elif held.used or held.owner is cls:
-                    break
-            else:
-                if free > most_free:
-                    best, most_free = index, free
-                    if free == cls.span:
-                        break  # none of them is another's
-        return best
-
-    def _dissolve(self, extent: _Extent) -> None:
-        cls = extent.owner
-        del cls.extents[extent.index]
-        del self._idle[extent]
-        cls.open.pop(extent, None)
-        cls.slots -= extent.end - extent.first
-        for slab in range(extent.slab, extent.slab + extent.slabs):
-            self._by_slab[slab] = None
-            self._free[slab] = None
-        self._changes += 1
-
-    def _extent(self, slab: int) -> _Extent:
-        extent = self._by_slab[slab]
-        if extent is None:
-            raise AssertionError(f"slab {slab} belongs to no class")
-        return extent
 
     def slab_of(self, stride: int, row: int) -> int:
         """The first slab of the extent that the slot is in."""
@@ -458,22 +252,22 @@ class SlabAllocator:
 
     def owner(self, slab: int) -> int:
         """The stride of the class that has this slab; 0 if none has."""
-        extent = self._by_slab[slab]
+        extent = self._extents.at(slab)
         return extent.owner.stride if extent is not None else 0
 
     def rows_in_slab(self, slab: int) -> range:
         """All rows of the extent that the slab is in, used or not."""
-        extent = self._extent(slab)
+        extent = self._extents.of_slab(slab)
         return range(extent.first, extent.end)
 
     def used_in_slab(self, slab: int) -> int:
         """How many slots of the extent are in use; 0 also for a slab that no class has."""
-        extent = self._by_slab[slab]
+        extent = self._extents.at(slab)
         return extent.used if extent is not None else 0
 
     def rows_used(self, slab: int) -> list[int]:
         """The rows of the extent that are in use, ascending. O(its slots), in C."""
-        extent = self._extent(slab)
+        extent = self._extents.of_slab(slab)
         busy = np.frombuffer(extent.owner.busy[extent.first : extent.end], dtype=np.uint8)
         rows: list[int] = (np.flatnonzero(busy) + extent.first).tolist()
         return rows
@@ -486,41 +280,25 @@ class SlabAllocator:
         none leased. Read it to its end before anything else is called here.
         """
         cls = self._classes[self.stride_of(nbytes)]
-        for index in range(-(-self.slabs // cls.span)):
-            if busy := self._busy_in(cls, index):
+        for index in range(-(-self._extents.slabs // cls.span)):
+            if busy := self._extents.busy_in(cls, index):
                 yield busy
 
     def victims_with(self, nbytes: int, slab: int) -> tuple[int, ...]:
         """The one of the sets of `victims` that this slab's extent is in; empty: none."""
         cls = self._classes[self.stride_of(nbytes)]
-        extent = self._extent(slab)
+        extent = self._extents.of_slab(slab)
         for index in range(slab // cls.span, (slab + extent.slabs - 1) // cls.span + 1):
-            if busy := self._busy_in(cls, index):
+            if busy := self._extents.busy_in(cls, index):
                 return busy
         return ()
-
-    def _busy_in(self, cls: _Class, index: int) -> tuple[int, ...]:
-        """The extents of others with slots in use where the class could have its extent of this index."""
-        if cls.span == 1:
-            held = self._by_slab[index]
-            if held is None or held.owner is cls or held.kept or not held.used:
-                return ()
-            first, end = self._bounds(cls, index)
-            return (held.slab,) if first < end else ()
-        first, end = self._bounds(cls, index)
-        if first >= end:
-            return ()
-        all_held = {self._by_slab[slab]: None for slab in self._run(cls, index)}
-        if any(e is not None and (e.owner is cls or e.kept) for e in all_held):
-            return ()
-        return tuple(e.slab for e in all_held if e is not None and e.used)
 
     def reclaim_slab(self, slab: int, used: int = 0) -> None:
         """Take an extent from its class at once. `alloc` does it when necessary, if all its slots are free.
 
         used: slots in use, all of them: nobody may read or write them from here on.
         """
-        extent = self._extent(slab)
+        extent = self._extents.of_slab(slab)
         if extent.used != used:
             raise AssertionError(f"slab {slab} has {extent.used} slots in use, not {used}")
         if used:
@@ -528,8 +306,8 @@ class SlabAllocator:
             np.frombuffer(cls.busy, dtype=np.uint8)[extent.first : extent.end] = 0
             cls.used -= used
             extent.used = 0
-            self._idle[extent] = None
-        self._dissolve(extent)
+            self._extents.idle[extent] = None
+        self._extents.dissolve(extent)
 
     # Accounting
 
@@ -538,50 +316,30 @@ class SlabAllocator:
         """Bytes of the slots that are in use."""
         return sum(cls.used * cls.stride for cls in self._classes.values())
 
-    def available(self, nbytes: int) -> int:
-        """Free slots in the extents that the class has, not counting extents it could take."""
-        cls = self._classes[self.stride_of(nbytes)]
-        return cls.slots - cls.used
-
-    def usage(self) -> list[SlabClass]:
-        """One line a class, by stride. O(slabs): for metrics, not for the path of a block."""
-        lines = []
+    def stats(self) -> SpaceStats:
+        """The space of the segment, and of each class, by stride. O(slabs): for metrics, not for the path of a block."""
+        classes = []
         for stride, cls in sorted(self._classes.items()):
-            extents = cls.extents.values()
-            slots = cls.slots
-            space = sum(
-                min((e.slab + e.slabs) * self.slab_bytes, self.size) - e.slab * self.slab_bytes
-                for e in extents
-            )
-            lines.append(
+            free = cls.slots - cls.used
+            space = sum(self._extents.bytes_in(e.slab, e.slabs) for e in cls.extents.values())
+            classes.append(
                 SlabClass(
                     stride=stride,
-                    extents=len(extents),
+                    extents=len(cls.extents),
                     slots_used=cls.used,
-                    slots_free=slots - cls.used,
+                    slots_free=free,
                     bytes_used=cls.used * stride,
-                    bytes_free=(slots - cls.used) * stride,
-                    bytes_lost=space - slots * stride,
+                    bytes_free=free * stride,
+                    bytes_lost=space - cls.slots * stride,
                 )
             )
-        return lines
-
-    def stats(self) -> SpaceStats:
-        """The same, with what the segment has in all."""
+        slabs, nbytes = self._extents.unassigned()
         return SpaceStats(
             size=self.size,
             slab_bytes=self.slab_bytes,
-            slabs=self.slabs,
-            slabs_unassigned=len(self._free),
-            bytes_unassigned=self.bytes_unassigned,
+            slabs=self._extents.slabs,
+            slabs_unassigned=slabs,
+            bytes_unassigned=nbytes,
             bytes_used=self.bytes_used,
-            classes=self.usage(),
-        )
-
-    @property
-    def bytes_unassigned(self) -> int:
-        """Bytes of the slabs without a class."""
-        return sum(
-            min((slab + 1) * self.slab_bytes, self.size) - slab * self.slab_bytes
-            for slab in self._free
+            classes=classes,
         )
