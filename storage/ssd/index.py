@@ -113,7 +113,9 @@ def entries_max_for(map_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class Header:
+    """Of an index."""
+
     segment_bytes: int
     generation: int  # of the next entry
     table: int  # the next id. None is used twice: a stray entry must not find an unrelated table
@@ -124,7 +126,7 @@ class _Header:
         return _seal(_HEADER.pack(FORMAT, *fields))
 
     @classmethod
-    def unpack(cls, value: bytes | None) -> _Header:
+    def unpack(cls, value: bytes | None) -> Header:
         """Raises `ConfigError` for another format, `_DamagedError` for invalid contents."""
         data = None if value is None else _unseal(value)
         if data is None:
@@ -178,9 +180,7 @@ class SsdIndex:
     So LMDB's own lock file and reader table, which exist for other processes, are not needed.
     """
 
-    def __init__(
-        self, folder: Path, env: lmdb.Environment, map_bytes: int, header: _Header
-    ) -> None:
+    def __init__(self, folder: Path, env: lmdb.Environment, map_bytes: int, header: Header) -> None:
         """Use `open_index`."""
         self.lost = False  # the previous index was damaged, and is gone
         self.map_bytes = map_bytes
@@ -190,7 +190,7 @@ class SsdIndex:
         # transactions later: their changed pages must fit the share of the map that is kept for it.
         self.operations_max = min(OPERATIONS_MAX, max(8, map_bytes // PAGE // 16))
         self._folder = folder
-        self._header = header
+        self.header = header
         self._lock = threading.Lock()
         # Why a transaction failed: LMDB may refuse all that follow until its file is opened again.
         self._failed: lmdb.Error | None = None
@@ -224,22 +224,10 @@ class SsdIndex:
             env = _environment(path, self.map_bytes, readonly=True)
         self._attach(env, create=False)
         try:
-            self._header = _header_of(env, self._meta)  # what has failed may be there all the same
+            self.header = _header_of(env, self._meta)  # what has failed may be there all the same
         except _DamagedError as error:
             raise lmdb.CorruptedError(str(error)) from None
         self._failed = still
-
-    @property
-    def segment_bytes(self) -> int:
-        return self._header.segment_bytes
-
-    @property
-    def store_id(self) -> bytes:
-        return self._header.store_id
-
-    def header_for(self, segment_bytes: int) -> _Header:
-        """The header of an index that replaces this one."""
-        return replace(self._header, segment_bytes=segment_bytes)
 
     def close(self) -> None:
         """Idempotent. No calls may follow."""
@@ -307,7 +295,7 @@ class SsdIndex:
         """Replace a damaged file by one without entries. The lock is held."""
         _warn_of_loss(self._folder, reason)
         self._env.close()
-        _make(self._folder, self.map_bytes, self._header, tables=self._tables)
+        _make(self._folder, self.map_bytes, self.header, tables=self._tables)
         self._attach(_environment(self._folder / "data.mdb", self.map_bytes))
         self.lost = True
 
@@ -366,15 +354,15 @@ class SsdIndex:
                 # Replaced ones are counted twice: too few near the limit, never too many.
                 room = max(0, self.entries_max - txn.stat(self._entries)["entries"])
                 part = entries[:room]
-                header = replace(self._header, generation=self._header.generation + len(part))
+                header = replace(self.header, generation=self.header.generation + len(part))
                 if len(part):
                     part["generation"] = np.arange(
-                        self._header.generation, header.generation, dtype=np.uint64
+                        self.header.generation, header.generation, dtype=np.uint64
                     )
                     part["check"] = check_of(part)
                     txn.put(_HEADER_NAME, header.pack(), db=self._meta)
                     _put_all(txn, self._entries, part[np.argsort(part["offset"])])
-            self._header = header
+            self.header = header
         return len(part)
 
     def sound(self, entries: Entries) -> npt.NDArray[np.bool_]:
@@ -382,7 +370,7 @@ class SsdIndex:
         end = entries["offset"] + entries["stored"]
         with self._lock:
             known = np.fromiter(self._tables, dtype=np.uint32, count=len(self._tables))
-        fits = (entries["offset"] % PAGE == 0) & (end <= self.segment_bytes)
+        fits = (entries["offset"] % PAGE == 0) & (end <= self.header.segment_bytes)
         sound: npt.NDArray[np.bool_] = (
             fits & (check_of(entries) == entries["check"]) & np.isin(entries["table"], known)
         )
@@ -392,7 +380,7 @@ class SsdIndex:
         """Give a new index its header, and the fitting contents of another. It is not in use yet."""
         held = 0
         with self._writing() as txn:
-            txn.put(_HEADER_NAME, self._header.pack(), db=self._meta)
+            txn.put(_HEADER_NAME, self.header.pack(), db=self._meta)
             for table, record in sorted(tables.items()):
                 held += _pages_bytes(record)
                 if held <= self.tables_bytes_max:
@@ -408,6 +396,7 @@ class SsdIndex:
     # Tables and small items
 
     def tables(self) -> dict[int, bytes]:
+        """id → record."""
         with self._lock:
             return dict(self._tables)
 
@@ -416,16 +405,20 @@ class SsdIndex:
             return table in self._tables
 
     def add_table(self, record: bytes) -> int:
+        """The id of a record of up to 64 KiB; added durably if no equal one is there.
+
+        Raises `LimitExceeded` when the index has no room for more tables, `SegmentError` when the disk refuses.
+        """
         with self._lock:
             if (known := self._ids.get(record)) is not None:
                 return known
             self._check_table(record, b"")
-            table = self._header.table
-            header = replace(self._header, table=table + 1)
+            table = self.header.table
+            header = replace(self.header, table=table + 1)
             with self._writing() as txn:
                 txn.put(_HEADER_NAME, header.pack(), db=self._meta)
                 txn.put(table.to_bytes(4, "little"), _seal(record), db=self._table_db)
-            self._header = header
+            self.header = header
             self._tables[table] = record
             self._ids[record] = table
             return table
@@ -442,6 +435,11 @@ class SsdIndex:
             )
 
     def renew_table(self, table: int, record: bytes) -> None:
+        """Replace the record of a table durably; its entries stay. Raises as `add_table`.
+
+        A table that already has this record gets the previous one of this: no two have the same. Raises
+        `InvalidRequest` for an unknown table.
+        """
         with self._lock:
             former = self._tables.get(table)
             if former is None:
@@ -462,6 +460,10 @@ class SsdIndex:
             self._ids.update({data: number for number, data in changed.items()})
 
     def drop_tables(self, ids: Sequence[int]) -> None:
+        """Drop records durably; unknown ids are ignored. An id is never used again.
+
+        Entries of a dropped table are left out by the next `chunks` of sound ones; forget them first.
+        """
         with self._lock:
             with self._writing() as txn:
                 for table in ids:
@@ -472,10 +474,10 @@ class SsdIndex:
 
     def set_segment_bytes(self, nbytes: int) -> None:
         with self._lock:
-            header = replace(self._header, segment_bytes=nbytes)
+            header = replace(self.header, segment_bytes=nbytes)
             with self._writing() as txn:
                 txn.put(_HEADER_NAME, header.pack(), db=self._meta)
-            self._header = header
+            self.header = header
 
     @contextmanager
     def _writing(self) -> Iterator[Transaction]:
@@ -504,7 +506,7 @@ def open_index(folder: Path, *, map_bytes: int, segment_bytes: int, new_id: byte
     refuses. Nobody else may use the folder meanwhile.
     """
     path = folder / "data.mdb"
-    fresh = _Header(segment_bytes, generation=1, table=1, store_id=new_id)
+    fresh = Header(segment_bytes, generation=1, table=1, store_id=new_id)
     lost = False
     try:
         folder.mkdir(exist_ok=True)
@@ -516,8 +518,8 @@ def open_index(folder: Path, *, map_bytes: int, segment_bytes: int, new_id: byte
             _warn_of_loss(folder, str(error))
             _make(folder, map_bytes, fresh)
             index, lost = _open(folder, map_bytes), True
-        if index.segment_bytes > segment_bytes or index.map_bytes > map_bytes:
-            header, tables = index.header_for(segment_bytes), index.tables()
+        if index.header.segment_bytes > segment_bytes or index.map_bytes > map_bytes:
+            header, tables = replace(index.header, segment_bytes=segment_bytes), index.tables()
             _make(folder, map_bytes, header, tables, index.chunks(OPERATIONS_MAX))
             index.close()
             index = _open(folder, map_bytes)
@@ -531,9 +533,9 @@ def _refused(error: lmdb.Error) -> IndexIOError:
     return IndexIOError(f"the index of the SSD store: {error}")
 
 
-def _header_of(env: lmdb.Environment, meta: lmdb._Database) -> _Header:
+def _header_of(env: lmdb.Environment, meta: lmdb._Database) -> Header:
     with env.begin(db=meta) as txn:
-        return _Header.unpack(txn.get(_HEADER_NAME))
+        return Header.unpack(txn.get(_HEADER_NAME))
 
 
 def _loading(folder: Path) -> Path:
@@ -603,7 +605,7 @@ def _open(folder: Path, map_bytes: int) -> SsdIndex:
 def _make(
     folder: Path,
     map_bytes: int,
-    header: _Header,
+    header: Header,
     tables: Mapping[int, bytes] | None = None,
     entries: Iterable[Entries] = (),
 ) -> None:

@@ -127,9 +127,11 @@ class SsdStore:
         self.segment_bytes = segment.nbytes
         self.entries_max = index.entries_max
         self.direct = segment.direct
-        self.store_id = index.store_id
+        self.store_id = index.header.store_id
         self._segment = segment
         self._index = index
+        self.tables, self.add_table = index.tables, index.add_table
+        self.renew_table, self.drop_tables = index.renew_table, index.drop_tables
         self._lock_fd = lock_fd
         self._crew = StagingThreads(threads, STAGING_BYTES)
         self._committer = Committer(segment, index)
@@ -184,7 +186,7 @@ class SsdStore:
                     LinuxDisk() if disk is None else disk, folder / "segment", segment_bytes, direct
                 )
                 sync_folder(folder)
-                if index.segment_bytes != segment_bytes:
+                if index.header.segment_bytes != segment_bytes:
                     index.set_segment_bytes(segment_bytes)
             except BaseException:
                 index.close()
@@ -192,7 +194,7 @@ class SsdStore:
         except BaseException:
             os.close(lock_fd)
             raise
-        sealer = None if encryption is None else BlockSealer(encryption, index.store_id)
+        sealer = None if encryption is None else BlockSealer(encryption, index.header.store_id)
         return cls(segment, index, lock_fd, threads, sealer)
 
     def close(self) -> None:
@@ -232,32 +234,6 @@ class SsdStore:
         with self._call():
             entries = self._index.at(_plain(offsets))
             return entries[self._index.sound(entries)]
-
-    def tables(self) -> dict[int, bytes]:
-        """id → record."""
-        return self._index.tables()
-
-    def add_table(self, record: bytes) -> int:
-        """The id of a record of up to 64 KiB; added durably if no equal one is there.
-
-        Raises `LimitExceeded` when the index has no room for more tables, `SegmentError` when the disk refuses.
-        """
-        return self._index.add_table(record)
-
-    def renew_table(self, table: int, record: bytes) -> None:
-        """Replace the record of a table durably; its entries stay. Raises as `add_table`.
-
-        A table that already has this record gets the previous one of this: no two have the same. Raises
-        `InvalidRequest` for an unknown table.
-        """
-        self._index.renew_table(table, record)
-
-    def drop_tables(self, ids: Sequence[int]) -> None:
-        """Drop records durably; unknown ids are ignored. An id is never used again.
-
-        Entries of a dropped table are left out by the next `entries`; forget them first.
-        """
-        self._index.drop_tables(ids)
 
     def stats(self) -> SsdStoreStats:
         with self._calls:

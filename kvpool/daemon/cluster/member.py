@@ -20,19 +20,18 @@ import msgspec
 
 from kvpool import __version__
 from kvpool.config import DaemonConfig
+from kvpool.daemon.cluster.announcing import Announcing
 from kvpool.daemon.cluster.host_topology import HostTopology
-from kvpool.daemon.cluster.local_node import Holdings, LocalNode
+from kvpool.daemon.cluster.local_node import LocalNode
 from kvpool.daemon.cluster.namespaces import Namespaces
 from kvpool.daemon.cluster.static_peers import StaticPeers
 from kvpool.daemon.cluster.sweep import Sweep
 from kvpool.daemon.cluster.unused_namespaces import UnusedNamespaces
-from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.ports import GoneNode, LivingNode
 from kvpool.daemon.tasks import Tasks
-from kvpool.errors import KvpoolError, Unavailable
-from kvpool.placement.directory.announcer import Announcer
-from kvpool.placement.directory.base import TIERS, Directory, Entry
+from kvpool.errors import KvpoolError
+from kvpool.placement.directory.base import Directory
 from kvpool.placement.directory_memory import DeadIncarnations
 from kvpool.placement.membership.base import Membership, Standing
 from kvpool.placement.nic_pairs import Card, Route, route
@@ -52,7 +51,7 @@ from kvpool.placement.records import (
     plain,
 )
 from kvpool.retry import Backoff
-from kvpool.telemetry.cluster_stats import AnnouncerStats, ClusterStats, DrainProgress
+from kvpool.telemetry.cluster_stats import ClusterStats, DrainProgress
 from kvpool.wire import frame
 
 log = logging.getLogger("kvpool.daemon")
@@ -85,13 +84,9 @@ class ClusterMember:
         self.incarnation = self.node.incarnation
         self.state = NodeState.SERVING
         self.progress: DrainProgress | None = None
-        self.holdings: dict[int, Holdings] = {}
-        self.announcers: dict[int, Announcer] = {}
         self.namespaces = Namespaces(self.config, self.node, self.membership)
         self._local: LocalNode  # from `start` on
         self.lost = 0
-        self._told: Directory | None = None  # by the announcers, if there are any
-        self._announced_as: bytes | None = self.own
         self._static = {_stand_in(url): _static_peer(url) for url in self.config.peers}
         self._static_peers = StaticPeers(
             {incarnation: living.url for incarnation, living in self._static.items()}
@@ -106,12 +101,16 @@ class ClusterMember:
         ] = {}  # and the record from which each was made
         self._cards: list[Card] = []
         self._dead = DeadIncarnations()
+        self._tasks = Tasks()
+        self.announcing = Announcing(
+            *(self.directory, self.may_serve, lambda: self.own, self._dead, self.clock, self._tasks)
+        )
+        self.met = self.announcing.met
         self._followed_as = self.own  # the incarnation under which the view was looked at last
         self.view = View()
         self._transports: tuple[TransportRecord, ...] = ()
         self._links: tuple[LinkRecord, ...] = ()  # as of the last second
         self._drain_wanted = False
-        self._tasks = Tasks()
         self._rejoining = False
         self._sweep = Sweep(self.directory, self.membership, self._dead, self.clock)
         self._unused = UnusedNamespaces(
@@ -128,17 +127,13 @@ class ClusterMember:
         """
         self._local = local
         self.namespaces.start(local)
-        self.holdings.update(local.holdings())
         self._describe_ways(urls)
         await self.membership.start()
         self.membership.watch(self._look)
         self.membership.on_lost(self._lose)
         await self.membership.join(self.record())
         self._look()
-        if self.directory is not None:
-            self._told = _OnlyMembersPublish(self.directory, self.may_serve)
-            for tier, held in self.holdings.items():
-                self._begin_to_announce(self._told, tier, held)
+        self.announcing.start(local.holdings())
         self._tasks.begin(self._run())
         self._tasks.begin(self._tend_namespaces())
 
@@ -157,20 +152,6 @@ class ClusterMember:
                 address = "" if nic is None else urlsplit(url).hostname or ""
                 self._cards.append(Card(address, numa, rail, net))
         self._transports = tuple(transports)
-
-    def announce(self, tier: int, held: Holdings) -> None:
-        """There is one more tier to announce."""
-        self.holdings[tier] = held
-        if self._told is not None:
-            self._begin_to_announce(self._told, tier, held)
-
-    def _begin_to_announce(self, told: Directory, tier: int, held: Holdings) -> None:
-        loop = asyncio.get_running_loop()
-        held.follow_changes(lambda: loop.call_soon(self._announce))
-        announcer = Announcer(told, held, clock=self.clock, tier=tier)
-        announcer.act_as(self._announced_as)
-        self.announcers[tier] = announcer
-        self._tasks.begin(announcer.run())
 
     def follow(self, config: DaemonConfig) -> None:
         """Apply a configuration in which some settings have changed."""
@@ -195,41 +176,6 @@ class ClusterMember:
     def may_serve(self) -> bool:
         """Whether peers may be served, and blocks announced: see `Standing`."""
         return self.membership.standing(self.clock()) in {Standing.MEMBER, Standing.AWAY}
-
-    def met(self, namespace: NamespaceState, keys: Sequence[bytes], entry: Entry) -> None:
-        """A lookup found an entry, the same for all these keys, of an incarnation that does not live, or not yet,
-        or is this node.
-        """
-        announcer = self.announcers.get(entry.tier)
-        if entry.incarnation == self.own:
-            if announcer is not None:
-                _, here = self.holdings[entry.tier].masks(namespace.directory_digest, keys)
-                here = here or [0] * len(keys)  # the namespace is no longer known
-                doubtful = [key for key, mask in zip(keys, here, strict=True) if mask != entry.mask]
-                if doubtful:
-                    announcer.changed(namespace.directory_digest, doubtful)
-            return
-        self._dead.met([entry.incarnation])
-        announcer = announcer or self.announcers.get(TIERS["dram"])
-        if announcer is not None and entry.incarnation in self._dead:
-            announcer.retract(
-                namespace.directory_digest,
-                len(namespace.tables),
-                entry.incarnation,
-                entry.tier,
-                keys,
-            )
-
-    def _announce(self) -> None:
-        """Announce the changes of this node since the last call."""
-        for tier, announcer in self.announcers.items():
-            for namespace, keys in self.holdings[tier].take_changes():
-                announcer.changed(namespace.directory_digest, keys)
-
-    def stale(self, namespace: NamespaceState, keys: list[bytes]) -> None:
-        """A peer expected these blocks here. The directory is corrected."""
-        for announcer in self.announcers.values():
-            announcer.changed(namespace.directory_digest, keys)
 
     # ---- the others ----------------------------------------------------------------------------------
 
@@ -366,7 +312,7 @@ class ClusterMember:
     async def leave(self) -> None:
         """Stop being a member: the end of a drain."""
         self.state = NodeState.GONE
-        self._announce_as(None)
+        self.announcing.act_as(None)
         await self.membership.leave()
 
     async def come_back(self) -> None:
@@ -383,14 +329,9 @@ class ClusterMember:
             self.config.node,
             extra={"node": self.config.node},
         )
-        self._announce_as(None)
+        self.announcing.act_as(None)
         if not self._rejoining and self.state is not NodeState.GONE:
             self._tasks.begin(self._rejoin())
-
-    def _announce_as(self, incarnation: bytes | None) -> None:
-        self._announced_as = incarnation
-        for announcer in self.announcers.values():
-            announcer.act_as(incarnation)
 
     def _is_gone(self) -> bool:
         return self.state is NodeState.GONE
@@ -418,7 +359,7 @@ class ClusterMember:
                 if self._is_gone():  # drained while it joined
                     await self.membership.leave()
                     return
-                self._announce_as(self.own)
+                self.announcing.act_as(self.own)
                 self._look()
                 return
         finally:
@@ -449,7 +390,7 @@ class ClusterMember:
             state=str(self.state),
             incarnation=self.incarnation,
             others=len(self.living),
-            directory=self._announcing(),
+            directory=self.announcing.stats(),
             drain=self.progress,
             leases_lost=self.lost,
             swept=self._sweep.dropped,
@@ -477,7 +418,7 @@ class ClusterMember:
             "drains": sorted(self.view.drains),
             "namespaces": [plain(entry) for _, entry in sorted(self.view.namespaces.items())],
             "links": [plain(link) for link in self.links()],
-            "directory": msgspec.to_builtins(self._announcing()),
+            "directory": msgspec.to_builtins(self.announcing.stats()),
             "leases_lost": self.lost,
             "swept": self._sweep.dropped,
             "errors": {
@@ -490,20 +431,6 @@ class ClusterMember:
             },
             "undecodable_records": self.membership.undecodable,
         }
-
-    def _announcing(self) -> AnnouncerStats | None:
-        """The announcer's statistics, once it knows all blocks."""
-        self._announce()
-        every = [announcer.stats() for announcer in self.announcers.values()]
-        if not every:
-            return None
-        worst = {"connected": min, "settled": min, "lag_s": max}
-        return AnnouncerStats(
-            **{
-                name: worst.get(name, sum)(getattr(stats, name) for stats in every)
-                for name in AnnouncerStats.__struct_fields__
-            }
-        )
 
 
 def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:
@@ -518,35 +445,6 @@ def _reached_otherwise(old: NodeRecord, new: NodeRecord) -> bool:
 
 def _incarnation(record: NodeRecord | None) -> str:
     return "" if record is None else record.incarnation
-
-
-class _OnlyMembersPublish:
-    """A directory wrapper that refuses publications of a node which may have been declared dead meanwhile.
-
-    Entries under its old incarnation would not be wrong, but nobody reads them.
-    """
-
-    def __init__(self, directory: Directory, may_publish: Callable[[], bool]) -> None:
-        self._directory = directory
-        self._may_publish = may_publish
-        self.locate = directory.locate
-        self.marks = directory.marks
-        self.sweep = directory.sweep
-        self.close = directory.close
-
-    async def publish(
-        self,
-        digest: bytes,
-        parts: int,
-        incarnation: bytes,
-        tier: int,
-        keys: Sequence[bytes],
-        masks: Sequence[int],
-    ) -> None:
-        """See `Directory.publish`."""
-        if not self._may_publish():
-            raise Unavailable("this node does not know whether it is still a member of its cluster")
-        await self._directory.publish(digest, parts, incarnation, tier, keys, masks)
 
 
 def _stand_in(url: str) -> bytes:

@@ -56,7 +56,7 @@ def _here(
     """This node's own part, exactly; None: nothing."""
     memory = [0] * len(keys)
     disks = memory
-    for tier, held in cluster.holdings.items():
+    for tier, held in cluster.announcing.holdings.items():
         parts, masks = held.masks(digest, keys) if tier != TIERS["gpu"] else (0, [])
         if parts and tier in _IN_MEMORY:
             memory = [old | new for old, new in zip(memory, masks, strict=True)]

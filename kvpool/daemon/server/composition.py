@@ -221,7 +221,7 @@ class Daemon(Generic[T]):
             node,
             (node.inventory, self.ssd, *(() if self.device is None else (self.device,))),
             zmq_subscribe(clock) if config.events else None,
-            self.cluster.announce,
+            self.cluster.announcing.announce,
         )
 
     def _make_movers(self) -> None:
@@ -381,7 +381,7 @@ class Daemon(Generic[T]):
         self.peer_service = PeerService(
             *(node, self.fetcher.lookups, self.fetcher.promote, clock),
             may_serve=cluster.may_serve,
-            stale=cluster.stale,
+            stale=cluster.announcing.stale,
             take=self.replication.take,
             remove=self.removals.for_other,
             end_session=self.sessions.ended_elsewhere,

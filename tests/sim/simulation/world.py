@@ -643,7 +643,7 @@ class World:
                         f"block {name[16:20].hex()}, it holds {held.get(name, 0)} "
                         f"({len(wrong)} such differences)"
                     )
-            for announcer in cluster.announcers.values():
+            for announcer in cluster.announcing.announcers.values():
                 if not announcer.stats().settled:
                     return f"{life.name} has something to announce"
         return ""
