@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from kvpool.daemon.cluster.local_node import Holdings
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.tasks import Tasks
 from kvpool.errors import Unavailable
 from kvpool.placement.directory.announcer import Announcer
 from kvpool.placement.directory.base import TIERS, Directory, Entry
 from kvpool.placement.directory_memory import DeadIncarnations
+from kvpool.tasks import Tasks
 from kvpool.telemetry.cluster_stats import AnnouncerStats
 
 

@@ -18,10 +18,10 @@ from kvpool.daemon.cluster.member import ClusterMember
 from kvpool.daemon.cluster.replication import Replication, block_bytes
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import Unavailable
 from kvpool.placement.records import NodeState
+from kvpool.tasks import crash_if_failed
 from kvpool.telemetry.cluster_stats import DrainProgress
 
 log = logging.getLogger("kvpool.daemon")

@@ -29,7 +29,6 @@ from kvpool.daemon.cluster.sweep import Sweep
 from kvpool.daemon.cluster.unused_namespaces import UnusedNamespaces
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.ports import GoneNode, LivingNode
-from kvpool.daemon.tasks import Tasks
 from kvpool.errors import KvpoolError
 from kvpool.placement.directory.base import Directory
 from kvpool.placement.directory_memory import DeadIncarnations
@@ -51,6 +50,7 @@ from kvpool.placement.records import (
     plain,
 )
 from kvpool.retry import Backoff
+from kvpool.tasks import Tasks
 from kvpool.telemetry.cluster_stats import ClusterStats, DrainProgress
 from kvpool.wire import frame
 

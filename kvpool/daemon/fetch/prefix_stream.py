@@ -21,9 +21,9 @@ from kvpool.daemon.fetch.peer_questions import ASKED_MAX
 from kvpool.daemon.fetch.plan import FetchRequest, requests_for_each
 from kvpool.daemon.fetch.ports import NOT_NODES, ClusterView, PeerTransport
 from kvpool.daemon.fetch.prefix_stream_rules import Chain, Course, Lacking
-from kvpool.daemon.tasks import crash_if_failed
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.placement.directory.base import TIERS, Entry
+from kvpool.tasks import crash_if_failed
 from kvpool.telemetry.cluster_stats import PrefixStreamStats
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire

@@ -29,10 +29,10 @@ from kvpool.daemon.fetch.ports import (
 from kvpool.daemon.fetch.pull_leases import PullLeases
 from kvpool.daemon.fetch.tombstones import Tombstones
 from kvpool.daemon.fetch.transfer import Line, Transfer
-from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.workers.turns import COPIES, Turn, TurnLimits, Turns
 from kvpool.errors import InvalidRequest, LimitExceeded, PoolFull
 from kvpool.placement.peers import Peers
+from kvpool.tasks import crash_if_failed
 from kvpool.telemetry.cluster_stats import FetchStats
 
 TRANSFER_S = (

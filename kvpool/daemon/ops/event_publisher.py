@@ -35,10 +35,10 @@ from kvpool.daemon.ops.published_blocks import (
     removed,
     stored,
 )
-from kvpool.daemon.tasks import Tasks
 from kvpool.decoding import decode_json
 from kvpool.errors import ConfigError
 from kvpool.retry import Backoff
+from kvpool.tasks import Tasks
 from kvpool.telemetry.node_stats import EventStreamStats
 from kvpool.telemetry.receipts import facts_of
 

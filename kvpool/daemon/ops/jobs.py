@@ -22,9 +22,9 @@ from kvpool.daemon.ops.commands import Asker, namespaces_of
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import give_up, part_bytes, some_blocks
 from kvpool.daemon.shares import Shares
-from kvpool.daemon.tasks import crash_if_failed
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded
+from kvpool.tasks import crash_if_failed
 from kvpool.wire import operator as operator_wire
 from kvpool.wire.jobs import EvictJob, JobSpec, JobState, JobView, ScrubJob, WarmJob, parse_job
 

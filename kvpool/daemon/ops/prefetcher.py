@@ -19,7 +19,7 @@ from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.plan import FetchRequest, missing
-from kvpool.daemon.tasks import Tasks
+from kvpool.tasks import Tasks
 from kvpool.types import KEY_BYTES, Outcome, split_keys
 from kvpool.waits import wait_for
 

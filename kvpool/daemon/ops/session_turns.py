@@ -15,9 +15,9 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.features.sessions import Sessions
 from kvpool.daemon.fetch.ports import ClusterView, PeerTransport
 from kvpool.daemon.ops.commands import namespace_for
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError
+from kvpool.tasks import Tasks
 from kvpool.types import split_keys
 from kvpool.waits import wait_for
 from kvpool.wire import client as client_wire

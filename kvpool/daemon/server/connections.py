@@ -24,7 +24,6 @@ from kvpool.daemon.server.client_processes import ClientHandle, ClientProcess, C
 from kvpool.daemon.server.loop_shares import OPERATORS, LoopShares
 from kvpool.daemon.server.requests import ClientRequests
 from kvpool.daemon.shares import Shares
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_tier import DeviceTier
 from kvpool.daemon.tiers.engine_caches import Engines
 from kvpool.decoding import WrongValue
@@ -39,6 +38,7 @@ from kvpool.errors import (
 from kvpool.memory.mappers import may_touch
 from kvpool.memory.peer_process import peer_pid, peer_uid
 from kvpool.memory.segment import Segment
+from kvpool.tasks import Tasks
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
 

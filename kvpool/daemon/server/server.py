@@ -44,7 +44,6 @@ from kvpool.daemon.server.memory_wait import (
     write_last,
     write_wait,
 )
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
@@ -62,6 +61,7 @@ from kvpool.signals import handle_ending
 from kvpool.storage.at_rest import check_package
 from kvpool.storage.dram import DramSegment, free_memory_bytes
 from kvpool.storage.eviction import DEFAULT_POLICY, make_policy
+from kvpool.tasks import Tasks
 from kvpool.waits import wait_for
 
 log = logging.getLogger("kvpool.daemon")

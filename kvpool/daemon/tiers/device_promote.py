@@ -19,7 +19,6 @@ from kvpool.daemon.core.blocks import (
 )
 from kvpool.daemon.core.events import Read
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import (
@@ -35,6 +34,7 @@ from kvpool.errors import (
     PoolFull,
     StaleEpoch,
 )
+from kvpool.tasks import Tasks
 from kvpool.types import BlockStatus
 from kvpool.wire import frame
 from kvpool.wire import worker as worker_wire

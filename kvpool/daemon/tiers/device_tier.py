@@ -29,7 +29,6 @@ from kvpool.daemon.core.blocks import (
     Tenant,
     checksums_of,
 )
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.device_promote import DevicePromotion
 from kvpool.daemon.tiers.slot_books import leased, pulled_none, pulled_some
@@ -46,6 +45,7 @@ from kvpool.errors import (
 from kvpool.hit_rule import AnyOf, first_needed, needed, usable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord
+from kvpool.tasks import Tasks
 from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import BlockStatus
 from kvpool.wire import frame

@@ -28,11 +28,11 @@ from kvpool.daemon.core.events import Named
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_events
 from kvpool.daemon.shares import Shares
-from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.errors import ConfigError
 from kvpool.placement.directory.announcement_queue import Held
 from kvpool.placement.directory.base import TIERS
 from kvpool.placement.kv_events.engine_blocks import EngineBlocks, SeenKeys, short_hash
+from kvpool.tasks import Tasks, crash_if_failed
 from kvpool.telemetry.memory_stats import EnginesStats, EngineStats
 from kvpool.types import KEY_BYTES
 from kvpool.wire import client as client_wire

@@ -19,7 +19,6 @@ import msgspec
 
 from kvpool.config import DaemonConfig
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.tier_state import ObjectTierState
 from kvpool.daemon.workers.object_proxy import ObjectStorage
 from kvpool.errors import Unavailable
@@ -28,6 +27,7 @@ from kvpool.placement.directory.base import BATCH_MAX
 from kvpool.placement.membership.base import Membership
 from kvpool.retry import Backoff
 from kvpool.storage.object.packs import LOCATION, is_encrypted
+from kvpool.tasks import Tasks
 from kvpool.telemetry.tier_stats import ObjectStats
 from kvpool.wire import storage as storage_wire
 

@@ -19,7 +19,6 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable, Tenant
 from kvpool.daemon.core.candidates import Place
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import (
@@ -29,6 +28,7 @@ from kvpool.daemon.tiers.write_orders import (
     write_last_used,
 )
 from kvpool.storage.stack import Budget, Watermarks, WriteMode
+from kvpool.tasks import Tasks
 from kvpool.telemetry.tier_stats import TiersStats
 from kvpool.types import BlockStatus
 

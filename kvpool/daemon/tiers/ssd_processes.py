@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from kvpool.config import DiskConfig
 from kvpool.daemon.core.blocks import NamespaceState
-from kvpool.daemon.tasks import Tasks, crash_if_failed
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.tier_state import TierState
@@ -20,6 +19,7 @@ from kvpool.daemon.workers.disk_proxy import Disk, DiskWorkerProxy
 from kvpool.daemon.workers.supervisor import WorkerSupervisor
 from kvpool.errors import Unavailable
 from kvpool.memory.segment import Segment
+from kvpool.tasks import Tasks, crash_if_failed
 
 log = logging.getLogger("kvpool.daemon")
 

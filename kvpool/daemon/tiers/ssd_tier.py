@@ -17,7 +17,6 @@ from kvpool.config import DaemonConfig
 from kvpool.daemon.core.blocks import Block, NamespaceState, Tenant
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_demote import SsdDemotion
 from kvpool.daemon.tiers.ssd_device import SsdDevice
@@ -30,6 +29,7 @@ from kvpool.daemon.tiers.write_orders import (
 from kvpool.errors import KvpoolError
 from kvpool.placement.records import TierRecord
 from kvpool.storage.base import Occupancy
+from kvpool.tasks import Tasks
 from kvpool.telemetry.memory_stats import PlaceUsage
 from kvpool.telemetry.tier_stats import TiersStats
 

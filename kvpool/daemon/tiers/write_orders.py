@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvpool.daemon.core.blocks import Block, Holder, PartTable, by_table
 from kvpool.daemon.core.ended_epochs import GARBAGE_BLOCKS
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tasks import Tasks
+from kvpool.tasks import Tasks
 from kvpool.types import BlockStatus
 
 EMPTY_KEY = bytes(16)

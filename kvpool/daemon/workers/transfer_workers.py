@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvpool.config import DaemonConfig
-from kvpool.daemon.tasks import Tasks
 from kvpool.daemon.workers.paths import Paths
 from kvpool.daemon.workers.question_turns import QuestionTurns
 from kvpool.daemon.workers.supervisor import START_S, Worker, WorkerSupervisor
@@ -22,6 +21,7 @@ from kvpool.net import scheme_of
 from kvpool.placement.nic_pairs import Route
 from kvpool.security.cluster_secrets import ClusterSecrets
 from kvpool.security.failed_logins import Failures
+from kvpool.tasks import Tasks
 from kvpool.telemetry.cluster_stats import NixlStats, PathsStats, WorkerStats
 from kvpool.wire import frame
 from kvpool.wire import peer as peer_wire

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from kvpool.errors import (
-    InvalidRequest,
     KvpoolError,
     Unavailable,
 )
@@ -47,20 +46,22 @@ from kvpool.placement.membership.etcd_lease import LeaseWatch, keep_lease
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths
 from kvpool.placement.membership.etcd_records import SharedRecords, refusals_as_unavailable
 from kvpool.placement.membership.etcd_rules import clash, hold_s, replaceable, spread_s
+from kvpool.placement.membership.etcd_views import EtcdViews
 from kvpool.placement.records import (
     ClusterConfig,
     NamespaceEntry,
     NodeRecord,
     NodeState,
+    View,
     encode_record,
 )
+from kvpool.tasks import Tasks
 
 log = logging.getLogger("kvpool.placement")
 
 TTL_S = 5.0
 CLASH_S = 3.0  # longer than its lease, for the record of a dead owner to go
 CLASH_PAUSE_S = 0.3
-TELL_S = 0.1  # between two views, while others' changes come faster
 GRACE_S = 3.0  # longer than a lease, for nodes to return after an outage of etcd
 SAVE_PAUSE_S = 60.0  # after records could not be restored
 NO_LEASE = 0
@@ -118,10 +119,11 @@ class EtcdMembership:
         self._follower = Follower(self._client, self._paths.root, self)
         self._mirror = Mirror(self._paths)
         self.outage = self._client.outage
-        self.view = self._mirror.view  # as it was told last
+        self._views = EtcdViews(self._mirror, clock)
+        self.watch = self._views.watch
         self._own_config: Callable[[], ClusterConfig] = lambda: config_of(cluster, secrets())
         self._shared = SharedRecords(
-            self._client, self._mirror, self._paths, self._own_config, self._told
+            self._client, self._mirror, self._paths, self._own_config, self._views.told
         )
         self.use = self._shared.use
         self.delete_unused = self._shared.delete_unused
@@ -140,17 +142,17 @@ class EtcdMembership:
         self._seen = (0, NO_LEASE)
         self._heard_at: float | None = None
         self._write_lock = asyncio.Lock()
-        self._watchers: list[Callable[[], None]] = []
         self._lost_watchers: list[Callable[[], None]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._tick: asyncio.TimerHandle | None = None
-        self._telling: asyncio.TimerHandle | None = None
-        self._told_at = -math.inf  # by the loop's clock
-        self._closed = False
+        self._tasks = Tasks()
         self._saving = False
         self._save_at = -math.inf  # not before, after a failure
 
     # ---- the view -------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> View:
+        """As it was told last."""
+        return self._views.view
 
     @property
     def undecodable(self) -> int:
@@ -176,10 +178,7 @@ class EtcdMembership:
         await self._follower.read(self.START_S)
         await self._shared.agree(self.START_S)
         check_config(self._shared.config, self._own_config(), self._protocol)
-        self._spawn(self._follower.run(), "follow")
-
-    def watch(self, changed: Callable[[], None]) -> None:
-        self._watchers.append(changed)
+        self._tasks.begin(self._follower.run())
 
     def on_lost(self, lost: Callable[[], None]) -> None:
         self._lost_watchers.append(lost)
@@ -194,7 +193,7 @@ class EtcdMembership:
         self._heard_at = now
 
     def reset(self, kvs: list[Any], revision: int) -> None:
-        self._told(self._mirror.reset(kvs, revision, self._clock()))
+        self._views.told(self._mirror.reset(kvs, revision, self._clock()))
         if self._joining is not None:
             leases = [kv.lease for kv in kvs if kv.key == self._joining]
             self._seen = revision, leases[0] if leases else NO_LEASE
@@ -212,10 +211,10 @@ class EtcdMembership:
         lost = self._mirror.incomplete or config_lost
         if lost and not self._saving and self._clock() >= self._save_at:
             self._saving = True
-            self._spawn(self._save_again(), "save")
+            self._tasks.begin(self._save_again())
 
     def changed(self, events: list[Any], revision: int) -> None:
-        self._heard(self._mirror.changed(events, revision, self._clock()))
+        self._views.heard(self._mirror.changed(events, revision, self._clock()))
         self._save_if_lost()
         for event in events:
             if event.kv.key == self._joining:
@@ -235,45 +234,6 @@ class EtcdMembership:
             if kv.lease != member.lease:
                 self._lose(member, "another daemon has taken its name")
                 return
-
-    def _heard(self, changed: bool) -> None:
-        """A change came over the watch: tell it at once, or, of nodes only, with those that follow closely."""
-        self._set_tick()
-        loop = asyncio.get_running_loop()
-        if not changed or self._closed:
-            return
-        if self._mirror.urgent or loop.time() >= self._told_at + TELL_S:
-            self._tell()
-        elif self._telling is None:
-            self._telling = loop.call_at(self._told_at + TELL_S, self._tell)
-
-    def _told(self, changed: bool) -> None:
-        """A change of this node's own, or of everything. Whoever made it finds it in the view at once."""
-        self._set_tick()
-        if changed or self._telling is not None:
-            self._tell()
-
-    def _tell(self) -> None:
-        """Publish the present view."""
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        self._told_at = asyncio.get_running_loop().time()
-        self.view = self._mirror.view
-        for watcher in self._watchers:
-            watcher()
-
-    def _set_tick(self) -> None:
-        """Set the timer for the next change that comes by itself."""
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
-        at = self._mirror.next_tick
-        if at is not None and not self._closed:
-            delay = max(0.0, at - self._clock())
-            self._tick = asyncio.get_running_loop().call_later(
-                delay, lambda: self._told(self._mirror.tick(self._clock()))
-            )
 
     async def _save_again(self) -> None:
         """Etcd has lost its data: restore the cluster's epochs from this node."""
@@ -316,9 +276,9 @@ class EtcdMembership:
         self._member = member
         ended = [] if self._joined_before else [self._paths.drain(record.node)]
         self._joined_before = True
-        member.keeper = self._spawn(self._keep(member), "keep")
+        member.keeper = self._tasks.begin(self._keep(member))
         node = {self._paths.node(record.node): encode_record(record)}
-        self._told(self._mirror.wrote(revision, node, ended))
+        self._views.told(self._mirror.wrote(revision, node, ended))
         # The watch may have been faster than the answer.
         seen_at, holder = self._seen
         if seen_at > revision and holder != lease:
@@ -433,7 +393,7 @@ class EtcdMembership:
         if not answer.succeeded:
             raise LeaseGone(f"the record of {record.node!r} belongs to another incarnation")
         member.written, member.written_at = record, self._clock()
-        self._told(self._mirror.wrote(answer.header.revision, {key: value}))
+        self._views.told(self._mirror.wrote(answer.header.revision, {key: value}))
 
     async def leave(self) -> None:
         member = self._member
@@ -497,7 +457,7 @@ class EtcdMembership:
             try:
                 stored = await self._shared.create_or_read(entry)
                 if stale(stored, self.view.clock):
-                    stored = await self._use_or_create(entry)
+                    stored = await self._shared.use_or_create(entry)
             except Unavailable:
                 if known is None:
                     raise
@@ -505,35 +465,10 @@ class EtcdMembership:
         check_parts(stored, entry)
         return stored
 
-    async def _use_or_create(self, entry: NamespaceEntry) -> NamespaceEntry:
-        try:
-            return await self._shared.use(entry.tenant, entry.digest)
-        except InvalidRequest:  # deleted since it was read
-            return await self._shared.create_or_read(entry)
-
     # ---- the end --------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        self._closed = True
+        self._views.close()
         await self.leave()
-        for timer in (self._tick, self._telling):
-            if timer is not None:
-                timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         await self._client.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"kvpool-etcd-{name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A broken invariant; etcd's failures are handled where they happen.
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": f"{task.get_name()} ended", "exception": error, "task": task}
-            )

@@ -154,6 +154,13 @@ class SharedRecords:
         await self._txn([absent(key)], [put(key, encode_record(entry))], [], what)
         await self._change(entry.tenant, entry.digest, change, what)
 
+    async def use_or_create(self, entry: NamespaceEntry) -> NamespaceEntry:
+        """The entry of a namespace, noted as used."""
+        try:
+            return await self.use(entry.tenant, entry.digest)
+        except InvalidRequest:  # deleted since it was read
+            return await self.create_or_read(entry)
+
     async def create_or_read(self, entry: NamespaceEntry) -> NamespaceEntry:
         """As stored, after storing it if necessary."""
         key = self.paths.namespace(entry.tenant, entry.digest)

@@ -13,9 +13,9 @@ from kvpool.daemon.core.blocks import Holder
 from kvpool.daemon.core.events import Events, Handlers
 from kvpool.daemon.server.composition import Clocks, Daemon, make_memory_rules
 from kvpool.daemon.server.server import close, enter_cluster
-from kvpool.daemon.tasks import Tasks
 from kvpool.errors import ConfigError, KvpoolError, StaleEpoch, Unavailable
 from kvpool.placement.records import INCARNATION_BYTES
+from kvpool.tasks import Tasks
 from kvpool.types import DEFAULT_TENANT, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame
