@@ -41,13 +41,7 @@ from kvpool.security.failed_logins import Failures
 from kvpool.transfer.memory import Memory
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus
 from kvpool.wire.frame import KEYS_MAX, Bytes, Done
-from kvpool.wire.peer import (
-    GROUP_BLOCKS_MAX,
-    GROUP_BYTES,
-    Corrupt,
-    LongQuestion,
-    Question,
-)
+from kvpool.wire.peer import GROUP_BLOCKS_MAX, GROUP_BYTES, Corrupt, LongQuestion, Question
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pulled
 
 REFUSALS = (

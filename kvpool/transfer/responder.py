@@ -10,21 +10,8 @@ from typing import NamedTuple, Self
 
 from xxhash import xxh3_128_digest
 
-from kvpool.errors import (
-    InternalError,
-    KvpoolError,
-    LimitExceeded,
-    ProtocolError,
-    Unavailable,
-)
-from kvpool.transfer.base import (
-    Deadline,
-    LoanRows,
-    Source,
-    TransferLimits,
-    check_loan,
-    groups_of,
-)
+from kvpool.errors import InternalError, KvpoolError, LimitExceeded, ProtocolError, Unavailable
+from kvpool.transfer.base import Deadline, LoanRows, Source, TransferLimits, check_loan, groups_of
 from kvpool.transfer.memory import Memory
 from kvpool.transfer.priority import PIECE_BYTES, Priority
 from kvpool.transfer.stream import Closed, Stream

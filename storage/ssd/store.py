@@ -38,14 +38,7 @@ from kvpool.storage import codecs
 from kvpool.storage.at_rest import SEAL_BYTES, BlockSealer, EncryptionSecrets
 from kvpool.storage.ssd.commit import Committer, Statuses
 from kvpool.storage.ssd.files import PAGE, Direct, Disk, LinuxDisk, SegmentFile
-from kvpool.storage.ssd.index import (
-    ENTRY,
-    FORGET,
-    Entries,
-    SsdIndex,
-    map_bytes_for,
-    open_index,
-)
+from kvpool.storage.ssd.index import ENTRY, FORGET, Entries, SsdIndex, map_bytes_for, open_index
 from kvpool.storage.ssd.jobs import (
     Job,
     Lengths,

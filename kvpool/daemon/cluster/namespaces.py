@@ -13,13 +13,7 @@ from kvpool.daemon.cluster.local_node import LocalNode
 from kvpool.daemon.core.blocks import NamespaceState, Tenant
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import parse_parts
-from kvpool.errors import (
-    InvalidRequest,
-    KvpoolError,
-    LimitExceeded,
-    NamespaceMismatch,
-    Unavailable,
-)
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, NamespaceMismatch, Unavailable
 from kvpool.placement.membership.admission import check_room, stale
 from kvpool.placement.membership.base import Membership
 from kvpool.placement.records import (

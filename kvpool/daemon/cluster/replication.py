@@ -31,12 +31,7 @@ from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.errors import InvalidRequest, KvpoolError, Unavailable
 from kvpool.placement.directory.base import Entry
 from kvpool.placement.records import NodeState
-from kvpool.placement.replica_targets import (
-    accept_forward,
-    choose_targets,
-    is_needed,
-    responsible,
-)
+from kvpool.placement.replica_targets import accept_forward, choose_targets, is_needed, responsible
 from kvpool.telemetry.cluster_stats import ReplicationStats
 from kvpool.token_bucket import TokenBucket
 from kvpool.types import plain_parts, split_keys

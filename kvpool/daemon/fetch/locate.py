@@ -15,12 +15,7 @@ from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.core.tier import SharedTier
 from kvpool.daemon.fetch.peer_questions import PeerQuestions
 from kvpool.daemon.fetch.plan import Located, entries_of, may_be_had, merge
-from kvpool.daemon.fetch.ports import (
-    OBJECT,
-    ClusterView,
-    LocalSource,
-    PeerTransport,
-)
+from kvpool.daemon.fetch.ports import OBJECT, ClusterView, LocalSource, PeerTransport
 from kvpool.errors import Unavailable
 from kvpool.hit_rule import usable
 from kvpool.placement.directory.base import TIERS, Entry

@@ -11,21 +11,10 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 
-from kvpool.daemon.core.blocks import (
-    OWN,
-    Holder,
-    Origin,
-    PartTable,
-)
+from kvpool.daemon.core.blocks import OWN, Holder, Origin, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.fetch.filling import Filling
-from kvpool.daemon.fetch.ports import (
-    NOT_NODES,
-    OBJECT,
-    PEER,
-    TIER_OF,
-    ClusterView,
-)
+from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT, PEER, TIER_OF, ClusterView
 from kvpool.daemon.fetch.pull_leases import PullLeases
 from kvpool.daemon.fetch.tombstones import Tombstones
 from kvpool.daemon.fetch.transfer import Line, Transfer

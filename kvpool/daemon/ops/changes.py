@@ -15,13 +15,7 @@ from kvpool.daemon.cluster.replication import Replication
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.masks import unpack_masks, width_of
 from kvpool.daemon.core.requests import parse_change
-from kvpool.daemon.ops.commands import (
-    Asker,
-    asking_others,
-    namespace_of,
-    namespaces_of,
-    unpacked,
-)
+from kvpool.daemon.ops.commands import Asker, asking_others, namespace_of, namespaces_of, unpacked
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import give_up, some_blocks
 from kvpool.daemon.ops.pins import pin_in_all_tiers

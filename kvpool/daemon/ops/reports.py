@@ -14,13 +14,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.features.miss_reasons import MissReasons
 from kvpool.daemon.fetch.fetcher import BlockFetcher
 from kvpool.daemon.fetch.ports import NOT_NODES, OBJECT
-from kvpool.daemon.ops.commands import (
-    Asker,
-    asking_others,
-    namespace_of,
-    namespaces_of,
-    unpacked,
-)
+from kvpool.daemon.ops.commands import Asker, asking_others, namespace_of, namespaces_of, unpacked
 from kvpool.daemon.ops.event_log import EventLog
 from kvpool.daemon.ops.listing import describe_block, list_blocks, show_blocks
 from kvpool.daemon.ops.prefixes import prefixes

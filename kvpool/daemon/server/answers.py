@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.daemon.core.blocks import Block, Lease, checksums_of
-from kvpool.errors import (
-    InvalidRequest,
-)
+from kvpool.errors import InvalidRequest
 from kvpool.types import CHECKSUM_BYTES, split_keys
 from kvpool.wire import client as client_wire
 from kvpool.wire import frame

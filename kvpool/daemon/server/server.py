@@ -47,15 +47,10 @@ from kvpool.daemon.server.memory_wait import (
 from kvpool.daemon.tiers.device_tier import check_environment
 from kvpool.daemon.workers.gateway import Gateway
 from kvpool.daemon.workers.transfer_workers import TransferWorkers
-from kvpool.errors import (
-    AlreadyRunning,
-    ConfigError,
-)
+from kvpool.errors import AlreadyRunning, ConfigError
 from kvpool.memory.segment import Segment
 from kvpool.net import raise_descriptor_limit
-from kvpool.placement.records import (
-    new_incarnation,
-)
+from kvpool.placement.records import new_incarnation
 from kvpool.security.encryption_secrets import EncryptionSecrets
 from kvpool.signals import handle_ending
 from kvpool.storage.at_rest import check_package

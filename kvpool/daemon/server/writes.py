@@ -14,13 +14,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.core.requests import check_request, rows
 from kvpool.daemon.ops.commands import namespace_for
 from kvpool.daemon.tiers.ssd_tier import SsdTier
-from kvpool.errors import (
-    InvalidRequest,
-    KvpoolError,
-    LimitExceeded,
-    PoolFull,
-    UnknownReservation,
-)
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, UnknownReservation
 from kvpool.placement.records import NodeState
 from kvpool.types import KEY_BYTES, NO_PARENT, split_keys
 from kvpool.wire import client as client_wire

@@ -13,20 +13,12 @@ from dataclasses import dataclass
 
 from kvpool.config import DeviceConfig
 from kvpool.daemon.core.block_index import BlockIndex
-from kvpool.daemon.core.blocks import (
-    Block,
-    NamespaceState,
-    PartTable,
-)
+from kvpool.daemon.core.blocks import Block, NamespaceState, PartTable
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.slot_books import SlotBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.device_proxy import Device
-from kvpool.errors import (
-    ConfigError,
-    InvalidRequest,
-    LimitExceeded,
-)
+from kvpool.errors import ConfigError, InvalidRequest, LimitExceeded
 from kvpool.storage.base import Occupancy
 from kvpool.telemetry.tier_stats import DeviceStats
 from kvpool.types import PartSpec

@@ -11,29 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from kvpool.daemon.core.blocks import (
-    Block,
-    NamespaceState,
-    Origin,
-    checksums_of,
-)
+from kvpool.daemon.core.blocks import Block, NamespaceState, Origin, checksums_of
 from kvpool.daemon.core.events import Read
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.tier_state import TierState
-from kvpool.daemon.tiers.write_orders import (
-    Order,
-    WriteLimits,
-    WriteOrders,
-)
+from kvpool.daemon.tiers.write_orders import Order, WriteLimits, WriteOrders
 from kvpool.daemon.workers.device_proxy import Device
-from kvpool.errors import (
-    InvalidRequest,
-    KvpoolError,
-    LimitExceeded,
-    PoolFull,
-    StaleEpoch,
-)
+from kvpool.errors import InvalidRequest, KvpoolError, LimitExceeded, PoolFull, StaleEpoch
 from kvpool.tasks import Tasks
 from kvpool.types import BlockStatus
 from kvpool.wire import frame

@@ -32,16 +32,10 @@ from kvpool.daemon.core.blocks import (
 from kvpool.daemon.tiers.device_books import DeviceBooks
 from kvpool.daemon.tiers.device_promote import DevicePromotion
 from kvpool.daemon.tiers.slot_books import leased, pulled_none, pulled_some
-from kvpool.daemon.tiers.write_orders import (
-    give_garbage_back,
-)
+from kvpool.daemon.tiers.write_orders import give_garbage_back
 from kvpool.daemon.workers.device_proxy import DeviceWorkerProxy
 from kvpool.daemon.workers.supervisor import WorkerSupervisor
-from kvpool.errors import (
-    ConfigError,
-    KvpoolError,
-    LimitExceeded,
-)
+from kvpool.errors import ConfigError, KvpoolError, LimitExceeded
 from kvpool.hit_rule import AnyOf, first_needed, needed, usable
 from kvpool.memory.segment import Segment
 from kvpool.placement.records import TierRecord

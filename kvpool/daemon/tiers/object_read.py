@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvpool.daemon.core.blocks import (
-    NamespaceState,
-    PartTable,
-)
+from kvpool.daemon.core.blocks import NamespaceState, PartTable
 from kvpool.daemon.tiers.object_books import ObjectBooks
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.daemon.workers.object_proxy import ObjectStorage

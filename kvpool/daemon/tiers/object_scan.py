@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from kvpool.daemon.core.blocks import (
-    NamespaceState,
-    directory_digest,
-)
+from kvpool.daemon.core.blocks import NamespaceState, directory_digest
 from kvpool.daemon.tiers.object_books import ENTRY_S, ObjectBooks, PackRecord
 from kvpool.daemon.tiers.tier_state import ObjectTierState
 from kvpool.daemon.workers.object_proxy import ObjectStorage

@@ -28,11 +28,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.slot_books import SlotBooks
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.workers.disk_proxy import Disk
-from kvpool.errors import (
-    InvalidRequest,
-    LimitExceeded,
-    Unavailable,
-)
+from kvpool.errors import InvalidRequest, LimitExceeded, Unavailable
 from kvpool.placement.records import DEFAULT_SETTINGS, NamespaceSettings, quota_bytes
 from kvpool.storage.at_rest import place_name
 from kvpool.storage.slab import CLASSES_MAX, PAGE, SlabAllocator

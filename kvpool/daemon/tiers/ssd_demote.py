@@ -21,12 +21,7 @@ from kvpool.daemon.core.candidates import Place
 from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.ssd_device import SsdDevice, device_of
 from kvpool.daemon.tiers.tier_state import TierState
-from kvpool.daemon.tiers.write_orders import (
-    Order,
-    WriteLimits,
-    WriteOrders,
-    write_last_used,
-)
+from kvpool.daemon.tiers.write_orders import Order, WriteLimits, WriteOrders, write_last_used
 from kvpool.storage.stack import Budget, Watermarks, WriteMode
 from kvpool.tasks import Tasks
 from kvpool.telemetry.tier_stats import TiersStats

@@ -15,9 +15,7 @@ from kvpool.daemon.core.node import Node
 from kvpool.daemon.tiers.slot_books import leased, pulled_none, pulled_some
 from kvpool.daemon.tiers.ssd_books import SsdBooks
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
-from kvpool.errors import (
-    Unavailable,
-)
+from kvpool.errors import Unavailable
 from kvpool.storage.ssd.index import ENTRY
 from kvpool.types import BlockStatus, split_keys
 from kvpool.wire import frame

@@ -20,12 +20,7 @@ from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.daemon.workers.disk_proxy import Disk
 from kvpool.decoding import MsgpackDecoder
-from kvpool.errors import (
-    KvpoolError,
-    LimitExceeded,
-    ProtocolError,
-    Unavailable,
-)
+from kvpool.errors import KvpoolError, LimitExceeded, ProtocolError, Unavailable
 from kvpool.storage.codecs import BLOSC2, RAW, Blosc2, slot_classes
 from kvpool.storage.slab import PAGE
 from kvpool.storage.ssd.index import ENTRY

@@ -23,9 +23,7 @@ from kvpool.daemon.tiers.ssd_device import SsdDevice
 from kvpool.daemon.tiers.ssd_processes import SsdProcesses
 from kvpool.daemon.tiers.ssd_source import SsdSource
 from kvpool.daemon.tiers.tier_state import TierState
-from kvpool.daemon.tiers.write_orders import (
-    give_garbage_back,
-)
+from kvpool.daemon.tiers.write_orders import give_garbage_back
 from kvpool.errors import KvpoolError
 from kvpool.placement.records import TierRecord
 from kvpool.storage.base import Occupancy

@@ -25,13 +25,7 @@ from kvpool.daemon.tiers.ssd_index import SsdIndexUpdates
 from kvpool.daemon.tiers.tier_state import TierState
 from kvpool.daemon.tiers.write_orders import EMPTY_KEY
 from kvpool.daemon.workers.disk_proxy import Disk
-from kvpool.errors import (
-    ConfigError,
-    InvalidRequest,
-    KvpoolError,
-    LimitExceeded,
-    PoolFull,
-)
+from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, LimitExceeded, PoolFull
 from kvpool.retry import Backoff
 from kvpool.storage.codecs import slot_bytes, slot_classes
 from kvpool.types import BlockStatus

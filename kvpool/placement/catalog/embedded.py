@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvpool.placement.catalog.base import (
-    LOCATION_BYTES,
-    PACK,
-    check_columns,
-    check_part,
-    check_ttl,
-)
+from kvpool.placement.catalog.base import LOCATION_BYTES, PACK, check_columns, check_part, check_ttl
 
 BLOCKS_MAX = 4 << 20
 

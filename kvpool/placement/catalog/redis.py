@@ -14,22 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvpool.placement.catalog.base import (
-    LOCATION_BYTES,
-    PACK,
-    check_columns,
-    check_part,
-    check_ttl,
-)
+from kvpool.placement.catalog.base import LOCATION_BYTES, PACK, check_columns, check_part, check_ttl
 from kvpool.placement.key_groups import TAGS
-from kvpool.placement.redis.batches import (
-    LOCATE_KEYS,
-    PUBLISH_KEYS,
-    Batches,
-    Piece,
-    error_of,
-    good,
-)
+from kvpool.placement.redis.batches import LOCATE_KEYS, PUBLISH_KEYS, Batches, Piece, error_of, good
 from kvpool.placement.redis.connection import Command
 from kvpool.placement.redis.settings import RedisSettings
 from kvpool.placement.redis.shards import READING, WRITING, Shards, slot_of

@@ -27,13 +27,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 
-from kvpool.errors import (
-    ConfigError,
-    InvalidRequest,
-    KvpoolError,
-    NotAuthenticated,
-    Unavailable,
-)
+from kvpool.errors import ConfigError, InvalidRequest, KvpoolError, NotAuthenticated, Unavailable
 from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.outage import Outage

@@ -17,10 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvpool.errors import (
-    KvpoolError,
-    Unavailable,
-)
+from kvpool.errors import KvpoolError, Unavailable
 from kvpool.placement.etcd import rpc_pb2 as rpc
 from kvpool.placement.etcd.client import (
     EtcdClient,
@@ -35,12 +32,7 @@ from kvpool.placement.etcd.client import (
 )
 from kvpool.placement.etcd.settings import EtcdSettings
 from kvpool.placement.etcd.watch import Follower
-from kvpool.placement.membership.admission import (
-    check_config,
-    check_parts,
-    config_of,
-    stale,
-)
+from kvpool.placement.membership.admission import check_config, check_parts, config_of, stale
 from kvpool.placement.membership.base import Standing
 from kvpool.placement.membership.etcd_lease import LeaseWatch, keep_lease
 from kvpool.placement.membership.etcd_mirror import Mirror, Paths

@@ -17,15 +17,7 @@ from kvpool.errors import (
     ProtocolError,
     Unavailable,
 )
-from kvpool.placement.etcd.client import (
-    EtcdClient,
-    absent,
-    delete,
-    found,
-    put,
-    read,
-    unchanged,
-)
+from kvpool.placement.etcd.client import EtcdClient, absent, delete, found, put, read, unchanged
 from kvpool.placement.membership.admission import (
     after_deletion,
     begun,
