@@ -18,6 +18,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -60,26 +61,20 @@ OFF_LOOPBACK = {"UCX_TLS": "^tcp"}
 Pieces = npt.NDArray[np.uint64]  # [pieces, 3]: address, bytes, 0
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Read:
-    """One read under way. `ended` is called once, in the agent's thread, when it is over.
+    """One read under way."""
 
-    error: the reason; empty: the bytes are here. started: whether it may have written anything: then an
-    error is no proof that it does not still write.
-    """
-
-    __slots__ = ("ended", "error", "handle", "local", "number", "peer", "remote", "started")
-
-    def __init__(
-        self, number: int, peer: str, local: Pieces, remote: Pieces, ended: Callable[[Read], None]
-    ) -> None:
-        self.number = number
-        self.peer = peer
-        self.local = local
-        self.remote = remote
-        self.ended = ended
-        self.handle: Any = None
-        self.error = ""
-        self.started = False
+    number: int
+    peer: str
+    local: Pieces
+    remote: Pieces
+    ended: Callable[[Read], None]
+    """Called once, in the agent's thread, when it is over."""
+    handle: Any = None
+    error: str = ""  # the reason; empty: the bytes are here
+    started: bool = False
+    """Whether it may have written anything: then an error is no proof that it does not still write."""
 
 
 class _Call(Generic[T]):
@@ -115,7 +110,7 @@ class Agent:
         self.name = f"{node}/{secrets.token_hex(8)}"
         self._memory = memory
         self._changed = threading.Condition()
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
         self._unusable = ""  # why there is no agent, if there is none
         self._jobs: deque[Callable[[], None]] = deque()
@@ -161,7 +156,7 @@ class Agent:
                     else f"NIXL cannot be used here ({error}): off loopback it needs an RDMA device, which "
                     f"`kvpool doctor` looks for; or leave nixl:// out of listen"
                 )
-                self._end()
+                self.close()
                 raise ConfigError(self._unusable) from None
 
     def _make(self) -> None:
@@ -327,14 +322,11 @@ class Agent:
     def close(self) -> None:
         """Wait for the thread, which ends when no read is under way. Idempotent."""
         with self._starting:
-            self._end()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
 
     # ---- the thread ----------------------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ class Daemon(Generic[T]):
                 *(config.node, node, departures, self.fetcher, self.cluster),
                 [tenant.name for tenant in config.all_tenants()],
                 {name: int(share * disks_bytes) for name, share in config.ssd_shares().items()},
-                self.ssd.lost_since,
+                self.ssd.processes.lost_since,
                 clock,
             ),
             HotPrefixes(),

@@ -114,3 +114,8 @@ class SsdProcesses:
         """Note how often each had to be ended because it did not answer."""
         for device, supervisor in self._supervisors.items():
             device.counted.hangs = supervisor.hangs
+
+    def lost_since(self, at: float) -> str:
+        """The folder of a disk whose process has ended since then, so that blocks may be lost; empty: of none."""
+        lost = (d.path for d in self.devices if d.lost_at is not None and d.lost_at >= at)
+        return next(lost, "")

@@ -238,11 +238,6 @@ class SsdTier:
             sum(device.rules.inventory.block_count() for device in self.devices),
         )
 
-    def lost_since(self, at: float) -> str:
-        """The folder of a disk whose process has ended since then, so that blocks may be lost; empty: of none."""
-        lost = (d.path for d in self.devices if d.lost_at is not None and d.lost_at >= at)
-        return next(lost, "")
-
     def records(self) -> list[TierRecord]:
         """The tiers as announced to others."""
         size, used, _ = self.occupancy()
