@@ -30,6 +30,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from xxhash import xxh3_128_digest
@@ -54,7 +56,7 @@ from kvpool.transfer.memory import Memory
 from kvpool.transfer.nixl_agent import Agent, Pieces, Read
 from kvpool.transfer.priority import Priority
 from kvpool.transfer.requester import exchange, fetch_message
-from kvpool.transfer.responder import Budgets, Conversation
+from kvpool.transfer.responder import Conversation
 from kvpool.transfer.stream import Stream
 from kvpool.transfer.tcp import TcpTransport
 from kvpool.types import CHECKSUM_BYTES, KEY_BYTES, BlockStatus, split_keys
@@ -97,7 +99,8 @@ class NixlTransport:
         self._limits = limits
         self._leave = leave
         self._agent = Agent(f"{identity.node}/{identity.incarnation}", memory)
-        self._control = TcpTransport(memory, source, identity, limits, self._converse)
+        converse = partial(_Conversation, agent=self._agent)
+        self._control = TcpTransport(memory, source, identity, limits, converse)
 
     def listen(self, url: str) -> str:
         self._start(url)
@@ -107,17 +110,6 @@ class NixlTransport:
         host, port = host_and_port(url)
         addresses = resolve(host, port, Deadline(self._limits.connect_s))
         self._agent.start(loopback=all(map(is_loopback, addresses)))
-
-    def _converse(
-        self,
-        stream: Stream,
-        memory: Memory,
-        source: Source,
-        limits: TransferLimits,
-        budgets: Budgets,
-        precedence: Priority,
-    ) -> Conversation:
-        return _Conversation(self._agent, stream, memory, source, limits, budgets, precedence)
 
     def pull(self, order: PullBlocks, stop: Stop) -> Pulled:
         outcome = Outcome(check_order(order, self._memory))
@@ -183,26 +175,16 @@ class NixlTransport:
         self._agent.close()
 
 
+@dataclass(eq=False)
 class _Conversation(Conversation):
     """The owner's half: blocks are on loan, and stay in place until they have been read."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        stream: Stream,
-        memory: Memory,
-        source: Source,
-        limits: TransferLimits,
-        budgets: Budgets,
-        precedence: Priority,
-    ) -> None:
-        super().__init__(stream, memory, source, limits, budgets, precedence)
-        self._agent = agent
+    agent: Agent
 
     def _lend_and_send(self, request: int, fetch: Fetch) -> None:
         if len(fetch.parts) != 1:
             raise ProtocolError("blocks of several parts are not read over NIXL at a time")
-        stream, agent = self._stream, self._agent
+        stream, agent = self._stream, self.agent
         deadline = stream.deadline
         token = ""
         try:
@@ -247,7 +229,7 @@ class _Conversation(Conversation):
                 raise ProtocolError(
                     f"a {type(message).__name__} arrived while blocks are being read"
                 )
-            metadata = self._agent.describe(self._stream.deadline)
+            metadata = self.agent.describe(self._stream.deadline)
             self._stream.send(Bytes(metadata), request)
 
 

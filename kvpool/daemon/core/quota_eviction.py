@@ -10,6 +10,7 @@ Each list of blocks is of one table, as in `SlotClass`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush, merge
 from itertools import groupby, islice
 from operator import attrgetter
@@ -137,28 +138,22 @@ class _Moving:
         return [entry for entry in self._rows.between(row, row + 1) if self.holds(entry)]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class QuotaEviction:
-    """An `EvictionPolicy`. Not thread-safe. `pop` and `peek` are O(namespaces with a policy of their own)."""
+    """An `EvictionPolicy`. Not thread-safe. `pop` and `peek` are O(namespaces with a policy of their own).
 
-    __slots__ = ("_common", "_make_policy", "_moving", "_parts", "_rows", "_secondary")
+    common: the policy of all other namespaces. make_policy: given a capacity. rows: of the entries; those that are
+    `secondary`, or the others.
+    """
 
-    def __init__(
-        self,
-        common: EvictionPolicy,
-        make_policy: Callable[[int], EvictionPolicy],
-        rows: Rows,
-        *,
-        secondary: bool = False,
-    ) -> None:
-        """common: the policy of all other namespaces. make_policy: given a capacity. rows: of the entries; those that
-        are `secondary`, or the others.
-        """
-        self._common = common
-        self._make_policy = make_policy
-        self._rows = rows
-        self._secondary = secondary
-        self._parts: dict[bytes, EvictionPolicy] = {}  # by the digest that a namespace is opened by
-        self._moving: dict[bytes, _Moving] = {}  # those that not all entries have moved over of
+    _common: EvictionPolicy
+    _make_policy: Callable[[int], EvictionPolicy]
+    _rows: Rows
+    secondary: bool = False
+    _parts: dict[bytes, EvictionPolicy] = field(default_factory=dict, init=False)
+    """By the digest that a namespace is opened by."""
+    _moving: dict[bytes, _Moving] = field(default_factory=dict, init=False)
+    """Those that not all entries have moved over of."""
 
     def divide(self, base: bytes, capacity: int, *, empty: bool) -> None:
         """Give a namespace a policy of its own, or change its capacity.
@@ -172,7 +167,7 @@ class QuotaEviction:
         self._parts[base] = self._make_policy(capacity)
         self._parts[base].succeed(self._common)
         if not empty:
-            self._moving[base] = _Moving(base, self._rows, secondary=self._secondary)
+            self._moving[base] = _Moving(base, self._rows, secondary=self.secondary)
 
     def __contains__(self, base: bytes) -> bool:
         """Whether a namespace has a policy of its own."""
