@@ -36,10 +36,8 @@ DEFAULT_POLICY = "aged"
 GHOSTS_MAX = 1 << 20
 """Idents that one policy remembers at most, whatever its capacity."""
 
-_SAMPLE, _SHIFT_MIN = (
-    512,
-    2,
-)  # places of a miniature: so many or up to twice that, or a quarter of a small tier
+# Places of a miniature: so many or up to twice that, or a quarter of a small tier.
+_SAMPLE, _SHIFT_MIN = 512, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,9 +154,8 @@ class Trial:
             self._restart()
 
     def _is_sure(self, rung: int) -> bool:
-        hit = (
-            self._saved_s[self.rung] / self._asked_s
-        )  # of blocks that cost something, as one did just now
+        # Of blocks that cost something, as one did just now.
+        hit = self._saved_s[self.rung] / self._asked_s
         sure = _SURE if self.rung else _SURE_OF_LEAVING_LRU
         # Not below 1: that is a single difference.
         return self._ahead_s[rung] ** 2 > max(1.0, sure**2 * hit) * self._squares[rung]

@@ -71,9 +71,8 @@ class Remembered:
             if not known:
                 packed.pop(name, None)
                 continue
-            if (
-                known != last
-            ):  # blocks of one prompt are mostly on the same nodes: one copy serves them all
+            # Blocks of one prompt are mostly on the same nodes: one copy serves them all.
+            if known != last:
                 last, form = known, _pack(known)
             packed[name] = form
             packed.move_to_end(name)

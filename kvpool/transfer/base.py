@@ -44,11 +44,8 @@ from kvpool.wire.frame import KEYS_MAX, Bytes, Done
 from kvpool.wire.peer import GROUP_BLOCKS_MAX, GROUP_BYTES, Corrupt, LongQuestion, Question
 from kvpool.wire.worker import AskPeer, Loan, OpenLoan, PartRows, PullBlocks, Pulled
 
-REFUSALS = (
-    InternalError,
-    InvalidRequest,
-    LimitExceeded,
-)  # of a valid order: a peer's answers alone
+# Of a valid order: a peer's answers alone.
+REFUSALS = (InternalError, InvalidRequest, LimitExceeded)
 
 DEADLINE_S_MAX = 600.0  # no transfer is worth waiting longer for
 
@@ -257,9 +254,8 @@ class Outcome:
         Also after an attempt that failed half-way: its blocks are about to be written again.
         """
         end = first + len(present)
-        self.status[first:end] = present.replace(
-            b"\x01", bytes([BlockStatus.LATE])
-        )  # absent is 0 in both
+        # Absent is 0 in both.
+        self.status[first:end] = present.replace(b"\x01", bytes([BlockStatus.LATE]))
         self.checksums[first * CHECKSUM_BYTES : end * CHECKSUM_BYTES] = bytes(
             CHECKSUM_BYTES * len(present)
         )

@@ -418,19 +418,12 @@ class SsdStore:
             raise InvalidRequest(
                 f"{n} slots of blocks of {nbytes} bytes need as many lengths, in whole pages up to {whole}"
             )
+        ends = slots + (np.uint64(whole) if lengths is None else lengths.astype(np.uint64))
+        # Their ends could wrap around if they began beyond the segment.
         if n and (
             np.any(slots % PAGE)
-            or np.any(
-                slots >= np.uint64(self.segment_bytes)
-            )  # otherwise their ends could wrap around
-            or int(
-                (
-                    slots + np.uint64(whole)
-                    if lengths is None
-                    else slots + lengths.astype(np.uint64)
-                ).max()
-            )
-            > self.segment_bytes
+            or np.any(slots >= np.uint64(self.segment_bytes))
+            or int(ends.max()) > self.segment_bytes
         ):
             raise InvalidRequest(
                 f"slots of {whole} bytes must begin at multiples of {PAGE} and end within the {self.segment_bytes} "

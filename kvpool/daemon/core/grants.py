@@ -83,9 +83,8 @@ class Grants:
             )
             origin = origin._replace(depths=())
         if namespace.quota:
-            self._quotas.within(
-                table, len(keys)
-            )  # granted slots do not count in a namespace's quota before
+            # Granted slots do not count in a namespace's quota before.
+            self._quotas.within(table, len(keys))
         granted.difference_update(rows)
         self._granted(holder, table.stride, -len(rows))
         self._puts.publish(table, keys, parents, rows, checksums, origin)

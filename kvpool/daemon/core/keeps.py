@@ -79,9 +79,8 @@ class Keeps:
         later = [*new, *(key for key in keys if kept.get(key, until) < until)]
         kept.update(dict.fromkeys(later, until))
         self._push(namespace, new, until)
-        if (
-            self._listed > 2 * self._count() + SLACK
-        ):  # of blocks that were pinned and unpinned meanwhile
+        # Some are of blocks that were pinned and unpinned meanwhile.
+        if self._listed > 2 * self._count() + SLACK:
             self._list_anew()
 
     def _push(self, namespace: NamespaceState, keys: Sequence[bytes], until: float) -> None:

@@ -22,8 +22,7 @@ class Limits:
     steal_tries: int = 8  # cold blocks examined to find a slab that can be emptied
     sessions_per_tenant: int = 16_384
     agents_per_session: int = 64
-    session_bytes_per_tenant: int = (
-        64 << 20
-    )  # of the books of sessions: their names, 16 bytes a block
+    # Of the books of sessions: their names, 16 bytes a block.
+    session_bytes_per_tenant: int = 64 << 20
     waiters_max: int = 128  # peers' requests that wait for blocks to be committed here
     waiters_per_peer_max: int = 32

@@ -52,9 +52,8 @@ class Locator:
         self._questions = PeerQuestions(self._transport, self._cluster, self._peers, self._clock)
         self._negative = NegativeMemory(NEGATIVE_MAX, NEGATIVE_S)
         self._remembered = Remembered(REMEMBERED_MAX)
-        self._lost: OrderedDict[bytes, bytes] = (
-            OrderedDict()
-        )  # incarnations by directory digest and key
+        # Incarnations by directory digest and key.
+        self._lost: OrderedDict[bytes, bytes] = OrderedDict()
 
     @property
     def elsewhere(self) -> bool:

@@ -37,10 +37,8 @@ POLL_S = 0.5  # the same for a request that does not wait
 LOOK_S = 0.5
 FETCHES_MAX = 8
 FETCH_S = 2.0  # a batch of transfers is cancelled then, or after four times its expected time
-LAST_SHARE, LAST_S_MAX = (
-    0.25,
-    1.0,
-)  # of its time: for a shorter prefix, if the whole one is not possible
+# Of its time: for a shorter prefix, if the whole one is not possible.
+LAST_SHARE, LAST_S_MAX = 0.25, 1.0
 HELD_SHARE = 0.5  # of a tenant's memory: held by all streams; further ones hold nothing
 KEPT_MAX = 32  # leases of one stream, before they are merged into one
 LAG_DECAY = 0.8  # the factor that a measurement applies to the weight of all earlier ones

@@ -451,9 +451,8 @@ class JobCommands:
                     f"node {spec.source} is both source and destination: start this on the nodes that should receive "
                     "the blocks"
                 )
-            self.cluster.namespaces.open_known(
-                who.tenant, digest
-            )  # a new node is warmed before its engines start
+            # A new node is warmed before its engines start.
+            self.cluster.namespaces.open_known(who.tenant, digest)
         namespaces = namespaces_of(who.tenant, digest)
         view = self.jobs.begin(m.job, spec, namespaces, who.tenant, who.by, dry_run=m.dry_run)
         if not m.dry_run:

@@ -377,9 +377,8 @@ class ClientConnection(asyncio.Protocol):
         self.backlog: list[tuple[int, bytes]] = []  # requests that wait for that to end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport is compatible but not a subclass
+        # Uvloop's transport is compatible but not a subclass.
+        self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if self.closed:  # the client's process died during the handshake
             self.transport.abort()

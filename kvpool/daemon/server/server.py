@@ -92,9 +92,8 @@ class Server:
 
     def __init__(self, config: DaemonConfig) -> None:
         self.config = config
-        make_policy(
-            config.policy or DEFAULT_POLICY, 1
-        )  # unknown names are reported before any memory is taken
+        # Unknown names are reported before any memory is taken.
+        make_policy(config.policy or DEFAULT_POLICY, 1)
         for tenant in config.all_tenants():
             if isinstance(tenant.memory, int) and tenant.memory < MEMORY_BYTES_MIN:
                 raise ConfigError(

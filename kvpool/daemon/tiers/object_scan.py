@@ -87,9 +87,8 @@ class ObjectScan:
                 self._books.counted.lookups_failed += 1  # of the catalog; renewed when it answers
                 return
             first = False
-            await asyncio.sleep(
-                self._books.clock() - started
-            )  # half of its time is for other requests
+            # Half of its time is for other requests.
+            await asyncio.sleep(self._books.clock() - started)
         self._books.stocked = self._books.storage is storage
         if everything and self._books.stocked:
             self._scan_at = self._books.clock() + SCAN_PAUSE_S

@@ -35,9 +35,8 @@ class SsdIndexUpdates:
         """Have the index forget slots freed since the last write, and the tables of ended epochs whose blocks are all
         gone. Raises `Unavailable`.
         """
-        ended = (
-            self._ended_tables()
-        )  # whose slots are among those to be forgotten now, or were before
+        # Their slots are among those to be forgotten now, or were before.
+        ended = self._ended_tables()
         # Some deletions may have gone with writes that are still under way.
         if self._books.given_up or self._books.refused or ended:
             await self._forget_given_up()

@@ -245,9 +245,8 @@ class SsdWriter:
         except KvpoolError as error:
             if self._books.rules is node:
                 if isinstance(error, LimitExceeded):
-                    self._books.given_up.frombytes(
-                        forget
-                    )  # not sent; a sent order stays with the process
+                    # Not sent; a sent order stays with the process.
+                    self._books.given_up.frombytes(forget)
                 self._failed(str(error))
             return 0
         finally:

@@ -43,10 +43,8 @@ PEERS_MAX = 1024  # of which is remembered what was learnt
 TRIES_MAX = 4  # ways that one pull, or one question, goes by
 LEARN_BYTES = 4 << 20  # a smaller pull tells of latency, which is alike
 EXPLORE_EVERY, EXPLORE_EVERY_MAX = 16, 256  # pulls; doubling while the others are much slower
-EXPLORE_TIMES, EXPLORE_S_MIN = (
-    4.0,
-    0.1,
-)  # as long as the usual group would take: what a try may cost
+# As long as the usual group would take: what a try may cost.
+EXPLORE_TIMES, EXPLORE_S_MIN = 4.0, 0.1
 CARRIED_S = 10.0  # of what a way has carried half counts after this, among equals
 MUCH_WORSE = 0.5
 NIXL, TCP = "nixl", "tcp"

@@ -240,9 +240,8 @@ class Worker(ABC):
             self._filling.add(request)
         self._channel.send(message, request, fd)
         cancelled: asyncio.CancelledError | None = None
-        seconds = max(
-            seconds, self.GRACE_S
-        )  # a process is not killed because an order came too late to be done
+        # A process is not killed because an order came too late to be done.
+        seconds = max(seconds, self.GRACE_S)
         while not answer.done():
             try:
                 await asyncio.wait((answer,), timeout=seconds)

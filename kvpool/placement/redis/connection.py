@@ -89,9 +89,8 @@ class Connection(asyncio.Protocol):
         self._gone = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            "asyncio.Transport", transport
-        )  # uvloop's transport is not a subclass
+        # Uvloop's transport is not a subclass.
+        self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=BUFFER_BYTES_MAX)
         if self.error is not None:  # it was given up while the socket was being made
             self._transport.abort()
