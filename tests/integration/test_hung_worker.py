@@ -19,7 +19,7 @@ import uvloop
 from kvpool.config import DaemonConfig, DiskConfig
 from kvpool.daemon.core.blocks import NamespaceState
 from kvpool.daemon.core.node import Node
-from kvpool.daemon.tiers import ssd_tier
+from kvpool.daemon.tiers import ssd_processes
 from kvpool.daemon.tiers.ssd_books import TableRecord
 from kvpool.daemon.tiers.ssd_tier import SsdTier
 from kvpool.daemon.workers.disk_proxy import DiskWorkerProxy
@@ -209,7 +209,7 @@ def test_a_tier_is_closed_while_its_disk_hangs(
 
     async def scenario() -> None:
         async with world_in(tmp_path) as world:
-            monkeypatch.setattr(ssd_tier, "DiskWorkerProxy", lambda *_: world.make())
+            monkeypatch.setattr(ssd_processes, "DiskWorkerProxy", lambda *_: world.make())
             node = Node(make_policy=policy_maker("lru"))
             tenant = node.add_tenant("default", 0, 1 << 20)
             parts = (PartSpec(PAGE),)

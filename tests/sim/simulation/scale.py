@@ -17,7 +17,15 @@ from kvpool.daemon.fetch import (
     transfers,
 )
 from kvpool.daemon.server import composition
-from kvpool.daemon.tiers import ssd_demote, ssd_index, ssd_read, ssd_restore, ssd_tier, ssd_write
+from kvpool.daemon.tiers import (
+    ssd_books,
+    ssd_demote,
+    ssd_index,
+    ssd_read,
+    ssd_restore,
+    ssd_tier,
+    ssd_write,
+)
 from kvpool.daemon.workers.turns import COPIES, PULLS, QUESTIONS, WAITS, TurnLimits
 from kvpool.placement.key_groups import TAGS
 from tests.sim.simulation.plan import Plan
@@ -114,7 +122,7 @@ def constants(plan: Plan) -> Constants:
     constants = [*(_SMALL_BATCHES if plan.small_batches else ()), *_low(plan.limits)]
     if plan.disks is not None:
         page = plan.disks.page
-        constants += [*_DISKS, (ssd_index, "PAGE", page), (ssd_restore, "PAGE", page)]
+        constants += [*_DISKS, (ssd_books, "PAGE", page), (ssd_restore, "PAGE", page)]
     return constants
 
 
