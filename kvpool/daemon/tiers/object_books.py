@@ -63,15 +63,15 @@ class ObjectBooks:
     encryption: Callable[[], list[bytes]] = list
 
     def __post_init__(self) -> None:
+        url = self.config.object_store
+        self._log = logging.LoggerAdapter(log, {"object_store": url})
         self.state = ObjectTierState.OPENING
         self.error = ""
         self.storage: ObjectStorage | None = None
         self.tasks = Tasks()
         self.stocked = False  # this node's earlier packs are known, and their size counts
         self.retry = Backoff(*RETRY_S)
-        self.counted = ObjectStats(
-            path=self.config.object_store, size_bytes=self.config.object_bytes_max
-        )
+        self.counted = ObjectStats(path=url, size_bytes=self.config.object_bytes_max)
 
     def ended(self, error: str) -> None:
         """The process is dead, or cannot be started."""
@@ -158,11 +158,7 @@ class ObjectBooks:
 
     def answered(self) -> None:
         if self.state is ObjectTierState.FAILING:
-            log.warning(
-                "object storage at %s works again",
-                self.config.object_store,
-                extra={"object_store": self.config.object_store},
-            )
+            self._log.warning("object storage at %s works again", self.config.object_store)
         self.state, self.error = ObjectTierState.SERVING, ""
         self.retry.succeeded()
 
@@ -173,12 +169,7 @@ class ObjectBooks:
         if self.state is ObjectTierState.FAILING and not self.retry.due(self.clock()):
             return  # it was known already, and is retried in time
         if self.state is not ObjectTierState.FAILING:
-            log.warning(
-                "object storage at %s fails: %s",
-                self.config.object_store,
-                error,
-                extra={"object_store": self.config.object_store},
-            )
+            self._log.warning("object storage at %s fails: %s", self.config.object_store, error)
             self.error = error  # of the first one: later ones may only be back-off
         self.state = ObjectTierState.FAILING
         self.retry.failed(self.clock())

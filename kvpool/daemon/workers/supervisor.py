@@ -145,6 +145,7 @@ class Worker(ABC):
 
     def __init__(self, segments: Mapping[int, Segment] = MappingProxyType({})) -> None:
         self._segments = segments
+        self._log = logging.LoggerAdapter(log, {"worker": self.kind})
         self._loop = asyncio.get_running_loop()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._last_request = 0
@@ -252,12 +253,7 @@ class Worker(ABC):
                     self._channel.send(worker_wire.StopOrder(request), 0)
                 continue
             if not answer.done() and not self._killed:
-                log.error(
-                    "%s %d does not answer: killed",
-                    self.kind,
-                    self.pid,
-                    extra={"worker": self.kind},
-                )
+                self._log.error("%s %d does not answer: killed", self.kind, self.pid)
                 self._kill()
         failure = answer.exception()  # also marks it as seen
         if cancelled is not None:
@@ -299,11 +295,10 @@ class Worker(ABC):
         if not self.alive:
             return
         self.alive, self.quarantined = False, True
-        log.error(
+        self._log.error(
             "%s. %d orders that it may still write for keep their memory until it has ended",
             self._does_not_end,
             len(self._filling),
-            extra={"worker": self.kind},
         )
         self._fail([one for one in self._answers if one not in self._filling], self._does_not_end)
         self._left.set()
@@ -318,11 +313,8 @@ class Worker(ABC):
         status = await self._process.wait()
         self._channel.drain()
         if self.quarantined:
-            log.warning(
-                "%s %d has ended: what it might have written to is free again",
-                self.kind,
-                self.pid,
-                extra={"worker": self.kind},
+            self._log.warning(
+                "%s %d has ended: what it might have written to is free again", self.kind, self.pid
             )
         self.alive = self.quarantined = False
         self._channel.close()
@@ -445,6 +437,7 @@ class WorkerSupervisor(Generic[W]):
     async def _keep(self) -> None:
         failures = 0
         kind = self.worker.kind if self.worker is not None else "worker"
+        worker_log = logging.LoggerAdapter(log, {"worker": kind})
         while True:
             started = self._loop.time()
             if self.worker is not None:
@@ -459,12 +452,7 @@ class WorkerSupervisor(Generic[W]):
                 return
             failures = 0 if self._loop.time() - started > STEADY_S else failures + 1
             pause = backoff_s(BACKOFF_S, BACKOFF_S_MAX, failures - 1) if failures else 0.0
-            log.error(
-                "a %s process died: restart in %.1f s",
-                kind,
-                pause,
-                extra={"worker": kind},
-            )
+            worker_log.error("a %s process died: restart in %.1f s", kind, pause)
             await asyncio.sleep(pause)
             await self._until_another_may_start()
             self.worker = None
@@ -472,12 +460,7 @@ class WorkerSupervisor(Generic[W]):
             try:
                 await self._start_worker()
             except KvpoolError as error:
-                log.warning(
-                    "a %s process could not be restarted: %s",
-                    kind,
-                    error,
-                    extra={"worker": kind},
-                )
+                worker_log.warning("a %s process could not be restarted: %s", kind, error)
                 self.ended(str(error))
 
     async def stop(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,7 @@ def suspended_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
+@dataclass(eq=False)
 class EtcdMembership:
     """See `kvpool.placement.membership.base.Membership`; times of `standing` are those of `clock`.
 
@@ -94,26 +95,24 @@ class EtcdMembership:
     LEAVE_S = 2.0
     """For each of the two steps of leaving."""
 
-    def __init__(
-        self,
-        settings: EtcdSettings,
-        cluster: str,
-        *,
-        secrets: Callable[[], tuple[bytes, ...]] = tuple,
-        protocol: int = 0,
-        ttl_s: float = TTL_S,
-        clock: Callable[[], float] = time.monotonic,
-        suspended: Callable[[], float] = suspended_s,
-    ) -> None:
-        self._suspended = suspended
+    settings: InitVar[EtcdSettings]
+    cluster: InitVar[str]
+    _: KW_ONLY
+    secrets: Callable[[], tuple[bytes, ...]] = tuple
+    protocol: int = 0
+    ttl_s: float = TTL_S
+    clock: Callable[[], float] = time.monotonic
+    suspended: Callable[[], float] = suspended_s
+
+    def __post_init__(self, settings: EtcdSettings, cluster: str) -> None:
         self._paths = Paths(cluster)
-        self._client = EtcdClient(settings, clock=clock)
+        self._client = EtcdClient(settings, clock=self.clock)
         self._follower = Follower(self._client, self._paths.root, self)
         self._mirror = Mirror(self._paths)
         self.outage = self._client.outage
-        self._views = EtcdViews(self._mirror, clock)
+        self._views = EtcdViews(self._mirror, self.clock)
         self.watch = self._views.watch
-        self._own_config: Callable[[], ClusterConfig] = lambda: config_of(cluster, secrets())
+        self._own_config: Callable[[], ClusterConfig] = lambda: config_of(cluster, self.secrets())
         self._shared = SharedRecords(
             self._client, self._mirror, self._paths, self._own_config, self._views.told
         )
@@ -123,9 +122,6 @@ class EtcdMembership:
         self.bump_epoch = self._shared.bump_epoch
         self.configure = self._shared.configure
         self.set_drain = self._shared.set_drain
-        self._protocol = protocol
-        self._ttl_s = ttl_s
-        self._clock = clock
         self._member: _Member | None = None
         self._absent = Standing.OUT  # the standing while there is no `_member`
         self._joined_before = False
@@ -153,7 +149,7 @@ class EtcdMembership:
     @property
     def connected(self) -> bool:
         """Whether etcd was heard of recently."""
-        return self._heard_at is not None and self._clock() - self._heard_at <= self._ttl_s / 2
+        return self._heard_at is not None and self.clock() - self._heard_at <= self.ttl_s / 2
 
     def stats(self) -> dict[str, Any]:
         """For status pages; plain values."""
@@ -169,7 +165,7 @@ class EtcdMembership:
     async def start(self) -> None:
         await self._follower.read(self.START_S)
         await self._shared.agree(self.START_S)
-        check_config(self._shared.config, self._own_config(), self._protocol)
+        check_config(self._shared.config, self._own_config(), self.protocol)
         self._tasks.begin(self._follower.run())
 
     def on_lost(self, lost: Callable[[], None]) -> None:
@@ -179,13 +175,13 @@ class EtcdMembership:
 
     def heard(self) -> None:
         """After a silence in which leases may have ended, nodes get the time to return."""
-        now = self._clock()
+        now = self.clock()
         if self._heard_at is not None and not self.connected:
-            self._mirror.forgive(now + self._ttl_s + GRACE_S)
+            self._mirror.forgive(now + self.ttl_s + GRACE_S)
         self._heard_at = now
 
     def reset(self, kvs: list[Any], revision: int) -> None:
-        self._views.told(self._mirror.reset(kvs, revision, self._clock()))
+        self._views.told(self._mirror.reset(kvs, revision, self.clock()))
         if self._joining is not None:
             leases = [kv.lease for kv in kvs if kv.key == self._joining]
             self._seen = revision, leases[0] if leases else NO_LEASE
@@ -201,12 +197,12 @@ class EtcdMembership:
 
     def _save_if_lost(self, *, config_lost: bool = False) -> None:
         lost = self._mirror.incomplete or config_lost
-        if lost and not self._saving and self._clock() >= self._save_at:
+        if lost and not self._saving and self.clock() >= self._save_at:
             self._saving = True
             self._tasks.begin(self._save_again())
 
     def changed(self, events: list[Any], revision: int) -> None:
-        self._views.heard(self._mirror.changed(events, revision, self._clock()))
+        self._views.heard(self._mirror.changed(events, revision, self.clock()))
         self._save_if_lost()
         for event in events:
             if event.kv.key == self._joining:
@@ -233,7 +229,7 @@ class EtcdMembership:
         try:
             await self._shared.save_again()
         except KvpoolError as error:
-            self._save_at = self._clock() + SAVE_PAUSE_S
+            self._save_at = self.clock() + SAVE_PAUSE_S
             log.warning("not all records could be restored, which is tried again: %s", error)
         finally:
             self._saving = False
@@ -244,10 +240,10 @@ class EtcdMembership:
         assert self._member is None, "leave first"
         config = self.view.config
         assert config is not None, "start first"
-        check_config(config, self._own_config(), self._protocol)
-        begun = self._clock() + self._suspended()
+        check_config(config, self._own_config(), self.protocol)
+        begun = self.clock() + self.suspended()
         with refusals_as_unavailable():
-            lease = await self._client.grant(max(1, math.ceil(self._ttl_s)))
+            lease = await self._client.grant(max(1, math.ceil(self.ttl_s)))
         self._joining, self._seen = self._paths.node(record.node), (0, NO_LEASE)
         try:
             with refusals_as_unavailable():
@@ -259,11 +255,11 @@ class EtcdMembership:
             self._joining = None
         member = _Member(
             lease=lease,
-            watch=LeaseWatch(self._ttl_s, begun),
+            watch=LeaseWatch(self.ttl_s, begun),
             revision=revision,
             written=record,
             wanted=record,
-            written_at=self._clock(),
+            written_at=self.clock(),
         )
         self._member = member
         ended = [] if self._joined_before else [self._paths.drain(record.node)]
@@ -279,7 +275,7 @@ class EtcdMembership:
     async def _enter(self, record: NodeRecord, lease: int) -> int:
         """Write the node's keys; returns the revision. Waits only for a dead owner's lease."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._ttl_s + CLASH_S
+        deadline = loop.time() + self.ttl_s + CLASH_S
         node = self._paths.node(record.node)
         incarnation = self._paths.incarnation(record.incarnation)
         writes = [
@@ -326,8 +322,8 @@ class EtcdMembership:
 
         await keep_lease(
             member.watch,
-            self._ttl_s,
-            lambda: self._clock() + self._suspended(),
+            self.ttl_s,
+            lambda: self.clock() + self.suspended(),
             partial(self._client.keep_alive, member.lease),
             write,
         )
@@ -366,7 +362,7 @@ class EtcdMembership:
             hold = hold_s(member.written, record)
             if hold:
                 hold = max(hold, spread_s(self.view.nodes.values(), record))
-            if self._clock() < member.written_at + hold:
+            if self.clock() < member.written_at + hold:
                 return
             try:
                 await self._put(member, record, f"updating the record of {record.node!r}")
@@ -384,7 +380,7 @@ class EtcdMembership:
         )
         if not answer.succeeded:
             raise LeaseGone(f"the record of {record.node!r} belongs to another incarnation")
-        member.written, member.written_at = record, self._clock()
+        member.written, member.written_at = record, self.clock()
         self._views.told(self._mirror.wrote(answer.header.revision, {key: value}))
 
     async def leave(self) -> None:
@@ -412,15 +408,15 @@ class EtcdMembership:
         try:
             await self._client.revoke(lease, self.LEAVE_S)
         except KvpoolError as error:
-            log.info("a lease could not be revoked, and lasts %g s longer: %s", self._ttl_s, error)
+            log.info("a lease could not be revoked, and lasts %g s longer: %s", self.ttl_s, error)
 
     def standing(self, now: float) -> Standing:
         member = self._member
-        return self._absent if member is None else member.watch.standing(now + self._suspended())
+        return self._absent if member is None else member.watch.standing(now + self.suspended())
 
     async def lead(self, chore: str) -> bool:
         member = self._member
-        if member is None or self.standing(self._clock()) is not Standing.MEMBER:
+        if member is None or self.standing(self.clock()) is not Standing.MEMBER:
             return False
         leader = self._mirror.chores.get(chore)
         if leader is not None:
