@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -138,33 +138,23 @@ class GetBatch:
             raise InvalidRequest("the destination is read-only")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ObjectStoreStats:
     """Counts since the store was opened. faults: attempts that ended in each `Fault`, by its name in
     lower case. suspended_s: how much longer the store is suspended, 0 if it is not.
     """
 
-    blocks_put: int
-    blocks_got: int
-    bytes_put: int
-    bytes_got: int
-    mismatches: int
-    packs_unreadable: int
-    attempts: int
-    faults: Mapping[str, int]
-    suspensions: int
-    suspended_s: float
-    last_fault: str
-
-
-@dataclass(slots=True)
-class _Counts:
     blocks_put: int = 0
     blocks_got: int = 0
     bytes_put: int = 0
     bytes_got: int = 0
     mismatches: int = 0
     packs_unreadable: int = 0
+    attempts: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)
+    suspensions: int = 0
+    suspended_s: float = 0.0
+    last_fault: str = ""
 
 
 @dataclass(eq=False)
@@ -196,7 +186,7 @@ class ObjectStore:
         self._lock = threading.Lock()  # of the books and the counts
         self._making_room = threading.Lock()
         self._books = ObjectUsage(self.limits.bytes_max, self.limits.dead_share_max)
-        self._counts = _Counts()
+        self._counts = ObjectStoreStats()
         self._requests = Requests(self.limits, self.clock, rng or random.Random())
 
     @classmethod
@@ -420,14 +410,8 @@ class ObjectStore:
     def stats(self) -> ObjectStoreStats:
         requests = self._requests
         with self._lock:
-            counts = self._counts
-            return ObjectStoreStats(
-                blocks_put=counts.blocks_put,
-                blocks_got=counts.blocks_got,
-                bytes_put=counts.bytes_put,
-                bytes_got=counts.bytes_got,
-                mismatches=counts.mismatches,
-                packs_unreadable=counts.packs_unreadable,
+            return replace(
+                self._counts,
                 attempts=requests.attempts,
                 faults={fault.name.lower(): n for fault, n in requests.faults.items()},
                 suspensions=requests.suspensions,

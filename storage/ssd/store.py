@@ -23,6 +23,7 @@ import logging
 import os
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,16 +89,16 @@ class SsdStoreStats:
     entries_max: int
     index_pages: int
     index_lost: bool
-    entries_dropped: int
-    blocks_written: int
-    bytes_written: int
-    blocks_read: int
-    bytes_read: int
-    write_errors: int
-    read_errors: int
-    mismatches: int
     sync_errors: int
     index_errors: int
+    entries_dropped: int = 0
+    blocks_written: int = 0
+    bytes_written: int = 0
+    blocks_read: int = 0
+    bytes_read: int = 0
+    write_errors: int = 0
+    read_errors: int = 0
+    mismatches: int = 0
 
 
 class SsdStore:
@@ -131,7 +132,7 @@ class SsdStore:
         self._calls = threading.Condition()
         self._running = 0
         self._closed = False
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts: Counter[str] = Counter()
 
     @classmethod
     def open(
@@ -377,8 +378,7 @@ class SsdStore:
 
     def _count(self, **counts: int) -> None:
         with self._calls:
-            for name, count in counts.items():
-                self._counts[name] += count
+            self._counts.update(counts)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -463,18 +463,6 @@ class SsdStore:
                         spans.append((at, stop))
             jobs += [(slot, order[at:stop]) for at, stop in spans]
         return jobs
-
-
-_COUNTS = (
-    "entries_dropped",
-    "blocks_written",
-    "bytes_written",
-    "blocks_read",
-    "bytes_read",
-    "write_errors",
-    "read_errors",
-    "mismatches",
-)
 
 
 def _slot_lengths(stored: npt.NDArray[np.uint32], nbytes: int) -> Lengths:
