@@ -6,8 +6,10 @@ Programs without plugins call `install()` before they import `mooncake.store`. d
 what differs.
 
     store.py     MooncakeDistributedStore: arguments, codes and conventions
-    objects.py   objects of any size over blocks
-    spaces.py    the namespaces that they are in
+    batches.py   calls about any number of text keys; ranges.py: about ranges of objects, and their sessions
+    objects.py   objects of any size over blocks: reader.py, writer.py; heads.py: the large ones
+    labels.py    what their blocks are made of; blocks.py: how these are leased and stored
+    spaces.py    the namespaces that they are in; catalog.py: which there are
     pieces.py    copies from and to addresses
     values.py    configurations, descriptors, buffers; codes.py: the return codes
 """

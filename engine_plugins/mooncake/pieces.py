@@ -15,15 +15,21 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.engine_plugins.mooncake.values import Ints, Lists
+
 Bytes1D = npt.NDArray[np.uint8]
 Int1D = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 IOV_MAX = 1024
+ADDRESSES_END = 1 << 62
+"""Beyond all addresses of a process, and sums with sizes are still numbers of 64 bits."""
+BUFFER_BYTES_MAX = 1 << 40
 UNIT_BYTES_MIN = 512
 """Smaller than this, numpy takes longer a piece than the kernel."""
 REGIONS_MAX = 1 << 16
@@ -74,20 +80,18 @@ class View:
 
 
 class Made:
-    """An object that is made of what is read: `make` gets its bytes, as a buffer. Not for writing."""
+    """An object that is made of what is read: `make` gets its bytes, as a buffer. Not for writing.
+
+    nbytes: it has no more.
+    """
 
     __slots__ = ("_make", "_value", "_whole", "nbytes")
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any], nbytes: int = BUFFER_BYTES_MAX) -> None:
         self._make = make
         self._value: Any = None
         self._whole: Bytes1D | None = None
-        self.nbytes = 0
-
-    def of(self, nbytes: int) -> Made:
-        """Of so many bytes."""
         self.nbytes = nbytes
-        return self
 
     @property
     def value(self) -> Any:
@@ -101,10 +105,9 @@ class Made:
         self._value = self._make(slot.data)
 
     def cut(self, start: int, end: int) -> View:
-        """To be read part by part, in any order."""
-        if self._whole is None:
-            self._whole = np.empty(self.nbytes, np.uint8)
-        return View(self._whole[start:end])
+        """All of it, to be read part by part, in any order."""
+        self._whole = np.empty(end - start, np.uint8)
+        return View(self._whole)
 
 
 class Addresses:
@@ -123,15 +126,6 @@ class Addresses:
     def read(self, slot: Bytes1D, fd: int, at: int) -> None:
         whole = slot.size == self.nbytes
         (self if whole else self.cut(0, slot.size))._copy(_preadv, fd, at)
-
-    def copied(self) -> View:
-        """The bytes as they are now, in memory of their own. Raises `BadAddressError`."""
-        fd = os.memfd_create("kvpool-object", os.MFD_CLOEXEC)
-        try:
-            self._copy(_pwritev, fd, 0)
-            return View(np.frombuffer(os.pread(fd, self.nbytes, 0), np.uint8))
-        finally:
-            os.close(fd)
 
     def cut(self, start: int, end: int) -> Addresses:
         ends = np.cumsum(self._sizes)
@@ -154,6 +148,40 @@ class Addresses:
                     raise OSError(number, os.strerror(number))
                 raise BadAddressError
             at += want
+
+
+def copied(pieces: Addresses) -> View | None:
+    """The bytes as they are now, in memory of their own; None: a bad address."""
+    data = np.empty(pieces.nbytes, np.uint8)
+    fd = os.memfd_create("kvpool-copied", os.MFD_CLOEXEC)
+    try:
+        pieces.write(data, fd, 0)
+        done = 0
+        while done < data.size:  # one call reads 2 GiB at most
+            done += os.preadv(fd, [data[done:].data], done)
+    except BadAddressError:
+        return None
+    finally:
+        os.close(fd)
+    return View(data)
+
+
+def fill(pieces: Pieces, data: Bytes1D) -> bool:
+    """Read bytes of this process, as if they were a slot; False: a bad address."""
+    if isinstance(pieces, (Made, View)):
+        pieces.read(data, -1, 0)
+        return True
+    fd = os.memfd_create("kvpool-filling", os.MFD_CLOEXEC)
+    try:
+        done = 0
+        while done < data.size:  # one call writes 2 GiB at most
+            done += os.write(fd, data[done:].data)
+        pieces.read(data, fd, 0)
+    except BadAddressError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 class Units:
@@ -211,12 +239,17 @@ class _Regions:
 
 
 class Memory:
-    """The ranges that a caller has registered, and its addresses as `Pieces`. Thread-safe."""
+    """The ranges that a caller has registered, and its addresses as `Pieces`. Thread-safe.
+
+    pool_left: bytes that may still be allocated.
+    """
 
     def __init__(self) -> None:
         self._ranges: dict[int, int] = {}
         self._regions = _Regions({})
         self._lock = threading.Lock()
+        self._pool: list[Bytes1D] = []
+        self.pool_left = 0
 
     def register(self, ptr: int, size: int) -> bool:
         """False if it is empty, overlaps a registered range, or is not host memory to be read and written."""
@@ -240,15 +273,31 @@ class Memory:
             self._regions = _Regions(self._ranges)
             return True
 
+    def allocate(self, size: int) -> int:
+        """The address of memory of this process, until this is gone; 0: there is not as much left."""
+        with self._lock:
+            if not 0 < size <= self.pool_left:
+                return 0
+            self.pool_left -= size
+            self._pool.append(np.zeros(size, np.uint8))
+            return int(self._pool[-1].ctypes.data)
+
     def end_of(self, ptr: int) -> int | None:
-        """Of the registered range that an address is in."""
+        """Of the registered range that an address is in; None: it is in none."""
+        if not is_run(ptr, 1):
+            return None
         regions = self._regions
         at = int(regions.starts.searchsorted(ptr, "right")) - 1
         end = int(regions.ends[at]) if at >= 0 else 0
         return end if ptr < end else None
 
-    def runs(self, ptrs: Sequence[int], sizes: Sequence[int]) -> list[Pieces]:
-        """One run an object."""
+    def runs(self, ptrs: Ints, sizes: Ints) -> list[View | Addresses | None]:
+        """One run an object, None where it cannot be followed. Empty if there are not as many sizes."""
+        if len(ptrs) != len(sizes):
+            return []
+        valid = list(map(is_run, ptrs, sizes))
+        if not all(valid):
+            return _of_valid(valid, self.runs, ptrs, sizes)
         starts, lengths = np.array(ptrs, np.int64), np.array(sizes, np.int64)
         regions = self._regions
         if regions.hold(starts, lengths):
@@ -259,10 +308,13 @@ class Memory:
             ]
         return [Addresses(starts[at : at + 1], lengths[at : at + 1]) for at in range(len(starts))]
 
-    def gathered(
-        self, ptrs: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
-    ) -> list[Pieces]:
-        """Several runs an object, which have been compared in number."""
+    def gathered(self, ptrs: Lists, sizes: Lists) -> Sequence[Pieces | None]:
+        """Several runs an object, None where there is none or one cannot be followed. Empty as `runs`."""
+        if len(ptrs) != len(sizes):
+            return []
+        valid = list(map(are_runs, ptrs, sizes))
+        if not all(valid):
+            return _of_valid(valid, self.gathered, ptrs, sizes)
         counts = [len(some) for some in ptrs]
         total = sum(counts)
         if total == len(counts) and all(count == 1 for count in counts):
@@ -296,6 +348,24 @@ class Memory:
             Units(arena, index[low * each : high * each], addresses)  # type: ignore[arg-type]
             for (low, high), addresses in zip(cuts, listed, strict=True)
         ]
+
+
+def is_run(ptr: int, size: int) -> bool:
+    """Whether there may be such a run of memory."""
+    return 0 < ptr < ADDRESSES_END and 0 < size <= BUFFER_BYTES_MAX
+
+
+def are_runs(ptrs: Ints, sizes: Ints) -> bool:
+    """Whether there may be such runs, at least one."""
+    return len(ptrs) == len(sizes) > 0 and all(map(is_run, ptrs, sizes))
+
+
+def _of_valid(
+    valid: Sequence[bool], make: Callable[..., Sequence[T]], *columns: Sequence[object]
+) -> list[T | None]:
+    """What `make` gives for the valid rows of the columns, and None for the others."""
+    made = iter(make(*[list(itertools.compress(column, valid)) for column in columns]))
+    return [next(made) if good else None for good in valid]
 
 
 def _is_host_memory(ptr: int, size: int) -> bool:

@@ -4,17 +4,9 @@
                `EXACT_MAX` sizes that come often. KV pages have one or two sizes
     heads      all other objects: a block each, with the object itself if it is small, else with the name of its chunks
     chunks     their bytes, in blocks of a ladder of sizes
-    catalog    which sizes have a namespace
+    catalog    which sizes have a namespace: see `catalog.py`
 
 An object is looked for in all exact namespaces and among the heads, by one request.
-
-The catalog is a set that only grows. A size is written into it as the presence of `DEPTH` blocks, one for each of its
-digits and those before it, so that two nodes that add sizes at a time cannot overwrite each other's. Who has added one
-puts *marks* into all namespaces: block k of a namespace says that there are at least k. A process that knows of k asks
-for marks k and k + 1 beside the keys of a lookup or a removal, and looks into the catalog when the first is missing or
-the second is there: so it hears of a new namespace with its first miss, and removes from it too. Marks are lost like
-other blocks, the later ones after the earlier ones: then the first is missing. Besides, a process that misses looks
-into the catalog every `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -27,48 +19,25 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import or_
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvpool.client import Client
-from kvpool.errors import KvpoolError, LimitExceeded, PoolFull
-from kvpool.types import KEY_BYTES, Namespace, NamespaceRecord, PartSpec
+from kvpool.engine_plugins.mooncake.catalog import LOOK_S, LOOKUP_S, Catalog, marks_of
+from kvpool.engine_plugins.mooncake.labels import HEAD_BYTES, INLINE_BYTES_MAX, LABEL_BYTES, LADDER
+from kvpool.errors import KvpoolError, PoolFull
+from kvpool.types import KEY_BYTES, Namespace
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = 1
-"""Of the blocks. Processes with another one do not see each other's objects."""
-LABEL_BYTES = 256
-HEAD_BYTES = 1024
-INLINE_BYTES_MAX = HEAD_BYTES - LABEL_BYTES
 EXACT_MAX = 4
 EXACT_BYTES_MAX = 4 << 20
 OFTEN = 4
 """A size that one process has put so often, or twice in one call, comes often."""
-CHUNK_BYTES = 1 << 20
-LADDER_FACTOR = 1.25
-LADDER_FIRST = 1024
 SIZES_COUNTED_MAX = 4096
-LOOK_S = 1.0
-LOOKUP_S = 0.05
-"""How long a lookup waits for what other nodes know."""
 SPACES_TOGETHER = 7
 """Namespaces in one request, which has a limit of keys in all of them together."""
 
-_DIGIT_BITS, DEPTH = 6, 4
 _HEADS = 0  # the catalog's number for the heads
-_CATALOG_BYTES = 64
-
-
-def _ladder() -> list[int]:
-    rungs = [LADDER_FIRST]
-    while rungs[-1] < CHUNK_BYTES:
-        rungs.append(min(-(-int(rungs[-1] * LADDER_FACTOR) // 64) * 64, CHUNK_BYTES))
-    return rungs
-
-
-LADDER = _ladder()
-"""Sizes of chunks' blocks, their labels left out."""
 
 
 class Space:
@@ -100,41 +69,30 @@ class Spaces:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
-        self._verify = verify
-        self._tenant_id = tenant_id
+        self._seed = xxhash.xxh3_64_intdigest(tenant_id.encode())
         self._now = now
         self._lock = threading.Lock()
-        self._catalog = self._open("catalog", _CATALOG_BYTES)
+        self.catalog = Catalog(client, tenant_id, verify=verify)
         self._chunks: dict[int, Namespace] = {}
         self._seen: Counter[int] = Counter()
         self._looked_at = -LOOK_S
-        self._marks = _mark(0) + _mark(1)
+        self._marks = marks_of(0, 2)
         self.exact: dict[int, Space] = {}
         self.heads: Space | None = None
         self.all: list[Space] = []
         """That where something was found last comes first. Replaced, never changed."""
 
-    def _open(self, kind: str, nbytes: int) -> Namespace:
-        return self._client.open(self._record(kind, nbytes), verify=self._verify)
-
-    def _record(self, kind: str, nbytes: int) -> NamespaceRecord:
-        return NamespaceRecord(
-            fields={
-                "facade": "mooncake",
-                "layout": LAYOUT,
-                "tenant_id": self._tenant_id,
-                "blocks": kind,
-                "block_bytes": nbytes,
-            },
-            parts=(PartSpec(nbytes=nbytes),),
-        )
+    def packed(self, keys: Iterable[bytes]) -> bytes:
+        """The pool's keys of objects, for all namespaces."""
+        digest, seed = xxhash.xxh3_128_digest, self._seed
+        return b"".join([digest(key, seed) for key in keys])
 
     def chunks(self, rung: int) -> Namespace:
         """For chunks of one rung of the ladder."""
         with self._lock:
             ns = self._chunks.get(rung)
             if ns is None:
-                ns = self._chunks[rung] = self._open("chunks", rung + LABEL_BYTES)
+                ns = self._chunks[rung] = self.catalog.open("chunks", rung + LABEL_BYTES)
         return ns
 
     @property
@@ -144,18 +102,15 @@ class Spaces:
 
     def holding_bytes(self, digests: Collection[str]) -> list[Namespace]:
         """Of all that may hold bytes of objects; digests: of the namespaces that there are, in hex."""
+        record = self.catalog.record
         rungs = [
             rung
             for rung in LADDER
-            if self._record("chunks", rung + LABEL_BYTES).digest().hex() in digests
+            if record("chunks", rung + LABEL_BYTES).digest().hex() in digests
         ]
         return [space.ns for space in self.all] + [self.chunks(rung) for rung in rungs]
 
     # ---- lookups -------------------------------------------------------------------------------------
-
-    def present(self, ns: Namespace, packed: bytes) -> npt.NDArray[np.uint8]:
-        """Return what `Client.present` does."""
-        return self._client.present(ns, packed, wait_s=LOOKUP_S)
 
     def find(self, packed: bytes) -> tuple[list[Space | None], bytes]:
         """For each key the namespace that has it, and how near its nearest replica is (`Presence`)."""
@@ -189,14 +144,14 @@ class Spaces:
                     left = [at for at in left if not nearest[at]]
                 if left:
                     self._heed(marks)
-            elif looked or not self._look_due():
+            elif looked or (self.all and self._now() - self._looked_at < LOOK_S):
                 break
             else:
                 looked = True
                 self.look()
             spaces = self._unasked(asked)
             if spaces and left:
-                rows, marks = self._present_in(spaces, _chosen(packed, left))
+                rows, marks = self._present_in(spaces, chosen(packed, left))
         return where, bytes(nearest)
 
     def _unasked(self, asked: set[int]) -> list[Space]:
@@ -246,38 +201,28 @@ class Spaces:
         if not last or further:
             self.look()
         if not last and self._client.available:
-            try:
-                self.put_marks()
-            except KvpoolError as error:
-                logger.info("the marks of %d namespaces are lost: %s", len(self.all), error)
-
-    def _look_due(self) -> bool:
-        return not self.all or self._now() - self._looked_at >= LOOK_S
+            self._enter_lost([])
 
     def look(self) -> None:
         """Read the catalog, and learn of the namespaces that this process did not know.
 
         What this process knows and the catalog has lost is entered anew.
         """
-        prefixes = [0]
-        for level in range(DEPTH):
-            digits = range(1 << _DIGIT_BITS)
-            codes = [prefix << _DIGIT_BITS | digit for prefix in prefixes for digit in digits]
-            keys = b"".join([_catalog_key(level, code) for code in codes])
-            found = self.present(self._catalog, keys)
-            prefixes = [codes[at] for at in np.flatnonzero(found).tolist()]
-        self._learn(prefixes)
+        sizes = self.catalog.sizes()
+        self._learn(sizes)
         self._looked_at = self._now()
-        listed = set(prefixes)
-        lost = [space for space in self.all if space.size not in listed]
-        if not lost or not self._client.available:
-            return
+        lost = {space.size for space in self.all}.difference(sizes)
+        if lost and self._client.available:
+            self._enter_lost(lost)
+
+    def _enter_lost(self, sizes: Collection[int]) -> None:
+        """Enter them into the catalog, and the marks of all namespaces."""
         try:
-            for space in lost:
-                self._enter(space)
+            for size in sizes:
+                self.catalog.enter(size)
             self.put_marks()
         except KvpoolError as error:
-            logger.info("%d sizes are missing from the catalog: %s", len(lost), error)
+            logger.info("the catalog lacks %d sizes, or marks of them: %s", len(sizes), error)
 
     def _learn(self, sizes: Iterable[int]) -> None:
         """All at once: another thread finds all of them, or none."""
@@ -288,12 +233,12 @@ class Spaces:
                 self.exact = {**self.exact, **{space.size: space for space in new if space.size}}
                 self.heads = next((space for space in new if not space.size), self.heads)
                 self.all = [*self.all, *new]
-                self._marks = _mark(len(self.all)) + _mark(len(self.all) + 1)
+                self._marks = marks_of(len(self.all), len(self.all) + 2)
 
     def _space(self, size: int) -> Space:
         if size == _HEADS:
-            return Space(self._open("heads", HEAD_BYTES), size)
-        return Space(self._open("exact", size + LABEL_BYTES), size)
+            return Space(self.catalog.open("heads", HEAD_BYTES), size)
+        return Space(self.catalog.open("exact", size + LABEL_BYTES), size)
 
     # ---- for puts ------------------------------------------------------------------------------------
 
@@ -337,70 +282,21 @@ class Spaces:
         """
         if space.known_at and space.known_at == self._client.incarnation:
             return
-        self._enter(space)
+        self.catalog.enter(space.size)
         self.look()  # of two that enter one each at a time, the later sees both
         self.put_marks()
         space.known_at = self._client.incarnation
 
-    def _enter(self, space: Space) -> None:
-        """Raises `KvpoolError`."""
-        keys = b"".join(
-            [
-                _catalog_key(level, space.size >> _DIGIT_BITS * (DEPTH - 1 - level))
-                for level in range(DEPTH)
-            ]
-        )
-        self._put_zeros(self._catalog, keys, _CATALOG_BYTES)
-
     def put_marks(self) -> None:
         """Raises `KvpoolError`."""
-        spaces = self.all
-        marks = b"".join([_mark(count) for count in range(1, len(spaces) + 1)])
-        for space in spaces:
-            self._put_zeros(space.ns, marks, (space.size or HEAD_BYTES - LABEL_BYTES) + LABEL_BYTES)
-
-    def _put_zeros(self, ns: Namespace, keys: bytes, nbytes: int) -> None:
-        block = np.zeros(nbytes, np.uint8)
-        if not self._client.put_each(ns, keys, [block] * (len(keys) // KEY_BYTES)).all():
-            raise PoolFull("there is no space for the entry of another size of objects")
-        try:
-            self._client.pin(ns, keys, "soft")
-        except LimitExceeded:
-            pass  # they are lost sooner
+        self.catalog.put_marks([space.ns for space in self.all])
 
     def marks_in(self, space: Space) -> int:
         """How many of its blocks are marks."""
-        marks = b"".join([_mark(count) for count in range(1, len(self.all) + 1)])
-        return int(np.count_nonzero(self._client.contains(space.ns, marks))) if marks else 0
+        marks = marks_of(1, len(self.all) + 1)
+        return int(np.count_nonzero(self._client.contains(space.ns, marks)))
 
 
-def _chosen(packed: bytes, indices: Sequence[int]) -> bytes:
+def chosen(packed: bytes, indices: Iterable[int]) -> bytes:
+    """Some of the keys."""
     return b"".join([packed[KEY_BYTES * at : KEY_BYTES * at + KEY_BYTES] for at in indices])
-
-
-def _mark(count: int) -> bytes:
-    return xxhash.xxh3_128_digest(b"kvpool mooncake mark", count)
-
-
-def _catalog_key(level: int, code: int) -> bytes:
-    return xxhash.xxh3_128_digest(b"kvpool mooncake size", level << 32 | code)
-
-
-def rung_for(nbytes: int) -> int:
-    """The smallest rung of the ladder that takes a chunk."""
-    return next(rung for rung in LADDER if rung >= nbytes)
-
-
-__all__ = [
-    "CHUNK_BYTES",
-    "EXACT_BYTES_MAX",
-    "HEAD_BYTES",
-    "INLINE_BYTES_MAX",
-    "LABEL_BYTES",
-    "LADDER",
-    "LOOKUP_S",
-    "KvpoolError",
-    "Space",
-    "Spaces",
-    "rung_for",
-]

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from types import NoneType
 
 import numpy as np
+
+Keys = Sequence[str]
+Ints = Sequence[int]
+"""Addresses, sizes or offsets, one a key or a range."""
+Lists = Sequence[Ints]
+"""The same, several a key."""
 
 
 class SoftPinAction(Enum):
@@ -43,39 +50,24 @@ class ReplicaStatus(Enum):
     FAILED = 5
 
 
+@dataclass(slots=True, eq=False)
 class ReplicateConfig:
     """How an object is to be stored. `replica_num`, `with_hard_pin` and the soft pin are heeded; the preferred segments,
     the groups and the kinds of replica that the pool does not have are accepted and ignored.
     """
 
-    __slots__ = (
-        "data_type",
-        "dfs_replica_num",
-        "group_ids",
-        "nof_replica_num",
-        "prefer_alloc_in_same_node",
-        "preferred_nof_segments",
-        "preferred_segment",
-        "preferred_segments",
-        "replica_num",
-        "soft_pin_action",
-        "soft_pin_ttl_ms",
-        "with_hard_pin",
-    )
-
-    def __init__(self) -> None:
-        self.replica_num = 1
-        self.nof_replica_num = 0
-        self.dfs_replica_num = 0
-        self.soft_pin_action = SoftPinAction.PRESERVE
-        self.soft_pin_ttl_ms: int | None = None
-        self.with_hard_pin = False
-        self.preferred_segment = ""
-        self.preferred_segments: list[str] = []
-        self.preferred_nof_segments: list[str] = []
-        self.prefer_alloc_in_same_node = False
-        self.data_type = ObjectDataType.UNKNOWN
-        self.group_ids: list[str] | None = None
+    replica_num: int = 1
+    nof_replica_num: int = 0
+    dfs_replica_num: int = 0
+    soft_pin_action: SoftPinAction = SoftPinAction.PRESERVE
+    soft_pin_ttl_ms: int | None = None
+    with_hard_pin: bool = False
+    preferred_segment: str = ""
+    preferred_segments: list[str] = field(default_factory=list)
+    preferred_nof_segments: list[str] = field(default_factory=list)
+    prefer_alloc_in_same_node: bool = False
+    data_type: ObjectDataType = ObjectDataType.UNKNOWN
+    group_ids: Sequence[str] | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises `TypeError` for another type, as programs expect."""
@@ -83,7 +75,7 @@ class ReplicateConfig:
         good = isinstance(value, wanted) and (not isinstance(value, int) or 0 <= value < 1 << 64)
         if not good:
             raise TypeError(f"{name} cannot be {value!r}")
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)
 
     def valid_for(self, keys: int) -> bool:
         """Whether it may be used for so many keys: a group each, or none; a time to live only with a soft pin."""
@@ -104,6 +96,8 @@ class ReplicateConfig:
         shown = ", ".join(f"{name}: {getattr(self, name)}" for name in self.__slots__)
         return f"ReplicateConfig: {{ {shown} }}"
 
+
+Config = ReplicateConfig | None
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "replica_num": int,
@@ -133,46 +127,38 @@ class BufferHandle(bytearray):
         return len(self)
 
 
+@dataclass(frozen=True, slots=True)
 class BufferDescriptor:
     """size: bytes of the object. transport_endpoint: the node. buffer_address: always 0, blocks have no fixed one."""
 
-    __slots__ = ("buffer_address", "size", "transport_endpoint")
-
-    def __init__(self, size: int, transport_endpoint: str) -> None:
-        self.size = size
-        self.transport_endpoint = transport_endpoint
-        self.buffer_address = 0
+    size: int
+    transport_endpoint: str
+    buffer_address: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class MemoryDescriptor:
     """Of a replica in memory."""
 
-    __slots__ = ("buffer_descriptor",)
-
-    def __init__(self, size: int, transport_endpoint: str) -> None:
-        self.buffer_descriptor = BufferDescriptor(size, transport_endpoint)
+    buffer_descriptor: BufferDescriptor
 
 
+@dataclass(frozen=True, slots=True)
 class DiskDescriptor:
     """Of a replica on a disk of the node. file_path: empty, objects have no files of their own."""
 
-    __slots__ = ("file_path", "object_size")
-
-    def __init__(self, size: int) -> None:
-        self.object_size = size
-        self.file_path = ""
+    object_size: int
+    file_path: str = ""
 
 
+@dataclass(frozen=True, slots=True)
 class ReplicaDescriptor:
     """Where the nearest replica of an object is: memory, here or on another node, or this node's disk."""
 
-    __slots__ = ("_endpoint", "_on_disk", "_size", "status")
-
-    def __init__(self, size: int, endpoint: str, *, on_disk: bool) -> None:
-        self.status = ReplicaStatus.COMPLETE
-        self._size = size
-        self._endpoint = endpoint
-        self._on_disk = on_disk
+    _size: int
+    _endpoint: str
+    _on_disk: bool
+    status: ReplicaStatus = ReplicaStatus.COMPLETE
 
     def is_memory_replica(self) -> bool:
         return not self._on_disk
@@ -185,13 +171,13 @@ class ReplicaDescriptor:
         return self._on_disk
 
     def get_memory_descriptor(self) -> MemoryDescriptor:
-        return MemoryDescriptor(self._size, self._endpoint)
+        return MemoryDescriptor(BufferDescriptor(self._size, self._endpoint))
 
     def get_disk_descriptor(self) -> DiskDescriptor:
         return DiskDescriptor(self._size)
 
 
-def as_config(config: ReplicateConfig | None, keys: int) -> ReplicateConfig | None:
+def as_config(config: Config, keys: int) -> Config:
     """The configuration to use for so many keys; None: it cannot be used. Raises `TypeError` for other things."""
     if config is None:
         return DEFAULT_CONFIG

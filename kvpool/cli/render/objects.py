@@ -17,7 +17,8 @@ from kvpool.cli.asking import PAGE
 from kvpool.cli.render.text import Column, Parts, rows_table, size_text
 from kvpool.client.operator import OperatorRequests
 from kvpool.engine_plugins.mooncake import codes
-from kvpool.engine_plugins.mooncake.objects import How, Objects
+from kvpool.engine_plugins.mooncake.blocks import How
+from kvpool.engine_plugins.mooncake.objects import Objects
 from kvpool.engine_plugins.mooncake.pieces import Made, View
 from kvpool.errors import (
     ClusterUnavailable,
@@ -74,19 +75,15 @@ def read_source(path: Path | None) -> bytes:
 
 def check_stored(objects: Objects, key: bytes, data: bytes) -> None:
     """Store an object in place of another. Raises `KvpoolError`."""
-    [code] = objects.replace([key], [View(np.frombuffer(data, np.uint8))], How())
+    [code] = objects.writer.replace([key], [View(np.frombuffer(data, np.uint8))], How())
     if code != codes.OK:
         raise _error(code, "the object is not stored", key)
 
 
 def read_object(objects: Objects, key: bytes) -> bytes:
     """Raises `KvpoolError`."""
-    made = Made(bytes)
-
-    def target(_at: int, size: int) -> Made | int:
-        return made.of(size) if size <= BYTES_MAX else codes.INVALID
-
-    [code] = objects.read([key], [0], target)
+    made = Made(bytes, BYTES_MAX)
+    [code] = objects.reader.read([key], [made])
     if code < 0:
         raise _error(code, "the object is not read", key)
     data: bytes = made.value
@@ -95,7 +92,7 @@ def read_object(objects: Objects, key: bytes) -> bytes:
 
 def size_of(objects: Objects, key: bytes) -> int:
     """In bytes. Raises `KvpoolError`."""
-    found = objects.sizes([key])
+    found = objects.reader.sizes([key])
     if found is None:
         raise _error(codes.UNAVAILABLE, "the object is not found", key)
     if found[0][0] < 0:
@@ -106,7 +103,7 @@ def size_of(objects: Objects, key: bytes) -> int:
 def remove(objects: Objects, keys: Sequence[bytes]) -> dict[int, str]:
     """Remove objects; by their places those that were not, with the reasons."""
     found = {}
-    for at, code in enumerate(objects.remove(keys)):
+    for at, code in enumerate(objects.writer.remove(keys)):
         if code == codes.NOT_FOUND:
             found[at] = "no node has such an object"
         elif code != codes.OK:
@@ -186,7 +183,9 @@ def list_objects(
                         "unused_s": block.age_s,
                         "pin": block.pin,
                     }
-                    for block, owner in zip(some, objects.whose(space, packed, wait_s), strict=True)
+                    for block, owner in zip(
+                        some, objects.reader.owners(space, packed, wait_s), strict=True
+                    )
                     if owner is not None
                     and (owner.key.startswith(wanted) if not owner.hashed else not wanted)
                 ]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvpool.engine_plugins.mooncake.objects import Limits
 from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from tests.support.waiting import PATIENCE_S, until
 
@@ -106,7 +105,7 @@ def test_an_upsert_and_a_removal_act_on_the_other_node_without_a_lookup(start_cl
         assert a.get(key) == b"2" * size
     assert b.put_batch(["k", "r"], [b"1" * 2000] * 2) == 0
     for store in (a, b):
-        store._objects._limits = Limits(others_s=0.2)
+        store._batches.objects.limits.others_s = 0.2
     world.nodes[1].signal(signal.SIGSTOP)
     try:
         assert [a.upsert("k", b"2" * 2000), a.remove("r")] == [AWAY, AWAY]

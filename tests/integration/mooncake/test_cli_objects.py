@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client
-from kvpool.engine_plugins.mooncake.objects import Objects, _chunk_keys
-from kvpool.engine_plugins.mooncake.spaces import rung_for
+from kvpool.engine_plugins.mooncake.objects import Objects
 from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from tests.support.waiting import PATIENCE_S
 
@@ -139,12 +138,12 @@ def test_damaged_bytes_are_no_object(pool, store, kvpool, request, size):
     with Client(pool.socket, timeout_s=PATIENCE_S, connect=True) as client:
         objects = Objects(client, request.node.name)
         objects.spaces.look()
-        [head] = objects._heads([b"a"])
+        [head] = objects.heads.find([b"a"])
         if size <= 768:
-            ns, key, at = objects.spaces.heads.ns, objects.packed([b"a"]), 256
+            ns, key, at = objects.spaces.heads.ns, objects.spaces.packed([b"a"]), 256
         else:
-            ns = objects.spaces.chunks(rung_for(size))
-            [key], at = _chunk_keys(head.name, 1), 0
+            [(rung, [chunk])] = head.chunks().items()
+            ns, key, at = objects.spaces.chunks(rung), chunk.key, 0
         with client.acquire_each(ns, key) as lease:
             slots = lease.slots[0]
             slots.table[slots.rows[0], at] ^= 1

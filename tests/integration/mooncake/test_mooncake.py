@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvpool.engine_plugins.mooncake import objects, spaces
-from kvpool.engine_plugins.mooncake.spaces import DEPTH, _catalog_key
+from kvpool.engine_plugins.mooncake import spaces
+from kvpool.engine_plugins.mooncake.catalog import size_keys
+from kvpool.engine_plugins.mooncake.labels import OBJECT_BYTES_MAX
 from kvpool.engine_plugins.mooncake.store import MooncakeDistributedStore
 from kvpool.engine_plugins.mooncake.values import ReplicateConfig, SoftPinAction
 from kvpool.types import KEY_BYTES
@@ -264,7 +265,7 @@ def test_threads_find_what_threads_have_put(pool):
 
 
 def test_keys_of_one_hash_are_a_miss(store, monkeypatch):
-    monkeypatch.setattr(objects.Objects, "packed", lambda self, keys: bytes(range(16)) * len(keys))
+    monkeypatch.setattr(spaces.Spaces, "packed", lambda self, keys: bytes(range(16)) * len(keys))
     for size in (100, 5000):  # a head; a block
         assert store.put_batch([f"a{size}"], [b"x" * size]) == 0
         assert store.get(f"a{size}") == b"x" * size
@@ -305,7 +306,7 @@ def test_a_reader_gets_one_version_or_the_other(store, pool):
 
 def spaces_of(store) -> spaces.Spaces:
     """What finds the namespace of an object."""
-    return store._objects.spaces
+    return store._batches.objects.spaces
 
 
 def put_unseen(store, monkeypatch, key: str, data: bytes) -> None:
@@ -368,12 +369,8 @@ def test_a_catalog_that_was_evicted_is_entered_again(store, pool, request):
     assert store.put_batch(["a", "b"], [b"1" * 2000] * 2) == store.put("small", b"s") == 0
     known = spaces_of(store)
     client = store._client
-    keys = b"".join(
-        _catalog_key(level, space.size >> 6 * (DEPTH - 1 - level))
-        for space in known.all
-        for level in range(DEPTH)
-    )
-    assert client.remove(known._catalog, keys) > 0
+    keys = b"".join(size_keys(space.size) for space in known.all)
+    assert client.remove(known.catalog.ns, keys) > 0
     fresh = set_up(pool.socket, request.node.name)
 
     def entered() -> bool:  # with the next look, which is due within `LOOK_S`
@@ -412,11 +409,11 @@ def test_what_no_node_holds_is_refused_before_it_is_read(store, memory, requests
     at = address(memory)
     assert store.put("here", b"1" * 5000) == 0
     requests.clear()
-    for size in (objects.OBJECT_BYTES_MAX + 1, 1 << 40):
+    for size in (OBJECT_BYTES_MAX + 1, 1 << 40):
         assert store.put_from("huge", at, size) == store.upsert_from("huge", at, size) == INVALID
     assert store.put_from("large", at, 8 << 30) == NO_SPACE
     assert store.upsert_from("here", at, 8 << 30) == NO_SPACE
-    assert store.batch_put_from(["large"], [at], [objects.OBJECT_BYTES_MAX]) == [NO_SPACE]
+    assert store.batch_put_from(["large"], [at], [OBJECT_BYTES_MAX]) == [NO_SPACE]
     assert not {"Reserve", "Store"} & set(requests), "no room was asked for"
     assert store.get("here") == b"1" * 5000
     assert store.is_exist("large") == 0
